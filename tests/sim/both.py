@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from kvflow.proof.sim.outcome import Outcome
+from kvflow.proof.rules.outcome import Outcome
 from kvflow.proof.sim.plants import Plant
 
 Simulate = Callable[..., Outcome]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from typing import Self
 
 from kvflow.proof.bare.clock import Clock
 from kvflow.proof.bare.decode import Decode
 from kvflow.proof.bare.job import DecodeJob
-from kvflow.proof.bare.oracle import Oracle
+from kvflow.proof.bare.run import rules_for
 from kvflow.proof.bare.scenario import Twists
 from kvflow.proof.group.client import Client
 from kvflow.proof.group.rest import left
 from kvflow.proof.group.stage import Stage
-from kvflow.proof.group.world import GroupWorld
+from kvflow.proof.group.world import GroupRooms, GroupWorld
+from kvflow.proof.rules.watch import observed, swaps
 from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.variety import LAYOUT, PAGE_SIZE, PROMPT, TIMING, Variety
 from kvflow.protocols.group.leader import GroupLeader
@@ -35,16 +37,26 @@ class OneFault(Faults):
 
 
 class Stages:
+    """Use it as a context: the rule book watches every endpoint meanwhile."""
+
     def __init__(self, ranks: int = 4, seed: int = 1) -> None:
         rng = random.Random(seed)
-        self.clock, self.faults = Clock(), OneFault(rng)
-        self.oracle = Oracle(self.clock, None)
+        self.clock, self.faults, self._ranks = Clock(), OneFault(rng), ranks
+        self.rules = rules_for(self.clock, None, GroupRooms)
         variety = Variety(Bounds(), TIMING, PROMPT, False, LAYOUT, (8, 3))
         twists = Twists([], 0.0, 0.0, 0.0, 0.0, 0.0, None, None)
-        self.world = GroupWorld(self.clock, rng, self.oracle, self.faults, variety, twists, None)
-        self.stages = [self._stage(rank, ranks) for rank in range(ranks)]
+        self.world = GroupWorld(self.clock, rng, self.rules, self.faults, variety, twists, None)
+        self._watch = swaps(observed(self.rules.rooms))
+
+    def __enter__(self) -> Self:
+        self._watch.__enter__()
+        self.stages = [self._stage(rank, self._ranks) for rank in range(self._ranks)]
         self.decode: Decode = self.world.start_decode(0)
         self.clock.play(2 * TIMING.heartbeat_s)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._watch.__exit__(*error)
 
     def _stage(self, rank: int, ranks: int) -> Stage:
         stage = self.world.start_prefill(0, rank, ranks)
@@ -58,8 +70,8 @@ class Stages:
 
     def ask(self, room: int = 7) -> Client:
         """The leader has a request."""
-        number, issue = len(self.world.clients), self.oracle.issue
-        client = Client(number, room, TOKENS, DIGEST, (2, 2), issue, self.oracle.broken)
+        number, issue = len(self.world.clients), self.rules.rooms.issue
+        client = Client(number, room, TOKENS, DIGEST, (2, 2), issue, self.rules.broken)
         self.world.clients.append(client)
         client.asked = True
         self.stages[0].callers[client] = None
@@ -68,7 +80,7 @@ class Stages:
 
     def offer(self, room: int = 7, decode: Decode | None = None) -> DecodeJob:
         """And decode has it, too."""
-        job = DecodeJob(room, TOKENS, DIGEST, 0, self.oracle.issue)
+        job = DecodeJob(room, TOKENS, DIGEST, 0, self.rules.rooms.issue)
         (decode or self.decode).begin(job)
         return job
 

@@ -4,6 +4,8 @@ error is told.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from kvflow.proof.sim.times import HEAR_S
@@ -14,18 +16,25 @@ from kvflow.protocols.machines.prefill_room import PrefillPhase
 from tests.sim.stages import Stages
 
 
+@pytest.fixture
+def group() -> Iterator[Stages]:
+    with Stages() as stages:
+        yield stages
+
+
 def failures(group: Stages) -> dict[str, int]:
     return {
-        what: count for what, count in group.world.rules.counts.items() if what.startswith("failed")
+        what: count
+        for what, count in group.world.agreement.counts.items()
+        if what.startswith("failed")
     }
 
 
 @pytest.mark.parametrize("waiting", [1, 2, 3])
 def test_aborted_where_it_waits_for_bootstrap_after_an_earlier_stage_has_dropped_it(
-    waiting: int,
+    group: Stages, waiting: int
 ) -> None:
     """Nothing of decode reaches that stage, neither its half of the room nor the end of it."""
-    group = Stages()
     late = group.stages[waiting]
     group.world.wire.cut.add(late.control)
     client, theirs = group.ask(), group.offer()
@@ -52,9 +61,8 @@ def test_aborted_where_it_waits_for_bootstrap_after_an_earlier_stage_has_dropped
     group.at_rest()
 
 
-def test_no_success_without_the_others() -> None:
+def test_no_success_without_the_others(group: Stages) -> None:
     """The pages of one stage move later than those of all others."""
-    group = Stages()
     slow = group.stages[2]
     slow.stall(1.0)
     client, theirs = group.ask(), group.offer()
@@ -72,8 +80,7 @@ def test_no_success_without_the_others() -> None:
     group.at_rest()
 
 
-def test_a_stage_dies_that_has_not_landed() -> None:
-    group = Stages()
+def test_a_stage_dies_that_has_not_landed(group: Stages) -> None:
     slow = group.stages[2]
     slow.stall(1.0)
     client = group.ask()
@@ -93,11 +100,12 @@ def test_a_stage_dies_that_has_not_landed() -> None:
 
 
 @pytest.mark.parametrize("first", ["client", "decode", "decode after the drain"])
-def test_a_room_id_used_again_while_one_stage_drains_the_earlier_request(first: str) -> None:
+def test_a_room_id_used_again_while_one_stage_drains_the_earlier_request(
+    group: Stages, first: str
+) -> None:
     """That stage alone cannot open it: the second request fails, on every stage and at its decode,
     with one cause.
     """
-    group = Stages()
     group.faults.next_write = "stuck"
     client, theirs = group.ask(), group.offer()
     group.clock.play(0.05)
@@ -138,9 +146,10 @@ def test_a_room_id_used_again_while_one_stage_drains_the_earlier_request(first: 
 
 @pytest.mark.parametrize("reachable", [0, 1, 3])
 @pytest.mark.parametrize("first", ["client", "decode"])
-def test_a_request_that_is_refused_while_a_stage_is_missing(reachable: int, first: str) -> None:
+def test_a_request_that_is_refused_while_a_stage_is_missing(
+    group: Stages, reachable: int, first: str
+) -> None:
     """Whichever stage decode can hear, it hears at once that the room will not come."""
-    group = Stages()
     lost = group.stages[2]
     group.world.lines.cut.add(lost.incarnation)
     group.clock.play(2 * TIMING.lost_after_s)
@@ -167,8 +176,7 @@ def test_a_request_that_is_refused_while_a_stage_is_missing(reachable: int, firs
     group.at_rest()
 
 
-def test_a_stage_whose_transfer_fails_alone() -> None:
-    group = Stages()
+def test_a_stage_whose_transfer_fails_alone(group: Stages) -> None:
     group.faults.next_write = "error"
     client, theirs = group.ask(), group.offer()
     group.clock.play(HEAR_S)
@@ -181,8 +189,7 @@ def test_a_stage_whose_transfer_fails_alone() -> None:
     assert all(sum(ended.values()) == 1 and not ended.get("success") for ended in endings)
 
 
-def test_the_leader_dies_and_comes_back() -> None:
-    group = Stages()
+def test_the_leader_dies_and_comes_back(group: Stages) -> None:
     leader = group.stages[0]
     client = group.ask()
     group.clock.play(0.1)

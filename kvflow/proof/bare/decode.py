@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,9 +11,10 @@ import numpy as np
 from kvflow.proof.bare.holds import Room
 from kvflow.proof.bare.job import DecodeJob
 from kvflow.proof.bare.node import CLOSE_LOOK_S, Node, Scene, address_of
-from kvflow.proof.bare.pages import Pages, name_of
+from kvflow.proof.bare.pages import DecodePages
 from kvflow.proof.bare.turns import Turns
-from kvflow.proof.bare.wire import Burst
+from kvflow.proof.bare.wire import Burst, parsed
+from kvflow.proof.rules.transfers import Arrival
 from kvflow.proof.sim.times import THREAD_S
 from kvflow.proof.sim.variety import PAGE_SIZE
 from kvflow.protocols import commands as c
@@ -23,11 +24,8 @@ from kvflow.protocols.decode.links import DecodeIdentity
 from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.ports import LeaseId, UnprovenLoan
-from kvflow.protocols.wire.codec import parse_at_prefill
-from kvflow.protocols.wire.messages import Bootstrap, Incarnation
+from kvflow.protocols.wire.messages import Incarnation
 from kvflow.telemetry.counters import Counts
-
-_BOOTSTRAP = 3  # tag on the wire
 
 
 class Decode(Node):
@@ -46,7 +44,7 @@ class Decode(Node):
             verify=world.variety.verify,
         )
         super().__init__(world, name, number, self.endpoint)
-        self.pages = Pages(name, world.oracle, world.variety.layout)
+        self.pages = DecodePages(name, world.rules, world.variety.layout)
         # By grant. A room stays here until it ended and its pages are free or its user's.
         self.rooms: dict[int, Room] = {}
         self.watches: set[PeerKey | int] = set()
@@ -68,19 +66,18 @@ class Decode(Node):
             by_lease.setdefault(loan.lease, []).append(loan)
         granted = self.endpoint.earlier.inherit(earlier.left_behind)
         self.inherited = {grant: by_lease[lease] for grant, lease in granted.items()}
-        self.pages.inherit({owner_of(loans[0]) for loans in self.inherited.values()})
+        self.pages.inherit(set(granted.values()))
         self.say(
             f"has the pool of {earlier.incarnation:x}, with {len(earlier.left_behind)} loans "
             "without proof"
         )
         self.run()
 
-    def inherited_loans(self) -> Iterator[UnprovenLoan]:
-        """Yield the inherited loans that still lack proof."""
-        for loans in self.inherited.values():
-            yield from (
-                loan for loan in loans if self.endpoint.earlier.find(loan.incarnation, loan.writer)
-            )
+    def inherited_loans(self) -> list[UnprovenLoan]:
+        """Return the inherited loans that still lack proof."""
+        find = self.endpoint.earlier.find
+        every = [loan for loans in self.inherited.values() for loan in loans]
+        return [loan for loan in every if find(loan.incarnation, loan.writer)]
 
     # --- requests
 
@@ -90,10 +87,8 @@ class Decode(Node):
         try:
             if job.refused:
                 cause = job.cause(Code.CAPACITY, "decode will not have it")
-                self.oracle.halves.refused_at_decode(job.room, cause)
                 return endpoint.refuse_room(job.room, ranks, cause, now)
             deadline_at_s = float("inf") if job.deadline_s is None else now + job.deadline_s
-            self.oracle.deadline(job.room, deadline_at_s)
             grant = endpoint.open_room(
                 job.room,
                 ranks,
@@ -107,14 +102,10 @@ class Decode(Node):
                 announce=job.announces or job.waits or job.offers_after_s is not None,
             )
         except KvflowError as error:
-            self.oracle.halves.refused_at_decode(job.room, error.cause())
             self.say(f"room {job.room}: {error}")
             return None
         else:
-            if self.leaving:
-                self.oracle.broken("I4", f"{self.name} shuts down, and opens room {job.room}")
             job.at = room = self.rooms[grant] = Room(self, self.pages, endpoint.rooms[grant], job)
-            self.oracle.opened_at_decode(room)
             if job.offers_after_s is not None:
                 self.clock.later(job.offers_after_s, self, self._has_pages, room)
         finally:
@@ -143,20 +134,22 @@ class Decode(Node):
     def give_up_waiting(self) -> None:
         """Offer pages for rooms that prefill has not begun, because it may never do so."""
         for room in list(self.rooms.values()):
-            if not room.told and not self.oracle.has_begun(room):
+            if not room.told and not self.rules.rooms.has_begun(self.incarnation, room.record):
                 self._has_pages(room)
 
     def _offer(self, room: Room) -> None:
         grant = room.record.grant
         pages = (
-            None if self.world.faults.of_take() else self.pages.take(room.record.num_pages, grant)
+            None
+            if self.world.faults.of_take()
+            else self.pages.take(room.record.num_pages, room.lease)
         )
         if pages is None:
             return self.close_room(room, room.job.cause(Code.CAPACITY, "no pages at decode"))
         room.pages = pages
         if not self.endpoint.lend(grant, np.array(pages, np.int32), self.clock.now):
             # The room ended before its pages were lent, so they are still ours.
-            self.pages.give_back(pages, grant)
+            self.pages.give_back(pages, room.lease)
             room.pages = []
         return None
 
@@ -211,18 +204,15 @@ class Decode(Node):
         self.endpoint.close(self.clock.now)
         self.run()
         if self.endpoint.rooms or self.world.wire.dialled_by(self):
-            self.oracle.broken("I5", f"{self.name} is closed, and has rooms or connections")
+            self.rules.broken("I5", f"{self.name} is closed, and has rooms or connections")
         self.left_behind = self._without_proof()
         return self.world.kill(self, "has left")
 
     def _without_proof(self) -> list[UnprovenLoan]:
-        """Return the loans without proof, and rename their pages.
-
-        The new names differ from every grant that the next decode over the pool can give.
-        """
-        found = list(self.inherited_loans())
-        for grant, room in self.rooms.items():
-            pages, lease = np.array(room.pages, np.int32), (self.incarnation, grant)
+        """Return the loans without proof. Their leases go on owning the pages."""
+        found = self.inherited_loans()
+        for room in self.rooms.values():
+            self.pages.check(room.pages, room.lease, "left behind")
             found += [
                 UnprovenLoan(
                     writer=peer.address,
@@ -230,12 +220,11 @@ class Decode(Node):
                     control=peer.key.control,
                     rank=peer.info.rank,
                     room=room.record.room,
-                    lease=lease,
-                    pages=pages,
+                    lease=room.lease,
+                    pages=np.array(room.pages, np.int32),
                 )
                 for peer in room.record.lease.loans
             ]
-            self.pages.rename(room.pages, grant, name_of(*lease))
         return found
 
     def died(self) -> None:
@@ -246,11 +235,7 @@ class Decode(Node):
 
     def _send(self, command: c.SendToPrefill) -> None:
         key = command.peer
-        if command.frame[1] == _BOOTSTRAP:
-            # Only this message lends pages, so the oracle compares their owners with it.
-            message = parse_at_prefill(command.frame)
-            assert isinstance(message, Bootstrap)
-            self.oracle.lent(self.pages, message.grant, message.pages)
+        self.rules.transfers.sent(self, parsed(command.frame, to_prefill=True), self.pages)
         if key in self.world.wire.lines.get((key.control, self.incarnation), ()):
             self.world.wire.carry(self, key.control, self, command.frame)
 
@@ -286,7 +271,7 @@ class Decode(Node):
     def _begun(self, command: c.RoomBegun) -> None:
         room = self.rooms[command.grant]
         self.say(f"prefill has begun room {room.record.room}")
-        self.oracle.told_begun(room)
+        self.rules.rooms.told_begun(self.incarnation, room.record)
         if room.held_back and room.job.waits:
             self.turns.ask(room, self.take_turn)
 
@@ -311,27 +296,41 @@ class Decode(Node):
     def _landed(self, command: c.RoomLanded) -> None:
         room = self.rooms[command.grant]
         self.say(f"room {room.record.room} has landed")
-        self.oracle.told_at_decode(room, None)
-        self.oracle.landed(room, command.handoff)
+        self._tell(room, None)
+        # A room lacks the pages that decode had already, which are the first of the prompt.
+        first, digest, pages = room.job.num_places - len(room.pages), room.job.digest, room.pages
+        ranks, cells = [peer.info.rank for peer in room.record.peers], room.home.cells
+
+        def is_right(index: int, rank: int) -> bool:
+            return cells[pages[index]].get(ranks[rank]) == (digest, first + index)
+
+        self.rules.transfers.landed(
+            Arrival(
+                room.record.room, room.keys, room.home, pages, is_right, digest, command.handoff
+            )
+        )
         self.turns.end(room)
-        self.pages.keep(room.pages, command.grant)
+        user = self.pages.keep(pages, room.lease)
         # A landed room passes its pages to its user, so no FreePages follows.
         room.job.succeeded = room.freed = True
-        self.clock.later(room.job.kept_s, self, self.pages.give_back, room.pages, -command.grant)
+        self.clock.later(room.job.kept_s, self, self.pages.give_back, pages, user)
 
     def _failed(self, command: c.RoomFailed) -> None:
         room = self.rooms[command.grant]
         self.say(f"room {room.record.room} fails: {command.cause}")
-        self.oracle.told_at_decode(room, command.cause)
+        self._tell(room, command.cause)
         self.turns.end(room)
+
+    def _tell(self, room: Room, cause: Cause | None) -> None:
+        self.rules.rooms.told_at_decode(self.incarnation, room.record, cause)
+        room.told = True
 
     def _ended(self, command: c.RoomEnded) -> None:
         room = self.rooms[command.grant]
-        self.oracle.ended_at_decode(room)
-        if command.grant in self.endpoint.rooms:
-            self.oracle.broken(
-                "I5", f"room {room.record.room} has ended at decode, and is in its table"
-            )
+        if room.over:
+            self.rules.broken("I4", f"room {room.record.room} ends at decode twice")
+        in_table = command.grant in self.endpoint.rooms
+        self.rules.rooms.ended_at_decode(room.record, in_table=in_table)
         room.over = True
         self._forget(room)
 
@@ -341,13 +340,13 @@ class Decode(Node):
     def _free(self, command: c.FreePages) -> None:
         if (loans := self.inherited.pop(command.grant, None)) is not None:
             self.say(f"pages of an earlier decode, grant {command.grant} here, are free")
-            return self.pages.give_back(loans[0].pages.tolist(), owner_of(loans[0]))
+            return self.pages.give_back(loans[0].pages.tolist(), loans[0].lease)
         room = self.rooms.get(command.grant)
         if room is None or room.freed:
-            return self.oracle.broken(
+            return self.rules.broken(
                 "I1", f"{self.name}: pages of grant {command.grant} are given back twice"
             )
-        self.pages.give_back(room.pages, command.grant)
+        self.pages.give_back(room.pages, room.lease)
         room.freed = True
         return self._forget(room)
 
@@ -373,11 +372,6 @@ class Decode(Node):
         c.QuarantinePages: _quarantine,
         c.FreePages: _free,
     }
-
-
-def owner_of(loan: UnprovenLoan) -> int:
-    """Return the owner of the pages of a loan that an earlier decode made."""
-    return name_of(*loan.lease)
 
 
 def checksum_of(contents: list[object]) -> bytes:

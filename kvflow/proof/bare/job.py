@@ -121,7 +121,3 @@ class PrefillJob(_Job):
         left = left or [0]
         left[-1] += self.rows
         return left
-
-
-def handoff_of(digest: bytes) -> bytes:
-    return b"handoff " + digest[:8]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from kvflow.proof.bare.clock import Clock
-from kvflow.proof.bare.oracle import Oracle
 from kvflow.proof.bare.scenario import Twists
 from kvflow.proof.bare.wire import Burst, Wire
+from kvflow.proof.rules.book import Rules
 from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.variety import LATE, LATE_FENCE_S, NEVER, Variety
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
@@ -35,21 +35,22 @@ class Scene:
         self,
         clock: Clock,
         rng: random.Random,
-        oracle: Oracle,
+        rules: Rules,
         faults: Faults,
         variety: Variety,
         twists: Twists,
         tell: Tell | None,
     ) -> None:
-        self.clock, self.rng, self.oracle, self.faults, self.tell = clock, rng, oracle, faults, tell
+        self.clock, self.rng, self.rules, self.faults, self.tell = clock, rng, rules, faults, tell
         self.variety, self.timing, self.bounds, self.twists = (
             variety,
             variety.timing,
             variety.bounds,
             twists,
         )
-        self.wire = Wire(clock, rng, faults, traced=tell is not None)
+        self.wire = Wire(clock, rng, faults, rules.rooms.disturbed, traced=tell is not None)
         self.nodes: dict[int, Node] = {}  # by incarnation; dead nodes stay
+        rules.rooms.sides = self.nodes
         self.by_peer_id: dict[bytes, Node] = {}
         self.registry: dict[int, dict[int, RankInfo]] = {}
         self.frozen = 0  # writes that never end
@@ -113,7 +114,7 @@ class Scene:
         """Return True if the bytes of a verified write are to be damaged."""
         if not self._strikes("damage", self.twists.damages):
             return False
-        self.oracle.damaged = True
+        self.rules.rooms.damaged = True
         return True
 
     def fails_sum(self) -> bool:
@@ -136,7 +137,7 @@ class Node:
         self, world: Scene, name: str, group: int, endpoint: DecodeEndpoint | PrefillEndpoint
     ) -> None:
         self.world, self.name, self.group, self._ticking = world, name, group, endpoint
-        self.clock, self.oracle, self._traced = world.clock, world.oracle, world.tell is not None
+        self.clock, self.rules, self._traced = world.clock, world.rules, world.tell is not None
         self.incarnation = endpoint.core.identity.incarnation
         self._outbox = endpoint.core.outbox
         self.alive = True
@@ -158,6 +159,9 @@ class Node:
     def up(self) -> bool:
         """True while alive and not halted."""
         return self.alive and self.parked is None
+
+    def reaches(self, target: int) -> bool:
+        return target in self.routes
 
     @property
     def counts(self) -> Counts:

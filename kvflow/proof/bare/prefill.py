@@ -11,20 +11,20 @@ import numpy as np
 
 from kvflow.proof.bare.decode import Decode
 from kvflow.proof.bare.holds import Leg
-from kvflow.proof.bare.job import PrefillJob, handoff_of
+from kvflow.proof.bare.job import PrefillJob
 from kvflow.proof.bare.node import CLOSE_LOOK_S, Scene, address_of
-from kvflow.proof.bare.pages import FreePlaces
+from kvflow.proof.bare.pages import Pages
 from kvflow.proof.bare.turns import Turns
-from kvflow.proof.bare.wire import Burst
+from kvflow.proof.bare.wire import Burst, parsed
 from kvflow.proof.bare.writes import PacedWrite, Writer
-from kvflow.proof.sim.both_sides import is_linked
+from kvflow.proof.rules.both_sides import is_linked
+from kvflow.proof.rules.transfers import handoff_of
 from kvflow.proof.sim.times import THREAD_S
 from kvflow.proof.sim.variety import PAGE_SIZE
 from kvflow.protocols import commands as c
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.prefill.peers import PrefillIdentity
-from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire.messages import Incarnation, Rank
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
@@ -50,14 +50,11 @@ class Prefill(Writer):
         self.info = RankInfo(rank, world_size, incarnation, self.control, "fake", "model")
         self.rank = rank
         self.legs: dict[int, Leg] = {}  # by serial, until released
-        # By serial: every room to which a grant was bound.
-        self.records: dict[int, PrefillRoomRecord] = {}
-        self.free = FreePlaces(layout)
+        self.pages = Pages(name, world.rules, layout)
         self.cells = [None] * layout.num_places
         self.watches: set[int] = set()
         self.turns: Turns[Leg] = Turns()
         self.writes: dict[int, PacedWrite] = {}  # under way
-        self.reaching = {}
         self._stalled_from_s = float("inf")
 
     # --- requests
@@ -70,7 +67,6 @@ class Prefill(Writer):
                 job.error = job.cause(Code.CAPACITY, "the engine will not have it")
                 return self.refuse_room(job.room, job.error)
             deadline_at_s = float("inf") if job.deadline_s is None else now + job.deadline_s
-            self.oracle.deadline(job.room, deadline_at_s)
             record = endpoint.open_room(
                 job.room,
                 job.tokens,
@@ -84,11 +80,9 @@ class Prefill(Writer):
             job.error = error.cause()
             return None
         else:
-            if self.leaving:
-                self.oracle.broken("I4", f"{self.name} shuts down, and opens room {job.room}")
             job.at = leg = self.legs[record.serial] = Leg(record, job)
-            self.oracle.opened_at_prefill(self, leg)
-            pages = None if self.world.faults.of_take() else self.free.take(job.num_places)
+            fails = self.world.faults.of_take()
+            pages = None if fails else self.pages.take(job.num_places, record)
             if pages is None:
                 self.close_room(leg, job.cause(Code.CAPACITY, "no pages at prefill"))
             else:
@@ -106,7 +100,6 @@ class Prefill(Writer):
 
     def refuse_room(self, room: int, cause: Cause) -> None:
         """Refuse a room for which this prefill has no leg."""
-        self.oracle.halves.refused_at_prefill(self.incarnation, room, cause)
         self.endpoint.refuse_room(room, cause, self.clock.now)
 
     def close_room(self, leg: Leg, cause: Cause) -> None:
@@ -129,7 +122,6 @@ class Prefill(Writer):
         """Begin a room: the engine has a place for the whole prompt."""
         leg.queues = False
         self.say(f"room {leg.record.room} begins")
-        self.oracle.begun_at_prefill(leg.record)
         self.endpoint.begin_room(leg.record)
         if leg.matched:
             self.compute(leg)
@@ -145,6 +137,9 @@ class Prefill(Writer):
             self.close_room(leg, leg.job.cause(Code.ENGINE_ERROR, "the engine broke down"))
             return
         leg.computing = True
+        # The pages of a step belong to it until it ends (I13), even if the room is gone.
+        for page in leg.pages[leg.sent : leg.sent + leg.chunks[leg.number]]:
+            self.pages.readers[page] += 1
         self.wait(THREAD_S, self._computed, leg)
 
     def _computed(self, leg: Leg) -> None:
@@ -152,7 +147,8 @@ class Prefill(Writer):
         leg.computing = False
         start, end = leg.sent, leg.sent + leg.chunks[leg.number]
         chunk = leg.pages[start:end]
-        # The pages of a step belong to it until it ends (I13), even if the room is gone.
+        for page in chunk:
+            self.pages.readers[page] -= 1
         if leg.released:
             return self._free_pages(leg)
         for index, page in enumerate(chunk, start):
@@ -165,9 +161,6 @@ class Prefill(Writer):
         self.endpoint.queue_chunk(
             leg.record, np.array(chunk, np.int32), last=last, handoff=handoff, now=self.clock.now
         )
-        # An endpoint must not end a room inside its engine's own call, which still uses the room.
-        if leg.record.ended:
-            self.oracle.broken("I4", f"room {leg.record.room} ends inside of its engine's own call")
         if not last:
             self.compute(leg)
         return self.run()
@@ -175,7 +168,7 @@ class Prefill(Writer):
     def _free_pages(self, leg: Leg) -> None:
         for page in leg.pages:
             self.cells[page] = None
-        self.free.give_back(leg.pages)
+        self.pages.give_back(leg.pages, leg.record)
         leg.pages = []
 
     # --- links
@@ -233,26 +226,22 @@ class Prefill(Writer):
         return self.part()
 
     def has_parted(self) -> None:
-        self.oracle.parted(self, self.endpoint.core.former.parted)
         linked = [
             node
             for node in self.world.living(Decode)
             if is_linked(node.endpoint.peers, self.incarnation)
         ]
-        self.oracle.halves.has_left(self, self.control, linked)
+        self.rules.left(self, self.control, self.endpoint.core.former.parted, linked)
         return self.world.kill(self, "has left")
 
     def died(self) -> None:
-        for write in list(self.reaching):
-            write.out_of_reach()
+        self.rules.transfers.died(self.incarnation)
 
     # --- commands
 
     def _send(self, command: c.SendToDecode) -> None:
         frame = command.frame
-        # These tags are statements about a room or, in a goodbye, about all rooms.
-        if 3 < frame[1] < 8 or frame[1] == 11:
-            self.oracle.said(self, frame)
+        self.rules.transfers.sent(self, parsed(frame, to_prefill=False), None)
         decode = self.world.by_peer_id.get(command.peer_id)
         if decode is not None and self.world.wire.lines.get((self.control, decode.incarnation)):
             self.world.wire.carry(self, self.control, decode, frame)
@@ -265,8 +254,7 @@ class Prefill(Writer):
         # A decode that lives lost its place here, so the oracles count this as a disturbance.
         self.world.wire.disturbed(self.control, self.world.nodes[command.peer])
         self.watches.discard(command.peer)
-        if any(write.key[1] == command.peer for write in self.writes.values()):
-            self.oracle.broken("I2", f"{self.name}: a route is closed while a write runs on it")
+        self.rules.transfers.route_closed(self, command.peer)
 
     def _watch(self, command: c.WatchProcess) -> None:
         self.watches.add(command.peer)
@@ -274,17 +262,17 @@ class Prefill(Writer):
 
     def _start_write(self, command: c.StartWrite) -> None:
         if command.peer not in self.routes:
-            self.oracle.broken(
+            self.rules.broken(
                 "I2", f"{self.name}: a write to {command.peer:x}, and no route is open"
             )
         target = self.world.nodes[command.peer]
         assert isinstance(target, Decode)
         write = PacedWrite(self, target, self.legs[command.serial], command)
-        self.writes[command.write], self.reaching[write] = write, None
+        self.writes[command.write] = write
         if self._traced:
             how = write.fault or "no fault"
             self.say(f"write {write.sources} -> {write.targets} of grant {write.key[2]}, {how}")
-        self.oracle.write_began(write)
+        self.rules.transfers.write_began(write)
         write.begin()
 
     def write_ended(self, write: PacedWrite, checksum: bytes) -> None:
@@ -303,7 +291,7 @@ class Prefill(Writer):
     def _matched(self, command: c.RoomMatched) -> None:
         leg = self.legs[command.serial]
         self.say(f"room {leg.record.room} is matched")
-        self.oracle.matched(self, leg)
+        self.rules.rooms.matched(self.incarnation, leg.record)
         leg.matched = True
         leg.sent = min(-(-command.prefix_tokens // PAGE_SIZE), leg.job.num_pages)
         leg.chunks = leg.job.chunks_after(leg.sent)
@@ -312,25 +300,26 @@ class Prefill(Writer):
     def _done(self, command: c.RoomDone) -> None:
         leg = self.legs[command.serial]
         self.say(f"room {leg.record.room} is done")
-        self.oracle.told_at_prefill(self, leg, None)
+        self._tell(leg, None)
         leg.job.succeeded = True
         self.turns.end(leg)
 
     def _stopped(self, command: c.RoomStopped) -> None:
         leg = self.legs[command.serial]
         self.say(f"room {leg.record.room} stops: {command.cause}")
-        self.oracle.told_at_prefill(self, leg, command.cause)
+        self._tell(leg, command.cause)
+        leg.failed = True
         self.turns.end(leg)
+
+    def _tell(self, leg: Leg, cause: Cause | None) -> None:
+        self.rules.rooms.told_at_prefill(self.incarnation, leg.record, cause)
+        leg.told = True
 
     def _released(self, command: c.RoomReleased) -> None:
         leg = self.legs.pop(command.serial, None)
-        record = self.records.get(command.serial) if leg is None else leg.record
-        if record is not None:
-            self.oracle.released(self, record, leg, self.writes.values())
-            if self.endpoint.rooms.get(record.room) is record:
-                self.oracle.broken(
-                    "I5", f"room {record.room} has ended at prefill, and is in its table"
-                )
+        record = self.rules.rooms.record_of(self.incarnation, command.serial)
+        in_table = self.endpoint.rooms.get(record.room) is record
+        self.rules.rooms.released(self.incarnation, command.serial, in_table=in_table)
         if leg is not None:
             leg.released = True
             if not leg.computing:

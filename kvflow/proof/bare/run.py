@@ -7,29 +7,28 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from time import process_time
 from typing import Any, NamedTuple
 
 from kvflow.proof.bare.clock import Clock
 from kvflow.proof.bare.decode import Decode
-from kvflow.proof.bare.halves import WatchedHalves
 from kvflow.proof.bare.job import DecodeJob, PrefillJob
 from kvflow.proof.bare.node import Node, Tell
-from kvflow.proof.bare.oracle import BrokenError, Oracle
 from kvflow.proof.bare.prefill import Prefill
 from kvflow.proof.bare.rest import left
 from kvflow.proof.bare.scenario import Twist, Twists, Visit, draw_waiting
 from kvflow.proof.bare.world import World
+from kvflow.proof.rules.book import Rules
+from kvflow.proof.rules.outcome import Outcome
+from kvflow.proof.rules.rooms import Rooms
+from kvflow.proof.rules.watch import observed, swaps
 from kvflow.proof.sim.coverage import Cell, covered
 from kvflow.proof.sim.faults import Faults
-from kvflow.proof.sim.outcome import Outcome, Violation
 from kvflow.proof.sim.scenario import Accident, Leg, Request, Scenario
-from kvflow.proof.sim.swap import swapped
 from kvflow.proof.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
 from kvflow.proof.sim.variety import LATE, LATE_FENCE_S, NEVER, PAGE_SIZE
 from kvflow.protocols.decode.core import MAX_REPEAT_AFTER_S
-from kvflow.protocols.prefill.core import PrefillCore
-from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire.codec import prompt_digest
 
 # Good rooms for every pair, and the pages of their chunks. They fit beside any quarantine.
@@ -91,7 +90,7 @@ class Run:
 
     def _schedule(self, request: Request, twist: Twist) -> None:
         """Schedule both legs of a request; a twist may send the same room to a second decode."""
-        issue, digest = self.world.oracle.issue, prompt_digest(request.prompt)
+        issue, digest = self.world.rules.rooms.issue, prompt_digest(request.prompt)
         if request.prefill is not None:
             self.schedule_prefill(request, twist, request.prefill, digest)
         if (leg := request.decode) is not None:
@@ -131,7 +130,7 @@ class Run:
                 len(request.prompt),
                 digest,
                 tuple(request.chunks),
-                self.world.oracle.issue,
+                self.world.rules.rooms.issue,
                 rows=self.rows,
                 deadline_s=leg.deadline_s,
                 refused=request.refused,
@@ -200,7 +199,7 @@ class Run:
             self._probe_room += 1
             digest = self._probe_room.to_bytes(32, "little")
             job = DecodeJob(
-                self._probe_room, PAGE_SIZE, digest, group, world.oracle.issue, rows=self.rows
+                self._probe_room, PAGE_SIZE, digest, group, world.rules.rooms.issue, rows=self.rows
             )
             self.clock.later(visit.comes_after_s, guest, guest.begin, job)
 
@@ -276,9 +275,7 @@ class Run:
         while next(self.left(self.world, doubts=doubts), None) is not None:
             if self.clock.now >= deadline_s:
                 still = self.left(self.world, doubts=doubts)
-                self.world.oracle.broken(
-                    "I5", f"{when}, after {patience_s:g} s: {'; '.join(still)}"
-                )
+                self.world.rules.broken("I5", f"{when}, after {patience_s:g} s: {'; '.join(still)}")
             self.clock.play(0.1)
 
     def _probe(self) -> None:
@@ -300,7 +297,7 @@ class Run:
         while any(not job.succeeded for _, job in jobs):
             if self.clock.now >= waits_until_s:
                 names = {node.name for node, job in jobs if not job.succeeded}
-                world.oracle.broken(
+                world.rules.broken(
                     "I7", f"{sorted(names)}: a good room after the faults has not succeeded"
                 )
             self.clock.play(0.1)
@@ -316,7 +313,7 @@ class Run:
             (
                 decode,
                 DecodeJob(
-                    room, PROBE_TOKENS, digest, group, self.world.oracle.issue, rows=self.rows
+                    room, PROBE_TOKENS, digest, group, self.world.rules.rooms.issue, rows=self.rows
                 ),
             )
         )
@@ -330,7 +327,7 @@ class Run:
         jobs: list[tuple[Node, Any]] = []
         for node in prefills:
             job = PrefillJob(
-                room, tokens, digest, PROBE_CHUNKS, self.world.oracle.issue, rows=self.rows
+                room, tokens, digest, PROBE_CHUNKS, self.world.rules.rooms.issue, rows=self.rows
             )
             jobs.append((node, job))
             node.begin(job)
@@ -344,14 +341,17 @@ class Run:
         for node in self.world.nodes.values():
             if node.alive and node.counts.malformed != node.malformed:
                 counted = node.counts.malformed
-                self.world.oracle.broken(
+                self.world.rules.broken(
                     "I7", f"{node.name} counts {counted} malformed frames of {node.malformed}"
                 )
 
 
-def _forgetful(scenario: Scenario) -> bool:
-    bounds, rooms = scenario.variety.bounds, len(scenario.requests)
-    return bounds.closed_grants < rooms or bounds.ended_halves < rooms
+class BrokenError(AssertionError):
+    """An invariant does not hold; the run ends here."""
+
+
+def _stop() -> None:
+    raise BrokenError
 
 
 class Cast(NamedTuple):
@@ -360,7 +360,18 @@ class Cast(NamedTuple):
     draw: Callable[[random.Random, Faults], tuple[Scenario, Twists]] = draw_waiting
     world: type[World] = World
     run: type[Run] = Run
-    halves: type[WatchedHalves] = WatchedHalves
+    rooms: type[Rooms] = Rooms
+
+
+def rules_for(clock: Clock, tell: Tell | None, rooms: type[Rooms] = Rooms) -> Rules:
+    """Return the rule book of a run, which a violation ends with BrokenError."""
+    return Rules(
+        lambda: clock.now,
+        lambda delay_s, do, *arguments: clock.later(delay_s, None, do, *arguments),
+        _stop,
+        None if tell is None else lambda line: tell(clock.now, "", line),
+        rooms,
+    )
 
 
 def simulate(
@@ -376,41 +387,29 @@ def played(seed: int, cast: Cast, *, visits: Counter[Cell] | None, tell: Tell | 
     rng, clock = random.Random(seed), Clock()
     faults = Faults(rng)
     scenario, twists = cast.draw(rng, faults)
-    oracle = Oracle(clock, None if tell is None else lambda line: tell(clock.now, "", line))
-    world = cast.world(clock, rng, oracle, faults, scenario.variety, twists, tell)
-    halves = oracle.halves = cast.halves(
-        oracle, world.nodes, world.wire.trouble, _forgetful(scenario)
-    )
-    # No command reports that decode's half arrived, so the run watches the core.
-    bind = PrefillCore.bind
-
-    def bound(core: PrefillCore, record: PrefillRoomRecord, *arguments: Any) -> None:
-        bind(core, record, *arguments)
-        node = world.nodes[core.identity.incarnation]
-        assert isinstance(node, Prefill)
-        node.records[record.serial] = record
-        oracle.bound(node, record)
-        halves.bound(node, record)
-
-    violation, run = None, cast.run(world, scenario, twists)
-    with swapped(PrefillCore, "bind", bound), covered(Counter() if visits is None else visits):
+    rules = rules_for(clock, tell, cast.rooms)
+    rules.rooms.forgetful = scenario.forgetful
+    world = cast.world(clock, rng, rules, faults, scenario.variety, twists, tell)
+    run = cast.run(world, scenario, twists)
+    with swaps(observed(rules.rooms)), covered(Counter() if visits is None else visits):
         try:
             run.play()
-        except BrokenError as broken:
-            violation = broken.violation
+        except BrokenError:
+            pass
         # An endpoint that raises is a finding, whatever it raises.
         except Exception as error:
-            violation = Violation("I7", f"raised: {error!r}", clock.now)
             if tell is not None:
                 raise
+            with suppress(BrokenError):
+                rules.broken("I7", f"raised: {error!r}")
     return Outcome(
         seed,
-        violation,
+        rules.violation,
         clock.steps,
         clock.now,
         process_time() - begun,
         faults.struck,
-        dict(oracle.endings) | run.counted(),
+        dict(rules.rooms.endings) | run.counted(),
         len(scenario.requests),
         sum(scenario.groups) + scenario.decodes,
     )

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvflow.proof.bare.clock import Clock
 from kvflow.proof.bare.holds import Who
+from kvflow.proof.rules.words import worded
 from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.times import DELAY_S, FRAME_S, TICK_S
 from kvflow.protocols.commands import PeerKey
 from kvflow.protocols.errors import WireError
 from kvflow.protocols.wire.codec import parse_at_decode, parse_at_prefill, routing_id
-from kvflow.protocols.wire.messages import Bootstrap, Incarnation, Message
+from kvflow.protocols.wire.messages import Incarnation, Message
 
 _FRAME_LOW, _FRAME_SPAN = FRAME_S[0], FRAME_S[1] - FRAME_S[0]
-_DULL = {
-    "source",
-    "target",
-    "layout",
-    "address",
-    "wire_version",
-    "prompt_digest",
-    "handoff",
-    "checksum",
-    "asked",
-}
-
-
 Burst = list[tuple[Any, bytes, bool]]
 """Frames, each with its origin (a routing id at prefill, the dialled key at decode) and a flag for
 spoilt ones.
@@ -52,15 +41,25 @@ Jammed = list[tuple[str, End, bool, bytes]]
 class Wire:
     """All links of one world. A link joins a prefill's control address and a decode."""
 
-    def __init__(self, clock: Clock, rng: random.Random, faults: Faults, *, traced: bool) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        rng: random.Random,
+        faults: Faults,
+        disturbed: Callable[[str, int], None],
+        *,
+        traced: bool,
+    ) -> None:
+        """`disturbed` is called for every disturbance of a link, from which both ends have to
+        recover.
+        """
         self.clock, self.rng, self.faults, self._traced = clock, rng, faults, traced
+        self._disturbed = disturbed
         self.routers: dict[str, End] = {}  # who answers at an address now
         # Keys that a decode dialled, the latest last.
         self.lines: dict[tuple[str, int], list[PeerKey]] = {}
         self.cut: set[str | int] = set()  # controls and decodes that are cut off
         self.jammed: dict[str | int, Jammed] = {}  # frames that wait, to arrive in a burst
-        # Time of the last disturbance, by link.
-        self.trouble: dict[tuple[str, int], float] = {}
         self._last_at: dict[tuple[str, int, bool], float] = {}
 
     def carry(self, sender: End, control: str, decode: End, frame: bytes) -> None:
@@ -68,7 +67,8 @@ class Wire:
         clock, rng, peer, to_prefill = self.clock, self.rng, decode.incarnation, sender is decode
         if self._traced:
             hearer = self.routers.get(control) if to_prefill else decode
-            sender.say(f"to {hearer.name if hearer else 'nobody'}: {worded(frame, to_prefill)}")
+            said = worded(parsed(frame, to_prefill))
+            sender.say(f"to {hearer.name if hearer else 'nobody'}: {said}")
         if self.cut and (control in self.cut or peer in self.cut):
             return self.disturbed(control, decode)
         if self.jammed:
@@ -141,8 +141,7 @@ class Wire:
             del self.lines[link]
 
     def disturbed(self, control: str, decode: End) -> None:
-        """Record a disturbance of the link, from which both ends have to recover."""
-        self.trouble[control, decode.incarnation] = self.clock.now
+        self._disturbed(control, decode.incarnation)
 
     def deliver(self, frames: Jammed) -> None:
         """Deliver the frames now, one burst for each receiver."""
@@ -197,18 +196,3 @@ def garbage(rng: random.Random, frame: bytes, to_prefill: bool) -> bytes:
     )
     found = rng.choice(spoilt)
     return found if parsed(found, to_prefill) is None else b"\xc1" + found
-
-
-def worded(frame: bytes, to_prefill: bool) -> str:
-    """Return a message as text, without the fields that are alike in all messages."""
-    message = parsed(frame, to_prefill)
-    if message is None:
-        return "what is no message"
-    shown = {
-        name: getattr(message, name) for name in message.__struct_fields__ if name not in _DULL
-    }
-    if type(message) is Bootstrap:
-        shown["pages"] = memoryview(message.pages).cast("i").tolist()
-    return (
-        f"{type(message).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
-    )

@@ -5,9 +5,10 @@ late or never end.
 from __future__ import annotations
 
 from kvflow.proof.bare.decode import Decode, checksum_of
-from kvflow.proof.bare.holds import Leg, Write
+from kvflow.proof.bare.holds import Leg
 from kvflow.proof.bare.node import Node
-from kvflow.proof.bare.pages import Content, name_of
+from kvflow.proof.bare.pages import Content, DecodePages, Pages
+from kvflow.proof.rules.transfers import Write
 from kvflow.proof.sim.times import LATE_S, PAGE_S, SLOW_PAGE_S, STALL_LOOK_S, STUCK_S
 from kvflow.protocols.commands import StartWrite
 from kvflow.protocols.ports import WriteOutcome
@@ -20,8 +21,8 @@ class Writer(Node):
     """Node whose data plane writes."""
 
     rank: int
+    pages: Pages
     cells: list[Content | None]  # content of its pages
-    reaching: dict[PacedWrite, None]  # writes that may still land
 
     def write_ended(self, write: PacedWrite, checksum: bytes) -> None:
         raise NotImplementedError
@@ -30,13 +31,24 @@ class Writer(Node):
 class PacedWrite(Write):
     """Write by the writer's process: it stands still while the process is halted."""
 
-    __slots__ = ("cancelled", "contents", "damages", "fault", "pace_s", "source", "stops_at")
+    __slots__ = (
+        "cancelled",
+        "contents",
+        "damages",
+        "fault",
+        "leg",
+        "number",
+        "pace_s",
+        "source",
+        "stops_at",
+    )
+    home: DecodePages
 
     def __init__(self, source: Writer, target: Decode, leg: Leg, command: StartWrite) -> None:
         key = source.incarnation, target.incarnation, leg.record.grant
         sources, targets = command.source_pages.tolist(), command.target_pages.tolist()
-        super().__init__(command.write, key, leg, sources, target.pages, targets)
-        self.source = source
+        super().__init__(leg.record, key, sources, source.pages.readers, target.pages, targets)
+        self.source, self.leg, self.number = source, leg, command.write
         self.cancelled = False
         # A chunk without pages passes no data plane, so it cannot fail there.
         self.fault = source.world.faults.of_write() if sources else ""
@@ -50,11 +62,14 @@ class PacedWrite(Write):
     def begin(self) -> None:
         if self.fault == "stuck":
             self.source.wait(STUCK_S, self.thaw)
-        elif self.fault != "frozen":
+        elif self.fault == "frozen":
+            self.source.rules.transfers.frozen.add(self)
+        else:
             self.source.wait(self.pace_s, self._slice)
 
     def thaw(self) -> None:
         self.fault = ""
+        self.source.rules.transfers.frozen.discard(self)
         self._slice()
 
     def _slice(self) -> None:
@@ -79,50 +94,22 @@ class PacedWrite(Write):
         return source.wait(self.pace_s, self._slice)
 
     def _land_page(self) -> None:
-        """Write one page into the target's pool, and verify that it belongs to the grant (I2)."""
-        page, source = self.targets[self.next], self.source
-        content = source.cells[self.sources[self.next]]
-        self.next += 1
+        """Write one page into the target's pool."""
+        source, content = self.source, self.source.cells[self.sources[self.next]]
         if source.world.variety.verify:
             self.contents.append(content)
             if self.damages and content is not None:
                 content = (DAMAGED, content[1])
-        target = self.home
-        target.writers[page] -= 1
-        owner, (_, lender, grant) = target.owners[page], self.key
-        # Pages of a decode that left are renamed, and its writers may still reach them.
-        if owner != grant and owner != name_of(lender, grant) and not target.lost:
-            source.oracle.broken(
-                "I2", f"{self.key}: a byte lands on page {page}, which belongs to {owner}"
-            )
-        if source.world.tell is not None:
-            source.say(f"page {page} of grant {self.key[2]} lands")
+        page = source.rules.transfers.page_landed(self)
         if content is not None:
-            target.cells[page][source.rank] = content
+            self.home.cells[page][source.rank] = content
 
     def _land_rest(self) -> None:
         """Land the rest of a write that was reported as unproven."""
         while self.next < len(self.targets):
             self._land_page()
-        self.out_of_reach()
 
     def _end(self, outcome: WriteOutcome) -> None:
-        self.outcome = outcome
-        if self.source.world.tell is not None:
-            self.source.say(
-                f"write of grant {self.key[2]} ends: {outcome.value}, {self.next} pages landed"
-            )
-        if outcome is not WriteOutcome.LANDED:
-            self.source.oracle.stopped.add(self.leg.record.room)
-        if outcome is not WriteOutcome.UNPROVEN:
-            self.out_of_reach()
+        self.source.rules.transfers.write_ended(self, outcome)
         checksum = checksum_of([*self.contents]) if self.source.world.variety.verify else b""
         self.source.write_ended(self, checksum)
-
-    def out_of_reach(self) -> None:
-        """Record that no more of this write can land."""
-        self.source.reaching.pop(self, None)
-        writers = self.home.writers
-        for page in self.targets[self.next :]:
-            writers[page] -= 1
-        del self.targets[self.next :]

@@ -16,13 +16,13 @@ from kvflow.proof.cached.disk import DiskFaults, Worker, empty_folder, spoil
 from kvflow.proof.cached.node_cache import CachePlan, NodeCache, draw_plan
 from kvflow.proof.cached.scheduler import CachingScheduler
 from kvflow.proof.cached.texts import Library, Texts, page_bytes
+from kvflow.proof.rules.outcome import Outcome
 from kvflow.proof.sim import run as plain
 from kvflow.proof.sim.cluster import Cluster, Member
 from kvflow.proof.sim.coverage import Cell
 from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.loop import VirtualLoop
 from kvflow.proof.sim.oracle import Oracle
-from kvflow.proof.sim.outcome import Outcome
 from kvflow.proof.sim.scenario import (
     PROMPT_PAGES_MAX,
     Accident,

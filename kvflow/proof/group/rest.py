@@ -22,7 +22,7 @@ def left(world: World, *, doubts: bool) -> Iterator[str]:
     stages = [node for node in world.nodes.values() if isinstance(node, Stage) and node.alive]
     serving = Counter(stage.group for stage in stages if not stage.displaced and not stage.leaving)
     for group, count in serving.items():
-        if group not in world.lost and (missing := len(world.rules.ranks) - count):
+        if group not in world.lost and (missing := len(world.agreement.ranks) - count):
             yield f"{missing} ranks of group {group} are about to start again"
     leaders = [stage for stage in stages if stage.leader is not None and not stage.displaced]
     for stage in stages:

@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
-from kvflow.proof.bare.oracle import Oracle
+from kvflow.proof.bare.clock import Clock
 from kvflow.proof.group.lines import Lines, Process
+from kvflow.proof.rules.judge import Judge
 from kvflow.proof.sim.times import HEAR_S, PATIENCE_S
 from kvflow.protocols.errors import Cause, WireError
 from kvflow.protocols.group.leader import GroupLeader, Membership
@@ -45,13 +46,11 @@ Membered = tuple[Incarnation, Incarnation, int]
 """Session: the member, its leader, the number."""
 
 
-class Rules:
-    """Judge of the groups of one run. Raises BrokenError, by way of the oracle, at the first
-    violation.
-    """
+class Agreement:
+    """Rules for the groups of one run."""
 
-    def __init__(self, oracle: Oracle, lines: Lines) -> None:
-        self.oracle, self.clock, self.lines, self.ranks = oracle, oracle.clock, lines, range(0)
+    def __init__(self, judge: Judge, clock: Clock, lines: Lines) -> None:
+        self.broken, self.clock, self.lines, self.ranks = judge.broken, clock, lines, range(0)
         self.counts: Counter[str] = Counter()
         # Causes with which the group ended rooms of ranks that had no trouble themselves.
         self.group_causes: set[Cause] = set()
@@ -69,9 +68,6 @@ class Rules:
         self._first: Cause | None = None  # failure that the leader reads now
         # Pairs of who gave up whom. The other one may then do the same.
         self._given_up_by: set[tuple[Incarnation, Incarnation]] = set()
-
-    def broken(self, rule: str, text: str) -> None:
-        self.oracle.broken(rule, text)
 
     # --- the log
 

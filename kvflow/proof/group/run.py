@@ -16,10 +16,10 @@ from kvflow.proof.bare.scenario import Twist, Twists, draw_all
 from kvflow.proof.group.client import NO_FATE, Client, Fate
 from kvflow.proof.group.rest import left
 from kvflow.proof.group.stage import GONE, Stage
-from kvflow.proof.group.world import GroupHalves, GroupWorld
+from kvflow.proof.group.world import GroupRooms, GroupWorld
+from kvflow.proof.rules.outcome import Outcome
 from kvflow.proof.sim.coverage import Cell
 from kvflow.proof.sim.faults import Faults
-from kvflow.proof.sim.outcome import Outcome
 from kvflow.proof.sim.scenario import Accident, Leg, Request, Scenario, Shape
 
 RANKS = 4
@@ -88,12 +88,6 @@ class GroupRun(Run):
     world: GroupWorld
     left = staticmethod(left)
 
-    def __init__(self, world: GroupWorld, scenario: Scenario, twists: Twists) -> None:
-        super().__init__(world, scenario, twists)
-        halves = world.oracle.halves
-        assert isinstance(halves, GroupHalves)
-        halves.causes = world.rules.group_causes
-
     def schedule_prefill(self, request: Request, twist: Twist, leg: Leg, digest: bytes) -> None:
         # Each misfortune of an engine strikes one rank of the group.
         rank = self.world.rng.randrange(self.scenario.groups[request.group])
@@ -120,7 +114,7 @@ class GroupRun(Run):
         fate: Fate = NO_FATE,
     ) -> Client:
         world = self.world
-        number, issue, broken = len(world.clients), world.oracle.issue, world.oracle.broken
+        number, issue, broken = len(world.clients), world.rules.rooms.issue, world.rules.broken
         client = Client(
             number,
             room,
@@ -172,7 +166,7 @@ class GroupRun(Run):
         super().happen(accident)
 
     def counted(self) -> dict[str, int]:
-        return {f"group {what}": count for what, count in self.world.rules.counts.items()}
+        return {f"group {what}": count for what, count in self.world.agreement.counts.items()}
 
 
 def simulate(
@@ -180,5 +174,5 @@ def simulate(
 ) -> Outcome:
     """Play one seed of a group of `ranks` ranks."""
     shapes = (*(((ranks,), decodes) for decodes in (1, 1, 2, 2)), ((ranks, ranks), 1))
-    cast = Cast(lambda rng, faults: storm(rng, faults, shapes), GroupWorld, GroupRun, GroupHalves)
+    cast = Cast(lambda rng, faults: storm(rng, faults, shapes), GroupWorld, GroupRun, GroupRooms)
     return played(seed, cast, visits=visits, tell=tell)

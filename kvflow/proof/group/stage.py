@@ -14,7 +14,7 @@ from kvflow.proof.group.alarm import Alarm
 from kvflow.proof.group.client import Client, StageJob
 from kvflow.proof.group.forge import forged
 from kvflow.proof.group.lines import Lines
-from kvflow.proof.group.rules import Rules
+from kvflow.proof.group.rules import Agreement
 from kvflow.protocols import commands as c
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.group import leader as group_leader
@@ -33,7 +33,7 @@ class Group(NamedTuple):
     """State that the ranks share."""
 
     lines: Lines
-    rules: Rules
+    agreement: Agreement
     # The body of a request is its client's index here.
     clients: list[Client]
     forges: bool  # ranks send votes in each other's name
@@ -53,7 +53,7 @@ class Stage(Prefill):
     ) -> None:
         super().__init__(world, number, rank, world_size, incarnation)
         now, timing = self.clock.now, world.timing
-        self.lines, self.rules, self.clients, self._forges = group
+        self.lines, self.agreement, self.clients, self._forges = group
         self.member = GroupMember(incarnation, rank, world_size, now=now, timing=timing)
         self.leader: GroupLeader | None = None
         self.callers: dict[Client, None] = {}  # clients that wait for the leader's answer
@@ -85,16 +85,18 @@ class Stage(Prefill):
             client.ticket = ticket = self.leader.open(client.room, client.request)
         except KvflowError as error:
             self.say(f"room {client.room}: {error}")
-            self._answer(client, self.rules.given(error.cause()))
+            self._answer(client, self.agreement.given(error.cause()))
         else:
             self.by_ticket[ticket] = client
-            self.rules.asked(self, ticket)
+            self.agreement.asked(self, ticket)
         self.run()
 
     def client_goes(self, client: Client, how: str) -> None:
         assert self.leader is not None
         if client.ticket is not None and not client.told:
-            self.leader.close(client.ticket, self.rules.given(client.cause(Code.CLIENT_GONE, how)))
+            self.leader.close(
+                client.ticket, self.agreement.given(client.cause(Code.CLIENT_GONE, how))
+            )
             self.run()
 
     def _answer(self, client: Client, cause: Cause | None) -> None:
@@ -111,11 +113,11 @@ class Stage(Prefill):
     # --- the group's own frames
 
     def receive_from_leader(self, frame: bytes) -> None:
-        self.rules.member_receives(self, frame)
+        self.agreement.member_receives(self, frame)
         self.run()
 
     def receive_from_member(self, peer_id: bytes, frame: bytes) -> None:
-        self.rules.leader_receives(self, peer_id, frame)
+        self.agreement.leader_receives(self, peer_id, frame)
         self.run()
 
     def leader_gone(self, incarnation: Incarnation) -> None:
@@ -147,7 +149,7 @@ class Stage(Prefill):
             else:
                 break
         self._runs = False
-        self.rules.membership(self)
+        self.agreement.membership(self)
         for alarm in self._alarms:
             alarm.set()
 
@@ -163,7 +165,7 @@ class Stage(Prefill):
 
     def _open(self, command: group_member.OpenRoom) -> None:
         key = command.key
-        self.rules.opens(self, key)
+        self.agreement.opens(self, key)
         job = self.clients[int.from_bytes(command.request, "big")].job(self.rank, key)
         self.begin(job)
         if job.at is not None:
@@ -172,38 +174,38 @@ class Stage(Prefill):
         assert job.error is not None
         if not job.refused and job.error.code is not Code.ROOM_IN_USE:
             self.refuse_room(job.room, job.error)
-        self.rules.failed(self, key)
+        self.agreement.failed(self, key)
         self.member.failed(key, job.error)
         self.member.released(key)
 
     def _start(self, command: group_member.StartRoom) -> None:
-        self.rules.starts(self, command.key)
+        self.agreement.starts(self, command.key)
         leg = self.by_key[command.key]
         if not leg.told:
             self.compute(leg)
 
     def _close(self, command: group_member.CloseRoom) -> None:
-        self.close_room(self.by_key[command.key], self.rules.given(command.cause))
+        self.close_room(self.by_key[command.key], self.agreement.given(command.cause))
 
     def _refuse(self, command: group_member.RefuseRoom) -> None:
-        self.refuse_room(command.room, self.rules.given(command.cause))
+        self.refuse_room(command.room, self.agreement.given(command.cause))
 
     def _settled(self, command: group_member.RequestSettled) -> None:
-        self.rules.settled(self, command.key, command.cause)
+        self.agreement.settled(self, command.key, command.cause)
 
     def _ended(self, command: group_member.TicketEnded) -> None:
         if command.key in self.by_key:
-            self.oracle.broken(
+            self.rules.broken(
                 "drain",
                 f"{self.name}: request {command.key.ticket} has ended, and its room has not",
             )
 
     def _to_member(self, command: group_leader.SendToMember) -> None:
-        self.rules.decides(command.frame)
+        self.agreement.decides(command.frame)
         self.lines.to_member(self, command.routing_id, command.frame)
 
     def _decided(self, command: group_leader.RequestDecided) -> None:
-        self.rules.decided(self, command.ticket, command.cause)
+        self.agreement.decided(self, command.ticket, command.cause)
         client = self.by_ticket[command.ticket]
         self.say(f"request {command.ticket} of room {client.room}: {command.cause or 'success'}")
         self._answer(client, command.cause)
@@ -213,13 +215,13 @@ class Stage(Prefill):
     def ready(self, leg: Leg) -> None:
         """Vote READY; the engine starts when the group does."""
         if leg.pages:
-            self.rules.ready(self, _key(leg))
+            self.agreement.ready(self, _key(leg))
             self.member.matched(_key(leg))
 
     def _stopped(self, command: c.RoomStopped) -> None:
         Prefill.RUN[c.RoomStopped](self, command)
         key = _key(self.legs[command.serial])
-        self.rules.failed(self, key)
+        self.agreement.failed(self, key)
         self.member.failed(key, command.cause)
 
     def _released(self, command: c.RoomReleased) -> None:
@@ -229,8 +231,8 @@ class Stage(Prefill):
             return
         key = _key(leg)
         del self.by_key[key]
-        if leg.cause is None:
-            self.rules.landed(self, key)
+        if not leg.failed:
+            self.agreement.landed(self, key)
             self.member.landed(key)
         else:
             self.member.released(key)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvflow.proof.bare.halves import WatchedHalves
 from kvflow.proof.bare.node import Node
 from kvflow.proof.bare.prefill import Prefill
 from kvflow.proof.bare.world import World
 from kvflow.proof.group.client import Client
 from kvflow.proof.group.lines import Lines
-from kvflow.proof.group.rules import Rules
+from kvflow.proof.group.rules import Agreement
 from kvflow.proof.group.stage import Group, Stage
+from kvflow.proof.rules.rooms import Rooms
 from kvflow.protocols.errors import Cause
 
 # Share of runs in which ranks send votes in each other's name.
@@ -28,13 +28,15 @@ class GroupWorld(World):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.lines = Lines(self.clock, self.rng, self.faults, traced=self.tell is not None)
-        self.rules = Rules(self.oracle, self.lines)
+        self.agreement = Agreement(self.rules, self.clock, self.lines)
+        assert isinstance(self.rules.rooms, GroupRooms)
+        self.rules.rooms.causes = self.agreement.group_causes
         self.clients: list[Client] = []
         self.lost: set[int] = set()  # groups that lost a rank for good
-        self.group = Group(self.lines, self.rules, self.clients, self.rng.random() < FORGES)
+        self.group = Group(self.lines, self.agreement, self.clients, self.rng.random() < FORGES)
 
     def start_prefill(self, group: int, rank: int, world_size: int) -> Prefill:
-        self.rules.ranks = range(world_size)
+        self.agreement.ranks = range(world_size)
         stage = Stage(self, self.group, group, rank, world_size, self._incarnation())
         self.nodes[stage.incarnation] = self.wire.routers[stage.control] = stage
         self.registry.setdefault(group, {})[rank] = stage.info
@@ -80,8 +82,8 @@ class GroupWorld(World):
             self.lines.unjam(node)
 
 
-class GroupHalves(WatchedHalves):
-    """Halves of rooms at a group. A room may end at a rank because another rank, or the leader, was
+class GroupRooms(Rooms):
+    """Rooms at a group. A room may end at a rank because another rank, or the leader, was
     lost.
     """
 

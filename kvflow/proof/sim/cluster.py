@@ -12,9 +12,8 @@ from typing import Any
 
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.proof.sim.both_sides import is_linked
+from kvflow.proof.rules.both_sides import is_linked
 from kvflow.proof.sim.dp_groups import DpGroup
-from kvflow.proof.sim.endings import Endings
 from kvflow.proof.sim.engine import Named
 from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.lies import another_life, from_long_ago
@@ -89,8 +88,6 @@ class Member:
 
 class Cluster:
     """Prefill groups of one or more ranks, and decodes."""
-
-    endings: Endings  # of the run
 
     def __init__(self, loop: VirtualLoop, oracle: Oracle, faults: Faults, variety: Variety) -> None:
         self.loop, self.oracle, self.faults, self.variety = loop, oracle, faults, variety
@@ -253,16 +250,15 @@ class Cluster:
         if member.alive:
             self.oracle.trace(lambda: f"{member.name} has left")
             if isinstance(member.node, PrefillNode):
-                self.oracle.parted(
-                    member.node.incarnation, member.node.shell.endpoint.core.former.parted
-                )
+                endpoint, source = member.node.shell.endpoint, member.node.incarnation
                 linked = [
                     decode.seen
                     for decode in self.living(DecodeNode)
                     if isinstance(decode.node, DecodeNode)
-                    and is_linked(decode.node.shell.endpoint.peers, member.node.incarnation)
+                    and is_linked(decode.node.shell.endpoint.peers, source)
                 ]
-                self.endings.has_left(member.seen, member.node.control, linked)
+                parted = endpoint.core.former.parted
+                self.oracle.left(member.seen, member.node.control, parted, linked)
             self.loop.kill(member.process)
             self.wire.unplug(member.process)
 

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvflow.proof.sim.outcome import Outcome
+from kvflow.proof.rules.outcome import Outcome
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds
 from kvflow.usage import App

@@ -25,10 +25,6 @@ def content(digest: bytes, index: int, size_bytes: int, version: int = 0) -> byt
     return (block * (size_bytes // len(block) + 1))[:size_bytes]
 
 
-def handoff_of(digest: bytes) -> bytes:
-    return b"handoff " + digest[:8]
-
-
 class PlaceBytes:
     """Bytes of a page-first pool by place: its pages, and its rows, numbered on from them."""
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.node import DecodeNode
-from kvflow.proof.sim.both_sides import Side
+from kvflow.proof.rules.judge import Side
 from kvflow.proof.sim.loop import VirtualLoop
 from kvflow.proof.sim.swap import swapped
 from kvflow.proof.sim.times import DELAY_S, HEAR_S

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from kvflow.aio import in_thread
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.proof.sim.content import handoff_of
+from kvflow.proof.rules.transfers import handoff_of
 from kvflow.proof.sim.pages import books_of
 from kvflow.proof.sim.residence import Residence
 from kvflow.proof.sim.stay import Stay

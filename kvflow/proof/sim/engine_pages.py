@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvflow.memory.external import ExternalPages
-from kvflow.proof.sim.pages import Books, Borrower, Judge
+from kvflow.proof.sim.pages import Books, Borrower
 from kvflow.protocols.arguments import NO_PAGES
 from kvflow.protocols.errors import CapacityError
 from kvflow.protocols.pages.layout import PageIndices
@@ -19,16 +19,8 @@ class EnginePages:
     It hands out pages that none of its requests has and that `store` does not report as busy.
     """
 
-    def __init__(
-        self, books: Books, store: ExternalPages, who: str, judge: Judge, fails: Callable[[], bool]
-    ) -> None:
-        self._books, self._store, self._who, self._judge, self._fails = (
-            books,
-            store,
-            who,
-            judge,
-            fails,
-        )
+    def __init__(self, books: Books, store: ExternalPages, fails: Callable[[], bool]) -> None:
+        self._books, self._store, self._fails = books, store, fails
         self._taken: set[int] = set()
 
     def take(self, count: int, owner: Borrower) -> PageIndices:
@@ -53,26 +45,12 @@ class EnginePages:
             if len(free) < wanted:
                 raise CapacityError("pages" if not first else "rows", wanted, len(free))
             found += free[:wanted]
-        for place in found:
-            if books.owners[place] is not None:
-                text = f"{books.name(place)} of {books.owners[place]!r} is handed out again"
-                self._judge.broken("I1", f"{self._who}: {text}")
-            books.owners[place] = owner
+        books.taken(found, owner)
         self._taken.update(found)
         return np.array(found, dtype=np.int32) if found else NO_PAGES
 
     def free(self, pages: PageIndices) -> None:
         """Free pages that are idle and that their request no longer needs."""
-        books = self._books
-        for place in pages.tolist():
-            if books.writers[place]:
-                self._judge.broken(
-                    "I2",
-                    f"{self._who}: {books.name(place)} is free while a write may still reach it",
-                )
-            if books.readers[place]:
-                self._judge.broken(
-                    "I13", f"{self._who}: {books.name(place)} is free while it is read or computed"
-                )
-            books.owners[place] = None
-        self._taken.difference_update(pages.tolist())
+        places = pages.tolist()
+        self._books.freed(places)
+        self._taken.difference_update(places)

@@ -4,56 +4,49 @@ and row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterable
 
 from kvflow.handlers.decode import Quarantined
 from kvflow.memory.allocator import Index, Kept, PageAllocator
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.places import PlaceAllocator
 from kvflow.memory.pool import PagedPool
+from kvflow.proof.rules.places import Home, Receiver
 from kvflow.proof.sim.content import PlaceBytes
 from kvflow.protocols.errors import CapacityError, OwnershipError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.ports import PageStore
 
 
-class Judge(Protocol):
-    """Receiver of violations."""
+class Books(Home):
+    """Second record of every place of one pool, with its bytes and its stores."""
 
-    def broken(self, invariant: str, text: str) -> None: ...
-
-
-class Books:
-    """Second record of every place of one pool: its pages, and its rows, numbered on from them."""
-
-    def __init__(self, pool: PagedPool, whole: PoolLayout | None) -> None:
-        layout = pool.layout
-        self.bytes, self.num_pages = PlaceBytes(layout, whole), layout.num_pages
-        self.owners: list[Hashable | None] = [None] * layout.num_places
-        self.writers = [0] * layout.num_places  # writes that may still land there, proven or not
-        # Model steps and copies that use the place, and writes that read from it.
-        self.readers = [0] * layout.num_places
+    def __init__(
+        self, pool: PagedPool, whole: PoolLayout | None, who: str, judge: Receiver
+    ) -> None:
+        super().__init__(who, pool.layout, judge)
+        self.bytes = PlaceBytes(pool.layout, whole)
         # Places of earlier loans. Their last owner stays in `owners` until they are free.
         self.withheld: set[int] = set()
         # Present stores of the nodes, by their first place: one for pages, one for rows.
         self.stores: dict[int, WatchedPages] = {}
-        # The pool ended with its process: late writes there do no harm.
-        self.lost = False
 
-    @property
-    def out(self) -> int:
-        """Number of places that are not free."""
-        return len(self.owners) - self.owners.count(None)
+    def is_lent(self, place: int, target: int, grant: int) -> bool:
+        return grant_of(self.owners[place]) == grant
 
-    def name(self, place: int) -> str:
-        return f"page {place}" if place < self.num_pages else f"row {place - self.num_pages}"
+    def may_be_written(self, owner: Hashable) -> bool:
+        return grant_of(owner) is not None
+
+    def freed(self, places: Iterable[int]) -> None:
+        places = list(places)
+        super().freed(places)
+        self.withheld.difference_update(places)
 
 
 def watch(
     pool: PagedPool,
     who: str,
-    judge: Judge,
+    judge: Receiver,
     fails: Callable[[], bool],
     whole: PoolLayout | None = None,
 ) -> Books:
@@ -61,14 +54,12 @@ def watch(
 
     `whole` is the layout of which the pool is one rank's share.
     """
-    books, layout = Books(pool, whole), pool.layout
+    books, layout = Books(pool, whole, who, judge), pool.layout
     # The pool makes it from the new allocators when it is needed.
     pool._places = None
-    pool._pages = WatchedPages("page", layout.num_pages, 0, who, judge, books, fails)
+    pool._pages = WatchedPages("page", layout.num_pages, 0, books, fails)
     if layout.num_rows:
-        pool._rows = WatchedPages(
-            "row", layout.num_rows, layout.num_pages, who, judge, books, fails
-        )
+        pool._rows = WatchedPages("row", layout.num_rows, layout.num_pages, books, fails)
     return books
 
 
@@ -101,55 +92,28 @@ class WatchedPages(PageAllocator):
     """
 
     def __init__(
-        self,
-        unit: str,
-        count: int,
-        first: int,
-        who: str,
-        judge: Judge,
-        books: Books,
-        fails: Callable[[], bool],
+        self, unit: str, count: int, first: int, books: Books, fails: Callable[[], bool]
     ) -> None:
         """`first` is the place of number 0."""
         super().__init__(count, unit=unit)
         books.stores[first] = self
-        self.books, self._first, self._who, self._judge, self._fails = (
-            books,
-            first,
-            who,
-            judge,
-            fails,
-        )
+        self.books, self._first, self._fails = books, first, fails
 
     def again(self) -> WatchedPages:
         """Return another store in its place, with the same books."""
-        return WatchedPages(
-            self._unit, self.num_pages, self._first, self._who, self._judge, self.books, self._fails
-        )
+        return WatchedPages(self._unit, self.num_pages, self._first, self.books, self._fails)
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
         if self._fails():
             raise CapacityError(f"{self._unit}s (on purpose)", count, 0)
-        pages, owners = super().take(count, owner), self.books.owners
-        for place in self._places(pages):
-            if owners[place] is not None:
-                self._broken(
-                    "I1", f"{self.books.name(place)} of {owners[place]!r} is handed out again"
-                )
-            owners[place] = owner
+        pages = super().take(count, owner)
+        self.books.taken(self._places(pages), owner)
         self._count()
         return pages
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
         self._guard(super().move, pages, owner, new_owner)
-        books = self.books
-        for place in self._places(pages):
-            books.owners[place] = new_owner
-            # Only a room or a quarantine may have pages that a write can still reach.
-            if books.writers[place] and grant_of(new_owner) is None:
-                self._broken(
-                    "I2", f"{books.name(place)} goes to {new_owner!r} while a write may reach it"
-                )
+        self.books.moved(self._places(pages), new_owner)
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
         self._guard(super().give_back, pages, owner)
@@ -169,14 +133,7 @@ class WatchedPages(PageAllocator):
 
     def _free_now(self, pages: PageIndices, where: Index) -> None:
         super()._free_now(pages, where)
-        books = self.books
-        for place in self._places(pages):
-            if books.writers[place]:
-                self._broken("I2", f"{books.name(place)} is free while a write may still reach it")
-            if books.readers[place]:
-                self._broken("I13", f"{books.name(place)} is free while it is read or computed")
-            books.owners[place] = None
-            books.withheld.discard(place)
+        self.books.freed(self._places(pages))
 
     def _places(self, indices: PageIndices) -> list[int]:
         found: list[int] = (indices + self._first).tolist() if self._first else indices.tolist()
@@ -198,7 +155,7 @@ class WatchedPages(PageAllocator):
             self._broken("I1", f"{self.free_pages} {self._unit}s free, {unowned} unowned")
 
     def _broken(self, invariant: str, text: str) -> None:
-        self._judge.broken(invariant, f"{self._who}: {text}")
+        self.books.judge.broken(invariant, f"{self.books.who}: {text}")
 
 
 class Borrower:
@@ -223,31 +180,25 @@ class WatchedExternalPages(ExternalPages):
     writer.
     """
 
-    def __init__(self, books: Books, who: str, judge: Judge) -> None:
+    def __init__(self, books: Books) -> None:
         super().__init__(len(books.owners))
-        self.books, self._who, self._judge = books, who, judge
+        self.books = books
 
     def unhold(self, pages: PageIndices) -> None:
         try:
             super().unhold(pages)
         except OwnershipError as error:
-            self._judge.broken("I1", f"{self._who}: {error}")
+            self.books.judge.broken("I1", f"{self.books.who}: {error}")
             raise
         for place in pages.tolist():
             if not self._uses[place]:
                 self._idle(place)
 
     def _idle(self, place: int) -> None:
-        books = self.books
-        if books.writers[place]:
-            self._judge.broken(
-                "I2", f"{self._who}: {books.name(place)} is idle while a write may still reach it"
-            )
-        if books.readers[place]:
-            self._judge.broken("I13", f"{self._who}: {books.name(place)} is idle while it is read")
-        owner = books.owners[place]
+        self.books.out_of_use(place, "idle")
+        owner = self.books.owners[place]
         if isinstance(owner, Borrower) and owner.engine_gone:
-            books.owners[place] = None
+            self.books.owners[place] = None
 
 
 def grant_of(owner: Hashable | None) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+from kvflow.proof.rules.outcome import Outcome
 from kvflow.proof.sim import plants_decode as d
 from kvflow.proof.sim import (
     plants_dp_groups,
@@ -18,7 +19,6 @@ from kvflow.proof.sim import (
 )
 from kvflow.proof.sim import plants_goodbye as g
 from kvflow.proof.sim import plants_prefill as p
-from kvflow.proof.sim.outcome import Outcome
 from kvflow.proof.sim.run import simulate
 from kvflow.protocols.errors import MisuseError
 

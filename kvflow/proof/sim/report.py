@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from kvflow.proof.rules.outcome import Outcome
 from kvflow.proof.sim.coverage import (
     TABLES,
     TABLES_OF_CACHES,
@@ -18,7 +19,6 @@ from kvflow.proof.sim.coverage import (
     report,
 )
 from kvflow.proof.sim.faults import KINDS, ON_COPIES, SWITCH
-from kvflow.proof.sim.outcome import Outcome
 from kvflow.proof.sim.plants import planted
 from kvflow.proof.sim.run import simulate
 

@@ -16,7 +16,7 @@ from kvflow.aio import wait_or_cancel
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.residency import Resident
 from kvflow.node import DecodeNode
-from kvflow.proof.sim.content import handoff_of
+from kvflow.proof.rules.transfers import handoff_of
 from kvflow.proof.sim.oracle import Oracle
 from kvflow.proof.sim.pages import books_of
 from kvflow.proof.sim.snapshots import CopyFailedError, Snapshots

@@ -15,15 +15,14 @@ from time import process_time
 
 from kvflow.memory import shared
 from kvflow.node import DecodeNode, PrefillNode
+from kvflow.proof.rules.outcome import Outcome
 from kvflow.proof.sim.cluster import Cluster, Member
 from kvflow.proof.sim.coverage import Cell, covered
 from kvflow.proof.sim.dp_groups import asked_observed, dp_groups_of
-from kvflow.proof.sim.endings import Endings, observed
 from kvflow.proof.sim.engine import Job, PlainScheduler, Scheduler
 from kvflow.proof.sim.faults import SWITCH, Faults
 from kvflow.proof.sim.loop import Process, VirtualLoop, current_process
 from kvflow.proof.sim.oracle import Oracle
-from kvflow.proof.sim.outcome import Outcome
 from kvflow.proof.sim.residence import Residence
 from kvflow.proof.sim.rest import left
 from kvflow.proof.sim.scenario import (
@@ -47,6 +46,7 @@ from kvflow.proof.sim.swap import swapped
 from kvflow.proof.sim.thread_engine import loans_observed
 from kvflow.proof.sim.times import A_MOMENT_S, FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
 from kvflow.proof.sim.variety import LATE, LATE_FENCE_S, NEVER, PAGE_SIZE
+from kvflow.proof.sim.watch import nodes_observed
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.wire.codec import prompt_digest
 
@@ -83,10 +83,10 @@ class Run:
             scenario.threaded_groups,
         )
         oracle.dp_groups.groups = self.cluster.data_parallel = dp_groups_of(scenario.data_parallel)
-        self.endings = self.cluster.endings = Endings(oracle, forgetful=_forgetful(scenario))
+        oracle.rooms.forgetful = scenario.forgetful
         # A room that finds no staging is announced with the first repetition.
         if scenario.variety.staging_bytes:
-            self.endings.announced_within_s = scenario.variety.timing.repeat_after_s + A_MOMENT_S
+            oracle.rooms.announced_within_s = scenario.variety.timing.repeat_after_s + A_MOMENT_S
         self._places: list[Member] = []  # present member of each place
         self._switching: Member | None = None  # leaves to take the other role
         self._probe_room = 1_000_000
@@ -460,11 +460,6 @@ class Run:
                 self.oracle.broken("I7", f"{member.name} counts {said} malformed frames of {there}")
 
 
-def _forgetful(scenario: Scenario) -> bool:
-    bounds, rooms = scenario.variety.bounds, len(scenario.requests)
-    return bounds.closed_grants < rooms or bounds.ended_halves < rooms
-
-
 def simulate(
     seed: int,
     scheduler: Scheduler | None = None,
@@ -514,7 +509,7 @@ def played(
     try:
         with (
             covered(Counter() if visits is None else visits),
-            observed(run.endings),
+            nodes_observed(oracle),
             waits_observed(oracle, run.cluster.staged),
             asked_observed(oracle.dp_groups),
             loans_observed(oracle),
@@ -542,7 +537,7 @@ def played(
         virtual_s,
         process_time() - begun,
         faults.struck,
-        {**run.endings.count, **run.counted()},
+        {**oracle.rooms.endings, **run.counted()},
         len(scenario.requests),
         sum(scenario.groups) + scenario.decodes,
     )

@@ -106,6 +106,14 @@ class Scenario(NamedTuple):
     threaded: frozenset[int] = frozenset()  # decodes whose engines have no event loop
     threaded_groups: frozenset[int] = frozenset()  # prefill groups of the same kind
 
+    @property
+    def forgetful(self) -> bool:
+        """True if prefills remember so few ended grants that a grant may begin below the low-water
+        mark.
+        """
+        bounds, rooms = self.variety.bounds, len(self.requests)
+        return bounds.closed_grants < rooms or bounds.ended_halves < rooms
+
 
 def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -> Scenario:
     """Draw a scenario from the seed's generator."""

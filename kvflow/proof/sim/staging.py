@@ -17,7 +17,7 @@ from kvflow.memory.page_tasks import PageTask
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import StagedArrivals, Staging
 from kvflow.node import DecodeNode
-from kvflow.proof.sim.both_sides import OVER_AT_DECODE
+from kvflow.proof.rules.both_sides import OVER_AT_DECODE
 from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.loop import Process, VirtualThread, current_process
 from kvflow.proof.sim.oracle import Oracle

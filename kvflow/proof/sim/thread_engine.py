@@ -86,8 +86,8 @@ class ThreadEngine(Generic[F, N, R]):
         """Start the node. `options` are those of the node."""
         self._name, self._process, self._books, self._oracle = name, process, books, oracle
         self._layout = pool.layout
-        self._store = WatchedExternalPages(books, name, oracle)
-        self._allocator = EnginePages(books, self._store, name, oracle, fails)
+        self._store = WatchedExternalPages(books)
+        self._allocator = EnginePages(books, self._store, fails)
         self._requests: dict[_Request[R], None] = {}
         self._polling: asyncio.Task[None] | None = None
         self._steps: list[LockStep[Any]] = []

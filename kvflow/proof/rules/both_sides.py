@@ -1,17 +1,16 @@
-"""Rules for the two sides of a room (I4), shared by all simulators: both learn of a failure in
-time, and a peer is given up only for a reason.
+"""Rules for the two sides of a room (I4): both learn of a failure in time, and a peer is given up
+only for a reason.
 
-Rooms of both sides are compared by the promise under which they were opened. Each simulator reports
-what its rooms do, and when a node or a link was in trouble.
+Rooms of both sides are compared by the promise under which they were opened.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
 
+from kvflow.proof.rules.judge import Judge, Promise, Side
+from kvflow.proof.rules.transfers import Transfers
 from kvflow.proof.sim.times import HEAR_S, PATIENCE_S, RECOVER_S
 from kvflow.protocols.decode.core import MAX_REPEAT_AFTER_S
 from kvflow.protocols.decode.links import PrefillPeer
@@ -23,61 +22,29 @@ from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.prefill.records import PrefillRoomRecord
 
-Promise = tuple[int, int, int]
-"""Source incarnation, target incarnation and grant: who may write, into whose pages."""
-
 Record = DecodeRoomRecord | PrefillRoomRecord
 OVER_AT_DECODE = decode_room.TERMINAL | {DecodePhase.DRAINING}
 OVER_AT_PREFILL = prefill_room.TERMINAL | {PrefillPhase.DRAINING}
 _A_MOMENT_S = 1e-6
 
 
-class Side(Protocol):
-    """Node, as far as its fate is concerned."""
-
-    @property
-    def incarnation(self) -> int: ...
-
-    @property
-    def alive(self) -> bool: ...
-
-    @property
-    def up(self) -> bool:
-        """True while alive and not halted."""
-
-    @property
-    def displaced(self) -> bool:
-        """True while alive, after another process took over its address."""
-
-    @property
-    def troubled_at_s(self) -> float:
-        """Time at which it was last cut off or halted."""
-
-    @property
-    def stalled_until_s(self) -> float:
-        """Time until which its data plane moves no bytes."""
-
-
 class BothSides:
-    """All rooms of one run. Methods that differ between simulators come first."""
+    """All rooms of one run, and who was in trouble when."""
 
     # A room that waits for staging is announced within this time after it opens.
     announced_within_s = 0.0
+    # Prefills remember so few ended grants that a grant may begin below the low-water mark.
+    forgetful = False
 
-    def __init__(
-        self,
-        sides: Mapping[int, Side],
-        over_at_s: Mapping[Record, float],
-        acked: AbstractSet[Promise],
-        forgetful: bool,
-    ) -> None:
-        """Watch the rooms of `sides`, which are by incarnation.
-
-        The simulator keeps `over_at_s`, the time at which the user of a record learned its ending,
-        and `acked`, the promises that prefill closed. With `forgetful`, prefills remember so few
-        ended grants that a grant may begin below the low-water mark.
-        """
-        self.sides, self.over_at_s, self.acked, self.forgetful = sides, over_at_s, acked, forgetful
+    def __init__(self, judge: Judge, transfers: Transfers) -> None:
+        self.judge, self.transfers, self.acked = judge, transfers, transfers.acked
+        self.now_s, self.later, self.broken = judge.now_s, judge.later, judge.broken
+        self.sides: Mapping[int, Side] = {}  # by incarnation; the driver keeps it
+        # Time of the last disturbance of a link, by prefill's control address and decode's
+        # incarnation.
+        self.trouble: dict[tuple[str, int], float] = {}
+        # Time at which a room was over: its user learns the ending in the same moment.
+        self.over_at_s: dict[Record, float] = {}
         self.decodes: dict[Promise, DecodeRoomRecord] = {}
         self.prefills: dict[Promise, PrefillRoomRecord] = {}
         # By (incarnation, room): the engine's latest half.
@@ -89,22 +56,9 @@ class BothSides:
         # By (incarnation, room): causes of requests for which prefill made no room.
         self._turned_away: dict[tuple[int, int], set[Cause]] = defaultdict(set)
 
-    def now_s(self) -> float:
-        raise NotImplementedError
-
-    def later(self, delay_s: float, do: Callable[..., object], *arguments: object) -> None:
-        raise NotImplementedError
-
-    def broken(self, invariant: str, text: str) -> None:
-        raise NotImplementedError
-
-    def link_troubled_at_s(self, control: str, target: Side) -> float:
-        """Return the time of the last disturbance of the link between the two."""
-        raise NotImplementedError
-
-    def unplaced(self, source: Side, target: Side) -> bool:
-        """Return True if prefill gave up that decode, which notices this by silence."""
-        return False
+    def disturbed(self, control: str, target: int) -> None:
+        """Record a disturbance of the link, from which both ends have to recover."""
+        self.trouble[control, target] = self.now_s()
 
     # --- what rooms do
 
@@ -115,11 +69,6 @@ class BothSides:
 
     def engine_half(self, source: int, room: int) -> PrefillRoomRecord | None:
         return self._halves.get((source, room))
-
-    def bound_at_prefill(self, key: Promise, record: PrefillRoomRecord) -> None:
-        """Record that decode's half arrived at prefill, or was announced there."""
-        self.prefills[key] = record
-        self.known_at_prefill(key[0], record)
 
     def known_at_prefill(self, source: int, record: PrefillRoomRecord) -> None:
         # Only a record with a prompt has the engine's half; decode may announce a room before it.
@@ -146,8 +95,8 @@ class BothSides:
         key = promise_of(source, record)
         if key is not None:
             self.look(key)
-            decode = self.decodes[key]
-            self._not_for_nothing(record, [decode], [_peer(decode, source)], key[1])
+            if (decode := self.decodes.get(key)) is not None:
+                self._not_for_nothing(record, [decode], [_peer(decode, source)], key[1])
 
     def _not_for_nothing(
         self, record: Record, others: Sequence[Record], peers: Sequence[PrefillPeer], target: int
@@ -181,7 +130,7 @@ class BothSides:
         """
         for target in linked:
             quiet_s = self.now_s() - self._last_trouble_s(source, target, control)
-            if target.up and quiet_s > PATIENCE_S and not self.unplaced(source, target):
+            if target.up and quiet_s > PATIENCE_S and source.reaches(target.incarnation):
                 who = f"prefill {source.incarnation:x} has left"
                 self.broken("I5", f"{who}, decode {target.incarnation:x} has not heard its goodbye")
 
@@ -230,7 +179,7 @@ class BothSides:
             # The room ended only now, and that end scheduled another look.
             return
         troubled_at_s, known_by_s = self._troubled_at_s(source, target, peer.key.control), 0.0
-        if linked and self.unplaced(source, target):
+        if linked and not source.reaches(target.incarnation):
             troubled_at_s = self.now_s()
         if troubled_at_s >= since_s:
             known_by_s = troubled_at_s + _recovers_s(decode, troubled_at_s)
@@ -302,7 +251,7 @@ class BothSides:
 
     def _last_trouble_s(self, source: Side, target: Side, control: str) -> float:
         return max(
-            self.link_troubled_at_s(control, target),
+            self.trouble.get((control, target.incarnation), -1.0),
             source.troubled_at_s,
             target.troubled_at_s,
             source.stalled_until_s,

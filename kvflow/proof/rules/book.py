@@ -1,0 +1,39 @@
+"""Judge of one run, with the rules for all parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from kvflow.proof.rules.judge import Judge, Side
+from kvflow.proof.rules.rooms import Rooms
+from kvflow.proof.rules.transfers import Transfers
+
+
+class Rules(Judge):
+    """Rule book of one run."""
+
+    def __init__(
+        self,
+        now_s: Callable[[], float],
+        later: Callable[..., object],
+        stop: Callable[[], object],
+        tell: Callable[[str], None] | None,
+        rooms: type[Rooms] = Rooms,
+    ) -> None:
+        super().__init__(now_s, later, stop, tell)
+        self.transfers = Transfers(self)
+        self.rooms = rooms(self, self.transfers)
+
+    @property
+    def sides(self) -> Mapping[int, Side]:
+        """All nodes of the run by incarnation, dead ones as well."""
+        return self.rooms.sides
+
+    def left(
+        self, source: Side, control: str, parted: Iterable[int], linked: Iterable[Side]
+    ) -> None:
+        """Verify a prefill that closed in order. Decodes `parted` from it; some others may still
+        count it as `linked`.
+        """
+        self.transfers.parted(source.incarnation, parted)
+        self.rooms.has_left(source, control, linked)

@@ -1,0 +1,82 @@
+"""Rules for the places of one pool (I1, I2, I13): the owner of each, and who may still reach it.
+
+Places are pages, and rows numbered on from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Protocol
+
+from kvflow.protocols.pages.layout import PoolLayout
+
+
+class Receiver(Protocol):
+    """Receiver of violations."""
+
+    def broken(self, invariant: str, text: str) -> None: ...
+
+
+class Home:
+    """Record of every place of one pool, apart from the books of the code under test."""
+
+    def __init__(self, who: str, layout: PoolLayout, judge: Receiver) -> None:
+        self.who, self.judge, self.num_pages = who, judge, layout.num_pages
+        self.owners: list[Hashable | None] = [None] * layout.num_places
+        self.writers = [0] * layout.num_places  # writes that may still land there, proven or not
+        # Model steps and copies that use the place, and writes that read from it.
+        self.readers = [0] * layout.num_places
+        # The pool ended with its process: late writes there do no harm.
+        self.lost = False
+
+    @property
+    def out(self) -> int:
+        """Number of places that are not free."""
+        return len(self.owners) - self.owners.count(None)
+
+    def name(self, place: int) -> str:
+        return f"page {place}" if place < self.num_pages else f"row {place - self.num_pages}"
+
+    def is_lent(self, place: int, target: int, grant: int) -> bool:
+        """Return True if decode `target` lends the place under that grant, whether its room or the
+        quarantine has it.
+        """
+        raise NotImplementedError
+
+    def may_be_written(self, owner: Hashable) -> bool:
+        """Return True for an owner whose places a write may still reach: a room, or a
+        quarantine.
+        """
+        raise NotImplementedError
+
+    # --- what happens to places
+
+    def taken(self, places: Iterable[int], owner: Hashable) -> None:
+        owners = self.owners
+        for place in places:
+            if owners[place] is not None:
+                self.broken("I1", place, f"of {owners[place]!r} is handed out again")
+            owners[place] = owner
+
+    def moved(self, places: Iterable[int], owner: Hashable) -> None:
+        """Record another owner: the user of a room that landed, a cache, or a quarantine."""
+        reachable = self.may_be_written(owner)
+        for place in places:
+            self.owners[place] = owner
+            if self.writers[place] and not reachable:
+                self.broken("I2", place, f"goes to {owner!r} while a write may still reach it")
+
+    def freed(self, places: Iterable[int]) -> None:
+        for place in places:
+            self.out_of_use(place, "free")
+            self.owners[place] = None
+
+    def out_of_use(self, place: int, what: str) -> None:
+        """Verify that nobody can reach a place which is `what` from here on."""
+        if self.writers[place]:
+            self.broken("I2", place, f"is {what} while a write may still reach it")
+        if self.readers[place]:
+            self.broken("I13", place, f"is {what} while it is read or computed")
+
+    def broken(self, invariant: str, place: int, text: str) -> None:
+        self.judge.broken(invariant, f"{self.who}: {self.name(place)} {text}")

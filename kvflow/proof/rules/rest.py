@@ -1,0 +1,157 @@
+"""Report of what is not at rest (I1, I5): rooms, grants, loans, handles, deadlines and pages that
+are left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from kvflow.proof.rules.book import Rules
+from kvflow.proof.rules.judge import Promise, Side
+from kvflow.proof.sim.times import FENCE_SLACK_S
+from kvflow.protocols.decode.core import DecodeCore
+from kvflow.protocols.machines.decode_room import DecodePhase
+from kvflow.protocols.machines.loan import LoanPhase
+from kvflow.protocols.machines.prefill_room import PrefillPhase
+from kvflow.protocols.ports import LeaseId, UnprovenLoan, WriteOutcome
+from kvflow.protocols.prefill.core import PrefillCore
+
+Doubts = dict[LeaseId, int]
+"""Places that are rightly on loan, by the lender's incarnation and grant."""
+
+
+class AtPrefill(NamedTuple):
+    """Living prefill, as far as something may be left over there."""
+
+    side: Side
+    core: PrefillCore
+    handles: int  # rooms that its engine holds
+    out: Mapping[Hashable, int]  # places that are not free, by owner: a lease, or another one
+    earlier: Sequence[UnprovenLoan]  # loans of earlier nodes over its pool
+    quarantined: int
+
+
+class AtDecode(NamedTuple):
+    """Living decode, as far as something may be left over there."""
+
+    side: Side
+    core: DecodeCore
+    handles: Collection[int]  # grants of rooms that its shell holds
+    out: Mapping[Hashable, int]  # places that peers can write and that are not free, by owner
+    earlier: Sequence[UnprovenLoan]
+    quarantined: int
+
+
+def left_at_prefill(node: AtPrefill, rules: Rules, *, doubts: bool) -> Iterator[str]:
+    """Yield a line for everything that is not at rest at a prefill.
+
+    With `doubts`, loans may be out for which proof is really missing.
+    """
+    name, core = node.side.name, node.core
+    lent: Doubts = {}
+    yield from _earlier(name, node.earlier, rules, lent, doubts=doubts)
+    if node.quarantined != sum(lent.values()):
+        yield (
+            f"{name}: {node.quarantined} pages in quarantine, earlier nodes have lent "
+            f"{sum(lent.values())}"
+        )
+    # A frozen write never ends, so its draining room stays by design.
+    frozen = {
+        write.record for write in rules.transfers.frozen if write.key[0] == node.side.incarnation
+    }
+    rooms = [
+        room
+        for room in core.rooms.values()
+        if room not in frozen or room.phase is not PrefillPhase.DRAINING
+    ]
+    if rooms:
+        yield f"{name}: rooms {[(room.room, room.phase.name) for room in rooms]}"
+    counts = {
+        "handles": node.handles - len(frozen),
+        "grants": sum(len(peer.grants.rooms) for peer in core.peers.values()) - len(frozen),
+        "ended halves": len(core.rendezvous),
+        "announced rooms": len(core.rendezvous.announced),
+        "writes": sum(record not in frozen for record, _ in core.writes.values()),
+        "tasks": len(core.tasks),
+    }
+    if not core.rooms:
+        counts["deadlines of nothing"] = sum(timer.kind != "silence" for timer in core.deadlines)
+    yield from (f"{name}: {count} {what}" for what, count in counts.items() if count)
+    if any(peer.grants.remembered > core.bounds.closed_grants for peer in core.peers.values()):
+        yield f"{name}: more closed grants than {core.bounds.closed_grants} are remembered"
+    yield from _out(name, node.out, lent)
+
+
+def left_at_decode(node: AtDecode, rules: Rules, lent: Doubts, *, doubts: bool) -> Iterator[str]:
+    """Yield a line for everything that is not at rest at a decode, and add to `lent` what is
+    rightly on loan.
+    """
+    name, core, own = node.side.name, node.core, node.side.incarnation
+    loans = len(node.earlier)
+    frozen: set[int] = set()
+    for peer in core.links.peers.values():
+        for grant in core.ledger.grants_of(peer):
+            lease = core.ledger.find(peer, grant)
+            assert lease is not None
+            loans += 1
+            phase, key = lease.loans[peer], (peer.key.incarnation, own, grant)
+            stuck = any(write.key == key for write in rules.transfers.frozen)
+            if stuck:
+                frozen.add(grant)
+            if doubts and (stuck or (phase is LoanPhase.DOUBTFUL and _doubtful(key, rules))):
+                lent[own, grant] = lease.num_pages
+            else:
+                yield f"{name}: a loan of grant {grant} is {phase.name} without reason"
+    yield from _earlier(name, node.earlier, rules, lent, doubts=doubts)
+    if len(core.ledger) != loans:
+        yield f"{name}: {len(core.ledger)} loans, {loans} of writers that are known"
+    for grant, record in core.rooms.items():
+        if grant not in frozen or record.phase is not DecodePhase.DRAINING:
+            yield f"{name}: room {record.room} is {record.phase.name}"
+    if core.tasks:
+        yield f"{name}: {len(core.tasks)} tasks"
+    if handles := sorted(grant for grant in node.handles if (own, grant) not in lent):
+        yield f"{name}: handles of grants {handles}"
+    yield from _out(name, node.out, lent)
+    if core.rooms:
+        return
+    if node.quarantined != (out := sum(node.out.values())):
+        yield f"{name}: {node.quarantined} pages in quarantine of {out} that are out"
+    if lasting := sum(timer.kind not in ("link", "repeat") for timer in core.deadlines):
+        yield f"{name}: {lasting} deadlines of nothing"
+
+
+def _out(name: str, out: Mapping[Hashable, int], lent: Doubts) -> Iterator[str]:
+    for owner, count in out.items():
+        if owner not in lent:
+            yield f"{name}: {count} pages of {owner!r}"
+    for lease, count in lent.items():
+        if out.get(lease, 0) != count:
+            yield f"{name}: {out.get(lease, 0)} pages of lease {lease}, which lent {count}"
+
+
+def _earlier(
+    name: str, loans: Iterable[UnprovenLoan], rules: Rules, lent: Doubts, *, doubts: bool
+) -> Iterator[str]:
+    """Yield a line for every loan of an earlier node over the pool that should have ended."""
+    for loan in loans:
+        source = rules.sides[loan.incarnation]
+        if doubts and (source.alive or rules.now_s() < source.proven_at_s + FENCE_SLACK_S):
+            # Several writers may have one lease, whose pages count once.
+            lent[loan.lease] = len(loan.pages)
+        else:
+            yield f"{name}: an earlier node's loan {loan.lease} is there without reason"
+
+
+def _doubtful(key: Promise, rules: Rules) -> bool:
+    """Return True if proof is really missing: the writer cannot give it or cannot be reached, and
+    is not known to be dead.
+    """
+    source = rules.sides[key[0]]
+    if rules.transfers.settled(key):
+        return False
+    if not source.alive:
+        return rules.now_s() < source.proven_at_s + FENCE_SLACK_S
+    writes = rules.transfers.writes.get(key, ())
+    return source.displaced or any(write.outcome is WriteOutcome.UNPROVEN for write in writes)

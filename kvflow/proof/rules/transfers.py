@@ -1,0 +1,240 @@
+"""Rules for writes and for messages about them (I2, I3, I6, I8, I9, I12).
+
+The facts come from the data planes and the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from kvflow.proof.rules.judge import Judge, Promise, Side
+from kvflow.proof.rules.places import Home
+from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.prefill.records import PrefillRoomRecord
+from kvflow.protocols.wire.messages import AbortAck, Bootstrap, ChunkDone, Goodbye, Message
+
+
+def handoff_of(digest: bytes) -> bytes:
+    """Return the hand-over of a simulated prompt."""
+    return b"handoff " + digest[:8]
+
+
+class Write:
+    """Write of a data plane: `sources` to `targets`, page by page. The first `next` targets have
+    landed.
+    """
+
+    __slots__ = ("home", "key", "next", "outcome", "readers", "record", "sources", "targets")
+
+    def __init__(
+        self,
+        record: PrefillRoomRecord,
+        key: Promise,
+        sources: list[int],
+        readers: list[int] | None,
+        home: Home,
+        targets: list[int],
+    ) -> None:
+        """`readers` counts by place who reads from the source's pool; `home` is the target's."""
+        self.record, self.key, self.sources, self.readers = record, key, sources, readers
+        self.home, self.targets = home, targets
+        self.next = 0
+        self.outcome: WriteOutcome | None = None
+
+
+class Arrival(NamedTuple):
+    """Room that landed at decode, as its user finds it."""
+
+    room: int
+    keys: Sequence[Promise]  # one of each rank, in their order
+    home: Home
+    places: Sequence[int]  # that decode lent
+    # Return True if a place has the bytes of the prompt: index among `places`, and the rank.
+    is_right: Callable[[int, int], bool]
+    digest: bytes
+    handoff: bytes
+
+
+class Transfers:
+    """Record of what really happened to pages and messages."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge, self.broken = judge, judge.broken
+        self.writes: dict[Promise, list[Write]] = {}
+        self.acked: set[Promise] = set()
+        # Grants that a goodbye names as unproven, by source and target.
+        self.goodbyes: dict[tuple[int, int], frozenset[int]] = {}
+        self.left: set[tuple[int, int]] = set()  # pairs whose goodbye was acknowledged
+        self.frozen: set[Write] = set()  # writes of living processes that never end
+
+    def running(self, key: Promise) -> bool:
+        return any(write.outcome is None for write in self.writes.get(key, ()))
+
+    # --- writes
+
+    def write_began(self, write: Write) -> None:
+        """Record a write, and verify that its grant is open and that it repeats no page (I3,
+        I6).
+        """
+        key = write.key
+        if key in self.acked or key[:2] in self.goodbyes:
+            self.broken("I6", f"{key} is closed, and a write begins")
+        earlier = self.writes.setdefault(key, [])
+        # The bytes of an earlier write may still arrive, so its targets stay taken.
+        for other in earlier:
+            if not set(write.targets).isdisjoint(other.targets):
+                self.broken("I3", f"{key}: {write.targets} are written again under the same grant")
+        earlier.append(write)
+        if write.readers is not None:
+            for place in write.sources:
+                write.readers[place] += 1
+        for place in write.targets:
+            write.home.writers[place] += 1
+
+    def page_landed(self, write: Write) -> int:
+        """Record the next page of a write, and verify that it belongs to the grant (I2). Returns
+        its place.
+        """
+        place, home, (_, target, grant) = write.targets[write.next], write.home, write.key
+        write.next += 1
+        home.writers[place] -= 1
+        if not home.lost and not home.is_lent(place, target, grant):
+            self.broken(
+                "I2",
+                f"{write.key}: a byte lands on {home.name(place)}, which belongs to "
+                f"{home.owners[place]!r}",
+            )
+        self.judge.trace(lambda: f"{home.name(place)} of grant {grant} lands")
+        return place
+
+    def write_ended(self, write: Write, outcome: WriteOutcome) -> None:
+        write.outcome = outcome
+        self.judge.trace(
+            lambda: (
+                f"write of grant {write.key[2]} ends: {outcome.value}, {write.next} pages landed"
+            )
+        )
+        if write.readers is not None:
+            for place in write.sources:
+                write.readers[place] -= 1
+        if outcome is not WriteOutcome.UNPROVEN:
+            self.out_of_reach(write)
+
+    def out_of_reach(self, write: Write) -> None:
+        """Record that no more of this write can land."""
+        for place in write.targets[write.next :]:
+            write.home.writers[place] -= 1
+        del write.targets[write.next :]
+
+    def died(self, source: int) -> None:
+        """Record that the data plane of a node copies no more bytes."""
+        self.frozen = {write for write in self.frozen if write.key[0] != source}
+        for key, writes in self.writes.items():
+            if key[0] == source:
+                for write in writes:
+                    self.out_of_reach(write)
+
+    def route_closed(self, source: Side, target: int) -> None:
+        """Verify that no write runs on a route that prefill closes (I2)."""
+        for key, writes in self.writes.items():
+            if key[:2] == (source.incarnation, target) and any(w.outcome is None for w in writes):
+                self.broken("I2", f"{source.name}: a route is closed while a write runs on it")
+
+    # --- messages
+
+    def sent(self, sender: Side, message: Message | None, lent: Home | None) -> None:
+        """Verify a message against what its sender did. `lent` is the pool that a decode lends."""
+        if message is None:
+            return self.broken("I7", f"{sender.name} says what is no message")
+        kind, mine = type(message), message.source if lent is None else message.target
+        if mine != sender.incarnation:
+            self.broken(
+                "I6", f"{sender.name} ({sender.incarnation:x}) speaks for {mine:x}: {message}"
+            )
+        if kind is ChunkDone:
+            self._chunk_said(message)  # type: ignore[arg-type]
+        elif kind is AbortAck:
+            self._ack_said(message)  # type: ignore[arg-type]
+        elif kind is Goodbye and lent is None:
+            self._goodbye_said(message)  # type: ignore[arg-type]
+        elif kind is Bootstrap and lent is not None:
+            self._pages_offered(message, lent)  # type: ignore[arg-type]
+        return None
+
+    def _chunk_said(self, message: ChunkDone) -> None:
+        key = message.source, message.target, message.grant
+        writes = self.writes.get(key, [])[: message.seq + 1]
+        # The last chunk may be empty, if decode has the rest; a plane need not write that.
+        begun = message.seq + bool(message.pages)
+        if len(writes) < begun or any(write.outcome is not WriteOutcome.LANDED for write in writes):
+            self.broken("I3", f"{key}: chunk {message.seq} is said to have landed, and has not")
+        elif message.pages and len(writes[-1].sources) != message.pages:
+            self.broken(
+                "I3",
+                f"{key}: chunk {message.seq} has {len(writes[-1].sources)} pages, not "
+                f"{message.pages}",
+            )
+
+    def _ack_said(self, message: AbortAck) -> None:
+        key = message.source, message.target, message.grant
+        self.acked.add(key)
+        for write in self.writes.get(key, ()):
+            if write.outcome is None:
+                self.broken("I12", f"{key}: acknowledged while a write of it runs")
+            elif message.drained and write.outcome is WriteOutcome.UNPROVEN:
+                self.broken("I2", f"{key}: said to be drained, and a write of it may still land")
+
+    def _goodbye_said(self, message: Goodbye) -> None:
+        pair, unproven = (message.source, message.target), frozenset(message.unproven)
+        self.goodbyes[pair] = unproven
+        for key, writes in self.writes.items():
+            if key[:2] != pair or key[2] in unproven:
+                continue
+            if any(write.outcome is None for write in writes):
+                self.broken("I12", f"{key}: goodbye is said while a write of it runs")
+            if any(write.outcome is WriteOutcome.UNPROVEN for write in writes):
+                self.broken("I2", f"{key}: goodbye is said, and a write of it may still land")
+
+    def _pages_offered(self, message: Bootstrap, lent: Home) -> None:
+        """Verify that decode owns the pages that it offers."""
+        for place in memoryview(message.pages).cast("i"):
+            if not lent.is_lent(place, message.target, message.grant):
+                owner = lent.owners[place]
+                self.broken("I6", f"grant {message.grant} lends {lent.name(place)} of {owner!r}")
+
+    def parted(self, source: int, decodes: Iterable[int]) -> None:
+        """Record that these decodes acknowledged the prefill's goodbye, or sent their own."""
+        self.left.update((source, decode) for decode in decodes)
+
+    def settled(self, key: Promise) -> bool:
+        """Return True if the goodbye of its source ended this loan."""
+        return key[:2] in self.left and key[2] not in self.goodbyes.get(key[:2], (key[2],))
+
+    # --- bytes
+
+    def landed(self, arrival: Arrival) -> None:
+        """Verify a room that landed at decode: every page from every rank, the right bytes and
+        hand-over.
+        """
+        room, home = arrival.room, arrival.home
+        for rank, key in enumerate(arrival.keys):
+            writes = self.writes.get(key, ())
+            there = {page for write in writes for page in write.targets[: write.next]}
+            if missing := [place for place in arrival.places if place not in there]:
+                self.broken(
+                    "I8", f"room {room} succeeds, rank {rank} has not written pages {missing}"
+                )
+            for index, place in enumerate(arrival.places):
+                if not arrival.is_right(index, rank):
+                    self.broken(
+                        "I8", f"room {room} succeeds, {home.name(place)} has somebody else's bytes"
+                    )
+        for place in arrival.places:
+            if home.writers[place]:
+                self.broken(
+                    "I2",
+                    f"room {room} succeeds while a write may still reach {home.name(place)}",
+                )
+        if arrival.handoff != handoff_of(arrival.digest):
+            self.broken("I9", f"room {room} got another room's hand-over")
