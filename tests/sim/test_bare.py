@@ -99,7 +99,7 @@ FOUND_BY = {
     "goodbye ends every loan": (27, "I2"),
     "goodbye without its loans": (11, "I5"),
     "settled range begins again": (1194, "I6"),
-    "leaving still opens": (34, "I7"),
+    "leaving still opens": (34, "I4"),
     "decode's death unseen": (18, "I5"),
     "loss without its rooms": (17, "I5"),
     "begun said once": (28, "I5"),
