@@ -1,4 +1,4 @@
-"""Blocking work in threads: bounded, to its end, and what hangs hangs alone.
+"""Blocking work in threads: bounded, in order, to its end (I12), and what hangs hangs alone.
 
 What arrives at once goes on in turns.
 """
@@ -6,11 +6,18 @@ What arrives at once goes on in turns.
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import random
+import subprocess
+import sys
 import threading
+import weakref
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvflow.aio import Threads, Turnstile, run_to_end, wait_or_cancel
+from kvflow.aio import Job, Threads, Turnstile, in_thread, run_to_end, wait_or_cancel
 from tests.transports.peer_process import until
 
 
@@ -20,7 +27,7 @@ class Gate:
     def __init__(self, result: int = 0) -> None:
         self.entered, self.opened, self.result = threading.Event(), threading.Event(), result
 
-    def __call__(self) -> int:
+    def __call__(self, *_: object) -> int:
         self.entered.set()
         assert self.opened.wait(20)
         return self.result
@@ -50,9 +57,12 @@ async def test_what_takes_too_long_is_left_alone_and_undone() -> None:
     assert threads.hung == 0 and await threads.run(lambda: 7) == 7
 
 
-async def test_a_cancelled_caller_waits_for_the_end_and_the_result_is_undone() -> None:
-    threads, gate, undone = Threads("test", 1), Gate(5), list[int]()
-    task = asyncio.ensure_future(threads.run(gate, undone.append))
+@pytest.mark.parametrize("run", [Threads("test", 1).run, in_thread])
+async def test_a_cancelled_caller_waits_for_the_end_and_the_result_is_undone(
+    run: Callable[..., Awaitable[int]],
+) -> None:
+    gate, undone = Gate(5), list[int]()
+    task = asyncio.ensure_future(run(gate, undone.append))
     await until(gate.entered.is_set)
     for _ in range(2):
         task.cancel()
@@ -61,7 +71,7 @@ async def test_a_cancelled_caller_waits_for_the_end_and_the_result_is_undone() -
     gate.opened.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until(lambda: undone == [5])
+    assert undone == [5] and await run(gate, undone.append) == 5 and undone == [5]
 
 
 async def test_a_caller_that_is_cancelled_waits_no_longer_than_it_would_have() -> None:
@@ -91,9 +101,14 @@ async def test_a_caller_that_is_cancelled_while_it_waits_for_a_thread_takes_none
 
 
 @pytest.mark.parametrize(
-    "error", [ZeroDivisionError("the work's own"), TimeoutError("the work's own")]
+    "error",
+    [
+        ZeroDivisionError("the work's own"),
+        TimeoutError("the work's own"),
+        GeneratorExit("the work's own"),
+    ],
 )
-async def test_the_works_own_error_is_raised_and_nothing_is_undone(error: Exception) -> None:
+async def test_the_works_own_error_is_raised_and_nothing_is_undone(error: BaseException) -> None:
     def work() -> int:
         raise error
 
@@ -104,19 +119,183 @@ async def test_the_works_own_error_is_raised_and_nothing_is_undone(error: Except
     assert not undone and threads.hung == 0
 
 
-async def test_where_no_thread_is_to_be_had_the_place_is_free_again(
+async def test_where_no_thread_is_to_be_had_the_next_call_has_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    threads = Threads("test", 1)
+    threads = Threads("test", 2)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", _no_thread)
         with pytest.raises(RuntimeError, match="can't start"):
             await threads.run(lambda: 7)
-    assert await threads.run(lambda: 7, within_s=10) == 7
+    first = await threads.run(threading.get_ident, within_s=10)
+    gate = Gate()
+    busy = threads.start(gate)
+    await until(gate.entered.is_set)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", _no_thread)
+        waits = asyncio.ensure_future(threads.run(threading.get_ident, within_s=10))
+        await asyncio.sleep(0)
+        gate.opened.set()
+        assert await waits == first, "the one thread that there is does all the work"
+    assert await busy.ended == 0
 
 
 def _no_thread(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+async def test_a_call_that_hangs_delays_none_that_a_free_thread_could_do() -> None:
+    """However the calls before it came and went: idle threads are counted exactly."""
+    rng = random.Random(7)
+    threads = Threads("test", 3)
+    for _ in range(200):
+        quick = [
+            asyncio.ensure_future(threads.run(lambda: 7)) for _ in range(rng.choice((0, 1, 2, 5)))
+        ]
+        await asyncio.gather(*quick[: rng.randint(0, len(quick))])
+        gates = [Gate(), Gate()]
+        hang = [asyncio.ensure_future(threads.run(gate)) for gate in gates]
+        assert await threads.run(lambda: 5, within_s=20) == 5
+        for gate in gates:
+            gate.opened.set()
+        await asyncio.gather(*hang, *quick)
+    threads.close()
+
+
+async def test_one_thread_works_in_the_order_in_which_work_comes() -> None:
+    threads, gate, done = Threads("test"), Gate(), list[int]()
+    threads.start(gate)
+    jobs = [threads.start(lambda n, _: done.append(n), n) for n in range(9)]
+    dropped = [jobs.pop(n) for n in (7, 3, 0)]
+    assert [job.cancel() for job in dropped] == [True] * 3
+    gate.opened.set()
+    await jobs[-1].ended
+    assert done == [1, 2, 4, 5, 6, 8]
+    assert all(job.ended.done() for job in jobs)
+
+
+class Slices:
+    """Work in slices, which asks after each of them whether to stop."""
+
+    def __init__(self) -> None:
+        self.slices, self.entered, self.go_on = 0, threading.Event(), threading.Semaphore(0)
+
+    def __call__(self, is_cancelled: Callable[[], bool]) -> bool:
+        while not is_cancelled():
+            self.entered.set()
+            assert self.go_on.acquire(timeout=20)
+            self.slices += 1
+        return False
+
+
+async def test_a_job_that_is_cancelled_stops_between_slices_and_is_awaited() -> None:
+    threads, work = Threads("test"), Slices()
+    job = threads.start(work)
+    waiting = asyncio.ensure_future(run_to_end(job.ended, stop=job.cancel))
+    await until(work.entered.is_set)
+    for _ in range(3):  # a second cancellation skips no drain
+        waiting.cancel()
+        await asyncio.sleep(0)
+    assert not waiting.done() and job.is_cancelled() and not job.ended.done()
+    work.go_on.release()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert work.slices == 1 and job.ended.result() is False
+
+
+async def test_a_job_that_has_not_begun_is_over_at_once_and_holds_nothing() -> None:
+    class Memory:
+        pass
+
+    threads, gate, memory = Threads("test"), Gate(), Memory()
+    running = threads.start(gate)
+    await until(gate.entered.is_set)
+    job: Job[None] = threads.start(lambda *_: None, memory)
+    kept = weakref.ref(memory)
+    del memory
+    assert kept() is not None
+    assert job.cancel() and job.ended.cancelled() and not job.cancel()
+    assert kept() is None
+    gate.opened.set()
+    assert await running.ended == 0 and not running.cancel()
+    assert await threads.run(lambda: 7) == 7
+
+
+async def test_what_is_done_holds_nothing_while_its_thread_waits_for_more() -> None:
+    class Memory:
+        pass
+
+    threads, memory = Threads("test"), Memory()
+    job = threads.start(lambda *_: None, memory)
+    kept = weakref.ref(memory)
+    del memory
+    await job.ended
+    await until(lambda: kept() is None)
+
+
+async def test_who_asks_leaves_at_once_and_what_has_not_begun_never_begins() -> None:
+    threads, gate, done = Threads("test"), Gate(5), list[int]()
+    asking = [asyncio.ensure_future(threads.ask(work)) for work in (gate, lambda: done.append(1))]
+    await until(gate.entered.is_set)
+    for asked in asking:
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+    gate.opened.set()
+    assert await threads.ask(lambda: 7) == 7 and not done
+    with pytest.raises(ZeroDivisionError):
+        await threads.ask(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("how", ["closed", "forgotten"])
+async def test_threads_end_after_the_work_that_waits(how: str) -> None:
+    threads, gate = Threads(f"test-{how}", 2), Gate(5)
+    jobs = [threads.start(work) for work in (gate, gate, lambda _: 7)]
+    await until(gate.entered.is_set)
+    if how == "forgotten":
+        del threads
+        gc.collect()
+    else:
+        threads.close()
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            await threads.run(lambda: 7)
+    gate.opened.set()
+    assert [await job.ended for job in jobs] == [5, 5, 7]
+    await until(
+        lambda: not any(t.name.startswith(f"kvflow-test-{how}") for t in threading.enumerate())
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "Threads('test').run(hangs, within_s=0.05)",
+        "asyncio.wait_for(Threads('test').ask(hangs), 0.05)",
+        "asyncio.wait([Threads('test').start(lambda _: hangs()).ended], timeout=0.05)",
+    ],
+)
+def test_a_call_that_hangs_does_not_hold_up_the_end_of_the_process(call: str) -> None:
+    role = f"""
+import asyncio, contextlib, threading
+from kvflow.aio import Threads
+def hangs():
+    threading.Event().wait()
+async def main():
+    with contextlib.suppress(TimeoutError):
+        await {call}
+    print("over")
+asyncio.run(main())
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", role],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0 and ended.stdout == "over\n", ended.stderr
 
 
 class Draining:

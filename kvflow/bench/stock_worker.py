@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from kvflow.aio import Threads
 from kvflow.bench.child import serve
 
 
@@ -15,7 +15,7 @@ class StockCommands:
 
     def __init__(self) -> None:
         self._model: Any = None
-        self._thread = ThreadPoolExecutor(1)
+        self._thread = Threads("stock-model")
 
     async def setup(self, model: str, threads: int) -> dict[str, Any]:
         def load() -> dict[str, Any]:
@@ -61,11 +61,11 @@ class StockCommands:
         return await self._run(run)
 
     async def _run(self, work: Any) -> dict[str, Any]:
-        found: dict[str, Any] = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        found: dict[str, Any] = await self._thread.run(work)
         return found
 
     async def close(self) -> None:
-        self._thread.shutdown()
+        self._thread.close()
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ def copy_slices(
     source: Places,
     target: Places,
     slice_bytes: int,
-    stopped: Callable[[], bool],
     copier: Copier,
+    stopped: Callable[[], bool],
 ) -> bool:
     """Copy places slice by slice; True when all was copied. Runs in a thread.
 

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from collections.abc import Hashable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import numpy as np
 
-from kvflow.aio import run_to_end
+from kvflow.aio import Job, Threads, all_ended, must_pass, run_to_end
 from kvflow.memory.copies import copier_for, copy_slices, host_layout
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import (
@@ -120,8 +118,8 @@ class SnapshotStore:
         self._slice_bytes = slice_bytes or (SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES)
         self._numbers = itertools.count(1)
         self._open: set[Snapshot] = set()
-        self._copies: dict[asyncio.Future[bool], threading.Event] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-snapshot")
+        self._copies: set[Job[bool]] = set()
+        self._thread = Threads("snapshot")
         self._closed = False
 
     def __repr__(self) -> str:
@@ -202,13 +200,13 @@ class SnapshotStore:
     async def close(self) -> None:
         """Stop and drain every copy, close every snapshot, and free the host memory."""
         self._closed = True
-        for stop in self._copies.values():
-            stop.set()
+        for copy in self._copies:
+            copy.cancel()
         try:
-            await run_to_end(asyncio.gather(*self._copies, return_exceptions=True))
+            await all_ended(copy.ended for copy in self._copies)
         finally:
             # Even if this call was cancelled, no copy runs here.
-            self._thread.shutdown(wait=False)
+            self._thread.close()
             for snapshot in list(self._open):
                 snapshot.close()
             self._copier.close()
@@ -248,31 +246,23 @@ class SnapshotStore:
 
         `other` is the store whose host memory is copied from, or this one.
         """
-        stop = threading.Event()
-        running = asyncio.get_running_loop().run_in_executor(
-            self._thread,
-            copy_slices,
-            pairing,
-            source,
-            target,
-            self._slice_bytes,
-            stop.is_set,
-            self._copier,
+        copy = self._thread.start(
+            copy_slices, pairing, source, target, self._slice_bytes, self._copier
         )
         # Closing either store must stop the copy: it uses the memory of both.
-        for store in (self, other):
-            store._copies[running] = stop
-            running.add_done_callback(
-                lambda done, copies=store._copies: copies.pop(done, None),  # type: ignore[misc]
-            )
+        both = (self._copies, other._copies)
+        for copies in both:
+            copies.add(copy)
         try:
-            whole = await asyncio.shield(running)
-        except asyncio.CancelledError:
-            stop.set()
-            # The copy may raise the error by which it ended before the stop.
-            with suppress(Exception):
-                await run_to_end(running)
-            raise
+            whole = await run_to_end(copy.ended, stop=copy.cancel)
+        except asyncio.CancelledError as error:
+            if must_pass(error):
+                raise
+            # A store was closed before the copy began.
+            whole = False
+        finally:
+            for copies in both:
+                copies.discard(copy)
         if not whole:
             raise MisuseError("the copy was stopped: a store of snapshots was closed")
 

@@ -95,7 +95,7 @@ class Staging:
         TransferError.
         """
         source, target = self.pool.layout.split(places), self.host.layout.split(staged)
-        return copy_slices(out or self._out, source, target, SLICE_BYTES, stopped, self._copier)
+        return copy_slices(out or self._out, source, target, SLICE_BYTES, self._copier, stopped)
 
     def copy_in(
         self,
@@ -113,7 +113,7 @@ class Staging:
         if served is not None and not sends_all(self.pool.layout, served):
             into = self._share(served)
         source, target = self.host.layout.split(staged), self.pool.layout.split(places)
-        return copy_slices(into, source, target, SLICE_BYTES, stopped, self._copier)
+        return copy_slices(into, source, target, SLICE_BYTES, self._copier, stopped)
 
     def close(self) -> None:
         """Free the memory, when no copy runs. Idempotent."""

@@ -15,7 +15,6 @@ import json
 import os
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ import msgspec
 import numpy as np
 import uvloop
 
+from kvflow.aio import Threads
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.places import PlaceAllocator
 from kvflow.memory.pool import PagedPool
@@ -171,7 +171,7 @@ class Worker:
 
     def __init__(self, role: str) -> None:
         self.role = role
-        self.executor = ThreadPoolExecutor(1)
+        self.executor = Threads("model")
         self.model: LoadedModel
         self.pool: PagedPool
         self.node: PrefillNode | DecodeNode
@@ -193,9 +193,8 @@ class Worker:
         sliding_window_rows: str = "auto",
     ) -> dict[str, Any]:
         """`chunks`: the prefill engine's limits. `ranks`: where decode finds prefill."""
-        loop = asyncio.get_running_loop()
         load = partial(load_model, path, dtype, sliding_window_rows=sliding_window_rows)
-        self.model = await loop.run_in_executor(self.executor, load)
+        self.model = await self.executor.run(load)
         self.chunks, self.pool_shape = chunks, {"page_size": page_size, "order": order}
         self.pool, self.pages = new_pool(self.model, **self.pool_shape, shared=True)
         data_plane = await asyncio.to_thread(open_plane, plane, self.pool.segment)

@@ -7,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import numpy as np
 import torch
 
+from kvflow.aio import Threads
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
@@ -232,7 +232,7 @@ class EnginePair:
             decode["prefetch"] = options.get("prefetch", "wait_complete")
             options["prefetch"] = decode["prefetch"]
         # One for each role, as in two processes.
-        self._threads = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._threads = Threads("model"), Threads("model")
         self.prefill = PrefillEngine(
             model, self.source.pool, self.source.pages, self._threads[0], **options
         )
@@ -262,7 +262,7 @@ class EnginePair:
         for cache in self.caches:
             await cache.close()
         for thread in self._threads:
-            thread.shutdown()
+            thread.close()
 
     def room(self, prompt: list[int], prefix_tokens: int = 0) -> FakeRoom:
         room = FakeRoom(self.source, self.target, len(prompt), prefix_tokens)

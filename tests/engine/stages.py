@@ -8,11 +8,11 @@ import asyncio
 import functools
 import itertools
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from time import monotonic
 from typing import Any
 
+from kvflow.aio import Threads
 from kvflow.handlers.group import LeaderShell, MemberShell, OpenRoom
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.memory.pool import PagedPool
@@ -68,7 +68,7 @@ class Stages:
         self.nodes = [self._node(rank) for rank in range(STAGES)]
         self._host_pages, self._write_policy = host_pages, write_policy
         self.caches = [self._cache(n) if caches else None for n in self.nodes]
-        self.threads = [ThreadPoolExecutor(1) for _ in range(STAGES + 1)]
+        self.threads = [Threads("model") for _ in range(STAGES + 1)]
         self.members: list[MemberShell] = []
         self.broken: list[str] = []
         self._lives = itertools.count(2)
@@ -215,7 +215,7 @@ class Stages:
         for socket in (*sockets, self.members[0].socket):
             socket.close()
         for thread in self.threads:
-            thread.shutdown()
+            thread.close()
 
     def _on_opened(self, rank: int, ticket: int) -> None:
         self.group.opened_at(rank, ticket)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvflow.aio import Threads
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
@@ -200,7 +200,7 @@ async def test_a_step_has_ended_when_its_device_has(monkeypatch: pytest.MonkeyPa
         raise ValueError("step")
 
     monkeypatch.setattr(device, "wait_for", wait_for)
-    with ThreadPoolExecutor(1) as executor:
+    with Threads("model") as executor:
         layout = build_layout([("k", "uint8", (1,))], page_size=1, num_pages=2)
         steps = thread.ModelThread(executor, pages, layout, gpu)
         await steps.run([sequence], lambda: seen.append("computed"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvflow.aio import Threads
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.kinds import ROW, StateKind
@@ -25,7 +25,7 @@ async def test_pages_and_row_of_a_step_are_free_when_it_has_ended(rows: int) -> 
     sequence = Sequence("mine", [1, 2, 3], 0, 2)
     sequence.add(layout.split(pool.places.take_room(layout.places_for(3), "mine")))
     gate = threading.Event()
-    with ThreadPoolExecutor(1) as executor:
+    with Threads("model") as executor:
         step = asyncio.ensure_future(
             ModelThread(executor, pool.places, layout).run([sequence], lambda: gate.wait(10))
         )
@@ -47,6 +47,6 @@ async def test_an_error_of_the_step_is_raised_and_nothing_stays_held() -> None:
         raise ValueError("step")
 
     layout = build_layout(KINDS[:1], page_size=1, num_pages=2)
-    with ThreadPoolExecutor(1) as executor, pytest.raises(ValueError, match="step"):
+    with Threads("model") as executor, pytest.raises(ValueError, match="step"):
         await ModelThread(executor, pages, layout).run([sequence], fail)
     assert pages.held_pages == 0

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
+from kvflow.aio import Threads
 from kvflow.protocols.pages.layout import Order
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
@@ -134,7 +134,7 @@ async def single(
     model: LoadedModel, prompts: list[list[int]], params: SamplingParams
 ) -> list[list[TokenOut]]:
     side = Side(model, 256, 16, "page_first")
-    executor = ThreadPoolExecutor(1)
+    executor = Threads("model")
     engine = SingleEngine(
         model, side.pool, side.pages, executor, chunk_tokens=CHUNK, max_batch_rooms=1
     )
@@ -149,7 +149,7 @@ async def single(
     engine.decode.resume()
     found = list(await asyncio.gather(*running))
     await engine.close()
-    executor.shutdown()
+    executor.close()
     assert side.pages.at_rest()
     return found
 

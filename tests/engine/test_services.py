@@ -8,7 +8,6 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvflow.aio import Threads
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Cause, Code, KvflowError
@@ -82,9 +82,9 @@ async def services(
     layout = build_layout(model.streams, page_size=4, num_pages=64, fingerprint=model.fingerprint)
     async with AsyncExitStack() as stack:
         pools = PagedPool.allocate(layout, shared=True), PagedPool.allocate(layout, shared=True)
-        threads = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        threads = Threads("model"), Threads("model")
         for one in (*pools, *threads):
-            stack.callback(one.close if isinstance(one, PagedPool) else one.shutdown)
+            stack.callback(one.close)
 
         async def resolve(_: str) -> Sequence[RankInfo]:
             return [source.info]

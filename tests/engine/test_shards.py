@@ -14,7 +14,6 @@ import socket
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvflow.aio import Threads
 from kvflow.protocols.errors import KvflowError, LostError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.pages.kinds import ROW, StateKind
@@ -114,7 +114,7 @@ async def shards(model: LoadedModel, **options: Any) -> AsyncIterator[Shards]:
     here, there = (wire.ShardLink(end) for end in socket.socketpair())
     lost: list[LostError] = []
     leader = ShardLeader([here], first.neighbours, lost.append)
-    with ThreadPoolExecutor(1) as thread, some_process() as process:
+    with Threads("model") as thread, some_process() as process:
         follower = ShardFollower(second, there, thread, process)
         following = asyncio.create_task(follower.run())
         leader.start()

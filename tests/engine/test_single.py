@@ -7,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Hashable
-from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 import pytest
 import torch
 
+from kvflow.aio import Threads
 from kvflow.protocols.errors import CapacityError
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.step import Row
@@ -29,7 +29,7 @@ async def _first(tokens: AsyncGenerator[TokenOut, None]) -> TokenOut:
 async def test_one_process_equals_two_and_frees_everything(llama: LoadedModel) -> None:
     side = Side(llama, 30, 16, "layer_first")
     prompts = [prompt_of(n, n) for n in (1, 16, 100, 61)]
-    with ThreadPoolExecutor(1) as executor:
+    with Threads("model") as executor:
         engine = SingleEngine(llama, side.pool, side.pages, executor, chunk_tokens=32)
         await engine.start()
 
@@ -64,7 +64,7 @@ async def test_one_process_equals_two_and_frees_everything(llama: LoadedModel) -
 @pytest.fixture
 async def engine(llama: LoadedModel) -> AsyncIterator[SingleEngine]:
     side = Side(llama, 30, 16, "layer_first")
-    with ThreadPoolExecutor(1) as executor:
+    with Threads("model") as executor:
         made = SingleEngine(llama, side.pool, side.pages, executor)
         await made.start()
         yield made
@@ -91,7 +91,7 @@ async def test_a_request_whose_pages_are_gone_keeps_no_promise_of_others(
 
 async def test_a_step_takes_no_more_of_the_prompts_than_it_may(llama: LoadedModel) -> None:
     side = Side(llama, 30, 16, "layer_first")
-    with ThreadPoolExecutor(1) as executor:
+    with Threads("model") as executor:
         engine = SingleEngine(llama, side.pool, side.pages, executor, max_batch_tokens=24)
         runner, steps = engine.prefill.steps.runner, list[int]()
         honest = runner.forward

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvflow.aio import Threads
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.kinds import ROW
@@ -114,7 +114,7 @@ async def test_one_row_for_one_request_after_the_other(
         await until(lambda: pair.home)
     assert found == expected(family, stock)
     side = Side(model, 64, PAGE, "page_first", num_rows=1)
-    with ThreadPoolExecutor(1) as executor:
+    with Threads("model") as executor:
         engine = SingleEngine(model, side.pool, side.pages, executor, chunk_tokens=CHUNK)
         await engine.start()
         for prompt, tokens in zip(prompts()[-2:], expected(family, stock)[-2:], strict=True):

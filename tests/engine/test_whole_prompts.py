@@ -8,12 +8,12 @@ import asyncio
 import itertools
 import random
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import pytest
 
+from kvflow.aio import Threads
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.pages.layout import build_layout
@@ -84,7 +84,7 @@ async def nodes(model: LoadedModel) -> AsyncIterator[Nodes]:
             model.streams, page_size=PAGE_SIZE, num_pages=PAGES, fingerprint=model.fingerprint
         )
         source, target = PagedPool.allocate(layout), PagedPool.allocate(layout, shared=True)
-        threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2)]
+        threads = [stack.enter_context(Threads("model")) for _ in range(2)]
         caches = [PrefixCache(pool.pages, PAGE_SIZE) for pool in (source, target)]
         for pool, cache in zip((source, target), caches, strict=True):
             stack.callback(pool.close)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from kvflow.aio import Threads
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.kinds import ROW
@@ -34,7 +34,7 @@ async def generated(model: LoadedModel, params: SamplingParams) -> list[list[int
     pool = PagedPool.allocate(
         layout, shared=False, device=None if model.device.type == "cpu" else model.device
     )
-    with ThreadPoolExecutor(1) as executor:
+    with Threads("model") as executor:
         engine = SingleEngine(model, pool, pool.pages, executor, chunk_tokens=7)
         await engine.start()
 

@@ -5,9 +5,6 @@ thread (I12).
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -194,21 +191,6 @@ async def test_where_no_thread_is_to_be_had_there_is_no_sum(
     assert await sums.begin(pages(1)).done == b"", "nothing is read past the end"
 
 
-def test_where_no_further_thread_is_to_be_had_those_there_are_do_the_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def no_thread(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    threads = page_tasks.DaemonThreads(2, "test")
-    first = threads.submit(threading.get_ident).result(20)
-    monkeypatch.setattr(threading.Thread, "start", no_thread)
-    assert threads.submit(threading.get_ident).result(20) == first
-    threads.shutdown()
-    with pytest.raises(RuntimeError, match="after shutdown"):
-        threads.submit(threading.get_ident)
-
-
 async def test_close_leaves_a_hung_sum_alone_whose_memory_stays_mapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -232,35 +214,3 @@ async def test_close_leaves_a_hung_sum_alone_whose_memory_stays_mapped(
 
 def mappings() -> str:
     return "\n" + Path("/proc/self/maps").read_text()
-
-
-def test_a_hung_sum_does_not_hold_up_the_end_of_the_process() -> None:
-    role = """
-import asyncio, threading
-from kvflow.memory import checksum, page_tasks
-from tests.memory.test_checksum import pages, pool
-entered = threading.Event()
-class Hangs:
-    def update(self, _):
-        entered.set()
-        threading.Event().wait()
-checksum.xxh3_64 = Hangs
-page_tasks.CLOSE_S = 0.05
-async def main():
-    sums = checksum.PageChecksums(pool())
-    sums.begin(pages(1))
-    await asyncio.to_thread(entered.wait)
-    await sums.close()
-    print("over")
-asyncio.run(main())
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(
-        [sys.executable, "-c", role],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 0 and ended.stdout == "over\n", ended.stderr

@@ -136,7 +136,7 @@ async def test_one_that_decode_has_not_begun_is_answered_too(
     """Prefill had ended the room by then, and decode's answer was a 499."""
     prefill.service.gate.clear()
     busy = threading.Event()
-    decode.tokenizer._thread.submit(busy.wait, 20)  # so that the prompt waits
+    decode.tokenizer._thread.start(lambda _: busy.wait(20))  # so that the prompt waits
     body = {"text": "w1", "prompt": "w1", "rid": "mine", "stream": stream}
     asked = asyncio.create_task(post(session, server, path, body))
     try:

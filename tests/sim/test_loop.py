@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvflow.aio import Job, Threads
 from kvflow.proof.sim.loop import Process, VirtualLoop, VirtualThread, current_process
 
 
@@ -77,12 +78,14 @@ def test_what_begins_while_the_rest_is_swept_up_is_swept_up_too() -> None:
 
 def test_a_thread_of_its_own_kind_says_when_its_work_happens() -> None:
     class Late(VirtualThread):
-        def begin(self, done, work, *arguments):  # type: ignore[no-untyped-def]
-            asyncio.get_running_loop().call_later(5, lambda: done.set_result(work(*arguments)))
+        def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:
+            asyncio.get_running_loop().call_later(5, lambda: done.set_result(job.run()))
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        assert await loop.run_in_executor(Late(), max, 2, 3) == 3 and loop.time() == 5
+        threads = Threads("late")
+        threads.executor = Late()
+        assert await threads.run(lambda: 3) == 3 and loop.time() == 5
 
     play(main())
 

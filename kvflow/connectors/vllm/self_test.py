@@ -80,7 +80,7 @@ def _move(pool: PagedPool, source: int, target: int) -> None:
     _settle(pool)
     try:
         copy_slices(
-            Pairing(pool.layout, pool.layout), here, there, _SLICE_BYTES, lambda: False, copier
+            Pairing(pool.layout, pool.layout), here, there, _SLICE_BYTES, copier, lambda: False
         )
     finally:
         copier.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from kvflow.aio import Job
 from kvflow.proof.sim.faults import Faults
+from kvflow.proof.sim.loop import VirtualThread
 from kvflow.proof.sim.oracle import Oracle
 from kvflow.proof.sim.pages import Books
 from kvflow.proof.sim.times import COPY_S, SLOW_COPY_S
@@ -18,14 +20,15 @@ HUNG_COPY_S = (0.3, 1.5)
 
 
 class _Copy(NamedTuple):
-    done: Future[bool]
+    done: asyncio.Future[bool]
+    job: Job[bool]
     work: Callable[[Places, Places], bool]
     halves: list[tuple[Places, Places]]
     used: list[tuple[Books, int]]
     fault: str
 
 
-class CopyThread:
+class CopyThread(VirtualThread):
     """Replacement for the executor of one direction. It has one thread, so copies run one by
     one.
     """
@@ -35,9 +38,8 @@ class CopyThread:
         self._waiting: deque[_Copy] = deque()
         self._running = False
 
-    def submit(self, work: Callable[..., bool], /, *arguments: Any) -> Future[bool]:
-        pairing, source, target, *rest = arguments
-        done: Future[bool] = Future()
+    def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:
+        work, (pairing, source, target, *rest) = job.work, job.arguments
         halves = _halves(source, target)
         used = [(self._source, page) for page in source.pages.tolist()]
         used += [(self._target, page) for page in target.pages.tolist()]
@@ -45,18 +47,21 @@ class CopyThread:
         if fault == "slow copy" and self._oracle.loop.rng.random() < 0.3:
             fault = "hung copy"
         self._waiting.append(
-            _Copy(done, lambda s, t: work(pairing, s, t, *rest), halves, used, fault)
+            _Copy(
+                done,
+                job,
+                lambda s, t: work(pairing, s, t, *rest, job.is_cancelled),
+                halves,
+                used,
+                fault,
+            )
         )
         self._next()
-        return done
-
-    def shutdown(self, wait: bool = True) -> None:
-        """Do nothing: there is no thread to end."""
 
     def _next(self) -> None:
         while self._waiting and not self._running:
             copy = self._waiting.popleft()
-            if not copy.done.set_running_or_notify_cancel():
+            if not copy.job.begin():
                 continue
             self._running = True
             for books, page in copy.used:

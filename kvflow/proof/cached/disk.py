@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvflow.aio import Job
 from kvflow.proof.sim.loop import VirtualLoop, VirtualThread
 from kvflow.proof.sim.times import THREAD_S
 from kvflow.serve.cache.storage.disk import Disk
@@ -106,13 +107,10 @@ class StoreThreads(VirtualThread):
     def __init__(self, loop: VirtualLoop, workers: list[Worker]) -> None:
         self._loop, self._workers = loop, workers
 
-    def begin(self, done: asyncio.Future[Any], work: Callable[..., Any], *arguments: Any) -> None:
-        worker = Worker(self._loop, done, lambda: work(*arguments))
+    def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:
+        worker = Worker(self._loop, done, job.run)
         self._workers.append(worker)
         self._loop.call_later(self._loop.rng.uniform(*THREAD_S), worker.step)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Do nothing: there is no pool of threads to end."""
 
 
 class DiskFaults:

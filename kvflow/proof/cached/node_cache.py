@@ -81,14 +81,8 @@ class NodeCache:
             self._host_books = watch(host.memory, f"host memory of {who}", oracle, lambda: False)
             host.pages = host.memory.pages
             copies = {Tier.HOST: (books, self._host_books), Tier.DEVICE: (self._host_books, books)}
-            host._threads = {
-                to: CopyThread(  # type: ignore[misc]
-                    *both,
-                    oracle,
-                    faults,
-                )
-                for to, both in copies.items()
-            }
+            for to, both in copies.items():
+                host._threads[to].executor = CopyThread(*both, oracle, faults)
             if plan.stores:
                 storage = StorageTier(self._store(host, workers), host)
         self.cache = PrefixCache(
@@ -116,7 +110,7 @@ class NodeCache:
         )
         store = GuardedStorage(backend, LIMITS)
         for part in (store._puts, store._gets, store._lookups, store._reads, store._writes):
-            part.threads = StoreThreads(self._oracle.loop, workers)  # type: ignore[assignment]
+            part.threads.executor = StoreThreads(self._oracle.loop, workers)
         return store
 
     def die(self) -> None:

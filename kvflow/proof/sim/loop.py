@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
+from kvflow.aio import Job
 from kvflow.proof.sim.times import THREAD_S
 
 T = TypeVar("T")
@@ -56,9 +57,9 @@ def current_process() -> Process | None:
 class VirtualThread(Executor):
     """Executor without a thread, which decides when its work happens, and in how many parts."""
 
-    def begin(self, done: asyncio.Future[Any], work: Callable[..., Any], *arguments: Any) -> None:
-        """Do `work` later, by timers of the running loop, and then resolve `done` unless it was
-        cancelled.
+    def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:
+        """Do the work of `job` later, by timers of the running loop, and then resolve `done`. If
+        the job was cancelled before it begins, `done` is cancelled already.
         """
         raise NotImplementedError
 
@@ -150,7 +151,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """
         future: asyncio.Future[T] = self.create_future()
         if isinstance(executor, VirtualThread):
-            executor.begin(future, function, *arguments)
+            # Shipped code hands work over as jobs of `aio.Threads`.
+            executor.begin(future, function.__self__)  # type: ignore[attr-defined]
             return future
 
         def work() -> None:

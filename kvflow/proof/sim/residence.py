@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor
 from typing import Any, TypeVar, cast
 
-from kvflow.aio import wait_or_cancel
+from kvflow.aio import Threads, wait_or_cancel
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.residency import Resident
 from kvflow.node import DecodeNode
@@ -56,7 +55,7 @@ class Residence:
     ) -> None:
         self._snapshots, self._oracle, self._digest, self._plan = snapshots, oracle, digest, plan
         self._pool, self._layout, self._books = node.pool, node.pool.layout, books_of(node.pages)
-        self._thread = ModelThread(Executor(), node.pages, self._layout)
+        self._thread = ModelThread(Threads("model"), node.pages, self._layout)
         self._here: Resident | None = None  # set when its room has landed
         self._handoff = b""
 

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+from kvflow.aio import Job
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.proof.sim.faults import Faults
@@ -62,7 +63,7 @@ class Snapshots:
             who = f"host memory of {self._who}"
             self.copies.host = watch(store.host, who, self._oracle, self._faults.of_host_memory)
             store.host_rows = store.host.rows if rows else None
-            store._thread = self.copies  # type: ignore[assignment]
+            store._thread.executor = self.copies
         return self._store
 
     def left(self) -> list[str]:
@@ -104,9 +105,10 @@ class CopyThread(VirtualThread):
         """Call `do` so many turns of the event loop after the end of the next copy."""
         self._after_next.append((turns, do))
 
-    def begin(self, done: asyncio.Future[Any], work: Callable[..., Any], *arguments: Any) -> None:
+    def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:
         """Start a copy, and count it as a reader of its places on both sides."""
-        pairing, source, target, *rest = arguments
+        work, (pairing, source, target, *rest) = job.work, job.arguments
+        job.begin()
         out = pairing.source is self._pool.layout
         assert self.host is not None
         used = [
@@ -126,7 +128,7 @@ class CopyThread(VirtualThread):
         self._next(
             _Copy(
                 done,
-                lambda half: work(pairing, *half, *rest),
+                lambda half: work(pairing, *half, *rest, job.is_cancelled),
                 _halves(source, target),
                 used,
                 owner,
@@ -150,10 +152,7 @@ class CopyThread(VirtualThread):
         for books, place in copy.used:
             books.readers[place] -= 1
         self.owners.remove(copy.owner)
-        # A cancelled copy still runs to its end, but its future is done already.
-        if copy.done.done():
-            pass
-        elif isinstance(result, Exception):
+        if isinstance(result, Exception):
             copy.done.set_exception(result)
         else:
             copy.done.set_result(result)

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+from kvflow.aio import Job
 from kvflow.handlers.decode import DecodeShell, Quarantined
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.copies import HostCopier
-from kvflow.memory.page_tasks import PageTask
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import StagedArrivals, Staging
 from kvflow.node import DecodeNode
@@ -65,7 +65,7 @@ class Staged:
     def serve(self, node: DecodeNode) -> None:
         """Make the copies of this node take virtual time."""
         assert isinstance(node._arrivals, StagedArrivals)
-        node._arrivals._threads = self.copies  # type: ignore[assignment]
+        node._arrivals._threads.executor = self.copies
         self._rooms = node.shell.rooms
 
     def close(self) -> None:
@@ -179,11 +179,10 @@ class _Copies(VirtualThread):
         self._copier, self._books, self._oracle, self._faults = copier, books, oracle, faults
         self.ended = 0
 
-    def begin(self, done: asyncio.Future[Any], work: Callable[..., Any], *_: Any) -> None:
-        """Schedule `work`, the method of a page task that its thread runs."""
-        task: PageTask = work.__self__  # type: ignore[attr-defined]
-        assert isinstance(task._work, partial)
-        lent, pages, _ = task._work.args
+    def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:
+        """Schedule the work of a page task."""
+        assert isinstance(job.work, partial)
+        lent, pages, _ = job.work.args
         fault = self._faults.of_copy()
         self._oracle.trace(
             lambda: f"brings {lent.tolist()} of staging to {pages.tolist()}, {fault or 'no fault'}"
@@ -193,19 +192,18 @@ class _Copies(VirtualThread):
             *((staged, place) for place in lent.tolist()),
             *((own, place) for place in pages.tolist()),
         ]
-        after_half_a_copy(self._oracle.loop, fault, self._first_half, done, work, used, fault)
+        after_half_a_copy(self._oracle.loop, fault, self._first_half, done, job, used, fault)
 
     def _first_half(
         self,
         done: asyncio.Future[Any],
-        work: Callable[[], bytes | None],
+        job: Job[bytes],
         used: list[tuple[Books, int]],
         fault: str,
     ) -> None:
-        answer = work()
-        # The task was cancelled before it began.
-        if answer is None:
-            return done.set_result(None)
+        if not job.begin():
+            return None
+        answer = job.work(job.is_cancelled)
         for books, place in used:
             books.readers[place] += 1
         rest = self._copier.take_rest()

@@ -4,13 +4,9 @@ The copies run in threads, one for each direction."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import msgspec
 
-from kvflow.aio import run_to_end
+from kvflow.aio import Threads, run_to_end
 from kvflow.memory.copies import copier_for, copy_slices, host_layout
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import DEVICE_SLICE_BYTES, SLICE_BYTES
@@ -46,10 +42,7 @@ class HostTier:
         self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
         # One thread for each direction, so that copies to the host do not delay a prompt that
         # waits for a copy to the device.
-        self._threads = {
-            to: ThreadPoolExecutor(1, thread_name_prefix=f"kvflow-cache-to-{to.name}")
-            for to in PAGED
-        }
+        self._threads = {to: Threads(f"cache-to-{to.name}") for to in PAGED}
 
     async def copy(self, source: PageIndices, target: PageIndices, to: Tier) -> bool:
         """Copy pages `source` to pages `target` (int32 [n]) of the tier `to`, device or host.
@@ -59,31 +52,20 @@ class HostTier:
 
         Raises: TransferError.
         """
-        stop = threading.Event()
-        queued = self._threads[to].submit(
+        copy = self._threads[to].start(
             copy_slices,
             self._pairings[to],
             Places(source, NO_PLACES),
             Places(target, NO_PLACES),
             self._slice_bytes,
-            stop.is_set,
             self._copier,
         )
-        running = asyncio.wrap_future(queued)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            stop.set()
-            # `cancel` fails once the thread runs the copy. It then still touches both pools until
-            # it sees `stop`.
-            if not queued.cancel():
-                await run_to_end(running)
-            raise
+        return await run_to_end(copy.ended, stop=copy.cancel)
 
     def close(self) -> None:
-        """Free the memory, once no copy runs."""
+        """Free the memory, when no call of `copy` is under way."""
         for thread in self._threads.values():
-            thread.shutdown(wait=True)
+            thread.close()
         self._copier.close()
         self.memory.close()
 

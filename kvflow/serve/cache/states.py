@@ -75,7 +75,7 @@ class StateStore:
 
     def _copy(self, pairing: Pairing, source: PageIndices, target: PageIndices) -> None:
         places = Places(NO_PLACES, source), Places(NO_PLACES, target)
-        copy_slices(pairing, *places, self._slice_bytes, lambda: False, self._copier)
+        copy_slices(pairing, *places, self._slice_bytes, self._copier, lambda: False)
 
 
 def _one(slot: int) -> PageIndices:

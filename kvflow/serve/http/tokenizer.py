@@ -4,14 +4,13 @@ they arrive.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from kvflow.aio import Threads
 from kvflow.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from kvflow.http.prompt_fields import PromptIds
 from kvflow.serve.engine.scheduler.params import BadWords, SamplingParams
@@ -64,7 +63,7 @@ class ThreadedTokenizer:
         self._max_characters = context_length * longest
         self._token_bytes: dict[int, bytes] = {}  # bounded by the vocabulary
         self._bytes_of: Callable[[int], bytes] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-text")
+        self._thread = Threads("text")
 
     async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> PromptIds:
         """Return the token ids of a plain prompt, which is the value of `param` in the body.
@@ -240,7 +239,7 @@ class ThreadedTokenizer:
         return self._bytes_of(token_id)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
     def _require(self) -> Any:
         if self._tokenizer is None:
@@ -248,7 +247,7 @@ class ThreadedTokenizer:
         return self._tokenizer
 
     async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await self._thread.ask(work)
 
 
 def _too_long(count: int, units: str, limit: int, param: str) -> RequestError:

@@ -4,7 +4,6 @@ cache events.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import functools
 import logging
@@ -190,7 +189,7 @@ def _asked_for(settings: Settings) -> str:
 async def _allocated(parts: Parts, allocate: Callable[[], T], setting: str) -> T:
     """Allocate host memory in the model's thread. Raises: MisuseError that names the setting."""
     try:
-        return await asyncio.get_running_loop().run_in_executor(parts.executor, allocate)
+        return await parts.executor.run(allocate)
     except (LayoutError, MisuseError) as error:
         raise MisuseError(f"{setting}: {error}") from None
 

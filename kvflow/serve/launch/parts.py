@@ -4,14 +4,13 @@ host memory of a role.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvflow.aio import Threads
 from kvflow.http.listening import reachable
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import Staging
@@ -38,29 +37,28 @@ class Parts(NamedTuple):
 
     model: LoadedModel
     pool: PagedPool
-    executor: ThreadPoolExecutor
+    executor: Threads
 
 
 @asynccontextmanager
 async def loaded_model(
     settings: Settings, part: ModelPart | None = None, meeting: Meeting | None = None
-) -> AsyncGenerator[tuple[LoadedModel, ThreadPoolExecutor], None]:
+) -> AsyncGenerator[tuple[LoadedModel, Threads], None]:
     """Load a model, and yield it with the thread of its steps. The device is checked before it is
     loaded.
 
     `part` is given where several processes share a model; they find each other by `meeting`.
     """
-    executor = ThreadPoolExecutor(1, thread_name_prefix="kvflow-model")
-    loop = asyncio.get_running_loop()
+    executor = Threads("model")
     try:
         # These two are always there, and the check costs a second of imports.
         if settings.device not in ("auto", "cpu"):
             from kvflow.serve.engine.model.device import find_device
 
-            await loop.run_in_executor(executor, find_device, settings.device)
+            await executor.run(functools.partial(find_device, settings.device))
         from kvflow.serve.engine.model.source import locate
 
-        source = await loop.run_in_executor(executor, locate, settings.model_path)
+        source = await executor.run(functools.partial(locate, settings.model_path))
         # These imports take seconds, so they follow all checks that can refuse at once.
         from kvflow.serve.engine.model.load import load_model
         from kvflow.serve.engine.model.parallel.part import WHOLE
@@ -77,13 +75,13 @@ async def loaded_model(
                 part or WHOLE,
                 meeting,
             )
-            model = await loop.run_in_executor(executor, load)
+            model = await executor.run(load)
         try:
             yield model, executor
         finally:
             model.neighbours.close()
     finally:
-        executor.shutdown(wait=False)
+        executor.close()
 
 
 @asynccontextmanager
@@ -118,7 +116,7 @@ async def loaded(
         allocate = functools.partial(
             make_pool, settings, streams, model.fingerprint, model.device, ring_bytes=ring_bytes
         )
-        pool = await asyncio.get_running_loop().run_in_executor(executor, allocate)
+        pool = await executor.run(allocate, PagedPool.close)
         _log.info("%s", described(pool))
         try:
             yield Parts(model, pool, executor)
@@ -154,9 +152,8 @@ async def staged(
     """Allocate the host memory through which a role's transfers pass, where they do.
     `staging_bytes` is the default size.
     """
-    loop = asyncio.get_running_loop()
-    staging = await loop.run_in_executor(
-        parts.executor, make_staging, settings, parts.pool, staging_bytes
+    staging = await parts.executor.run(
+        functools.partial(make_staging, settings, parts.pool, staging_bytes)
     )
     if staging is None:
         yield None

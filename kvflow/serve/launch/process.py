@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from kvflow.aio import Threads
 from kvflow.http.draining import Drainable
 from kvflow.http.listening import listening_on
 from kvflow.protocols.errors import KvflowError
@@ -206,6 +207,7 @@ def leave_past_hung_threads(patience_s: float = 1.0) -> None:
     """End the process here when one of kvflow's threads still runs. A thread that returns from
     foreign code while Python shuts down can abort the process (status 134).
     """
+    Threads.close_all()
     until_s = time.monotonic() + patience_s
     ours = [
         thread

@@ -4,7 +4,6 @@ they need.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -138,8 +137,7 @@ async def _decode_engine(
     key = read_key(settings.control_key_file)
     async with AsyncExitStack() as stack:
         staging = await stack.enter_async_context(staged(settings, parts, 0))
-        loop = asyncio.get_running_loop()
-        snapshots = await loop.run_in_executor(executor, make_snapshots, settings, pool)
+        snapshots = await executor.run(functools.partial(make_snapshots, settings, pool))
         if snapshots is not None:
             stack.push_async_callback(snapshots.close)
         node = DecodeNode(

@@ -8,6 +8,7 @@ Only the first shard decides who owns a page, what travels, and which request is
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
 import socket
@@ -16,6 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from kvflow.aio import in_thread
 from kvflow.protocols.errors import KvflowError, LostError
 from kvflow.serve.config.settings import Settings
 from kvflow.serve.engine.model.parallel.part import Meeting, ModelPart
@@ -82,10 +84,9 @@ async def decode_over_shards(settings: Settings) -> AsyncGenerator[ShardedDecode
         leader = first.leader = ShardLeader(
             [ShardLink(end) for end, _ in pairs], neighbours, first.on_lost
         )
-        loop = asyncio.get_running_loop()
         leader.start()
-        stack.push_async_callback(loop.run_in_executor, None, leader.close)
-        await loop.run_in_executor(parts.executor, leader.share, parts.pool)
+        stack.push_async_callback(in_thread, leader.close)
+        await parts.executor.run(functools.partial(leader.share, parts.pool))
         for end in theirs.values():
             # With these closed, the end of another shard closes its connection.
             end.close()

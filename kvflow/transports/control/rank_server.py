@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from kvflow.aio import Threads
 from kvflow.protocols.errors import MisuseError, PeerError, WireError
 from kvflow.protocols.wire.ranks import rank_from_json, rank_to_json
 from kvflow.transports.control.registry import RankTable
@@ -27,6 +28,7 @@ from kvflow.transports.control.registry import RankTable
 MAX_HEAD_BYTES = 16 << 10
 MAX_BODY_BYTES = 64 << 10
 MAX_CONNECTIONS = 256
+DOCUMENTS = 4  # made at a time
 REQUEST_S = 5.0
 log = logging.getLogger("kvflow.registry")
 Answer = tuple[HTTPStatus, str, bytes]
@@ -90,6 +92,7 @@ class _Connections:
     def __init__(self, table: RankTable, api_key: str, documents: Mapping[str, Document]) -> None:
         self._table, self._documents = table, documents
         self._key = f"Bearer {api_key}".encode() if api_key else b""
+        self._threads = Threads("registry", DOCUMENTS)
         self._open: set[asyncio.Task[None]] = set()
         self.closing = False
 
@@ -108,6 +111,7 @@ class _Connections:
         for task in self._open:
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
+        self._threads.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -142,7 +146,7 @@ class _Connections:
             return (
                 json_answer({"status": "ok"})
                 if document is None
-                else await asyncio.to_thread(document)
+                else await self._threads.ask(document)
             )
         given = (headers["Authorization"] or "").encode("utf-8", "surrogateescape")
         if self._key and not hmac.compare_digest(given, self._key):
@@ -154,7 +158,7 @@ class _Connections:
                 self._put(path.removeprefix("/ranks/"), await _body(reader, headers))
             )
         if document is not None:
-            return await asyncio.to_thread(document)
+            return await self._threads.ask(document)
         more = "".join(f", GET {path}" for path in self._documents if path != "/health")
         raise _Refused(
             HTTPStatus.NOT_FOUND,

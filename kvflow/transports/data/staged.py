@@ -19,11 +19,12 @@ target's own order, so that what lies together there is one block (`slices`, `pa
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
+from contextlib import suppress
 
 import numpy as np
 
-from kvflow.aio import in_thread
+from kvflow.aio import Threads, run_to_end
 from kvflow.memory.staging import SLICE_BYTES, Staging
 from kvflow.protocols.errors import CapacityError, LayoutError, TransferError
 from kvflow.protocols.pages.arrange import as_in, blocks_between
@@ -49,7 +50,7 @@ class StagedPlane:
         self.inner, self._staging = inner, staging
         if isinstance(inner, EnginePlane):
             inner.warns_of_slices = False
-        self._copying = ThreadPoolExecutor(1, thread_name_prefix="kvflow-staging")
+        self._copying = Threads("staging")
         self._routes: set[StagedRoute] = set()
 
     def __repr__(self) -> str:
@@ -81,7 +82,9 @@ class StagedPlane:
                 Planner(ours, layout, max_block_bytes=SLICE_BYTES),
                 self._gather(inner, layout),
             )
-            route = StagedRoute(inner, planner, self._staging, self._copying, self._routes, out)
+            route = StagedRoute(
+                inner, planner, self._staging, self._copying.executor, self._routes, out
+            )
         except BaseException:
             inner.close()
             raise
@@ -120,14 +123,18 @@ class StagedPlane:
         return self.inner.sees_alive(writer)
 
     async def close(self) -> None:
-        """Close the inner plane, then end the copying thread and close the routes that are left."""
+        """Close the inner plane, then end the copies and close the routes that are left."""
         try:
             await self.inner.close()
         finally:
             try:
-                await in_thread(self._copying.shutdown)
+                # The thread works in order, so no copy runs when this is done. There is no time
+                # limit: a copy that hangs may still read and write the memory that is freed next.
+                # Where the system has no thread, none was ever there.
+                with suppress(RuntimeError):
+                    await run_to_end(self._copying.start(lambda _: None).ended)
             finally:
-                # The copying thread is over, even when this close is cancelled.
+                # No copy runs, even when this close is cancelled.
                 for route in list(self._routes):
                     route.close()
 
@@ -143,7 +150,7 @@ class StagedRoute(PlannedRoute):
         inner: PlannedRoute,
         planner: Planner,
         staging: Staging,
-        copying: ThreadPoolExecutor,
+        copying: Executor,
         siblings: set[StagedRoute],
         out: Pairing | None,
     ) -> None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from kvflow.aio import Job, Threads
 from kvflow.serve.cache.storage.port import Result
 
 log = logging.getLogger("kvflow.storage")
@@ -50,22 +50,22 @@ class Call:
         """True after the call was given up: its thread may never return."""
         self._work, self._keys, self._buffers, self._per_slice = work, keys, buffers, per_slice
         self._on_slice, self._on_stall, self._stall_s = on_slice, on_stall, stall_s
-        # Acquired once, by the thread that begins the call or by `cancel`, whichever is first. So a
-        # cancelled call that waits for a thread never begins, and its buffers are free at once.
-        self._begun = threading.Lock()
-        self._stop = False
+        self._job: Job[None] | None = None
         self._slice_began_s: float | None = None  # written in the thread
         self._watch: asyncio.TimerHandle | None = None
         self.done.add_done_callback(self._answered)
 
-    def run(self) -> None:
-        """Run the slices; called in a thread."""
-        if not self._begun.acquire(blocking=False):
-            return
+    def begin(self, threads: Threads) -> None:
+        """Queue the call. Raises: RuntimeError when there is no thread."""
+        self._job = threads.start(self._run)
+        self._job.ended.add_done_callback(lambda _: self._returned())
+
+    def _run(self, is_cancelled: Callable[[], bool]) -> None:
+        """Run the slices, in a thread."""
         self._slice_began_s = time.monotonic()
         self._tell(self._look)
         for start in range(0, len(self._keys), self._per_slice):
-            if self._stop:
+            if is_cancelled():
                 break
             part = slice(start, start + self._per_slice)
             began_s = self._slice_began_s = time.monotonic()
@@ -76,23 +76,23 @@ class Call:
                 break
         self._slice_began_s = None
 
-    def returned(self) -> None:
+    def _returned(self) -> None:
         """Release the buffers: the thread returned, or never began. Called on the loop."""
         if self._watch is not None:
             self._watch.cancel()
-        self.end()
+        self._end()
         self._buffers = ()
         if not self.released.done():
             self.released.set_result(None)
 
     def cancel(self) -> None:
-        self._stop = True
-        if self._begun.acquire(blocking=False):
-            self.returned()
+        # A call that waits for a thread never begins, and its buffers are free at once.
+        if self._job is None or self._job.cancel():
+            self._returned()
         else:
-            self.end()
+            self._end()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Complete `done` with the results known so far."""
         if not self.done.done():
             self.done.set_result([result is Result.DONE for result in self.results])

@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvflow.aio import run_to_end
-from kvflow.memory.page_tasks import DaemonThreads
+from kvflow.aio import Threads, run_to_end
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import check_time
 from kvflow.serve.cache.storage.breaker import Breaker
@@ -85,9 +84,7 @@ class GuardedStorage:
         Raises: the errors of `backend.open`; MisuseError for limits out of bounds."""
         store = cls(backend, limits or Limits())
         try:
-            await run_to_end(
-                asyncio.get_running_loop().run_in_executor(store._reads.threads, backend.open)
-            )
+            await store._reads.threads.run(backend.open)
         except asyncio.CancelledError:
             await store.close()
             raise
@@ -147,15 +144,12 @@ class GuardedStorage:
         self._closed = True
         calls = [call for lane in (self._puts, self._gets, self._lookups) for call in lane.cancel()]
         probes = [probe for side in (self._reads, self._writes) if (probe := side.close())]
-        loop = asyncio.get_running_loop()
         try:
             ends = asyncio.gather(
                 *(call.released for call in calls), *probes, return_exceptions=True
             )
             await run_to_end(ends, self._limits.close_s)
-            await run_to_end(
-                loop.run_in_executor(self._reads.threads, self._backend.close), self._limits.close_s
-            )
+            await self._reads.threads.run(self._backend.close, within_s=self._limits.close_s)
         except TimeoutError:
             log.warning(
                 "storage %s has not ended within %g s, and is left alone",
@@ -167,7 +161,7 @@ class GuardedStorage:
 
     def _shut(self) -> None:
         for each in (self._puts, self._gets, self._lookups, self._reads, self._writes):
-            each.threads.shutdown(wait=False)
+            each.threads.close()
 
     def _check(self, keys: Sequence[bytes]) -> None:
         if self._closed:
@@ -215,7 +209,7 @@ class _Side:
         self, name: str, what: str, probe: Callable[[], None], counts: StorageCounts, limits: Limits
     ) -> None:
         self.what, self.counts, self.limits = what, counts, limits
-        self.threads = DaemonThreads(1, f"{name}-probe-{what}")
+        self.threads = Threads(f"{name}-probe-{what}")
         self.breaker = Breaker(limits.failures, limits.pause_s, limits.max_pause_s)
         self.lanes: list[_Lane] = []
         self._name, self._probe, self._asked_s = name, probe, 0.0
@@ -247,8 +241,8 @@ class _Side:
         self._timer = asyncio.get_running_loop().call_later(self.breaker.pause_s, self._ask)
 
     def _ask(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._asked_s, self._probing = loop.time(), loop.run_in_executor(self.threads, self._probe)
+        self._asked_s = asyncio.get_running_loop().time()
+        self._probing = self.threads.start(lambda _: self._probe()).ended
         self._probing.add_done_callback(self._answered)
 
     def _answered(self, probing: asyncio.Future[None]) -> None:
@@ -287,7 +281,7 @@ class _Lane:
         per_slice: int,
         count: Callable[[list[Result]], None],
     ) -> None:
-        self.threads = DaemonThreads(limit, name)
+        self.threads = Threads(name, limit)
         self._limit, self._side, self._work, self._per_slice, self._count = (
             limit,
             side,
@@ -324,12 +318,10 @@ class _Lane:
         self._calls.add(call)
         call.released.add_done_callback(lambda _: self._calls.discard(call))
         try:
-            running = asyncio.get_running_loop().run_in_executor(self.threads, call.run)
+            call.begin(self.threads)
         except RuntimeError:
             log.exception("storage: no thread is to be had")
             call.cancel()
-        else:
-            running.add_done_callback(lambda _: call.returned())
         return call
 
     def cancel(self) -> list[Call]:

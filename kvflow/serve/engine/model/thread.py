@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from kvflow.aio import run_to_end
+from kvflow.aio import Threads, run_to_end
 from kvflow.protocols.pages.layout import Places, PoolLayout
 from kvflow.protocols.ports import PageStore
 from kvflow.serve.engine.model import sequence
@@ -33,7 +31,7 @@ class ModelThread:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: Threads,
         places: PageStore,
         layout: PoolLayout,
         device: torch.device | None = None,
@@ -59,9 +57,7 @@ class ModelThread:
         held = self._layout.numbered(Places(pages, rows))
         self._places.hold(held)
         try:
-            return await run_to_end(
-                asyncio.get_running_loop().run_in_executor(self._executor, self._whole, work)
-            )
+            return await run_to_end(self._executor.start(lambda _: self._whole(work)).ended)
         finally:
             self._places.unhold(held)
 

@@ -5,11 +5,10 @@ pool.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Executor
 
 import numpy as np
 
-from kvflow.aio import all_ended, run_to_end
+from kvflow.aio import Threads, all_ended
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LostError, WireError
@@ -30,7 +29,7 @@ class ShardFollower:
     """
 
     def __init__(
-        self, model: LoadedModel, link: wire.ShardLink, executor: Executor, process: ProcessIdentity
+        self, model: LoadedModel, link: wire.ShardLink, executor: Threads, process: ProcessIdentity
     ) -> None:
         """`executor`: the model thread. `process`: this process, which the first shard may kill."""
         self._model, self._link, self._executor, self._process = model, link, executor, process
@@ -45,10 +44,9 @@ class ShardFollower:
         Raises: WireError for a step that is not valid, LostError for a shard that is gone, and what
         the model raises.
         """
-        loop = asyncio.get_running_loop()
         beating = asyncio.create_task(self._beat(), name="kvflow-shard-alive")
         try:
-            await run_to_end(loop.run_in_executor(self._executor, self._follow))
+            await self._executor.run(self._follow)
         finally:
             # This notifies the first shard at once, before the process ends.
             self._link.abort()

@@ -6,12 +6,12 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator
-from concurrent.futures import Executor
 from functools import partial
 
 import msgspec
 import numpy as np
 
+from kvflow.aio import Threads
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.residency import Resident
@@ -59,7 +59,7 @@ class DecodeEngine(EngineLoop):
         model: LoadedModel,
         pool: PagedPool,
         pages: PageAllocator,
-        executor: Executor,
+        executor: Threads,
         *,
         max_batch: int = 256,
         new_token_ratio: float = 1.0,

@@ -9,10 +9,10 @@ import bisect
 import itertools
 import time
 from collections import deque
-from concurrent.futures import Executor
 
 import numpy as np
 
+from kvflow.aio import Threads
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.cache.choices import PrefetchPolicy
@@ -55,7 +55,7 @@ class PrefillEngine(EngineLoop):
         model: LoadedModel,
         pool: PagedPool,
         pages: PageAllocator,
-        executor: Executor,
+        executor: Threads,
         *,
         chunk_tokens: int = 512,
         max_batch_tokens: int = 512,

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from concurrent.futures import Executor
 from functools import partial
 
 import torch
 
+from kvflow.aio import Threads
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.node.handoff import HandOff
@@ -150,7 +150,7 @@ class PrefillSteps:
         model: LoadedModel,
         pool: PagedPool,
         pages: PageAllocator,
-        executor: Executor,
+        executor: Threads,
         *,
         samples: bool = True,
         cache: PrefixCache | None = None,

@@ -7,10 +7,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Hashable
-from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 
-from kvflow.aio import all_ended
+from kvflow.aio import Threads, all_ended
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import Cause, Code, room_error
@@ -84,7 +83,7 @@ class SingleEngine:
         model: LoadedModel,
         pool: PagedPool,
         pages: PageAllocator,
-        executor: Executor,
+        executor: Threads,
         *,
         chunk_tokens: int = 512,
         max_batch_tokens: int = 512,
