@@ -11,7 +11,8 @@ import pytest
 
 from kvflow.serve.launch.child import Child
 from tests.e2e.fleet import WITHIN_S, all_home, running
-from tests.server.test_measures import QUEUES, TRANSFER_NAMES, labelled, samples
+from tests.server.servers import labelled, summed
+from tests.server.test_measures import QUEUES, TRANSFER_NAMES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]
 
@@ -72,7 +73,7 @@ async def test_every_name_is_there_and_moves_with_requests() -> None:
         assert await all_home(session, prefill.url, decode.url)
         texts = {child.role: await scrape(session, child) for child in (prefill, decode, router)}
         for role in ("prefill", "decode"):
-            found = samples(texts[role])
+            found = summed(texts[role])
             for name in TRANSFER_NAMES:
                 assert f"sglang:kv_transfer_{name}_sum" in found
             for name in (*(f"num_{queue}_queue_reqs" for queue in QUEUES), *OTHER_NAMES):
@@ -88,7 +89,7 @@ async def test_every_name_is_there_and_moves_with_requests() -> None:
             refused = labelled(texts[role], "kvflow_requests_refused_total")
             assert refused == {("bad_request",): 1}
             assert found["kvflow_queue_seconds_count"] >= 7
-        sent, received = samples(texts["prefill"]), samples(texts["decode"])
+        sent, received = summed(texts["prefill"]), summed(texts["decode"])
         assert (
             received["sglang:num_requests_total"] == 6
             and received["sglang:num_aborted_requests_total"] == 1

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import aiohttp
 import openai
 import pytest
 
-from kvflow.router.router import Router
-from kvflow.router.routes import router_app
-from tests.server.fake_service import FakeService, Meeting, Role, Server, served
+from tests.server.fake_service import FakeService, Meeting, Role
+from tests.server.servers import Front
 
 
 @pytest.fixture
@@ -19,47 +17,41 @@ async def meeting() -> Meeting:
 
 
 @pytest.fixture
-async def prefill(meeting: Meeting) -> Role:
-    return Role(FakeService("prefill", meeting))
+async def met(meeting: Meeting) -> None:
+    """Prefill has been in the rooms that a test of a decode alone asks for."""
+    meeting.come(*range(7, 12))
 
 
 @pytest.fixture
-async def decode(meeting: Meeting) -> Role:
-    return Role(FakeService("decode", meeting))
-
-
-@pytest.fixture
-async def prefill_server(prefill: Role) -> AsyncIterator[Server]:
-    async with served(prefill.app) as server:
-        yield server
-
-
-@pytest.fixture
-async def decode_server(decode: Role) -> AsyncIterator[Server]:
-    async with served(decode.app) as server:
-        yield server
-
-
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as made:
+async def prefill(meeting: Meeting) -> AsyncIterator[Role]:
+    async with Role(FakeService("prefill", meeting)) as made:
         yield made
 
 
 @pytest.fixture
-async def server(prefill_server: Server, decode_server: Server) -> AsyncIterator[Server]:
-    """The router."""
-    router = Router([prefill_server.url], [decode_server.url], poll_s=3600)
-    await router.start()
-    async with served(router_app(router)) as made:
+async def decode(meeting: Meeting) -> AsyncIterator[Role]:
+    async with Role(FakeService("decode", meeting)) as made:
         yield made
-    await router.close()
 
 
 @pytest.fixture
-async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
+async def spare(meeting: Meeting) -> AsyncIterator[Role]:
+    """Another decode."""
+    async with Role(FakeService("decode", meeting)) as made:
+        yield made
+
+
+@pytest.fixture
+async def front(prefill: Role, decode: Role) -> AsyncIterator[Front]:
+    """The router, which does not wait where no pair can serve."""
+    async with Front([prefill], [decode], retry_timeout_s=0) as made:
+        yield made
+
+
+@pytest.fixture
+async def client(front: Front) -> AsyncIterator[openai.AsyncOpenAI]:
     """The official client of the router."""
     async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        base_url=f"{front.url}/v1", api_key="none", max_retries=0
     ) as made:
         yield made

@@ -5,13 +5,11 @@ router.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
 import numpy as np
-from aiohttp import web
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -19,11 +17,11 @@ from tokenizers.pre_tokenizers import Whitespace
 from kvflow.http import aborts
 from kvflow.http.app import build_app
 from kvflow.http.authorization import NO_KEYS, Keys
-from kvflow.http.listening import bound_socket, listening_on
 from kvflow.node.packed_array import PackedArray
 from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.wire.ranks import PoolShape
+from kvflow.serve.cache.prefix import CacheStats
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import (
     EngineOptimism,
@@ -36,8 +34,27 @@ from kvflow.serve.http.completion_service import GenerationRequest, ModelCard, R
 from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.pipeline import CompletionPipeline
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
+from tests.server.servers import Server
 
+AT_REST = {"pages_free": 4, "pages_at_rest": True, "rooms_by_state": {}, "running": 0, "waiting": 0}
+NO_CACHE = CacheStats(pages=0, evictable_pages=0, asked_tokens=0, hit_tokens=0, evicted_pages=0)
 WORDS = [f"w{i}" for i in range(100)]
+META = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
+# What a client asks a router for; the answer is 2, 3, 4.
+BODY = {"text": "w1", "sampling_params": {"max_new_tokens": 3}}
+CHAT: Any = [{"role": "user", "content": "w1"}]
+# The same request by every route.
+PROMPTS: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "w1"},
+    "/v1/completions": {"prompt": "w1"},
+    "/v1/chat/completions": {"messages": CHAT},
+}
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    """A request of one worker for three tokens after w1 and w2, which meet in room 7."""
+    sampling = {"max_new_tokens": 3, "temperature": 0}
+    return {"text": "w1 w2", "sampling_params": sampling, **META, **changes}
 
 
 class WordTokenizer:
@@ -76,6 +93,18 @@ class Meeting:
 
     def of(self, room: int) -> asyncio.Future[None]:
         return self._rooms.setdefault(room, asyncio.get_running_loop().create_future())
+
+    def come(self, *rooms: int) -> None:
+        """Prefill has been in these rooms."""
+        for room in rooms:
+            self.of(room).set_result(None)
+
+    def fail(self, room: int, cause: Cause) -> None:
+        """End the wait for a room that nothing has ended yet."""
+        future = self.of(room)
+        if not future.done():
+            future.set_exception(room_error(cause))
+            future.exception()
 
 
 def _scores(request: GenerationRequest) -> PromptLogprobs:
@@ -173,11 +202,7 @@ class FakeService:
 
     def _token(self, token: int, params: SamplingParams, reason: Any) -> TokenOut:
         token %= 100
-        top = (
-            ()
-            if params.logprobs is None
-            else tuple(((token + i) % 100, -0.5 - i) for i in range(params.logprobs))
-        )
+        top = tuple(((token + i) % 100, -0.5 - i) for i in range(params.logprobs or 0))
         asked = tuple((i, -float(i)) for i in params.logprob_token_ids)
         stopped = token if token in params.stop_token_ids else None
         reason = reason if stopped is None else "stop"
@@ -190,10 +215,7 @@ class FakeService:
 
     def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
         self.refused.append((room, cause))
-        future = self._meeting.of(room)
-        if not future.done():
-            future.set_exception(room_error(cause))
-            future.exception()
+        self._meeting.fail(room, cause)
 
     def abort(self, request: GenerationRequest) -> None:
         if self.role == "prefill":
@@ -203,10 +225,7 @@ class FakeService:
         self.failure = Cause(Code.SHUTDOWN, "this server is shutting down")
         self.gate.set()
         for request in self.requests:
-            future = self._meeting.of(request.room)
-            if not future.done():
-                future.set_exception(room_error(self.failure))
-                future.exception()
+            self._meeting.fail(request.room, self.failure)
 
     def report(self) -> Report:
         return msgspec.structs.replace(self._report(), **self.changed_report)
@@ -245,11 +264,8 @@ class FakeService:
         return [{"room": request.room} for request in self.requests]
 
     def story(self, room: int) -> dict[str, Any] | None:
-        return (
-            {"room": room, "events": []}
-            if any(request.room == room for request in self.requests)
-            else None
-        )
+        known = any(request.room == room for request in self.requests)
+        return {"room": room, "events": []} if known else None
 
     def peers(self) -> list[dict[str, Any]]:
         return [{"incarnation": "000000000000abcd", "phase": "silent"}]
@@ -274,7 +290,7 @@ class RunningFake:
         self.closed = True
 
 
-class Role:
+class Role(Server):
     """A fake service behind the real routes."""
 
     def __init__(
@@ -283,19 +299,18 @@ class Role:
         *,
         keys: Keys = NO_KEYS,
         bootstrap_port: int = 8998,
+        port: int = 0,
         **options: Any,
     ) -> None:
         self.service = service
         self.other: RunningFake | Exception | None = None
-        self.metrics = RoleMetrics(service.report, role=service.role, model="m", sglang=True)
+        metrics = RoleMetrics(service.report, role=service.role, model="m", sglang=True)
         self.tokenizer = ThreadedTokenizer(WordTokenizer())
         self.pipeline = CompletionPipeline(
-            service, self.tokenizer, self.metrics, **{"keepalive_s": 0.02, **options}
+            service, self.tokenizer, metrics, **{"keepalive_s": 0.02, **options}
         )
-        port = bootstrap_port if service.role == "prefill" else None
-        self.role_switch = role_switch.RoleSwitch(
-            self.pipeline, RunningFake(service, port), self.start_other
-        )
+        running = RunningFake(service, bootstrap_port if service.role == "prefill" else None)
+        self.role_switch = role_switch.RoleSwitch(self.pipeline, running, self.start_other)
         routes = [
             *generate.routes(self.pipeline),
             *openai.routes(self.pipeline),
@@ -304,7 +319,42 @@ class Role:
             *operations.routes(self.pipeline, host="127.0.0.1", role_switch=self.role_switch),
             *role_switch.routes(self.role_switch),
         ]
-        self.app: web.Application = build_app(routes, self.metrics, keys)
+        super().__init__(build_app(routes, metrics, keys), key=keys.of_operator, port=port)
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.service.incarnation:016x}"
+
+    def at_rest_before(self, other: FakeService) -> FakeService:
+        """Come to rest, and have `other` to switch to."""
+        other.incarnation = 0xDEF
+        self.other, self.service.changed_report = RunningFake(other, 9001), AT_REST
+        return other
+
+    async def begun(self) -> None:
+        """Wait until the service has a request."""
+        await asyncio.wait_for(self.service.started.wait(), 5)
+
+    async def over(self, *rooms: int) -> None:
+        """Wait until the service has left these rooms, and until nothing runs here."""
+        ended = [await asyncio.wait_for(self.service.ended.get(), 5) for _ in rooms]
+        assert sorted(ended) == sorted(rooms)
+        await asyncio.wait_for(self.pipeline.idle.wait(), 5)
+        assert (self.pipeline.running, len(self.pipeline.choices)) == (0, 0)
+
+    async def refuses(
+        self, path: str, document: Any, *, status: int = 400, code: Code = Code.BAD_REQUEST
+    ) -> Any:
+        """Post what is refused before anything begins, and return the error. The other leg, which
+        waits in room 7, has the same one.
+        """
+        before = len(self.service.requests)
+        error = await self.refused(status, path, document)
+        assert len(self.service.requests) == before
+        told = [(room, cause.code, cause.text) for room, cause in self.service.refused]
+        assert told == [(7, code, error["message"])], (told, error)
+        self.service.refused.clear()
+        return error
 
     async def start_other(self, role: str) -> RunningFake:
         """For the role switch: as set by a test."""
@@ -312,22 +362,3 @@ class Role:
             raise self.other
         assert self.other is not None and self.other.service.role == role
         return self.other
-
-
-class Server:
-    """Where an application answers."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}"
-
-    def make_url(self, path: str) -> str:
-        return self.url + path
-
-
-@asynccontextmanager
-async def served(app: web.Application) -> AsyncIterator[Server]:
-    """The application on a real port, as production serves it."""
-    made = bound_socket("127.0.0.1", 0, "--port")
-    async with listening_on(app, made):
-        yield Server(made.getsockname()[1])

@@ -19,13 +19,20 @@ from typing import Any, Literal
 from aiohttp import web
 
 from kvflow.connectors.vllm.params import prefill_answer
-from kvflow.router.router import Router
-from kvflow.router.routes import router_app
 from kvflow.router.vllm_engine import VllmEngine
-from tests.server.fake_service import Server, served
+from tests.server.servers import Front, Server, answers
 
 Connector = Literal["nixl", "kvflow", ""]
-CHAT = "/v1/chat/completions"
+JSON = "application/json"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+REQUESTS: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"model": "m", "prompt": "What is a page?", "max_tokens": 3},
+    CHAT: {
+        "model": "m",
+        "messages": [{"role": "user", "content": "What is a page?"}],
+        "max_completion_tokens": 3,
+    },
+}
 ROOM_OF_PREFILL = 4711  # which it draws where the router has not
 
 
@@ -36,7 +43,7 @@ def error(
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-class FakeVllm:
+class FakeVllm(Server):
     """One server. Completions count 1, 2, 3 up to `max_tokens`.
 
     `gate` holds every request until it is set; with kvflow's connector and a room, a decode waits
@@ -51,7 +58,7 @@ class FakeVllm:
         self.connector, self.rooms = connector, rooms if rooms is not None else {}
         self.model, self.api_key = "m", ""
         self.healthy = True
-        self.port = 5600  # of its connector
+        self.connector_port = 5600
         self.gate = asyncio.Event()
         self.gate.set()
         self.started = asyncio.Event()
@@ -60,15 +67,16 @@ class FakeVllm:
         self.raw: list[bytes] = []
         self.request_ids: list[str | None] = []
         self.aborted: asyncio.Queue[str] = asyncio.Queue()
-        self.app = web.Application()
-        self.app.add_routes(
+        app = web.Application()
+        app.add_routes(
             [
                 web.get("/health", self._health),
-                web.get("/version", self._version),
+                web.get("/version", answers('{"version": "0.32.0"}', content_type=JSON)),
                 web.get("/v1/models", self._models),
-                *(web.post(path, self._serve) for path in ("/v1/completions", CHAT)),
+                *(web.post(path, self._serve) for path in (COMPLETIONS, CHAT)),
             ]
         )
+        super().__init__(app)
 
     @property
     def params(self) -> list[Any]:
@@ -77,9 +85,6 @@ class FakeVllm:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
-
-    async def _version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": "0.32.0"})
 
     async def _models(self, http: web.Request) -> web.Response:
         if (refusal := self._unauthorized(http)) is not None:
@@ -208,10 +213,12 @@ class FakeVllm:
             "remote_prefill_cached_tokens": len(self.bodies),
             "do_remote_decode": False,
             "remote_host": "10.0.0.7",
-            "remote_port": self.port,
+            "remote_port": self.connector_port,
         }
         if self.connector == "kvflow":
-            answer = prefill_answer("10.0.0.7", self.port, engine="e", workers=2, tensor_parallel=2)
+            answer = prefill_answer(
+                "10.0.0.7", self.connector_port, engine="e", workers=2, tensor_parallel=2
+            )
             return {**found, **answer, "kvflow_room": params.get("kvflow_room", ROOM_OF_PREFILL)}
         return {
             **found,
@@ -253,32 +260,34 @@ class FakeVllm:
             yield {**head, "choices": [], "usage": usage}
 
 
-class Fleet:
-    """A router in front of fake servers."""
-
-    def __init__(self, router: Router, server: Server, at: dict[FakeVllm, Server]) -> None:
-        self.router, self.server, self.at = router, server, at
-
-    def worker(self, fake: FakeVllm) -> Any:
-        return next(worker for worker in self.router.workers.all if worker.url == self.at[fake].url)
-
-
 @asynccontextmanager
 async def fleet(
     prefills: list[FakeVllm],
     decodes: list[FakeVllm],
     legs: Literal["sequential", "together"] = "sequential",
     **options: Any,
-) -> AsyncIterator[Fleet]:
-    """Everything runs within the block."""
+) -> AsyncIterator[Front]:
+    """A router in front of fake servers. Everything runs within the block."""
     async with AsyncExitStack() as stack:
-        at = {
-            fake: await stack.enter_async_context(served(fake.app))
-            for fake in (*prefills, *decodes)
-        }
-        urls = ([at[fake].url for fake in fakes] for fakes in (prefills, decodes))
-        options = {"poll_s": 3600, "retry_timeout_s": 5, **options}
-        router = Router(*urls, engine=VllmEngine(legs), **options)
-        stack.push_async_callback(router.close)
-        await router.start()
-        yield Fleet(router, await stack.enter_async_context(served(router_app(router))), at)
+        for fake in (*prefills, *decodes):
+            await stack.enter_async_context(fake)
+        options = {"engine": VllmEngine(legs), "retry_timeout_s": 5, **options}
+        yield await stack.enter_async_context(Front(prefills, decodes, **options))
+
+
+async def ask(front: Front, path: str = COMPLETIONS, *, stream: bool = False, **more: Any) -> Any:
+    """Return the answer to a request with `more` fields, or the events of one. Its text is that of
+    the fakes.
+    """
+    document = {**REQUESTS[path], **more}
+    if stream:
+        answer = await front.events(path, document)
+    else:
+        answer = await front.post(path, {**document, "stream": False})
+    choices = [one for event in (answer if stream else [answer]) for one in event["choices"]]
+    text = "".join(
+        one.get("text") or one.get("delta", one.get("message", {})).get("content", "")
+        for one in choices
+    )
+    assert text == "1 2 3 " * more.get("n", 1)
+    return answer

@@ -5,7 +5,6 @@ does not is let be.
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import threading
 import time
@@ -13,158 +12,118 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import aiohttp
 import pytest
 
 from kvflow.http.aborts import AbortRequest, RunningChoices
 from kvflow.protocols.errors import Code
-from tests.server.fake_service import Role, Server
+from kvflow.testing.pair import until
+from tests.server.fake_service import BODY, CHAT, PROMPTS, Role
+from tests.server.servers import Front
 
-Session = aiohttp.ClientSession
 WITHIN_S = 5
 
 
-async def post(session: Session, server: Server, path: str, body: Any) -> Any:
-    async with session.post(server.make_url(path), json=body) as answer:
-        assert answer.status == 200, await answer.text()
-        raw = await answer.read()
-    if not body.get("stream"):
-        return json.loads(raw)
-    lines = [
-        line.removeprefix("data: ")
-        for line in raw.decode().split("\n\n")
-        if line.startswith("data: ")
-    ]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+def asking(front: Front, path: str, document: Any, stream: bool = False) -> asyncio.Task[Any]:
+    """A request on its way. It ends with its answer, or with the last event of that."""
+
+    async def ask() -> Any:
+        if stream:
+            return (await front.events(path, document))[-1]
+        return await front.post(path, document)
+
+    return asyncio.create_task(asyncio.wait_for(ask(), WITHIN_S))
+
+
+def reasons(answer: Any) -> list[str]:
+    """Why each choice has ended, by whichever route."""
+    if isinstance(answer, dict) and "choices" in answer:
+        return [choice["finish_reason"] for choice in answer["choices"]]
+    every = answer if isinstance(answer, list) else [answer]
+    return [one["meta_info"]["finish_reason"]["type"] for one in every]
 
 
 async def until_it_waits(role: Role, count: int = 1) -> None:
     """`count` choices have their first token and wait for the second."""
-    async with asyncio.timeout(WITHIN_S):
-        while role.service.held < count:
-            await asyncio.sleep(0.001)
+    await until(lambda: role.service.held >= count)
 
 
-async def abort(session: Session, server: Server, **body: Any) -> int:
-    return int((await post(session, server, "/abort_request", body))["aborted"])
+async def abort(front: Front, **body: Any) -> int:
+    return int((await front.post("/abort_request", body))["aborted"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_answer_is_what_there_is(
-    server: Server, session: Session, decode: Role, stream: bool
-) -> None:
+async def test_the_answer_is_what_there_is(front: Front, decode: Role, stream: bool) -> None:
     decode.service.gate.clear()
-    body = {"text": "w1", "rid": "mine", "stream": stream, "sampling_params": {"max_new_tokens": 5}}
-    asked = asyncio.create_task(post(session, server, "/generate", body))
+    body = {"text": "w1", "rid": "mine", "sampling_params": {"max_new_tokens": 5}}
+    asked = asking(front, "/generate", body, stream)
     await until_it_waits(decode)
-    assert await abort(session, server, rid="other") == 0
+    assert await abort(front, rid="other") == 0
     assert not asked.done()
-    assert await abort(session, server, rid="mine") == 1
-    answer = await asyncio.wait_for(asked, WITHIN_S)
-    last = answer[-1] if stream else answer
-    assert last["output_ids"] == [2]
-    assert last["meta_info"]["finish_reason"]["type"] == "abort"
-    assert last["meta_info"]["completion_tokens"] == 1
-    await asyncio.wait_for(decode.service.ended.get(), WITHIN_S)  # the room has ended
-    assert len(decode.pipeline.choices) == 0
-    assert await abort(session, server, rid="mine") == 0
+    assert await abort(front, rid="mine") == 1
+    answer = await asked
+    assert (answer["output_ids"], reasons(answer)) == ([2], ["abort"])
+    assert answer["meta_info"]["completion_tokens"] == 1
+    await decode.over(decode.service.requests[0].room)
+    assert await abort(front, rid="mine") == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_chat_has_a_finish_reason_too(
-    server: Server, session: Session, decode: Role, stream: bool
-) -> None:
+async def test_a_chat_has_a_finish_reason_too(front: Front, decode: Role, stream: bool) -> None:
     decode.service.gate.clear()
-    body = {
-        "messages": [{"role": "user", "content": "w1"}],
-        "rid": "mine",
-        "stream": stream,
-        "logprobs": True,
-    }
-    asked = asyncio.create_task(post(session, server, "/v1/chat/completions", body))
+    body = {"messages": CHAT, "rid": "mine", "logprobs": True}
+    asked = asking(front, "/v1/chat/completions", body, stream)
     await until_it_waits(decode)
-    assert await abort(session, server, rid="mine") == 1
-    answer = await asyncio.wait_for(asked, WITHIN_S)
-    last = (answer[-1] if stream else answer)["choices"][0]
-    assert last["finish_reason"] == "abort"
-    assert stream or last["message"]["content"] == "w2"
+    assert await abort(front, rid="mine") == 1
+    answer = await asked
+    assert reasons(answer) == ["abort"]
+    assert stream or answer["choices"][0]["message"]["content"] == "w2"
 
 
-async def test_one_of_several_ends_and_the_others_go_on(
-    server: Server, session: Session, decode: Role
-) -> None:
+async def test_one_of_several_ends_and_the_others_go_on(front: Front, decode: Role) -> None:
     decode.service.gate.clear()
     body = {"text": ["w1", "w5"], "rid": ["a", "b"], "sampling_params": {"max_new_tokens": 3}}
-    asked = asyncio.create_task(post(session, server, "/generate", body))
+    asked = asking(front, "/generate", body)
     await until_it_waits(decode, 2)
-    assert await abort(session, server, rid="a") == 1
+    assert await abort(front, rid="a") == 1
     decode.service.gate.set()
-    first, second = await asyncio.wait_for(asked, WITHIN_S)
-    assert (
-        first["meta_info"]["finish_reason"]["type"],
-        second["meta_info"]["finish_reason"]["type"],
-    ) == (
-        "abort",
-        "length",
-    )
-    assert second["output_ids"] == [6, 7, 8]
+    answers = await asked
+    assert reasons(answers) == ["abort", "length"]
+    assert answers[1]["output_ids"] == [6, 7, 8]
 
 
-async def test_all_end_in_prefill_as_well(
-    server: Server, session: Session, prefill: Role, decode: Role
-) -> None:
+async def test_all_end_in_prefill_as_well(front: Front, prefill: Role, decode: Role) -> None:
     prefill.service.gate.clear()  # so that nothing reaches decode
-    body = {"text": "w1", "sampling_params": {"max_new_tokens": 5}}
-    asked = [asyncio.create_task(post(session, server, "/generate", body)) for _ in range(4)]
-    async with asyncio.timeout(WITHIN_S):
-        while min(len(role.pipeline.choices) for role in (prefill, decode)) < 4:
-            await asyncio.sleep(0.001)
-    assert await abort(session, server, abort_all=True) == 4
-    for answer in await asyncio.wait_for(asyncio.gather(*asked), WITHIN_S):
-        assert (answer["output_ids"], answer["meta_info"]["finish_reason"]["type"]) == ([], "abort")
+    asked = [asking(front, "/generate", BODY) for _ in range(4)]
+    await until(lambda: len(prefill.pipeline.choices) == len(decode.pipeline.choices) == 4)
+    assert await abort(front, abort_all=True) == 4
+    for answer in await asyncio.gather(*asked):
+        assert (answer["output_ids"], reasons(answer)) == ([], ["abort"])
     for role in (prefill, decode):
-        await asyncio.wait_for(role.pipeline.idle.wait(), WITHIN_S)
-        assert len(role.pipeline.choices) == 0
+        await role.over(*(request.room for request in role.service.requests))
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 async def test_one_that_decode_has_not_begun_is_answered_too(
-    server: Server, session: Session, prefill: Role, decode: Role, path: str, stream: bool
+    front: Front, prefill: Role, decode: Role, path: str, stream: bool
 ) -> None:
     """Prefill had ended the room by then, and decode's answer was a 499."""
     prefill.service.gate.clear()
     busy = threading.Event()
     decode.tokenizer._thread.start(lambda _: busy.wait(20))  # so that the prompt waits
-    body = {"text": "w1", "prompt": "w1", "rid": "mine", "stream": stream}
-    asked = asyncio.create_task(post(session, server, path, body))
+    asked = asking(front, path, {**PROMPTS[path], "rid": "mine"}, stream)
     try:
-        async with asyncio.timeout(WITHIN_S):
-            while not (len(prefill.pipeline.choices) and decode.pipeline.running):
-                await asyncio.sleep(0.001)
-        assert await abort(session, server, rid="mine") == 1
+        await until(lambda: len(prefill.pipeline.choices) and decode.pipeline.running)
+        assert await abort(front, rid="mine") == 1
         assert len(decode.pipeline.choices) == 0
     finally:
         busy.set()
-    answer = await asyncio.wait_for(asked, WITHIN_S)
-    last = answer[-1] if stream else answer
-    reason = (
-        last["choices"][0]["finish_reason"]
-        if "choices" in last
-        else last["meta_info"]["finish_reason"]["type"]
-    )
-    assert reason == "abort"
+    assert reasons(await asked) == ["abort"]
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 async def test_one_that_ends_as_it_begins_ends_at_the_other_leg_too(
-    server: Server,
-    session: Session,
-    prefill: Role,
-    decode: Role,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
+    front: Front, prefill: Role, decode: Role, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its room was never opened, and the other leg waited for it."""
     role = {"prefill": prefill, "decode": decode}[name]
@@ -178,52 +137,44 @@ async def test_one_that_ends_as_it_begins_ends_at_the_other_leg_too(
 
     monkeypatch.setattr(role.pipeline.choices, "listed", aborted_at_once)
     monkeypatch.setattr(role.service, "abort", lambda _: None)  # that knows of no room yet
-    answer = await asyncio.wait_for(post(session, server, "/generate", {"text": "w1"}), WITHIN_S)
-    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert reasons(await asking(front, "/generate", BODY)) == ["abort"]
     ((_, cause),) = role.service.refused
     assert cause.code is Code.ABORTED and not role.service.requests
 
 
-async def test_neither_an_id_nor_all_is_nothing(server: Server, session: Session) -> None:
+async def test_neither_an_id_nor_all_is_nothing(front: Front) -> None:
     for body in ({}, {"rid": None}, {"rid": "", "abort_all": False}):
-        assert await abort(session, server, **body) == 0
-    async with session.post(server.make_url("/abort_request"), data=b'{"rid": 5}') as answer:
-        assert answer.status == 400
+        assert await abort(front, **body) == 0
+    await front.refused(400, "/abort_request", data=b'{"rid": 5}')
 
 
-async def test_the_id_of_the_http_request_is_the_id_of_its_answer(
-    server: Server, session: Session, decode: Role
+@pytest.mark.parametrize(
+    ("path", "document", "made", "rids"),
+    [
+        ("/generate", BODY, "from-outside", ["from-outside"]),
+        (
+            "/v1/completions",
+            {"prompt": "w1", "n": 2, "max_tokens": 5},
+            "cmpl-from-outside",
+            ["from-outside", "cmpl-from-outside"],
+        ),
+    ],
+)
+async def test_answers_end_by_the_id_of_their_http_request_and_by_their_own(
+    front: Front, decode: Role, path: str, document: Any, made: str, rids: list[str]
 ) -> None:
     decode.service.gate.clear()
     headers = {"X-Request-ID": "from-outside"}
-    body = {"text": "w1", "sampling_params": {"max_new_tokens": 5}}
-    asked = asyncio.create_task(
-        session.post(server.make_url("/generate"), json=body, headers=headers)
-    )
-    await until_it_waits(decode)
-    assert await abort(session, server, rid="from-outside") == 1
-    async with await asyncio.wait_for(asked, WITHIN_S) as answer:
-        assert (await answer.json())["meta_info"]["id"] == "from-outside"
-
-
-@pytest.mark.parametrize("rid", ["from-outside", "cmpl-from-outside"])
-async def test_openai_answers_end_by_the_id_of_their_request_too(
-    server: Server, session: Session, decode: Role, rid: str
-) -> None:
-    decode.service.gate.clear()
-    headers = {"X-Request-ID": "from-outside"}
-    body = {"prompt": "w1", "n": 2, "max_tokens": 5}
-    asked = asyncio.create_task(
-        session.post(server.make_url("/v1/completions"), json=body, headers=headers)
-    )
-    await until_it_waits(decode, 2)
-    assert await abort(session, server, rid="") == 0
-    assert await abort(session, server, rid=rid) == 2
-    async with await asyncio.wait_for(asked, WITHIN_S) as answer:
-        document = await answer.json()
-    assert document["id"] == "cmpl-from-outside"
-    assert [choice["finish_reason"] for choice in document["choices"]] == ["abort"] * 2
-    assert len(decode.pipeline.choices) == 0
+    choices = document.get("n", 1)
+    for count, rid in enumerate(rids, 1):
+        asked = asyncio.create_task(front.post(path, document, headers=headers))
+        await until_it_waits(decode, count * choices)
+        assert await abort(front, rid="") == 0
+        assert await abort(front, rid=rid) == choices
+        answer = await asyncio.wait_for(asked, WITHIN_S)
+        assert (answer.get("id") or answer["meta_info"]["id"]) == made
+        assert reasons(answer) == ["abort"] * choices
+        assert len(decode.pipeline.choices) == 0
 
 
 def longest_end_s(ids: list[str]) -> float:

@@ -9,8 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
-import msgspec
 import numpy as np
 import pytest
 
@@ -28,7 +26,8 @@ from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.registry import registry_app
 from kvflow.testing.pair import Pair, pair, small_layout, until
 from kvflow.transports.control.registry import RankTable, RegistryClient
-from tests.server.fake_service import Role, served
+from tests.server.fake_service import Role, body
+from tests.server.servers import Server
 
 CARD = ModelCard(path="m", name="m", context_length=128, vocab_size=100)
 PROMPT = list(range(10))
@@ -175,23 +174,13 @@ async def test_a_registry_of_a_thousand_ranks_is_refused_in_words() -> None:
         service = DecodeService(CARD, node, Engine(), 60.0)  # type: ignore[arg-type]
         registry = registry_app(table, RoleMetrics(service.report, role="prefill"))
         async with (
-            served(registry) as found,
-            served(Role(service).app) as server,  # type: ignore[arg-type]
-            aiohttp.ClientSession() as session,
+            Server(registry) as found,
+            Role(service) as role,  # type: ignore[arg-type]
         ):
-            body = {
-                "input_ids": PROMPT,
-                "bootstrap_room": 1,
-                "bootstrap_host": "127.0.0.1",
-                "bootstrap_port": found.port,
-            }
-            async with session.post(server.make_url("/generate"), json=body) as answer:
-                error = msgspec.json.decode(await answer.read())["error"]
-        assert (answer.status, error["code"]) == (502, "protocol_error")
-        assert (
-            error["message"]
-            == "prefill tcp://127.0.0.1:2 has 1024 ranks; one room takes 64 at most"
-        )
+            where = {"bootstrap_port": found.port}
+            error = await role.refused(502, "/generate", body(text=None, input_ids=PROMPT, **where))
+        said = "prefill tcp://127.0.0.1:2 has 1024 ranks; one room takes 64 at most"
+        assert (error["code"], error["message"]) == ("protocol_error", said)
         assert not list(node.peers())
         assert pool.pages.at_rest()
     pool.close()

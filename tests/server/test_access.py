@@ -11,17 +11,13 @@ import re
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
 
 from kvflow.protocols.errors import Cause, Code
 from kvflow.serve.launch.logs import RequestFields
 from kvflow.telemetry.requests import MAX_REQUEST_ID, clean_request_id
-from tests.server.fake_service import Role, Server
-
-Session = aiohttp.ClientSession
-BODY = {"text": "w1", "sampling_params": {"max_new_tokens": 3}}
-MEETING = {"bootstrap_room": 7, "bootstrap_host": "127.0.0.1"}
+from tests.server.fake_service import BODY, Role, body
+from tests.server.servers import Front
 
 
 class Lines(logging.Handler):
@@ -65,138 +61,99 @@ async def lines() -> AsyncIterator[Lines]:
 
 
 async def test_an_id_is_forwarded_to_both_legs_and_names_the_lines_of_all_three(
-    server: Server, session: Session, lines: Lines
+    front: Front, lines: Lines
 ) -> None:
-    async with session.post(
-        server.make_url("/generate"), json=BODY, headers={"X-Request-ID": "mine-1"}
-    ) as answer:
-        document = await answer.json()
-        assert (answer.status, answer.headers["X-Request-ID"]) == (200, "mine-1")
-        room = int(answer.headers["X-Kvflow-Room"])
-    assert document["meta_info"]["id"] == "mine-1"
+    answer = await front.call("POST", "/generate", BODY, headers={"X-Request-ID": "mine-1"})
+    assert (answer.status, answer.headers["X-Request-ID"]) == (200, "mine-1")
+    assert answer.json["meta_info"]["id"] == "mine-1"
+    told = {
+        "request_id": "mine-1",
+        "rooms": (int(answer.headers["X-Kvflow-Room"]),),
+        "status": 200,
+        "client": "127.0.0.1",
+    }
     found = lines.access("/generate")
-    assert [(line["request_id"], line["rooms"], line["status"]) for line in found] == [
-        ("mine-1", (room,), 200)
-    ] * 3
-    assert {line["client"] for line in found} == {"127.0.0.1"}
+    assert [line | told for line in found] == found and len(found) == 3
     texts = [record.getMessage() for record in lines.records if record.name == "kvflow.access"]
-    sizes = [
-        text.rpartition(" s, ")[2]
-        for text in texts
-        if '"POST /generate" 200 ' in text and " s, " in text
-    ]
+    sizes = [text.rpartition(" s, ")[2] for text in texts if " s, " in text]
+    assert all('"POST /generate" 200 ' in text for text in texts if " s, " in text)
     assert sorted(sizes) == ["1+1 tokens", "1+3 tokens"], "prefill's and decode's"
 
 
 async def test_without_an_id_the_router_makes_one_that_all_three_use(
-    server: Server, session: Session, lines: Lines
+    front: Front, lines: Lines
 ) -> None:
     made = set()
-    for _ in range(2):
-        async with session.post(server.make_url("/generate"), json=BODY) as answer:
-            made.add(answer.headers["X-Request-ID"])
-    async with session.post(server.make_url("/generate"), json={**BODY, "stream": True}) as answer:
-        made.add(answer.headers["X-Request-ID"])  # they left before the handler had ended
-        await answer.read()
+    for stream in (False, False, True):  # of a stream it leaves before the handler has ended
+        answer = await front.call("POST", "/generate", {**BODY, "stream": stream})
+        made.add(answer.headers["X-Request-ID"])
     assert len(made) == 3
     ids = [line["request_id"] for line in lines.access("/generate")]
     assert set(ids) == made and len(ids) == 9
 
 
 async def test_what_the_router_asks_one_worker_for_has_its_id_there_too(
-    server: Server, session: Session, lines: Lines
+    front: Front, lines: Lines
 ) -> None:
-    async with session.get(
-        server.make_url("/v1/models"), headers={"X-Request-ID": "mine-2"}
-    ) as answer:
-        assert (answer.status, answer.headers["X-Request-ID"]) == (200, "mine-2")
+    answer = await front.call("GET", "/v1/models", headers={"X-Request-ID": "mine-2"})
+    assert (answer.status, answer.headers["X-Request-ID"]) == (200, "mine-2")
     assert [line["request_id"] for line in lines.access("/v1/models")] == ["mine-2"] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_error_answers_carry_the_id_and_the_line_says_why(
-    server: Server, decode: Role, session: Session, lines: Lines, stream: bool
+    front: Front, decode: Role, lines: Lines, stream: bool
 ) -> None:
     decode.service.failure = Cause(Code.CAPACITY, "decode is full")
     headers = {"X-Request-ID": "doomed"}
-    async with session.post(
-        server.make_url("/generate"), json={**BODY, "stream": stream}, headers=headers
-    ) as answer:
-        assert (answer.status, answer.headers["X-Request-ID"]) == (503, "doomed")
-    refused = [
-        line for line in lines.access("/generate") if "decode is full" in line.get("error", "")
-    ]
+    answer = await front.call("POST", "/generate", {**BODY, "stream": stream}, headers=headers)
+    assert (answer.status, answer.headers["X-Request-ID"]) == (503, "doomed")
+    every = lines.access("/generate")
+    refused = [line for line in every if "decode is full" in line.get("error", "")]
     assert refused and {line["request_id"] for line in refused} == {"doomed"}
 
 
 async def test_a_stream_that_fails_after_its_status_says_so_in_its_line(
-    decode: Role,
-    prefill: Role,
-    decode_server: Server,
-    prefill_server: Server,
-    session: Session,
-    lines: Lines,
+    decode: Role, met: None, lines: Lines
 ) -> None:
     decode.service.fail_after = 1
-    body = {**BODY, **MEETING, "stream": True}
-    async with session.post(prefill_server.make_url("/generate"), json=body) as first:
-        await first.read()
-    async with session.post(decode_server.make_url("/generate"), json=body) as answer:
-        assert b"step failed" in await answer.read()
-    line = await lines.last("/generate", 2)
+    [_, last] = await decode.events("/generate", body())
+    assert last["error"]["message"].endswith("step failed")
+    line = await lines.last("/generate", 1)
     assert (line["status"], line["error"]) == (200, "engine_error: step failed")
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/generate"])
-async def test_what_no_handler_answers_is_logged_too(
-    decode_server: Server, session: Session, lines: Lines, path: str
-) -> None:
-    async with session.get(
-        decode_server.make_url(path), headers={"X-Request-ID": "lost"}
-    ) as answer:
-        assert answer.status in (404, 405) and answer.headers["X-Request-ID"] == "lost"
-        assert answer.headers.get("Allow") == (None if answer.status == 404 else "POST")
-        assert path in (await answer.json())["error"]["message"]
+async def test_what_no_handler_answers_is_logged_too(decode: Role, lines: Lines, path: str) -> None:
+    answer = await decode.call("GET", path, headers={"X-Request-ID": "lost"})
+    assert answer.status in (404, 405) and answer.headers["X-Request-ID"] == "lost"
+    assert answer.headers.get("Allow") == (None if answer.status == 404 else "POST")
+    assert path in answer.json["error"]["message"]
     assert [line["status"] for line in lines.access(path)] == [answer.status]
 
 
-async def test_a_client_that_leaves_is_logged_with_499(
-    decode: Role, decode_server: Server, session: Session, lines: Lines
-) -> None:
-    asking = asyncio.ensure_future(
-        session.post(
-            decode_server.make_url("/generate"),
-            json={**BODY, **MEETING},
-            headers={"X-Request-ID": "left"},
-        )
-    )
-    await decode.service.started.wait()
+async def test_a_client_that_leaves_is_logged_with_499(decode: Role, lines: Lines) -> None:
+    headers = {"X-Request-ID": "left"}
+    asking = asyncio.create_task(decode.call("POST", "/generate", body(), headers=headers))
+    await decode.begun()
     asking.cancel()
-    await decode.service.ended.get()
+    await decode.over(7)
     line = await lines.last("/generate", 1)
     assert (line["status"], line["request_id"], line["rooms"]) == (499, "left", (7,))
     assert line["error"] == "the client disconnected"
 
 
-async def test_polled_routes_are_for_debugging(
-    decode_server: Server, session: Session, lines: Lines
-) -> None:
-    for path in ("/health", "/v1/models"):
-        async with session.get(decode_server.make_url(path)) as answer:
-            await answer.read()
-    assert [line["level"] for line in lines.access("/health")] == ["DEBUG"]
-    assert [line["level"] for line in lines.access("/v1/models")] == ["INFO"]
+async def test_polled_routes_are_for_debugging(decode: Role, lines: Lines) -> None:
+    for path, level in (("/health", "DEBUG"), ("/v1/models", "INFO")):
+        await decode.get(path)
+        assert [line["level"] for line in lines.access(path)] == [level]
 
 
 async def test_a_worker_that_joins_again_and_again_is_for_debugging(
-    server: Server, session: Session, lines: Lines
+    front: Front, lines: Lines
 ) -> None:
-    async with session.get(server.make_url("/workers")) as answer:
-        assert answer.status == 200
-    async with session.post(
-        server.make_url("/workers"), json={"url": "http://127.0.0.1:1"}
-    ) as answer:
-        assert answer.status == 403
+    await front.get("/workers")
+    await front.refused(403, "/workers", {"url": "http://127.0.0.1:1"})
     assert [line["level"] for line in lines.access("/workers")] == ["DEBUG", "INFO"], (
         "what is refused is no poll"
     )
@@ -215,28 +172,21 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("given", HOSTILE)
-async def test_a_hostile_id_is_cleaned_and_bounded(
-    server: Server, given: str, lines: Lines
-) -> None:
+async def test_a_hostile_id_is_cleaned_and_bounded(front: Front, given: str, lines: Lines) -> None:
     """Sent as raw bytes: no client library would."""
-    body = json.dumps(BODY).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    raw = json.dumps(BODY).encode()
     head = (
         "POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: "
-        f"{len(body)}\r\nX-Request-ID: "
+        f"{len(raw)}\r\nX-Request-ID: {given}\r\n\r\n"
     )
-    writer.write(head.encode() + given.encode("latin-1") + b"\r\n\r\n" + body)
-    answer = await reader.read()
-    writer.close()
+    answer = await front.exchanged(head.encode("latin-1"), raw)
     status = int(answer.split()[1])
     if status == 400:  # aiohttp's own parser: control characters, a field of more than 8190 bytes
         assert not lines.access("/generate")
         return
     assert status == 200
     echoed = re.search(rb"\r\nX-Request-ID: ([^\r\n]*)\r\n", answer)
-    assert echoed is not None and re.fullmatch(
-        rb"[A-Za-z0-9._:/+=@~-]{1,128}|[A-Za-z0-9._:/+=@~_-]{1,128}", echoed[1]
-    )
+    assert echoed is not None and re.fullmatch(rb"[A-Za-z0-9._:/+=@~_-]{1,128}", echoed[1])
     assert {line["request_id"] for line in lines.access("/generate")} == {echoed[1].decode()}
 
 

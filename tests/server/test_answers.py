@@ -7,7 +7,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import msgspec
 import openai
 import pytest
@@ -23,7 +22,7 @@ from kvflow.serve.http.openai import ChatCall, TextCompletionCall
 from kvflow.serve.http.schemas import ChatRequest, CompletionRequest, parse
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
 from kvflow.serve.launch import parts
-from tests.server.fake_service import FakeService, Meeting, Role, served
+from tests.server.fake_service import META, PROMPTS, FakeService, Meeting, Role
 
 HELLO: Any = [{"role": "user", "content": "w1 w2"}]
 
@@ -33,11 +32,8 @@ async def test_a_prompt_of_several_choices_counts_once(client: openai.AsyncOpenA
     text = await client.completions.create(model="fake", prompt=["w1 w2", "w5"], max_tokens=3, n=2)
     for usage, prompt in ((chat.usage, 2), (text.usage, 3)):
         assert usage is not None and usage.prompt_tokens_details is not None
-        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (
-            prompt,
-            12,
-            prompt + 12,
-        )
+        told = (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens)
+        assert told == (prompt, 12, prompt + 12)
         assert usage.prompt_tokens_details.cached_tokens == 0
 
 
@@ -84,36 +80,23 @@ async def test_what_ends_the_text_is_kept_on_request(
         assert answer.choices[0].finish_reason == "stop"
 
 
-async def test_the_models_sampling_is_the_default(meeting: Meeting) -> None:
+async def test_the_models_sampling_is_the_default(meeting: Meeting, met: None) -> None:
     """On the OpenAI routes, as in vLLM and SGLang; /generate has SGLang's own defaults."""
     service = FakeService("decode", meeting)
     service.card = msgspec.structs.replace(
         service.card, sampling_defaults={"temperature": 0.6, "top_k": 20}
     )
-    role = Role(service)
-    pair = {"bootstrap_host": "h", "max_tokens": 1}
-    sampling: Any = {"max_new_tokens": 1}
-    bodies: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/completions", {"prompt": [1], **pair}),
-        ("/v1/chat/completions", {"messages": HELLO, **pair}),
-        ("/v1/completions", {"prompt": [1], **pair, "temperature": 0.9, "top_k": -1}),
-        ("/generate", {"input_ids": [1], "bootstrap_host": "h", "sampling_params": sampling}),
+    cases: list[tuple[str, dict[str, Any], tuple[float, int]]] = [
+        ("/v1/completions", {}, (0.6, 20)),
+        ("/v1/chat/completions", {}, (0.6, 20)),
+        ("/v1/completions", {"temperature": 0.9, "top_k": -1}, (0.9, -1)),
+        ("/generate", {}, (1.0, -1)),
     ]
-    async with served(role.app) as server, aiohttp.ClientSession() as session:
-        for room, (path, document) in enumerate(bodies):
-            meeting.of(room).set_result(None)
-            async with session.post(
-                server.make_url(path), json={**document, "bootstrap_room": room}
-            ) as answer:
-                assert answer.status == 200, await answer.text()
-    params = [request.params for request in service.requests]
-    assert [(p.temperature, p.top_k) for p in params] == [
-        (0.6, 20),
-        (0.6, 20),
-        (0.9, -1),
-        (1.0, -1),
-    ]
-    assert {p.top_p for p in params} == {1.0}
+    async with Role(service) as decode:
+        for room, (path, own, expected) in enumerate(cases, 7):
+            await decode.post(path, {**PROMPTS[path], **META, "bootstrap_room": room, **own})
+            params = service.requests[-1].params
+            assert (params.temperature, params.top_k, params.top_p) == (*expected, 1.0), path
 
 
 def test_recommended_sampling_that_no_request_may_have_is_refused_at_the_start() -> None:
@@ -143,15 +126,11 @@ async def test_the_template_sees_variables(client: openai.AsyncOpenAI, decode: R
 
 
 async def test_ids_that_the_client_chooses(client: openai.AsyncOpenAI) -> None:
-    async def id_of(**extra: Any) -> str:
-        return (
-            await client.completions.create(
-                model="fake", prompt="w1", max_tokens=1, extra_body=extra
-            )
-        ).id
-
-    assert await id_of(rid="mine") == "mine"
-    assert await id_of(request_id="mine") == "cmpl-mine"
+    for field, expected in (("rid", "mine"), ("request_id", "cmpl-mine")):
+        answer = await client.completions.create(
+            model="fake", prompt="w1", max_tokens=1, extra_body={field: "mine"}
+        )
+        assert answer.id == expected
 
 
 @pytest.mark.parametrize(
@@ -217,11 +196,7 @@ def test_parts_of_a_character_are_keys_of_their_own(of_bytes: Tokenizer) -> None
     for token_id in (first, second, third, after):
         (event,) = call.events(0, [Delta("", (TokenOut(token_id, -1.0, top),))], Completion())
         logprobs.append(event["choices"][0]["logprobs"])
-    assert [one["tokens"] for one in logprobs] == [
-        ["bytes:\\xe8"],
-        ["bytes:\\xaa"],
-        ["bytes:\\x9e"],
-        ["b"],
-    ]
+    told = ["bytes:\\xe8", "bytes:\\xaa", "bytes:\\x9e", "b"]
+    assert [one["tokens"] for one in logprobs] == [[token] for token in told]
     assert logprobs[0]["top_logprobs"] == [{"bytes:\\xe8": -1.0, "bytes:\\xaa": -2.0}]
     assert [one["text_offset"] for one in logprobs] == [[0], [1], [1], [1]]

@@ -12,7 +12,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 
 from kvflow.http.app import BODIES_PER_TURN, _MalformedRequestFilter, build_app
 from kvflow.serve.http.metrics import RoleMetrics
-from tests.server.fake_service import served
+from tests.server.servers import Server
 
 CROWD = 64
 
@@ -33,7 +33,7 @@ async def entered(last: str) -> list[tuple[str, int]]:
         web.post("/abort_request", handler),
         web.get("/health", handler),
     ]
-    async with served(build_app(routes, RoleMetrics())) as server:
+    async with Server(build_app(routes, RoleMetrics())) as server:
         connections = [
             await asyncio.open_connection("127.0.0.1", server.port) for _ in range(CROWD + 1)
         ]

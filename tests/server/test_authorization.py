@@ -4,10 +4,9 @@ none does.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator
-from typing import Any
+from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
@@ -15,13 +14,12 @@ from aiohttp import web
 
 from kvflow.http.app import build_app
 from kvflow.http.authorization import NO_KEYS, ROUTES, Access, Keys, bearer, routes_of
-from kvflow.router.router import Router
-from kvflow.router.routes import router_app
 from kvflow.router.vllm_engine import VllmEngine
 from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.registry import registry_app
 from kvflow.transports.control.registry import RankTable
-from tests.server.fake_service import FakeService, Meeting, Role, served
+from tests.server.fake_service import FakeService, Meeting, Role
+from tests.server.servers import Client, Front, Server, answers
 
 Session = aiohttp.ClientSession
 CLIENT, ADMIN = "sesame", "open sesame"
@@ -51,15 +49,8 @@ LETS_IN = {
 }
 # By hand, and not by `ROUTES`: who moves a route from one class to another has to say so twice.
 FOR_OPERATORS = {
-    *(
-        "GET /flush_cache",
-        "POST /flush_cache",
-        "POST /abort_request",
-        "GET /rooms",
-        "GET /rooms/{room}",
-        "GET /peers",
-    ),
-    *("GET /workers", "GET /workers/{worker_id}", "PUT /ranks/{rank}"),
+    *("GET /flush_cache", "POST /flush_cache", "POST /abort_request", "PUT /ranks/{rank}"),
+    *("GET /rooms", "GET /rooms/{room}", "GET /peers", "GET /workers", "GET /workers/{worker_id}"),
 }
 ONLY_WITH_A_KEY = {
     *("POST /workers", "DELETE /workers/{worker_id}", "POST /switch_role"),
@@ -67,22 +58,19 @@ ONLY_WITH_A_KEY = {
 }
 
 
-async def app_of(name: str, keys: Keys, meeting: Meeting) -> AsyncIterator[web.Application]:
+def server_of(name: str, keys: Keys) -> Server:
+    """A role, whose client has no key."""
+    made: Server
     if name in ("prefill", "decode"):
-        yield Role(FakeService(name, meeting), keys=keys).app
+        made = Role(FakeService(name, Meeting()), keys=keys)
     elif name == "registry":
-        yield registry_app(RankTable(), RoleMetrics(), keys)
+        made = Server(registry_app(RankTable(), RoleMetrics(), keys))
     else:
         engine = VllmEngine() if name == "router of vllm" else None
-        router = Router(
-            ["http://127.0.0.1:1"],
-            ["http://127.0.0.1:1"],
-            keys=keys,
-            engine=engine,
-            retry_timeout_s=0,
-        )
-        yield router_app(router)
-        await router.close()
+        nobody = [Client(1)]
+        made = Front(nobody, nobody, keys=keys, engine=engine, retry_timeout_s=0)
+    made.key = ""
+    return made
 
 
 def class_of(route: str) -> Access:
@@ -95,165 +83,104 @@ def class_of(route: str) -> Access:
 
 @pytest.mark.parametrize("configured", CONFIGURED)
 @pytest.mark.parametrize("name", NAMES)
-async def test_each_key_opens_its_own_routes_and_no_other(
-    name: str, configured: str, meeting: Meeting, session: Session
-) -> None:
+async def test_each_key_opens_its_own_routes_and_no_other(name: str, configured: str) -> None:
     callers = [
         *(("s", headers) for headers in STRANGERS),
         ("c", bearer(CLIENT)),
         ("o", bearer(ADMIN)),
+        ("o", {"Authorization": f"bearer {ADMIN}"}),
     ]
-    callers.append(("o", {"Authorization": f"bearer {ADMIN}"}))
-    async for app in app_of(name, CONFIGURED[configured], meeting):
-        routes = [
-            *routes_of(app),
-            "GET /nowhere",
-            "DELETE /generate",
-            "POST //generate",
-            "GET /livez/../server_info",
-        ]
+    odd = ["GET /nowhere", "DELETE /generate", "POST //generate", "GET /livez/../server_info"]
+    async with server_of(name, CONFIGURED[configured]) as server:
+        routes = [*routes_of(server.app), *odd]
         assert len(routes) > 6
-        async with served(app) as server:
-            for route in routes:
-                method, path = route.split()
-                place = server.make_url(re.sub(r"\{\w+\}", "1", path))
-                for who, headers in callers:
-                    async with session.request(
-                        method, place, headers=headers, data=b"{}"
-                    ) as answer:
-                        refused = answer.status in (401, 403)
-                        lets_in = LETS_IN[class_of(route)][configured]
-                        assert refused == (who not in lets_in), (route, who, headers, answer.status)
+        for route in routes:
+            method, path = route.split()
+            place = re.sub(r"\{\w+\}", "1", path)
+            for who, headers in callers:
+                answer = await server.call(method, place, headers=headers, data=b"{}")
+                refused = answer.status in (401, 403)
+                lets_in = LETS_IN[class_of(route)][configured]
+                assert refused == (who not in lets_in), (route, who, headers, answer.status)
 
 
-@pytest.mark.parametrize("key", [b"\xff", b"\xed\xa0\x80", b"sesame\xff"])
-async def test_a_key_that_is_no_utf8_is_a_key_as_others_are(key: bytes, meeting: Meeting) -> None:
+NO_UTF8 = [b"\xff", b"\xed\xa0\x80", b"sesame\xff"]
+
+
+@pytest.mark.parametrize("key", [b"sesame", *NO_UTF8])
+async def test_a_key_that_is_no_utf8_is_a_key_as_others_are(key: bytes) -> None:
     """The server answered 500 to every request, as it could not compare such a key with what it was
     given.
     """
-    configured = Keys(key.decode("utf-8", "surrogateescape"))
-    async with served(Role(FakeService("decode", meeting), keys=configured).app) as server:
-        for given, status in (
-            (key, 200),
-            (key + b"x", 401),
-            (b"sesame", 401),
-            (b"\xfe", 401),
-            (b"?", 401),
-            (b"", 401),
-        ):
-            assert await status_of_bearer(server.url, given) == status, given
+    async with server_of("decode", Keys(key.decode("utf-8", "surrogateescape"))) as server:
+        for given in (key, key + b"x", b"sesame", b"\xfe", b"?", b"", *NO_UTF8):
+            head = b"GET /get_load HTTP/1.1\r\nHost: kvflow\r\nConnection: close\r\n"
+            answer = await server.exchanged(head + b"Authorization: Bearer %s\r\n\r\n" % given)
+            assert int(answer.split()[1]) == (200 if given == key else 401), given
 
 
-@pytest.mark.parametrize("given", [b"\xff", b"\xed\xa0\x80", b"sesame\xff"])
-async def test_a_header_that_is_no_utf8_is_a_wrong_key(given: bytes, meeting: Meeting) -> None:
-    async with served(Role(FakeService("decode", meeting), keys=Keys(CLIENT)).app) as server:
-        assert await status_of_bearer(server.url, given) == 401
-
-
-async def status_of_bearer(url: str, key: bytes) -> int:
-    """The status that /get_load answers to a key which no HTTP client would send."""
-    host, _, port = url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(
-        b"GET /get_load HTTP/1.1\r\nHost: kvflow\r\nAuthorization: Bearer %s\r\n\r\n" % key
-    )
-    line = await reader.readline()
-    writer.close()
-    await writer.wait_closed()
-    return int(line.split()[1])
+NO_KEY = "this server has no key for them; start it with --admin-api-key"
 
 
 @pytest.mark.parametrize(
     ("keys", "given", "status", "part"),
     [
-        (
-            Keys(CLIENT),
-            CLIENT,
-            403,
-            "this server has no key for them; start it with --admin-api-key",
-        ),
-        (NO_KEYS, "", 403, "this server has no key for them; start it with --admin-api-key"),
-        (
-            Keys(CLIENT, ADMIN),
-            CLIENT,
-            401,
-            "the operator's key (--admin-api-key) is missing or wrong",
-        ),
+        (Keys(CLIENT), CLIENT, 403, NO_KEY),
+        (NO_KEYS, "", 403, NO_KEY),
+        (Keys(CLIENT, ADMIN), CLIENT, 401, "the operator's key (--admin-api-key) is missing or"),
     ],
 )
 async def test_who_is_refused_learns_which_key_is_needed(
-    keys: Keys, given: str, status: int, part: str, meeting: Meeting, session: Session
+    keys: Keys, given: str, status: int, part: str
 ) -> None:
-    async with served(Role(FakeService("decode", meeting), keys=keys).app) as server:
-        url = server.make_url("/switch_role")
-        async with session.post(url, json={"role": "prefill"}, headers=bearer(given)) as answer:
-            document: Any = await answer.json()
-            assert (answer.status, part in document["error"]["message"]) == (status, True), document
+    async with server_of("decode", keys) as server:
+        given_key = {"headers": bearer(given)}
+        error = await server.refused(status, "/switch_role", {"role": "prefill"}, **given_key)
+        assert part in error["message"]
 
 
 async def test_a_route_in_no_class_is_not_served() -> None:
-    async def nothing(_: web.Request) -> web.StreamResponse:
-        return web.Response()
-
     for route in (
-        web.get("/forgotten", nothing),
-        web.delete("/generate", nothing),
-        web.get("/workers/{id}", nothing),
+        web.get("/forgotten", answers()),
+        web.delete("/generate", answers()),
+        web.get("/workers/{id}", answers()),
     ):
         with pytest.raises(AssertionError, match=f"no class .*: {route.method} {route.path}"):
             build_app([route], RoleMetrics())
 
 
-async def test_every_route_of_a_class_is_served_by_some_role(meeting: Meeting) -> None:
-    served_by_some = {
-        route
-        for name in NAMES
-        async for app in app_of(name, NO_KEYS, meeting)
-        for route in routes_of(app)
-    }
+async def test_every_route_of_a_class_is_served_by_some_role() -> None:
+    served_by_some: set[str] = set()
+    for name in NAMES:
+        async with server_of(name, NO_KEYS) as server:
+            served_by_some |= set(routes_of(server.app))
     assert served_by_some == set().union(*ROUTES.values())
 
 
-async def test_a_router_is_its_workers_operator(meeting: Meeting, session: Session) -> None:
+@asynccontextmanager
+async def keyed(of_router: Keys, of_workers: Keys) -> AsyncIterator[Front]:
+    """A router, and a pair of workers with keys of their own. The client is the router's
+    operator.
+    """
+    meeting = Meeting()
+    async with (
+        Role(FakeService("prefill", meeting), keys=of_workers) as prefill,
+        Role(FakeService("decode", meeting), keys=of_workers) as decode,
+        Front([prefill], [decode], keys=of_router) as front,
+    ):
+        yield front
+
+
+async def test_a_router_is_its_workers_operator() -> None:
     """It flushes and aborts with the operator's key, and asks for load with the clients'."""
-    keys = Keys(CLIENT, ADMIN)
-    roles = [Role(FakeService(role, meeting), keys=keys) for role in ("prefill", "decode")]
-    async with served(roles[0].app) as prefill, served(roles[1].app) as decode:
-        router = Router([prefill.url], [decode.url], keys=keys, poll_s=3600)
-        await router.start()
-        async with served(router_app(router)) as front:
-            for method, path, key in (
-                ("POST", "/flush_cache", ADMIN),
-                ("GET", "/get_load", CLIENT),
-            ):
-                async with session.request(
-                    method, front.make_url(path), headers=bearer(key)
-                ) as answer:
-                    assert answer.status == 200, (path, await answer.text())
-            url, body = front.make_url("/abort_request"), {"abort_all": True}
-            async with session.post(url, json=body, headers=bearer(ADMIN)) as answer:
-                assert (answer.status, await answer.json()) == (200, {"aborted": 0})
-        await router.close()
+    async with keyed(Keys(CLIENT, ADMIN), Keys(CLIENT, ADMIN)) as front:
+        assert (await front.call("POST", "/flush_cache")).status == 200
+        await front.get("/get_load", headers=bearer(CLIENT))
+        assert await front.post("/abort_request", {"abort_all": True}) == {"aborted": 0}
 
 
-async def test_workers_with_another_operator_s_key_are_named(
-    meeting: Meeting, session: Session
-) -> None:
+async def test_workers_with_another_operator_s_key_are_named() -> None:
     """A cache was said to be flushed that none of the workers had flushed."""
-    roles = [
-        Role(FakeService(role, meeting), keys=Keys(CLIENT, "another"))
-        for role in ("prefill", "decode")
-    ]
-    async with served(roles[0].app) as prefill, served(roles[1].app) as decode:
-        router = Router([prefill.url], [decode.url], keys=Keys(CLIENT, ADMIN), poll_s=3600)
-        await router.start()
-        async with (
-            served(router_app(router)) as front,
-            session.post(front.make_url("/flush_cache"), headers=bearer(ADMIN)) as answer,
-        ):
-            document: Any = await answer.json()
-            assert (
-                answer.status == 502
-                and "has other keys than this router" in document["error"]["message"]
-            )
-        await router.close()
+    async with keyed(Keys(CLIENT, ADMIN), Keys(CLIENT, "another")) as front:
+        error = await front.refused(502, "/flush_cache")
+    assert "has other keys than this router" in error["message"]

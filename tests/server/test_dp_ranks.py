@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import aiohttp
 import pytest
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
@@ -27,8 +26,8 @@ from kvflow.serve.http.engine_services import DecodeService
 from kvflow.testing.pair import small_layout
 from kvflow.transports.control.rank_server import serve_ranks
 from kvflow.transports.control.registry import RankTable, RegistryClient
-from tests.server.fake_service import FakeService, Role, Server, served
-from tests.server.test_generate import post
+from tests.server.fake_service import PROMPTS, Role, body
+from tests.server.servers import Answer
 
 CARD = ModelCard(path="m", name="m", context_length=128, vocab_size=100)
 PROMPT = [3, 4, 5]
@@ -61,11 +60,10 @@ class Groups(NamedTuple):
 
     prefills: list[PrefillNode]
     decode: DecodeNode
-    server: Server
-    session: aiohttp.ClientSession
+    role: Role
     port: int
 
-    def ask(self, room: int, path: str = "/generate", **more: Any) -> asyncio.Task[tuple[int, Any]]:
+    def ask(self, room: int, path: str = "/generate", **more: Any) -> asyncio.Task[Answer]:
         """Decode's leg; it is on its way when this returns."""
         prompt: dict[str, dict[str, Any]] = {
             "/generate": {
@@ -79,9 +77,8 @@ class Groups(NamedTuple):
             },
         }
         where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": room}
-        return asyncio.create_task(
-            post(self.session, self.server, {**prompt[path], **where, **more}, path)
-        )
+        document = {**prompt[path], **where, **more}
+        return asyncio.create_task(self.role.call("POST", path, document))
 
     def wait_at(self, group: int, room: int, prompt: TokenIds = PROMPT) -> PrefillRoom:
         return self.prefills[group].room(room, prompt)
@@ -98,7 +95,7 @@ class Groups(NamedTuple):
 
 
 @pytest.fixture
-async def groups(session: aiohttp.ClientSession) -> AsyncIterator[Groups]:
+async def groups() -> AsyncIterator[Groups]:
     table = RankTable()
     async with AsyncExitStack() as stack:
         prefills = []
@@ -116,8 +113,8 @@ async def groups(session: aiohttp.ClientSession) -> AsyncIterator[Groups]:
         resolve = RegistryClient().resolve
         decode = await stack.enter_async_context(DecodeNode(pool, "local", resolve=resolve))
         service: Any = DecodeService(CARD, decode, FirstTokens(), 30.0)  # type: ignore[arg-type]
-        server = await stack.enter_async_context(served(Role(service).app))
-        yield Groups(prefills, decode, server, session, port)
+        role = await stack.enter_async_context(Role(service))
+        yield Groups(prefills, decode, role, port)
         assert pool.pages.at_rest()
         assert [node.pool.pages.at_rest() for node in prefills] == [True, True]
 
@@ -128,7 +125,7 @@ def token_of(answer: Any) -> str:
     return str(choice.get("message", choice).get("content") or choice.get("text"))
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", PROMPTS)
 async def test_a_room_is_served_by_its_group_or_by_the_one_that_is_named(
     groups: Groups, path: str
 ) -> None:
@@ -142,23 +139,24 @@ async def test_a_room_is_served_by_its_group_or_by_the_one_that_is_named(
         leg = groups.ask(room, path, **named)
         async with asyncio.timeout(5):
             await groups.send_from(served_by, room)
-        status, answer = await leg
-        assert (status, token_of(answer)) == (200, f"w{50 + served_by}"), (room, answer)
+        answer = await leg
+        assert (answer.status, token_of(answer.json)) == (200, f"w{50 + served_by}"), (room, answer)
 
 
 async def refused(groups: Groups, room: int, *waiting: PrefillRoom, **named: Any) -> Any:
     """The error at decode; each of the other legs has it too, and none ends by the deadline of its
     rendezvous.
     """
-    status, answer = await groups.ask(room, **named)
-    assert status == 400, answer
+    answer = await groups.ask(room, **named)
+    assert answer.status == 400, answer
+    error = answer.json["error"]
     for leg in waiting:
         with pytest.raises(KvflowError) as seen:
             await leg.matched()
         assert seen.value.code is Code.BAD_REQUEST
-        assert answer["error"]["message"] in str(seen.value)
+        assert error["message"] in str(seen.value)
         leg.close()
-    return answer["error"]
+    return error
 
 
 async def test_a_group_that_there_is_not_is_refused_at_every_group(groups: Groups) -> None:
@@ -175,6 +173,16 @@ async def test_a_group_that_there_is_not_is_refused_at_every_group(groups: Group
     assert groups.decode.counts.refusals == {"bad_request": 2}
 
 
+async def told(half: PrefillRoom) -> None:
+    """A refusal reaches this half of a room."""
+    with pytest.raises(KvflowError, match="the prompt is too long"):
+        await asyncio.wait_for(half.matched(), 5)
+    await half.released()
+
+
+TOO_LONG = Cause(Code.BAD_REQUEST, "the prompt is too long")
+
+
 @pytest.mark.parametrize(("known", "named"), [(1, None), (1, 1), (2, None), (2, 1)])
 async def test_a_refusal_reaches_a_group_that_is_new_to_decode(
     groups: Groups, known: int, named: int | None
@@ -183,22 +191,15 @@ async def test_a_refusal_reaches_a_group_that_is_new_to_decode(
     prefill = f"127.0.0.1:{groups.port}"
     groups.decode._ranks[prefill] = [node.info for node in groups.prefills[:known]]
     half = groups.wait_at(1, 7)
-    groups.decode.refuse(
-        7, prefill, Cause(Code.BAD_REQUEST, "the prompt is too long"), dp_rank=named
-    )
-    with pytest.raises(KvflowError, match="the prompt is too long"):
-        await asyncio.wait_for(half.matched(), 5)
-    await half.released()
+    groups.decode.refuse(7, prefill, TOO_LONG, dp_rank=named)
+    await told(half)
 
 
 async def test_a_refusal_reaches_the_groups_that_there_are(groups: Groups) -> None:
     """The one that is named is none, and one that there should be is not there."""
     half = groups.wait_at(0, 7)
-    [first, _] = [node.info for node in groups.prefills]
-    groups.decode.refuse(7, [first], Cause(Code.BAD_REQUEST, "no such group"), dp_rank=2)
-    with pytest.raises(KvflowError, match="no such group"):
-        await asyncio.wait_for(half.matched(), 5)
-    await half.released()
+    groups.decode.refuse(7, [groups.prefills[0].info], TOO_LONG, dp_rank=2)
+    await told(half)
 
 
 @pytest.mark.parametrize("given", [-1, 1 << 40, "1", True, 0.5, [0]])
@@ -206,9 +207,8 @@ async def test_what_is_no_rank_is_refused_at_every_group(groups: Groups, given: 
     legs = [groups.wait_at(group, 10) for group in range(2)]
     error = await refused(groups, 10, *legs, disagg_prefill_dp_rank=given)
     assert error["param"] == "disagg_prefill_dp_rank"
-    assert (
-        error["message"] == f"disagg_prefill_dp_rank: {str(given)!r} is not an integer in 0..1023"
-    )
+    said = f"disagg_prefill_dp_rank: {str(given)!r} is not an integer in 0..1023"
+    assert error["message"] == said
 
 
 @pytest.mark.parametrize("name", ["routed_dp_rank", "data_parallel_rank"])
@@ -217,24 +217,14 @@ async def test_another_group_of_decodes_than_this_is_refused(groups: Groups, nam
     leg = groups.wait_at(1, 10)
     error = await refused(groups, 10, leg, **{"disagg_prefill_dp_rank": 1, name: 1})
     assert error["param"] == name
-    assert (
-        error["message"] == f"{name}: '1' is not an integer in 0..0: this decode is DP rank 0 of 1"
-    )
+    said = f"{name}: '1' is not an integer in 0..0: this decode is DP rank 0 of 1"
+    assert error["message"] == said
 
 
 @pytest.mark.parametrize("name", ["routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"])
 async def test_another_group_of_prefills_than_this_is_refused_and_decode_is_told(
-    prefill: Role, prefill_server: Server, session: aiohttp.ClientSession, name: str
+    prefill: Role, name: str
 ) -> None:
-    service: FakeService = prefill.service
-    body = {
-        "text": "w1",
-        "bootstrap_host": "127.0.0.1",
-        "bootstrap_port": 1,
-        "bootstrap_room": 7,
-        name: 1,
-    }
-    status, answer = await post(session, prefill_server, body)
-    text = f"{name}: '1' is not an integer in 0..0: this prefill is DP rank 0 of 1"
-    assert (status, answer["error"]["param"], answer["error"]["message"]) == (400, name, text)
-    assert [(room, cause.text) for room, cause in service.refused] == [(7, text)]
+    error = await prefill.refuses("/generate", body(**{name: 1}))
+    said = f"{name}: '1' is not an integer in 0..0: this prefill is DP rank 0 of 1"
+    assert (error["param"], error["message"]) == (name, said)

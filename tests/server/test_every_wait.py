@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from kvflow.testing.cancellation import Steps
-from tests.server.fake_service import FakeService, Meeting, Role, served
+from tests.server.fake_service import FakeService, Meeting, Role
 
 ROOMS = [7, 8]
 BODY = {
@@ -60,12 +60,9 @@ async def test_every_wait(side: str, stream: bool, how: str) -> None:
         seen: list[Steps[web.StreamResponse]] = []
         plan = range(first, first + {"once": 1, "late": 1, "twice": 2, "throughout": 6}[how])
         role.app.middlewares.insert(0, cancelling(seen, plan, 0.003 if how == "late" else 0.0))
-        async with served(role.app) as server, aiohttp.ClientSession() as session:
+        async with role:
             with suppress(aiohttp.ClientError):
-                async with session.post(
-                    server.make_url("/generate"), json={**BODY, "stream": stream}
-                ) as answer:
-                    await answer.read()
+                await role.call("POST", "/generate", {**BODY, "stream": stream})
         ended = {role.service.ended.get_nowait() for _ in range(role.service.ended.qsize())}
         assert ended == {request.room for request in role.service.requests}
         assert not role.pipeline.running

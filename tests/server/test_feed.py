@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, get_args
 
-import aiohttp
 import msgspec
 import numpy as np
 import pytest
@@ -39,16 +38,14 @@ from kvflow.router.blocks import KnownBlocks
 from kvflow.router.feed import BlockFeed, Source, source_of
 from kvflow.router.policies import Policy
 from kvflow.router.prompts import PromptFields
-from kvflow.router.router import Router
-from kvflow.router.routes import router_app
 from kvflow.router.tokens import MAX_CHARACTERS, block_hashes
-from kvflow.serve.cache.prefix import CacheStats
 from kvflow.serve.cache.publisher import EventPublisher
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
+from kvflow.testing.pair import until as soon
 from kvflow.transports.control.curve import ControlKey, read_key, write_key
 from tests.protocols.cache.subscriber import block_hash, digest_chain
-from tests.server.fake_service import FakeService, Meeting, Role, served
-from tests.server.test_measures import labelled, scrape
+from tests.server.fake_service import NO_CACHE, FakeService, Meeting, Role
+from tests.server.servers import Front, labelled
 
 WITHIN_S = 20.0
 PAGE = 16
@@ -112,10 +109,13 @@ def follow(stack: AsyncExitStack, source: Source) -> BlockFeed:
     return made
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while not condition():
-            await asyncio.sleep(0.005)
+async def until(condition: Callable[[], object]) -> None:
+    await soon(condition, WITHIN_S)
+
+
+async def until_matched(feed: BlockFeed, ids: list[int], blocks: int) -> None:
+    """The feed knows so many blocks of the prompt."""
+    await until(lambda: feed.blocks.matched(hashes_of(ids)) == blocks)
 
 
 def hashes_of(ids: list[int], size: int = PAGE) -> list[int]:
@@ -132,11 +132,11 @@ async def test_what_was_cached_before_and_what_comes(stack: AsyncExitStack) -> N
     await until(lambda: feed.live)
     assert feed.blocks.matched(hashes_of(PROMPT)) == 2
     worker.insert(PROMPT)
-    await until(lambda: feed.blocks.matched(hashes_of(PROMPT)) == 4)
+    await until_matched(feed, PROMPT, 4)
     worker.to_host(PROMPT)
     worker.evict(4)
     worker.insert([7] * PAGE)
-    await until(lambda: feed.blocks.matched(hashes_of([7] * PAGE)) == 1)
+    await until_matched(feed, [7] * PAGE, 1)
     assert feed.blocks.matched(hashes_of(PROMPT)) == 4, "host memory has them"
     worker.index.flush()
     worker.publisher.notify()
@@ -149,9 +149,9 @@ async def test_either_form_of_events(stack: AsyncExitStack, positional: bool) ->
     worker = cache(stack, positional=positional)
     worker.insert(PROMPT)
     feed = follow(stack, worker.source)
-    await until(lambda: feed.blocks.matched(hashes_of(PROMPT)) == 4)
+    await until_matched(feed, PROMPT, 4)
     worker.evict(1)
-    await until(lambda: feed.blocks.matched(hashes_of(PROMPT)) == 3)
+    await until_matched(feed, PROMPT, 3)
 
 
 async def test_without_a_replay_socket_it_learns_as_it_goes(stack: AsyncExitStack) -> None:
@@ -162,7 +162,7 @@ async def test_without_a_replay_socket_it_learns_as_it_goes(stack: AsyncExitStac
     await until(lambda: feed.live)
     assert len(feed.blocks) in (0, 4), "4 where the first batch came in time"
     worker.insert([9] * PAGE)
-    await until(lambda: feed.blocks.matched(hashes_of([9] * PAGE)) == 1)
+    await until_matched(feed, [9] * PAGE, 1)
 
 
 async def test_what_was_missed_is_asked_for(
@@ -205,8 +205,8 @@ async def test_another_life_of_a_publisher(
     await first.publisher.close()
     second = await again(stack, **addresses)
     second.insert([3] * PAGE)
-    await until(lambda: feed.blocks.matched(hashes_of([3] * PAGE)) == 1)
-    await until(lambda: feed.blocks.matched(hashes_of(PROMPT)) == 0)
+    await until_matched(feed, [3] * PAGE, 1)
+    await until_matched(feed, PROMPT, 0)
 
 
 async def again(stack: AsyncExitStack, **addresses: Any) -> Cache:
@@ -246,16 +246,16 @@ async def test_what_is_no_stream_is_not_followed(
     stack.callback(socket.close, 0)
     socket.bind("tcp://127.0.0.1:*")
     feed = follow(stack, Source(socket.getsockopt_string(zmq.LAST_ENDPOINT), None, PAGE))
-    async with asyncio.timeout(WITHIN_S):
-        while sum("are not followed" in text for text in caplog.messages) == 0:
-            socket.send_multipart(frames)
-            await asyncio.sleep(0.005)
-        for _ in range(10):
-            socket.send_multipart(frames)
-            await asyncio.sleep(0.005)
-    assert not feed.live and sum("are not followed" in text for text in caplog.messages) == 1, (
-        "said once"
-    )
+
+    def told() -> int:
+        socket.send_multipart(frames)
+        return sum("are not followed" in text for text in caplog.messages)
+
+    await until(told)
+    for _ in range(10):
+        assert told() == 1, "said once"
+        await asyncio.sleep(0.005)
+    assert (feed.live, told()) == (False, 1)
 
 
 async def test_silence_ends_what_is_known(
@@ -317,10 +317,10 @@ async def test_either_dialect(stack: AsyncExitStack, dialect: Dialect) -> None:
     worker.insert(PROMPT)
     worker.to_host(PROMPT)
     feed = follow(stack, worker.source)
-    await until(lambda: feed.blocks.matched(hashes_of(PROMPT)) == 4)
+    await until_matched(feed, PROMPT, 4)
     worker.evict(4)
     worker.insert([7] * PAGE)
-    await until(lambda: feed.blocks.matched(hashes_of([7] * PAGE)) == 1)
+    await until_matched(feed, [7] * PAGE, 1)
     assert feed.blocks.matched(hashes_of(PROMPT)) == 4, "host memory has them"
 
 
@@ -345,17 +345,17 @@ async def test_events_that_need_a_key(
     feed = followed_with(key)
     await until(lambda: feed.live)
     assert feed.blocks.matched(hashes_of(PROMPT)) == 4
+
+    async def is_told(reason: str) -> None:
+        await until(lambda: any(text.endswith(reason) for text in caplog.messages))
+
+    silence = "nothing has come for too long, as where it has another key (--kv-events-key-file)"
     for given, reason in (
         (None, "it sends them to holders of a key (--kv-events-key-file) alone"),
-        (
-            other,
-            "nothing has come for too long, as where it has another key (--kv-events-key-file)",
-        ),
+        (other, silence),
     ):
         stranger = followed_with(given)
-        async with asyncio.timeout(WITHIN_S):
-            while not any(text.endswith(reason) for text in caplog.messages):
-                await asyncio.sleep(0.005)
+        await is_told(reason)
         assert not stranger.live and len(stranger.blocks) == 0
 
 
@@ -544,43 +544,36 @@ async def test_texts_by_the_tokenizer() -> None:
 
 
 async def test_a_new_router_finds_what_workers_have(
-    meeting: Meeting, session: aiohttp.ClientSession, stack: AsyncExitStack
+    meeting: Meeting, stack: AsyncExitStack
 ) -> None:
     """Two pairs of fakes, of which the second has the prompt; what they publish is real."""
     caches = [cache(stack) for _ in range(4)]
-    stats = CacheStats(pages=0, evictable_pages=0, asked_tokens=0, hit_tokens=0, evicted_pages=0)
-    services, urls = [], []
+    bare = {"cache": NO_CACHE, "pages_total": 4096}
+    roles = []
     for name, worker in zip(("prefill", "prefill", "decode", "decode"), caches, strict=True):
-        services.append(FakeService(name, meeting))
-        services[-1].changed_report = {
-            "cache": stats,
-            "pages_total": 4096,
-            "kv_events": worker.publisher.describe(),
-        }
-        urls.append((await stack.enter_async_context(served(Role(services[-1]).app))).url)
+        roles.append(await stack.enter_async_context(Role(FakeService(name, meeting))))
+        published = {"kv_events": worker.publisher.describe()}
+        roles[-1].service.changed_report = {**bare, **published}
     prompt = PROMPT[: 3 * PAGE]
     caches[1].insert(prompt)
     caches[3].insert(prompt[: 2 * PAGE])
-    router = Router(
-        urls[:2], urls[2:], poll_s=3600, retry_timeout_s=0, policy=Policy("cache_aware")
+    policy = Policy("cache_aware")
+    front = await stack.enter_async_context(
+        Front(roles[:2], roles[2:], retry_timeout_s=0, policy=policy)
     )
-    stack.push_async_callback(router.close)
-    await router.start()
-    front = await stack.enter_async_context(served(router_app(router)))
-    await until(lambda: all(worker.cache.block_size == PAGE for worker in router.workers.all))
+    workers = front.router.workers
+    await until(lambda: all(worker.cache.block_size == PAGE for worker in workers.all))
 
     async def ask(ids: list[int]) -> list[int]:
-        before = [len(service.requests) for service in services]
-        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}}
-        async with session.post(front.make_url("/generate"), json=body) as answer:
-            assert answer.status == 200, await answer.text()
-        return [len(service.requests) - n for service, n in zip(services, before, strict=True)]
+        before = [len(role.service.requests) for role in roles]
+        await front.post("/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}})
+        return [len(role.service.requests) - n for role, n in zip(roles, before, strict=True)]
 
     for _ in range(3):  # though the others are less loaded
         assert await ask([*prompt, 5, 6]) == [0, 1, 0, 1]
     caches[1].evict(3)
     caches[0].insert(prompt)
-    first, second = router.workers.of("prefill")
+    first, second = workers.of("prefill")
     assert first.cache.feed is not None and second.cache.feed is not None
     blocks = first.cache.feed.blocks, second.cache.feed.blocks
     await until(lambda: (len(blocks[0]), len(blocks[1])) == (3, 0))
@@ -589,12 +582,13 @@ async def test_a_new_router_finds_what_workers_have(
     )
     assert not any(one._expected for one in blocks)
 
-    followed = labelled(await scrape(session, front), "kvflow_router_worker_events_followed")
+    text = await front.metrics()
+    followed = labelled(text, "kvflow_router_worker_events_followed")
     assert list(followed.values()) == [1] * 4
-    cached = labelled(await scrape(session, front), "kvflow_router_worker_cached_blocks")
+    cached = labelled(text, "kvflow_router_worker_cached_blocks")
     assert list(cached.values()) == [3, 0, 0, 2]
     before = first.cache.feed
-    services[0].incarnation += 1
+    roles[0].service.incarnation += 1
     first.check_due.set()
     await until(
         lambda: (
@@ -603,7 +597,7 @@ async def test_a_new_router_finds_what_workers_have(
             and first.cache.feed.live
         )
     )
-    services[0].changed_report = {"cache": stats, "pages_total": 4096}  # it publishes no more
+    roles[0].service.changed_report = bare  # it publishes no more
     first.check_due.set()
     await until(lambda: first.cache.feed is None)
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 
@@ -14,113 +13,75 @@ from kvflow.node.packed_array import PackedArray
 from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.serve.http.completion import detokenize
 from kvflow.serve.http.tokenizer import NullDetokenizer
-from tests.server.fake_service import Meeting, Role, Server
-from tests.server.test_generate import body, events, post
+from tests.server.fake_service import CHAT, Role, body
+from tests.server.servers import events_of
 
-
-@pytest.fixture(autouse=True)
-async def met(meeting: Meeting) -> None:
-    for room in range(7, 12):
-        meeting.of(room).set_result(None)
+pytestmark = pytest.mark.usefixtures("met")
 
 
 def last(**changes: Any) -> dict[str, Any]:
     return body(return_hidden_states="last", **changes)
 
 
-async def test_the_last_tokens_states_are_told(
-    decode_server: Server, session: aiohttp.ClientSession
+@pytest.mark.parametrize(
+    ("sampling", "ids", "state"),
+    [
+        ({"max_new_tokens": 3}, [3, 4, 5], 5.5),
+        ({"max_new_tokens": 9, "stop": "w4"}, [3, 4], 4.5),
+        ({"max_new_tokens": 9, "stop_token_ids": [4]}, [3, 4], 4.5),
+        ({"max_new_tokens": 0}, [], 3.5),
+    ],
+    ids=["the limit", "a stop string", "a stop token", "the prompt alone"],
+)
+async def test_whatever_ends_an_answer_has_the_states_of_its_last_token(
+    decode: Role, sampling: dict[str, Any], ids: list[int], state: float
 ) -> None:
-    _, answer = await post(session, decode_server, last())
-    assert answer["output_ids"] == [3, 4, 5]
-    assert answer["meta_info"]["hidden_states"] == [5.5] * 4
+    answer = await decode.post("/generate", last(sampling_params={**sampling, "temperature": 0}))
+    assert (answer["output_ids"], answer["meta_info"]["hidden_states"]) == (ids, [state] * 4)
 
 
-async def test_a_stream_ends_with_them(
-    decode: Role, decode_server: Server, session: aiohttp.ClientSession
-) -> None:
+async def test_a_stream_ends_with_them(decode: Role) -> None:
     decode.service.gate.clear()
-    async with session.post(decode_server.make_url("/generate"), json=last(stream=True)) as answer:
+    async with decode.opened("/generate", last(stream=True)) as answer:
         first = json.loads((await answer.content.readuntil(b"\n\n")).removeprefix(b"data: "))
         decode.service.gate.set()
-        end = json.loads((await events(answer))[-2])
+        end = events_of(await answer.read())[-1]
     assert (first["output_ids"], end["output_ids"]) == ([3], [3, 4, 5])
     assert "hidden_states" not in first["meta_info"]
     assert end["meta_info"]["hidden_states"] == [5.5] * 4
 
 
-async def test_a_stop_string_and_a_stop_token_end_with_theirs(
-    decode_server: Server, session: aiohttp.ClientSession
-) -> None:
-    for stop in ({"stop": "w4"}, {"stop_token_ids": [4]}):
-        sampling = {"max_new_tokens": 9, "temperature": 0, **stop}
-        _, answer = await post(
-            session, decode_server, last(sampling_params=sampling, bootstrap_room=8)
-        )
-        assert answer["output_ids"] == [3, 4]
-        assert answer["meta_info"]["hidden_states"] == [4.5] * 4
-
-
-async def test_the_prompt_alone_has_its_own(
-    decode_server: Server, session: aiohttp.ClientSession
-) -> None:
-    _, answer = await post(session, decode_server, last(sampling_params={"max_new_tokens": 0}))
-    assert (answer["output_ids"], answer["meta_info"]["hidden_states"]) == ([], [3.5] * 4)
-
-
-async def test_each_prompt_says_whether(
-    decode: Role, decode_server: Server, session: aiohttp.ClientSession
-) -> None:
+async def test_each_prompt_says_whether(decode: Role) -> None:
     document = body(
         text=["w1", "w2", "w3"],
         bootstrap_room=[7, 8, 9],
         return_hidden_states=["last", False, "last"],
     )
-    _, answers = await post(session, decode_server, document)
-    assert [one["meta_info"].get("hidden_states") for one in answers] == [
-        [4.5] * 4,
-        None,
-        [6.5] * 4,
-    ]
-    assert [request.params.hidden_states for request in decode.service.requests] == [
-        True,
-        False,
-        True,
-    ]
+    answers = await decode.post("/generate", document)
+    found = [one["meta_info"].get("hidden_states") for one in answers]
+    assert found == [[4.5] * 4, None, [6.5] * 4]
+    asked = [request.params.hidden_states for request in decode.service.requests]
+    assert asked == [True, False, True]
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (
-            True,
-            (
-                'return_hidden_states: true asks for those of every token; send "last" for those '
-                "of the last one"
-            ),
-        ),
+        (True, 'true asks for those of every token; send "last" for those of the last one'),
         (["last", "last"], "return_hidden_states: 2 entries for 1 prompts; give one for each"),
         ("first", "return_hidden_states"),
         (1, "return_hidden_states"),
     ],
 )
-async def test_what_is_not_to_be_had_is_named(
-    decode: Role, decode_server: Server, session: aiohttp.ClientSession, value: Any, text: str
-) -> None:
-    status, answer = await post(session, decode_server, body(return_hidden_states=value))
-    assert status == 400
-    assert text in answer["error"]["message"]
-    assert answer["error"]["param"] == "return_hidden_states"
-    assert decode.service.requests == [] and [room for room, _ in decode.service.refused] == [7]
+async def test_what_is_not_to_be_had_is_named(decode: Role, value: Any, text: str) -> None:
+    error = await decode.refuses("/generate", body(return_hidden_states=value))
+    assert error["param"] == "return_hidden_states" and text in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_the_openai_routes_refuse_it(
-    decode_server: Server, session: aiohttp.ClientSession, path: str
-) -> None:
-    document = last(prompt="w1", messages=[{"role": "user", "content": "w1"}])
-    status, answer = await post(session, decode_server, document, path)
-    assert (status, answer["error"]["param"]) == (400, "return_hidden_states")
+async def test_the_openai_routes_refuse_it(decode: Role, path: str) -> None:
+    error = await decode.refuses(path, last(prompt="w1", messages=CHAT))
+    assert error["param"] == "return_hidden_states"
 
 
 async def test_only_the_last_ones_are_kept() -> None:

@@ -9,7 +9,6 @@ import io
 import json
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from kvflow.http.errors import RequestError
 from kvflow.http.large_bodies import LARGE_BYTES, take_apart
 from kvflow.serve.http.completion_service import GenerationRequest
 from kvflow.serve.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
-from tests.server.fake_service import Meeting, Role, Server
+from tests.server.fake_service import META, Role, body
 
 IDS = [i * 7919 % 100_000 for i in range(40_000)]
 TEXT = 'Grüße "an" alle\\ \n\t€ 😀 \u0000 ' * 8_000
@@ -32,15 +31,9 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, list):
         return [plain(item) for item in value]
-    return (
-        {name: plain(getattr(value, name)) for name in value.__struct_fields__}
-        if is_struct(value)
-        else value
-    )
-
-
-def is_struct(value: Any) -> bool:
-    return isinstance(value, msgspec.Struct)
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    return value
 
 
 BODIES: list[tuple[Any, dict[str, Any]]] = [
@@ -131,14 +124,11 @@ def test_any_text_survives_cuts_at_any_place(text: str, ascii_only: bool, step: 
     ],
     ids=range(14),
 )
-async def test_what_is_no_body_is_refused_as_it_is(
-    decode_server: Server, session: aiohttp.ClientSession, raw: bytes
-) -> None:
+async def test_what_is_no_body_is_refused_as_it_is(decode: Role, raw: bytes) -> None:
     condensed, values = await take_apart(raw)
     with pytest.raises((msgspec.DecodeError, UnicodeDecodeError)):
         values.put_back(msgspec.json.decode(condensed, type=GenerateRequest))
-    async with session.post(decode_server.make_url("/generate"), data=raw) as answer:
-        assert answer.status == 400
+    await decode.refused(400, "/generate", data=raw)
 
 
 async def test_strings_without_end_are_too_many() -> None:
@@ -156,19 +146,16 @@ async def test_a_marker_of_another_body_is_a_text_like_any_other() -> None:
     ]
 
 
-async def test_a_body_of_many_short_values_is_refused_before_it_is_decoded(
-    decode_server: Server, session: aiohttp.ClientSession
-) -> None:
+async def test_a_body_of_many_short_values_is_refused_before_it_is_decoded(decode: Role) -> None:
     """What is not long is decoded at once: 8 MiB of it took 80 ms of the event loop."""
     raw = json.dumps({"input_ids": [[12345] * 30] * 20_000}).encode()
     assert large_bodies.MAX_REST_BYTES < len(raw) < 8 << 20
-    async with session.post(decode_server.make_url("/generate"), data=io.BytesIO(raw)) as answer:
-        assert answer.status == 400
-        assert f"limit {large_bodies.MAX_REST_BYTES}" in await answer.text()
+    error = await decode.refused(400, "/generate", data=io.BytesIO(raw))
+    assert f"limit {large_bodies.MAX_REST_BYTES}" in error["message"]
 
 
 async def test_no_call_of_the_decoder_is_long(
-    decode_server: Server, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    decode: Role, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight MiB of token ids took 80 ms of the event loop, and were decoded twice."""
     sizes: list[int] = []
@@ -183,21 +170,15 @@ async def test_no_call_of_the_decoder_is_long(
     monkeypatch.setattr(msgspec.json, "decode", counting(msgspec.json.decode))
     monkeypatch.setattr(large_bodies, "_ids_of", counting(large_bodies._ids_of))
     monkeypatch.setattr(large_bodies, "_text_of", counting(large_bodies._text_of))
-    for body in ({"input_ids": IDS * 20}, {"input_ids": [IDS] * 20}, {"text": TEXT * 12}):
-        raw = json.dumps({**body, "bootstrap_room": 7}).encode()
+    for long in ({"input_ids": IDS * 20}, {"input_ids": [IDS] * 20}, {"text": TEXT * 12}):
+        raw = json.dumps({**long, "bootstrap_room": 7}).encode()
         assert 3 << 20 < len(raw) < 8 << 20
-        async with session.post(
-            decode_server.make_url("/generate"), data=io.BytesIO(raw)
-        ) as answer:
-            assert answer.status == 400
-            assert "limit 127" in await answer.text() or "at most" in await answer.text()
+        error = await decode.refused(400, "/generate", data=io.BytesIO(raw))
+        assert "limit 127" in error["message"] or "at most" in error["message"]
     assert 0 < max(sizes) <= 2 * large_bodies._STEP_BYTES
 
 
-async def test_a_prompt_is_an_array_wherever_it_comes_from(
-    meeting: Meeting, decode: Role, decode_server: Server, session: aiohttp.ClientSession
-) -> None:
-    meeting.of(7).set_result(None)
+async def test_a_prompt_is_an_array_wherever_it_comes_from(decode: Role, met: None) -> None:
     requests = []
     tokens = decode.service.tokens
 
@@ -206,39 +187,31 @@ async def test_a_prompt_is_an_array_wherever_it_comes_from(
         return tokens(request)
 
     decode.service.tokens = noted  # type: ignore[method-assign]
-    sampling = {"max_tokens": 1, "bootstrap_room": 7, "bootstrap_host": "127.0.0.1"}
     for path, prompt in (
         ("/generate", {"input_ids": [5, 6]}),
         ("/generate", {"text": "w5 w6"}),
         ("/v1/completions", {"prompt": [5, 6]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w5 w6"}]}),
     ):
-        async with session.post(
-            decode_server.make_url(path), json={**prompt, **sampling}
-        ) as answer:
-            assert answer.status == 200
+        await decode.post(path, {**prompt, **META, "max_tokens": 1})
         request = requests.pop()
         assert request.prompt.dtype == np.uint32
         assert request.prompt.tolist() == [5, 6]
 
 
-async def test_rooms_of_a_body_that_no_leg_takes_are_not_looked_up(
-    decode: Role, decode_server: Server, session: aiohttp.ClientSession
-) -> None:
+async def test_rooms_of_a_body_that_no_leg_takes_are_not_looked_up(decode: Role) -> None:
     """Each would be a question to a registry of the sender's choice; 900,000 of them took the event
     loop 15 s.
     """
     for count, refused in ((256, 256), (257, 0)):
         rooms = list(range(count))
-        body = {"text": "w1", "bootstrap_room": rooms, "bootstrap_host": "127.0.0.1"}
-        async with session.post(decode_server.make_url("/generate"), json=body) as answer:
-            assert answer.status == 400
+        await decode.refused(400, "/generate", body(bootstrap_room=rooms))
         assert [room for room, _ in decode.service.refused] == rooms[:refused]
         decode.service.refused.clear()
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "document"),
     [
         ("/generate", {"text": "w1", "sampling_params": [{}] * 257}),
         ("/generate", {"input_ids": [[1]] * 257}),
@@ -247,11 +220,9 @@ async def test_rooms_of_a_body_that_no_leg_takes_are_not_looked_up(
     ],
 )
 async def test_entries_are_counted_before_any_is_looked_at(
-    decode_server: Server, session: aiohttp.ClientSession, path: str, body: dict[str, Any]
+    decode: Role, path: str, document: dict[str, Any]
 ) -> None:
-    async with session.post(decode_server.make_url(path), json=body) as answer:
-        assert answer.status == 400
-        text = (await answer.json())["error"]["message"]
+    text = (await decode.refused(400, path, document))["message"]
     assert "limit 256" in text or "limit 4096" in text
 
 
@@ -260,9 +231,6 @@ async def test_a_body_with_a_long_value_that_is_nested_too_deep_is_refused() -> 
     for _ in range(2_000):
         deep = [deep]
     raw = msgspec.json.encode({"messages": [{"role": "user", "content": TEXT}]})
-    body = msgspec.structs.replace(
-        msgspec.json.decode(raw, type=ChatRequest), messages=[{"role": "user", "x": deep}]
-    )
     _, long_values = await take_apart(raw)
     with pytest.raises(RequestError, match="the body is nested too deep"):
-        long_values.put_back(body)
+        long_values.put_back(ChatRequest(messages=[{"role": "user", "x": deep}]))

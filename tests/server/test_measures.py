@@ -5,13 +5,11 @@ are told apart.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from msgspec.structs import replace
 
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Cause, Code
@@ -27,208 +25,127 @@ from kvflow.serve.http.measures import (
 from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.telemetry.counters import Counts, failed_in
 from kvflow.telemetry.histogram import Histogram
-from kvflow.testing.pair import Pair
+from kvflow.testing.pair import Pair, until
 from tests.handlers.scenes import PROMPT
-from tests.server.fake_service import FakeService, Role, Server
+from tests.server.fake_service import FakeService, Meeting, Role, body
+from tests.server.servers import labelled, samples_of, summed
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
-Session = aiohttp.ClientSession
-Samples = dict[str, float]
-BODY = {"text": "w1 w2", "sampling_params": {"max_new_tokens": 3}, "bootstrap_host": "127.0.0.1"}
 TRANSFER_NAMES = ("latency_ms", "speed_gb_s", "bootstrap_ms", "alloc_ms", "total_mb")
 QUEUES = ("prefill_bootstrap", "prefill_inflight", "decode_prealloc", "decode_transfer")
 
 
-def samples(text: str) -> Samples:
-    """Of a valid exposition: values by name, summed over their labels."""
-    found: Samples = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if not sample.name.endswith("_bucket"):
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
+async def outcomes(decode: Role) -> dict[tuple[str, ...], float]:
+    """How completions have ended, streamed ones and others, without those that have not."""
+    found = labelled(await decode.metrics(), "kvflow_completions_total")
+    ends = ("finished", "failed", "aborted")
+    assert set(found) == {(end, stream) for end in ends for stream in ("true", "false")}
+    return {labels: count for labels, count in found.items() if count}
 
 
-def labelled(text: str, name: str) -> dict[tuple[str, ...], float]:
-    """Samples of one name by the values of their labels."""
-    families = text_string_to_metric_families(text)
-    return {
-        tuple(s.labels.values()): s.value
-        for family in families
-        for s in family.samples
-        if s.name == name
-    }
-
-
-async def scrape(session: Session, server: Server) -> str:
-    async with session.get(server.make_url("/metrics")) as answer:
-        return await answer.text()
-
-
-@pytest.fixture
-async def pair_of_roles(
-    prefill: Role, decode: Role, prefill_server: Server, decode_server: Server
-) -> AsyncIterator[Any]:
-    async def post(session: Session, room: int, **changes: Any) -> None:
-        body = {**BODY, "bootstrap_room": room, **changes}
-        async with session.post(
-            prefill_server.make_url("/generate"), json={**body, "stream": False}
-        ) as first:
-            await first.read()
-        async with session.post(decode_server.make_url("/generate"), json=body) as answer:
-            await answer.read()
-
-    yield post
-
-
-async def test_counts_equal_what_was_asked(
-    pair_of_roles: Any, decode_server: Server, session: Session
-) -> None:
+async def test_counts_equal_what_was_asked(meeting: Meeting, decode: Role) -> None:
+    meeting.come(*range(5))
     for room in range(5):
-        await pair_of_roles(session, room, stream=room < 2)
-    text = await scrape(session, decode_server)
-    found = samples(text)
-    assert labelled(text, "kvflow_completions_total") == {
-        ("finished", "true"): 2,
-        ("finished", "false"): 3,
-        **{(outcome, flag): 0 for outcome in ("failed", "aborted") for flag in ("true", "false")},
-    }
-    assert (
-        found["kvflow_completion_seconds_count"]
-        == found["kvflow_time_to_first_token_seconds_count"]
-        == 5
-    )
-    assert (
-        found["kvflow_inter_token_seconds_count"] == 10
-        and found["kvflow_generated_tokens_total"] == 15
-    )
-    assert (
-        found["kvflow_completion_prompt_tokens_sum"] == 10
-        and found["kvflow_completion_generated_tokens_sum"] == 15
-    )
+        await decode.call("POST", "/generate", body(bootstrap_room=room, stream=room < 2))
+    assert await outcomes(decode) == {("finished", "true"): 2, ("finished", "false"): 3}
+    text = await decode.metrics()
     assert labelled(text, "sglang:num_requests_total") == {
         ("decode", "true", "m"): 2,
         ("decode", "false", "m"): 3,
     }
-    assert (
-        found["sglang:e2e_request_latency_seconds_count"]
-        == found["sglang:time_to_first_token_seconds_count"]
-        == 5
-    )
-    assert found["sglang:inter_token_latency_seconds_count"] == 10
-    assert found["sglang:prompt_tokens_total"] == found["sglang:prompt_tokens_histogram_sum"] == 10
-    assert (
-        found["sglang:generation_tokens_total"]
-        == found["sglang:generation_tokens_histogram_sum"]
-        == 15
-    )
+    found = summed(text)
+    expected = {
+        "kvflow_completion_seconds_count": 5,
+        "kvflow_time_to_first_token_seconds_count": 5,
+        "kvflow_inter_token_seconds_count": 10,
+        "kvflow_generated_tokens_total": 15,
+        "kvflow_completion_prompt_tokens_sum": 10,
+        "kvflow_completion_generated_tokens_sum": 15,
+        "sglang:e2e_request_latency_seconds_count": 5,
+        "sglang:time_to_first_token_seconds_count": 5,
+        "sglang:inter_token_latency_seconds_count": 10,
+        "sglang:prompt_tokens_total": 10,
+        "sglang:prompt_tokens_histogram_sum": 10,
+        "sglang:generation_tokens_total": 15,
+        "sglang:generation_tokens_histogram_sum": 15,
+    }
+    assert found | expected == found
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_is_aborted_and_not_failed(
-    decode: Role, decode_server: Server, session: Session, stream: bool
-) -> None:
-    body = {**BODY, "bootstrap_room": 1, "stream": stream}
-    asking = asyncio.ensure_future(session.post(decode_server.make_url("/generate"), json=body))
-    await decode.service.started.wait()
+async def test_a_client_that_leaves_is_aborted_and_not_failed(decode: Role, stream: bool) -> None:
+    asking = asyncio.create_task(decode.call("POST", "/generate", body(stream=stream)))
+    await decode.begun()
     asking.cancel()
-    await decode.service.ended.get()
-    await asyncio.wait_for(decode.pipeline.idle.wait(), 5)
-    found = samples(await scrape(session, decode_server))
-    assert (
-        found["sglang:num_aborted_requests_total"] == 1
-        and found["kvflow_completion_seconds_count"] == 0
-    )
+    await decode.over(7)
+    found = summed(await decode.metrics())
+    assert found["sglang:num_aborted_requests_total"] == 1
+    assert found["kvflow_completion_seconds_count"] == 0
 
 
-async def test_a_completion_that_is_told_to_end_is_aborted_too(
-    decode: Role, pair_of_roles: Any, decode_server: Server, session: Session
-) -> None:
+async def test_a_completion_that_is_told_to_end_is_aborted_too(decode: Role, met: None) -> None:
     decode.service.gate.clear()
-    asking = asyncio.ensure_future(pair_of_roles(session, 1, rid="mine"))
-    async with asyncio.timeout(5):
-        while not decode.service.held:
-            await asyncio.sleep(0.001)
-    async with session.post(
-        decode_server.make_url("/abort_request"), json={"rid": "mine"}
-    ) as answer:
-        assert (await answer.json())["aborted"] == 1
+    asking = asyncio.create_task(decode.post("/generate", body(rid="mine")))
+    await until(lambda: decode.service.held)
+    assert (await decode.post("/abort_request", {"rid": "mine"}))["aborted"] == 1
     await asking
-    outcomes = labelled(await scrape(session, decode_server), "kvflow_completions_total")
-    assert {outcome for outcome, count in outcomes.items() if count} == {("aborted", "false")}
+    assert await outcomes(decode) == {("aborted", "false"): 1}
 
 
 async def test_a_failure_is_counted_where_its_status_was_sent_before(
-    decode: Role, pair_of_roles: Any, decode_server: Server, session: Session
+    decode: Role, met: None
 ) -> None:
     decode.service.fail_after = 1
-    for room, stream in enumerate((True, False)):
-        await pair_of_roles(session, room, stream=stream)
-    outcomes = labelled(await scrape(session, decode_server), "kvflow_completions_total")
-    assert outcomes["failed", "true"] == outcomes["failed", "false"] == 1
-    assert sum(outcomes.values()) == 2
+    await decode.events("/generate", body())
+    await decode.refused(500, "/generate", body(bootstrap_room=8))
+    assert await outcomes(decode) == {("failed", "true"): 1, ("failed", "false"): 1}
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"sampling_params": {"temperature": -1}}, "bad_request"),
-    ({"input_ids": [1] * 1000, "text": None}, "bad_request"),
-    ({"bootstrap_room": None}, "bad_request"),
-]
-
-
-@pytest.mark.parametrize(("changes", "reason"), REFUSED)
+@pytest.mark.parametrize(
+    ("changes", "status", "reason"),
+    [
+        ({"sampling_params": {"temperature": -1}}, 400, "bad_request"),
+        ({"input_ids": [1] * 1000, "text": None}, 400, "bad_request"),
+        ({"bootstrap_room": None}, 400, "bad_request"),
+        ({}, 503, "shutdown"),
+    ],
+)
 async def test_refusals_before_a_room_exists_are_counted(
-    decode_server: Server, session: Session, changes: dict[str, Any], reason: str
+    decode: Role, changes: dict[str, Any], status: int, reason: str
 ) -> None:
-    body = {**BODY, "bootstrap_room": 1, **changes}
-    async with session.post(decode_server.make_url("/generate"), json=body) as answer:
-        assert answer.status == 400
-    text = await scrape(session, decode_server)
-    assert labelled(text, "kvflow_requests_refused_total") == {(reason,): 1}
-    assert sum(labelled(text, "kvflow_completions_total").values()) == 0
+    decode.pipeline.draining = status == 503
+    await decode.refused(status, "/generate", body(**changes))
+    counted = labelled(await decode.metrics(), "kvflow_requests_refused_total")
+    assert counted == {(reason,): 1}
+    assert await outcomes(decode) == {}
 
 
-async def test_refusals_of_a_draining_server_are_counted(
-    decode: Role, decode_server: Server, session: Session
-) -> None:
-    decode.pipeline.draining = True
-    async with session.post(
-        decode_server.make_url("/generate"), json={**BODY, "bootstrap_room": 1}
-    ) as answer:
-        assert answer.status == 503
-    assert labelled(await scrape(session, decode_server), "kvflow_requests_refused_total") == {
-        ("shutdown",): 1
-    }
+def exposed(metrics: RoleMetrics) -> str:
+    raw = metrics.response().body
+    assert isinstance(raw, bytes)
+    return raw.decode()
 
 
 def test_counts_of_a_role_have_their_labels(decode: Role) -> None:
     """What its node and its engine have refused is added to what it refused by itself."""
-    base = decode.service.report()
-    fields = {name: getattr(base, name) for name in base.__struct_fields__}
-    report = Report(
-        **{**fields, "requests_refused": {"bad_request": 2}, "internal_errors": {"step": 7}}
-    )
+    counted = {"requests_refused": {"bad_request": 2}, "internal_errors": {"step": 7}}
+    report = replace(decode.service.report(), **counted)
     metrics = RoleMetrics(lambda: report)
     metrics.refused("bad_request")
-    body = metrics.response().body
-    assert isinstance(body, bytes)
-    assert labelled(body.decode(), "kvflow_requests_refused_total") == {("bad_request",): 3}
-    assert labelled(body.decode(), "kvflow_internal_errors_total") == {("step",): 7}
+    text = exposed(metrics)
+    assert labelled(text, "kvflow_requests_refused_total") == {("bad_request",): 3}
+    assert labelled(text, "kvflow_internal_errors_total") == {("step",): 7}
 
 
 def report_of(node: PrefillNode | DecodeNode) -> Report:
     base = FakeService(node.role, None).report()  # type: ignore[arg-type]
     failed = {(where, str(code)): n for (where, code), n in node.counts.failures.items()}
-    fields = {name: getattr(base, name) for name in base.__struct_fields__}
-    return Report(**{**fields, "transfers": node.counts.transfers, "rooms_failed": failed})
+    return replace(base, transfers=node.counts.transfers, rooms_failed=failed)
 
 
-def exposition(node: PrefillNode | DecodeNode) -> Samples:
-    metrics = RoleMetrics(lambda: report_of(node), role=node.role, model="m", sglang=True)
-    body = metrics.response().body
-    assert isinstance(body, bytes)
-    return samples(body.decode())
+def exposition(node: PrefillNode | DecodeNode) -> str:
+    return exposed(RoleMetrics(lambda: report_of(node), role=node.role, model="m", sglang=True))
 
 
 async def test_transfers_are_measured_where_they_happen(kvflow_pair: Pair) -> None:
@@ -241,34 +158,28 @@ async def test_transfers_are_measured_where_they_happen(kvflow_pair: Pair) -> No
         await source.done()
         target.close()
     await p.rest()
-    sent, received = exposition(p.prefill), exposition(p.decode)
-    moved = sum(source.bytes_total for source in (source,)) * 3
+    sent, received = (summed(exposition(node)) for node in (p.prefill, p.decode))
+    moved = source.bytes_total * 3
+    assert moved > 0
+    expected = {
+        "kvflow_bootstrap_seconds_count": 3,
+        "kvflow_transfer_seconds_count": 3,
+        "kvflow_room_bytes_count": 3,
+        "kvflow_room_bytes_sum": moved,
+        "kvflow_transfer_bytes_per_second_count": 3,
+        "sglang:num_bootstrap_failed_reqs_total": 0,
+        "sglang:num_transfer_failed_reqs_total": 0,
+    }
     for found in (sent, received):
-        assert {
-            found[f"kvflow_{n}_count"]
-            for n in ("bootstrap_seconds", "transfer_seconds", "room_bytes")
-        } == {3}
-        assert found["kvflow_room_bytes_sum"] == moved > 0
-        assert found["kvflow_transfer_bytes_per_second_count"] == 3
-        assert (
-            found["sglang:num_bootstrap_failed_reqs_total"]
-            == found["sglang:num_transfer_failed_reqs_total"]
-            == 0
-        )
+        assert found | expected == found
         assert all(f"sglang:kv_transfer_{name}_count" in found for name in TRANSFER_NAMES)
         assert all(f"sglang:num_{queue}_queue_reqs" in found for queue in QUEUES)
         assert {
             f"sglang:num_{state}_reqs" for state in ("running", "queue", "retracted")
         } <= found.keys()
     assert sent["sglang:kv_transfer_total_mb_sum"] == moved / (1 << 20)
-    assert [sent[f"sglang:kv_transfer_{name}_count"] for name in TRANSFER_NAMES] == [3, 3, 3, 0, 3]
-    assert [received[f"sglang:kv_transfer_{name}_count"] for name in TRANSFER_NAMES] == [
-        0,
-        0,
-        3,
-        3,
-        0,
-    ]
+    for found, counts in ((sent, [3, 3, 3, 0, 3]), (received, [0, 0, 3, 3, 0])):
+        assert [found[f"sglang:kv_transfer_{name}_count"] for name in TRANSFER_NAMES] == counts
 
 
 STEPS_MS = "1 2 5 10 25 50 100 250 500 1000 2500"
@@ -296,11 +207,6 @@ BUCKETS = {
 
 async def test_dashboards_find_the_buckets_of_sglang(kvflow_pair: Pair) -> None:
     """Quantiles over a fleet of both are right only where both have the same bounds."""
-    metrics = RoleMetrics(
-        lambda: report_of(kvflow_pair.prefill), role="prefill", model="m", sglang=True
-    )
-    body = metrics.response().body
-    assert isinstance(body, bytes)
     found: dict[str, list[float]] = {}
     of_a_rank = {
         "model_name": "m",
@@ -309,16 +215,16 @@ async def test_dashboards_find_the_buckets_of_sglang(kvflow_pair: Pair) -> None:
         "pp_rank": "0",
         "moe_ep_rank": "0",
     }
-    for family in text_string_to_metric_families(body.decode()):
-        for sample in family.samples:
-            if sample.name.startswith("sglang:kv_transfer"):
-                assert {
-                    name: value for name, value in sample.labels.items() if name != "le"
-                } == of_a_rank
-            if sample.name.startswith("sglang:") and sample.name.endswith("_bucket"):
-                name = sample.name.removeprefix("sglang:").removesuffix("_bucket")
-                if (bound := float(sample.labels["le"])) not in found.setdefault(name, []):
-                    found[name].append(bound)
+    for sample in samples_of(exposition(kvflow_pair.prefill), "sglang:"):
+        name = sample.name.removeprefix("sglang:")
+        labels = dict(sample.labels)
+        bound = float(labels.pop("le", 0))
+        if name.startswith("kv_transfer"):
+            assert labels == of_a_rank
+        if name.endswith("_bucket"):
+            bounds = found.setdefault(name.removesuffix("_bucket"), [])
+            if bound not in bounds:
+                bounds.append(bound)
     del found["queue_time_seconds"]  # its bounds are those of the engine's own histogram
     assert found == {
         name: [*map(float, bounds.split()), float("inf")] for name, bounds in BUCKETS.items()
@@ -347,16 +253,14 @@ async def test_failures_are_told_apart_by_phase(kvflow_pair: Pair) -> None:
 
 
 def ending(code: Code | None, *, moving: bool) -> RoomEnding:
-    cause = None if code is None else Cause(code)
-    at_s = 1.0 if moving else None
     return RoomEnding(
         phase=DecodePhase.FAILED,
-        cause=cause,
+        cause=None if code is None else Cause(code),
         num_pages=1,
         offers_pages=True,
         opened_at_s=0.0,
         ready_at_s=0.5,
-        moving_at_s=at_s,
+        moving_at_s=1.0 if moving else None,
     )
 
 

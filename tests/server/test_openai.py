@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 
 from kvflow.protocols.errors import Cause, Code
-from tests.server.fake_service import Role, served
+from tests.server.fake_service import CHAT, META, Role
 
 
 async def test_models(client: openai.AsyncOpenAI) -> None:
@@ -33,9 +31,7 @@ async def test_another_model_is_not_found(
     client: openai.AsyncOpenAI, decode: Role, prefill: Role
 ) -> None:
     with pytest.raises(openai.NotFoundError) as chat:
-        await client.chat.completions.create(
-            model="other", messages=[{"role": "user", "content": "w1"}]
-        )
+        await client.chat.completions.create(model="other", messages=CHAT)
     with pytest.raises(openai.NotFoundError) as text:
         await client.completions.create(model="other", prompt="w1")
     for caught in (chat, text):
@@ -72,7 +68,7 @@ async def test_chat(client: openai.AsyncOpenAI) -> None:
 async def test_chat_without_a_limit_may_fill_what_the_pool_has_left(
     client: openai.AsyncOpenAI, decode: Role
 ) -> None:
-    await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "w1"}])
+    await client.chat.completions.create(model="fake", messages=CHAT)
     assert decode.service.requests[0].params.max_new_tokens == 63
 
 
@@ -81,7 +77,7 @@ async def test_chat_choices_seed_stop_and_logprobs(
 ) -> None:
     answer = await client.chat.completions.create(
         model="fake",
-        messages=[{"role": "user", "content": "w1"}],
+        messages=CHAT,
         n=2,
         seed=5,
         stop=["w4"],
@@ -104,7 +100,7 @@ async def test_chat_choices_seed_stop_and_logprobs(
 async def test_chat_stream_with_usage(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
         model="fake",
-        messages=[{"role": "user", "content": "w1"}],
+        messages=CHAT,
         max_tokens=3,
         stream=True,
         n=2,
@@ -112,19 +108,12 @@ async def test_chat_stream_with_usage(client: openai.AsyncOpenAI) -> None:
         logprobs=True,
     )
     chunks = [chunk async for chunk in stream]
-    found = [
-        choice.logprobs
-        for chunk in chunks
-        for choice in chunk.choices
-        if choice.logprobs is not None
-    ]
-    assert found and {frozenset(logprobs.model_fields_set) for logprobs in found} == {
-        frozenset({"content", "refusal"})
-    }
-    texts = ["", ""]
-    for chunk in chunks:
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
+    texts, logprobs = ["", ""], []
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.delta.content or ""
+        logprobs += [choice.logprobs] if choice.logprobs is not None else []
+    assert logprobs
+    assert all(one.model_fields_set == {"content", "refusal"} for one in logprobs)
     assert [text.split() for text in texts] == [["w2", "w3", "w4"]] * 2
     assert chunks[0].choices[0].delta.role == "assistant"
     assert {chunk.choices[0].finish_reason for chunk in chunks if chunk.choices} == {None, "length"}
@@ -178,28 +167,19 @@ async def test_completion_stream(client: openai.AsyncOpenAI) -> None:
             {"messages": [{"role": "user", "content": [{"type": "refusal", "text": "w1"}]}]},
             "type text",
         ),
-        (
-            {"messages": [{"role": "user", "content": "w1"}], "tools": [{"type": "function"}]},
-            "tools",
-        ),
-        (
-            {
-                "messages": [{"role": "user", "content": "w1"}],
-                "response_format": {"type": "json_object"},
-            },
-            "response_format",
-        ),
-        ({"messages": [{"role": "user", "content": "w1"}], "top_logprobs": 1}, "logprobs"),
-        ({"messages": [{"role": "user", "content": "w1"}], "n": 0}, "`n`"),
-        ({"messages": [{"role": "user", "content": "w1"}], "presence_penalty": 2.5}, "-2..2"),
-        ({"messages": [{"role": "user", "content": "w1"}], "max_tokens": 1000}, "context"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 1}, "logprobs"),
+        ({"n": 0}, "`n`"),
+        ({"presence_penalty": 2.5}, "-2..2"),
+        ({"max_tokens": 1000}, "context"),
     ],
 )
 async def test_bad_chats_are_bad_requests(
     client: openai.AsyncOpenAI, arguments: dict[str, Any], part: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(model="fake", **arguments)
+        await client.chat.completions.create(**{"model": "fake", "messages": CHAT, **arguments})
     assert part in str(caught.value)
 
 
@@ -221,19 +201,12 @@ async def test_an_error_in_a_stream_reaches_the_client(
             pass
 
 
-async def test_a_model_without_tokenizer_serves_token_ids_only(
-    decode: Role, session: aiohttp.ClientSession
-) -> None:
+async def test_a_model_without_tokenizer_serves_token_ids_only(decode: Role) -> None:
     decode.tokenizer._tokenizer = None
-    async with served(decode.app) as server:
-        for path, body in (
-            ("/v1/completions", {"prompt": "w1"}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w1"}]}),
-            (
-                "/v1/completions",
-                {"prompt": [1], "stop": "w5", "bootstrap_room": 1, "bootstrap_host": "h"},
-            ),
-        ):
-            async with session.post(server.make_url(path), json=body) as answer:
-                assert answer.status == 400
-                assert "tokenizer" in json.loads(await answer.read())["error"]["message"]
+    for path, document in (
+        ("/v1/completions", {"prompt": "w1"}),
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/v1/completions", {"prompt": [1], "stop": "w5", **META}),
+    ):
+        error = await decode.refused(400, path, document)
+        assert "tokenizer" in error["message"]

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,6 +54,12 @@ async def main(settings):
 from kvflow.serve.config.settings import Settings
 run_role("prefill", main, Settings())
 """
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as made:
+        yield made
 
 
 async def start_role(drain_s: float) -> tuple[asyncio.subprocess.Process, str]:

@@ -8,7 +8,6 @@ import asyncio
 import json
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 import openai
@@ -16,7 +15,6 @@ import pytest
 
 from kvflow import aio
 from kvflow.node.prompt_logprobs import PromptLogprobs
-from kvflow.protocols.errors import Code
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.serve.http.completion import Completion, Delta, detokenize
@@ -24,22 +22,19 @@ from kvflow.serve.http.generation_requests import MAX_SCORES_BYTES
 from kvflow.serve.http.openai import TextCompletionCall
 from kvflow.serve.http.schemas import CompletionRequest
 from kvflow.serve.http.tokenizer import NullDetokenizer
-from tests.server.fake_service import FakeService, Meeting, Role, Server, served
-from tests.server.test_generate import META, body, events, post
+from tests.server.fake_service import META, FakeService, Meeting, Role, body
 
 TEXT = "w1 w2 w3 w4"
 
 
-@pytest.fixture(autouse=True)
-async def met(request: pytest.FixtureRequest, meeting: Any) -> None:
-    if "client" not in request.fixturenames:  # which goes through a router to both legs
-        for room in range(7, 12):
-            meeting.of(room).set_result(None)
+@pytest.fixture
+async def alone(decode: Role, met: None) -> Role:
+    """A decode that no router is in front of."""
+    return decode
 
 
-async def meta(session: aiohttp.ClientSession, server: Server, **changes: Any) -> dict[str, Any]:
-    status, answer = await post(session, server, body(text=TEXT, return_logprob=True, **changes))
-    assert status == 200, answer
+async def meta(alone: Role, **changes: Any) -> dict[str, Any]:
+    answer = await alone.post("/generate", body(text=TEXT, return_logprob=True, **changes))
     found: dict[str, Any] = answer["meta_info"]
     return found
 
@@ -54,25 +49,18 @@ async def meta(session: aiohttp.ClientSession, server: Server, **changes: Any) -
         (3, [[None, 4, None]]),
     ],
 )
-async def test_from_where_they_are_asked_for(
-    decode_server: Server, session: aiohttp.ClientSession, start: int | None, want: list[Any]
-) -> None:
+async def test_from_where_they_are_asked_for(alone: Role, start: int | None, want: Any) -> None:
     """The first one of them has none, as in SGLang."""
-    found = await meta(session, decode_server, logprob_start_len=start)
+    found = await meta(alone, logprob_start_len=start)
     assert found["input_token_logprobs"] == want
     assert len(found["output_token_logprobs"]) == 3
     assert "input_top_logprobs" not in found
     assert (found["prompt_tokens"], found["completion_tokens"]) == (4, 3)
 
 
-async def test_top_ones_and_texts(decode_server: Server, session: aiohttp.ClientSession) -> None:
-    found = await meta(
-        session,
-        decode_server,
-        logprob_start_len=1,
-        top_logprobs_num=2,
-        return_text_in_logprobs=True,
-    )
+async def test_top_ones_and_texts(alone: Role) -> None:
+    asked = {"top_logprobs_num": 2, "return_text_in_logprobs": True}
+    found = await meta(alone, logprob_start_len=1, **asked)
     assert found["input_token_logprobs"] == [[None, 2, "w2"], [-0.5, 3, "w3"], [-0.5, 4, "w4"]]
     assert found["input_top_logprobs"] == [
         None,
@@ -82,46 +70,31 @@ async def test_top_ones_and_texts(decode_server: Server, session: aiohttp.Client
     assert len(found["output_top_logprobs"]) == 3
 
 
-async def test_tokens_that_are_named(decode_server: Server, session: aiohttp.ClientSession) -> None:
-    found = await meta(session, decode_server, logprob_start_len=2, token_ids_logprob=[9, 4])
+async def test_tokens_that_are_named(alone: Role) -> None:
+    found = await meta(alone, logprob_start_len=2, token_ids_logprob=[9, 4])
     assert found["input_token_ids_logprobs"] == [None, [[-9, 9, None], [-4, 4, None]]]
     assert found["output_token_ids_logprobs"] == [[[-9, 9, None], [-4, 4, None]]] * 3
-    document = body(
-        text=["w1 w2", "w5"],
-        bootstrap_room=[7, 8],
-        bootstrap_host=["127.0.0.1"] * 2,
-        bootstrap_port=None,
-    )
+    document = body(text=["w1 w2", "w5"], bootstrap_room=[7, 8], bootstrap_port=None)
     document |= {"return_logprob": True, "token_ids_logprob": [[9], []], "logprob_start_len": 0}
-    status, answer = await post(session, decode_server, document)
-    assert status == 200
+    answer = await alone.post("/generate", document)
     assert answer[0]["meta_info"]["input_token_ids_logprobs"] == [None, [[-9, 9, None]]]
     assert "input_token_ids_logprobs" not in answer[1]["meta_info"]
 
 
-async def test_without_return_logprob_nothing_is_scored(
-    decode: Role, decode_server: Server, session: aiohttp.ClientSession
-) -> None:
-    status, answer = await post(session, decode_server, body(logprob_start_len=0))
-    assert status == 200
+async def test_without_return_logprob_nothing_is_scored(alone: Role) -> None:
+    answer = await alone.post("/generate", body(logprob_start_len=0))
     assert "input_token_logprobs" not in answer["meta_info"]
-    assert decode.service.requests[0].params.prompt_logprobs_from is None
+    assert alone.service.requests[0].params.prompt_logprobs_from is None
 
 
-async def test_every_event_of_a_stream_has_them(
-    decode_server: Server, session: aiohttp.ClientSession
-) -> None:
-    document = body(return_logprob=True, logprob_start_len=0, stream=True)
-    async with session.post(decode_server.make_url("/generate"), json=document) as answer:
-        found = [json.loads(event)["meta_info"] for event in (await events(answer))[:-1]]
-    assert found
+async def test_every_event_of_a_stream_has_them(alone: Role) -> None:
+    document = body(return_logprob=True, logprob_start_len=0)
+    found = [event["meta_info"] for event in await alone.events("/generate", document)]
     assert all(one["input_token_logprobs"] == [[None, 1, None], [-0.5, 2, None]] for one in found)
     assert len(found[-1]["output_token_logprobs"]) == 3
 
 
-async def test_each_prompt_and_choice_its_own(
-    decode_server: Server, session: aiohttp.ClientSession
-) -> None:
+async def test_each_prompt_and_choice_its_own(alone: Role) -> None:
     document = body(
         text=["w1 w2", "w5 w6 w7"],
         return_logprob=True,
@@ -130,30 +103,28 @@ async def test_each_prompt_and_choice_its_own(
         bootstrap_room=[7, 8, 9, 10],
     )
     document |= {"bootstrap_host": ["127.0.0.1"] * 4, "bootstrap_port": None}
-    status, answer = await post(session, decode_server, document)
-    assert status == 200
-    assert [[t[1] for t in one["meta_info"]["input_token_logprobs"]] for one in answer] == [
-        [1, 2]
-    ] * 2 + [[6, 7]] * 2
-    for one in answer:
-        assert (one["text"], one["output_ids"], one["meta_info"]["output_token_logprobs"]) == (
-            "",
-            [],
-            [],
-        )
-        assert one["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
-        assert one["meta_info"]["completion_tokens"] == 0
-    assert [one["meta_info"]["prompt_tokens"] for one in answer] == [2, 2, 3, 3]
+    answers = await alone.post("/generate", document)
+    for answer, ids, tokens in zip(
+        answers, ([1, 2], [1, 2], [6, 7], [6, 7]), (2, 2, 3, 3), strict=True
+    ):
+        assert (answer["text"], answer["output_ids"]) == ("", [])
+        found = answer["meta_info"]
+        assert [one[1] for one in found["input_token_logprobs"]] == ids
+        assert found["output_token_logprobs"] == []
+        assert found["finish_reason"] == {"type": "length", "length": 0}
+        assert (found["prompt_tokens"], found["completion_tokens"]) == (tokens, 0)
 
 
-async def test_prefills_own_answer_has_none(
-    prefill_server: Server, session: aiohttp.ClientSession
-) -> None:
+async def test_prefills_own_answer_has_none(prefill: Role) -> None:
     """sglang_router puts prefill's before decode's, which has all of them."""
     document = body(return_logprob=True, logprob_start_len=0, bootstrap_room=99)
-    status, answer = await post(session, prefill_server, document)
-    assert status == 200
+    answer = await prefill.post("/generate", document)
     assert answer["meta_info"]["input_token_logprobs"] == []
+
+
+def tokens_of(usage: openai.types.CompletionUsage | None) -> tuple[int, int, int]:
+    assert usage is not None
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 
 async def test_echo_with_logprobs(client: openai.AsyncOpenAI) -> None:
@@ -169,12 +140,7 @@ async def test_echo_with_logprobs(client: openai.AsyncOpenAI) -> None:
     assert first.text_offset == [0, 2, 4]
     assert answer.choices[3].logprobs is not None
     assert answer.choices[3].logprobs.tokens == ["w5", "w6", "w7", "w8"]
-    assert answer.usage is not None
-    assert (
-        answer.usage.prompt_tokens,
-        answer.usage.completion_tokens,
-        answer.usage.total_tokens,
-    ) == (5, 4, 9)
+    assert tokens_of(answer.usage) == (5, 4, 9)
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
@@ -191,62 +157,42 @@ async def test_an_echo_of_the_prompt_alone(
         assert (choice.logprobs is None) == (logprobs is None)
         if choice.logprobs is not None:
             assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 0)
+    assert tokens_of(answer.usage) == (4, 0, 4)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])
 async def test_a_streamed_echo_is_the_whole_answer_in_parts(
-    client: openai.AsyncOpenAI,
-    max_tokens: int,
+    client: openai.AsyncOpenAI, max_tokens: int
 ) -> None:
-    arguments: Any = {
-        "model": "fake",
-        "prompt": ["w1 w2", "w5"],
-        "n": 2,
-        "echo": True,
-        "logprobs": 1,
-    }
+    arguments: Any = {"model": "fake", "prompt": ["w1 w2", "w5"], "n": 2, "echo": True}
+    arguments["logprobs"] = 1
     whole = await client.completions.create(**arguments, max_tokens=max_tokens)
     stream = await client.completions.create(
         **arguments, max_tokens=max_tokens, stream=True, stream_options={"include_usage": True}
     )
     chunks = [chunk async for chunk in stream]
     for index, choice in enumerate(whole.choices):
-        mine = [
-            chunk.choices[0]
-            for chunk in chunks
-            if chunk.choices and chunk.choices[0].index == index
-        ]
+        mine = [one for chunk in chunks for one in chunk.choices if one.index == index]
         assert "".join(one.text for one in mine).replace(" ", "") == choice.text.replace(" ", "")
         assert [one.finish_reason for one in mine][-1] == choice.finish_reason == "length"
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             parts = [getattr(one.logprobs, name) for one in mine]
             assert [value for part in parts for value in part] == getattr(choice.logprobs, name)
     assert chunks[-1].usage == whole.usage
-    assert whole.usage is not None
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 4 * max_tokens)
+    assert tokens_of(whole.usage) == (3, 4 * max_tokens, 3 + 4 * max_tokens)
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "text"),
     [
         ("/generate", {"logprob_start_len": 4}, "logprob_start_len 4 is outside the prompt, 0..3"),
-        (
-            "/generate",
-            {"logprob_start_len": -2},
-            "logprob_start_len -2 is outside the prompt, 0..3",
-        ),
+        ("/generate", {"logprob_start_len": -2}, "logprob_start_len -2 is outside the prompt"),
         ("/generate", {"logprob_start_len": "0"}, "logprob_start_len"),
         ("/generate", {"logprob_start_len": [0, 1]}, "logprob_start_len: 2 entries for 1 prompts"),
         ("/generate", {"token_ids_logprob": [100]}, "token_ids_logprob: token id 100 is outside"),
         ("/generate", {"token_ids_logprob": [1] * 129}, "token_ids_logprob: 129 ids, limit 128"),
         ("/generate", {"token_ids_logprob": [1, [2]]}, "token_ids_logprob must be one list"),
-        (
-            "/generate",
-            {"token_ids_logprob": [[1], [2]]},
-            "token_ids_logprob: 2 entries for 1 prompts",
-        ),
+        ("/generate", {"token_ids_logprob": [[1], [2]]}, "token_ids_logprob: 2 entries for 1"),
         ("/generate", {"top_logprobs_num": 21}, "top_logprobs_num"),
         ("/v1/completions", {"max_tokens": -1}, "max_tokens"),
         ("/v1/completions", {"max_tokens": 0, "min_tokens": 1}, "(min_tokens) 1 is outside 0..0"),
@@ -254,23 +200,14 @@ async def test_a_streamed_echo_is_the_whole_answer_in_parts(
     ],
 )
 async def test_what_cannot_be_is_refused_and_ends_both_legs(
-    prefill: Role,
-    prefill_server: Server,
-    session: aiohttp.ClientSession,
-    path: str,
-    fields: dict[str, Any],
-    text: str,
+    prefill: Role, path: str, fields: dict[str, Any], text: str
 ) -> None:
     document = {
         "/generate": body(text=TEXT, return_logprob=True),
         "/v1/completions": {"prompt": TEXT, "echo": True, "logprobs": 1, **META},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}], **META},
     }[path] | fields
-    status, answer = await post(session, prefill_server, document, path)
-    assert (status, prefill.service.requests) == (400, [])
-    assert text in answer["error"]["message"]
-    ((room, cause),) = prefill.service.refused
-    assert (room, cause.code) == (7, Code.BAD_REQUEST)
+    assert text in (await prefill.refuses(path, document))["message"]
 
 
 BIG: dict[str, dict[str, Any]] = {
@@ -285,35 +222,22 @@ BIG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", BIG)
-async def test_those_of_all_choices_together_are_bounded(
-    session: aiohttp.ClientSession, path: str
-) -> None:
+async def test_those_of_all_choices_together_are_bounded(path: str) -> None:
     """256 hand-overs of a MiB each were written as a gigabyte of JSON."""
-    role = Role(FakeService("prefill", Meeting(), pool_tokens=10_000))
-    role.service.limits = EngineLimits(10_000, 100, 1, 10_000)
-    role.pipeline.request_limits = msgspec.structs.replace(
-        role.pipeline.request_limits, engine=role.service.limits
-    )
     tokens = MAX_SCORES_BYTES // 128 // (4 + 8 * 20)
     name = "input_ids" if path == "/generate" else "prompt"
-    async with served(role.app) as server:
-        status, _ = await post(
-            session, server, {name: [1] * (tokens + 1), **BIG[path], **META}, path
+    async with Role(FakeService("prefill", Meeting(), pool_tokens=10_000)) as role:
+        role.service.limits = EngineLimits(10_000, 100, 1, 10_000)
+        role.pipeline.request_limits = msgspec.structs.replace(
+            role.pipeline.request_limits, engine=role.service.limits
         )
         # The first token of a prompt has none.
-        assert (status, len(role.service.requests)) == (200, 128)
-        status, answer = await post(
-            session, server, {name: [1] * (tokens + 2), **BIG[path], **META}, path
-        )
-        assert (status, len(role.service.requests)) == (400, 128)
-    error = answer["error"]
+        await role.post(path, {name: [1] * (tokens + 1), **BIG[path], **META})
+        assert len(role.service.requests) == 128
+        error = await role.refuses(path, {name: [1] * (tokens + 2), **BIG[path], **META})
     assert error["param"] == ("top_logprobs_num" if path == "/generate" else "logprobs")
-    assert (
-        f"128 completions are {(tokens + 1) * 164 * 128} bytes, limit {MAX_SCORES_BYTES}"
-        in error["message"]
-    )
-    ((room, cause),) = role.service.refused
-    assert (room, cause.code) == (7, Code.BAD_REQUEST)
+    size = (tokens + 1) * 164 * 128
+    assert f"128 completions are {size} bytes, limit {MAX_SCORES_BYTES}" in error["message"]
 
 
 def test_two_tokens_of_one_label_are_the_more_likely_one() -> None:

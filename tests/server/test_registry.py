@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import socket
 import subprocess
 import sys
@@ -14,9 +13,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvflow.http.authorization import Keys
 from kvflow.protocols.errors import LostError, MisuseError, PeerError, WireError
@@ -38,7 +37,7 @@ from kvflow.transports.control.registry import (
     RegistryClient,
     _parsed,
 )
-from tests.server.fake_service import Server, served
+from tests.server.servers import Client, Server
 
 RANK = RankInfo(0, 1, (1 << 64) - 1, "tcp://127.0.0.1:5", "local", "m", PoolShape(16, 8, 1024, 2))
 
@@ -48,29 +47,28 @@ async def table() -> RankTable:
     return RankTable()
 
 
-@asynccontextmanager
-async def application(table: RankTable, api_key: str = "") -> AsyncIterator[Server]:
-    async with served(registry_app(table, RoleMetrics(), Keys(admin=api_key))) as server:
-        yield server
+Serving = Callable[..., AbstractAsyncContextManager[Client]]
+
+
+def application(table: RankTable, api_key: str = "") -> Server:
+    return Server(registry_app(table, RoleMetrics(), Keys(admin=api_key)))
 
 
 @asynccontextmanager
-async def bare(table: RankTable, api_key: str = "") -> AsyncIterator[Server]:
-    async with serve_ranks(table, "127.0.0.1", 0, api_key) as port:
-        yield Server(port)
+async def bare(table: RankTable, api_key: str = "") -> AsyncIterator[Client]:
+    async with serve_ranks(table, "127.0.0.1", 0, api_key) as port, Client(port) as client:
+        yield client
 
 
 @pytest.fixture(params=[application, bare])
-def serving(request: pytest.FixtureRequest) -> Callable[..., AbstractAsyncContextManager[Server]]:
+def serving(request: pytest.FixtureRequest) -> Serving:
     """Every test that takes this runs against both registries."""
-    made: Callable[..., AbstractAsyncContextManager[Server]] = request.param
+    made: Serving = request.param
     return made
 
 
 @pytest.fixture
-async def registry(
-    table: RankTable, serving: Callable[..., AbstractAsyncContextManager[Server]]
-) -> AsyncIterator[Server]:
+async def registry(table: RankTable, serving: Serving) -> AsyncIterator[Client]:
     async with serving(table) as server:
         yield server
 
@@ -80,31 +78,25 @@ def client() -> RegistryClient:
     return RegistryClient()
 
 
-def place(server: Server) -> str:
+def place(server: Client) -> str:
     return f"127.0.0.1:{server.port}"
 
 
-async def test_what_is_registered_is_resolved(registry: Server, client: RegistryClient) -> None:
-    await client.register(place(registry), RANK)
-    assert await client.resolve(place(registry)) == [RANK]
-
-
-async def test_a_restarted_rank_replaces_itself(registry: Server, client: RegistryClient) -> None:
-    await client.register(place(registry), RANK)
-    again = msgspec.structs.replace(RANK, incarnation=5, control="tcp://127.0.0.1:6")
-    await client.register(place(registry), again)
-    assert await client.resolve(place(registry)) == [again]
+async def test_what_is_registered_is_resolved_until_the_rank_restarts(
+    registry: Client, client: RegistryClient
+) -> None:
+    for info in (RANK, replace(RANK, incarnation=5, control="tcp://127.0.0.1:6")):
+        await client.register(place(registry), info)
+        assert await client.resolve(place(registry)) == [info]
 
 
 async def test_with_the_key_a_new_world_size_forgets_the_old_world(
-    table: RankTable, serving: Callable[..., AbstractAsyncContextManager[Server]]
+    table: RankTable, serving: Serving
 ) -> None:
     client = RegistryClient("sesame")
     async with serving(table, "sesame") as registry:
         for rank in (1, 0):
-            await client.register(
-                place(registry), msgspec.structs.replace(RANK, rank=rank, world_size=2)
-            )
+            await client.register(place(registry), replace(RANK, rank=rank, world_size=2))
         assert [info.rank for info in await client.resolve(place(registry))] == [0, 1]
         await client.register(place(registry), RANK)
         assert await client.resolve(place(registry)) == [RANK]
@@ -120,50 +112,43 @@ async def test_with_the_key_a_new_world_size_forgets_the_old_world(
     ],
 )
 async def test_a_stranger_cannot_put_ranks_of_another_world(
-    registry: Server,
-    session: aiohttp.ClientSession,
-    client: RegistryClient,
-    changes: dict[str, Any],
-    why: str,
+    registry: Client, client: RegistryClient, changes: dict[str, Any], why: str
 ) -> None:
-    ranks = [msgspec.structs.replace(RANK, rank=rank, world_size=2) for rank in range(2)]
+    ranks = [replace(RANK, rank=rank, world_size=2) for rank in range(2)]
     for info in ranks:
         await client.register(place(registry), info)
-    lie = msgspec.structs.replace(ranks[1], incarnation=66, **changes)
-    async with session.put(registry.make_url("/ranks/1"), json=rank_to_json(lie)) as answer:
-        assert answer.status == 409
-        assert why in json.loads(await answer.read())["error"]["message"]
+    lie = replace(ranks[1], incarnation=66, **changes)
+    answer = await registry.call("PUT", "/ranks/1", rank_to_json(lie))
+    assert answer.status == 409 and why in answer.json["error"]["message"]
     assert await client.resolve(place(registry)) == ranks
 
 
 @pytest.mark.parametrize("key", ["", "sesame"])
 async def test_a_rank_of_the_process_itself_is_not_replaced_from_outside(
-    key: str,
-    table: RankTable,
-    serving: Callable[..., AbstractAsyncContextManager[Server]],
+    key: str, table: RankTable, serving: Serving
 ) -> None:
     table.put(RANK)
     client = RegistryClient(key)
     async with serving(table, key) as registry:
         for lie in (
-            msgspec.structs.replace(RANK, incarnation=66),
-            msgspec.structs.replace(RANK, rank=1, world_size=2),
-            msgspec.structs.replace(RANK, rank=3, world_size=7),
+            replace(RANK, incarnation=66),
+            replace(RANK, rank=1, world_size=2),
+            replace(RANK, rank=3, world_size=7),
         ):
             with pytest.raises(WireError, match="answered 409"):
                 await client.register(place(registry), lie)
         assert await client.resolve(place(registry)) == [RANK]
-    again = msgspec.structs.replace(RANK, incarnation=5)
+    again = replace(RANK, incarnation=5)
     table.put(again)
     assert table.all() == [again]
 
 
 async def test_missing_ranks_are_not_served_as_complete(
-    registry: Server, client: RegistryClient
+    registry: Client, client: RegistryClient
 ) -> None:
     with pytest.raises(LostError, match="0 ranks"):
         await client.resolve(place(registry))
-    await client.register(place(registry), msgspec.structs.replace(RANK, rank=1, world_size=2))
+    await client.register(place(registry), replace(RANK, rank=1, world_size=2))
     with pytest.raises(LostError, match="1 ranks"):
         await client.resolve(place(registry))
 
@@ -188,34 +173,28 @@ async def test_nobody_there_is_lost(client: RegistryClient) -> None:
     ],
 )
 async def test_bad_ranks_are_refused_and_change_nothing(
-    registry: Server, table: RankTable, session: aiohttp.ClientSession, changes: dict[str, Any]
+    registry: Client, table: RankTable, changes: dict[str, Any]
 ) -> None:
-    async with session.put(
-        registry.make_url("/ranks/0"), json={**rank_to_json(RANK), **changes}
-    ) as answer:
-        assert answer.status == 400
-        assert json.loads(await answer.read())["error"]["message"]
+    answer = await registry.call("PUT", "/ranks/0", {**rank_to_json(RANK), **changes})
+    assert answer.status == 400
+    assert answer.json["error"]["message"]
     assert table.all() == []
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b'"\xff"', b"[" * 4000])
-async def test_malformed_puts_are_refused(
-    registry: Server, session: aiohttp.ClientSession, raw: bytes
-) -> None:
-    async with session.put(registry.make_url("/ranks/0"), data=raw) as answer:
-        assert answer.status == 400
+async def test_malformed_puts_are_refused(registry: Client, raw: bytes) -> None:
+    answer = await registry.call("PUT", "/ranks/0", data=raw)
+    assert answer.status == 400
 
 
-async def test_a_rank_can_only_put_itself(registry: Server, session: aiohttp.ClientSession) -> None:
-    async with session.put(registry.make_url("/ranks/1"), json=rank_to_json(RANK)) as answer:
-        assert answer.status == 400
-    async with session.put(registry.make_url("/ranks/0"), json=rank_to_json(RANK)) as answer:
-        assert (answer.status, json.loads(await answer.read())) == (200, {"ranks": 1})
+async def test_a_rank_can_only_put_itself(registry: Client) -> None:
+    answer = await registry.call("PUT", "/ranks/1", rank_to_json(RANK))
+    assert answer.status == 400
+    answer = await registry.call("PUT", "/ranks/0", rank_to_json(RANK))
+    assert (answer.status, answer.json) == (200, {"ranks": 1})
 
 
-async def test_the_key_is_asked_for(
-    table: RankTable, serving: Callable[..., AbstractAsyncContextManager[Server]]
-) -> None:
+async def test_the_key_is_asked_for(table: RankTable, serving: Serving) -> None:
     stranger, friend = RegistryClient(), RegistryClient("sesame")
     async with serving(table, "sesame") as server:
         with pytest.raises(WireError, match="401"):
@@ -253,38 +232,28 @@ async def test_an_answer_in_chunks_is_understood(client: RegistryClient) -> None
         assert await client.resolve(where) == [RANK]
 
 
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        (b"", "closed without an answer"),
-        (OK + b"Content-Length: 50\r\n\r\n{}", "closed before the end of the answer"),
-    ],
-)
-async def test_an_answer_that_breaks_off_is_lost(
-    client: RegistryClient, answer: bytes, text: str
-) -> None:
-    async with answering(answer) as where:
-        with pytest.raises(LostError, match=text):
-            await client.resolve(where)
+REDIRECTED = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n"
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"),
+    ("answer", "error", "text"),
     [
-        (b"SSH-2.0-OpenSSH\r\n", "not HTTP"),
-        (OK + b"Content-Length: 4\r\n\r\nnope", "JSON"),
-        (OK + b"\r\n" + b"[" * 100_000, "/ranks: "),
-        (OK + b'\r\n{"ranks": 7}', "no list of ranks"),
-        (OK + b'\r\n{"ranks": [7]}', "rank: "),
-        (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n", "answered 302"),
-        (OK + b"\r\n" + b" " * (MAX_ANSWER_BYTES + 1), "over the limit of 4194304 bytes"),
+        (b"", LostError, "closed without an answer"),
+        (OK + b"Content-Length: 50\r\n\r\n{}", LostError, "closed before the end of the answer"),
+        (b"SSH-2.0-OpenSSH\r\n", WireError, "not HTTP"),
+        (OK + b"Content-Length: 4\r\n\r\nnope", WireError, "JSON"),
+        (OK + b"\r\n" + b"[" * 100_000, WireError, "/ranks: "),
+        (OK + b'\r\n{"ranks": 7}', WireError, "no list of ranks"),
+        (OK + b'\r\n{"ranks": [7]}', WireError, "rank: "),
+        (REDIRECTED, WireError, "answered 302"),
+        (OK + b"\r\n" + b" " * (MAX_ANSWER_BYTES + 1), WireError, "limit of 4194304 bytes"),
     ],
 )
-async def test_an_answer_that_makes_no_sense_is_refused(
-    client: RegistryClient, answer: bytes, text: str
+async def test_an_answer_that_breaks_off_is_lost_and_one_that_makes_no_sense_is_refused(
+    client: RegistryClient, answer: bytes, error: type[Exception], text: str
 ) -> None:
     async with answering(answer) as where:
-        with pytest.raises(WireError, match=text):
+        with pytest.raises(error, match=text):
             await client.resolve(where)
 
 
@@ -306,30 +275,12 @@ async def test_cancelling_does_not_wait_for_the_answer() -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        *(
-            "",
-            "10.0.0.1",
-            "10.0.0.1:",
-            "h:0",
-            "h:65536",
-            "h:80/x",
-            "h:80 ",
-            "u@h:80",
-            "::1:80",
-            "h:80\r\nX: y",
-            "é:80",
-        ),
+        *("", "10.0.0.1", "10.0.0.1:", "h:0", "h:65536", "h:80/x", "h:80 ", "u@h:80", "::1:80"),
+        *("h:80\r\nX: y", "é:80"),
         # What DNS cannot carry.
         *("x" * 64 + ":80", "a..b:80", ".:80", ".".join(["x" * 60] * 5) + ":80"),
-        *(
-            "[]:80",
-            "[h]:80",
-            "[::1..2]:80",
-            "[1:2]:80",
-            "[::1%]:80",
-            "[::1%a..b]:80",
-            "[::1%" + "x" * 60 + "]:80",
-        ),
+        *("[]:80", "[h]:80", "[::1..2]:80", "[1:2]:80", "[::1%]:80", "[::1%a..b]:80"),
+        "[::1%" + "x" * 60 + "]:80",
     ],
 )
 async def test_a_word_that_names_no_registry_is_misuse(client: RegistryClient, word: str) -> None:
@@ -355,18 +306,7 @@ def test_neither_client_nor_bare_registry_needs_a_server_package() -> None:
 # --- the bare library's registry
 
 
-async def exchanged(port: int, *parts: bytes, half_close: bool = False) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    for part in parts:
-        writer.write(part)
-    if half_close:
-        writer.write_eof()
-    try:
-        return await asyncio.wait_for(reader.read(), 20)
-    except ConnectionResetError:
-        return b""
-    finally:
-        writer.transport.abort()
+SIZED = b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: %b\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -382,23 +322,17 @@ async def exchanged(port: int, *parts: bytes, half_close: bool = False) -> bytes
         (b"GET /ranks HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n", b"400 Bad Request"),
         (b"GET /ranks HTTP/1.1\r\nX: " + b"y" * (17 << 10) + b"\r\n\r\n", b"431 Request Header"),
         (b"PUT /ranks/0 HTTP/1.1\r\n\r\n", b"411 Length Required"),
-        (b'PUT /ranks/0 HTTP/1.1\r\nContent-Length: 3\r\n\r\n"\xff"', b"400 Bad Request"),
-        (b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"411 Length Required"),
-        (
-            b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: 65537\r\n\r\n",
-            b"413 Request Entity Too Large",
-        ),
-        (
-            b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
-            b"413 Request Entity",
-        ),
+        (SIZED % b"3" + b'"\xff"', b"400 Bad Request"),
+        (SIZED % b"-1", b"411 Length Required"),
+        (SIZED % b"65537", b"413 Request Entity Too Large"),
+        (SIZED % (b"9" * 5000), b"413 Request Entity Too Large"),
     ],
 )
 async def test_strange_requests_are_answered(
     table: RankTable, request_bytes: bytes, answer: bytes
 ) -> None:
     async with bare(table) as server:
-        assert (await exchanged(server.port, request_bytes)).startswith(b"HTTP/1.1 " + answer)
+        assert (await server.exchanged(request_bytes)).startswith(b"HTTP/1.1 " + answer)
         await RegistryClient().register(place(server), RANK)  # and the next good one works
         assert table.all() == [RANK]
 
@@ -406,19 +340,16 @@ async def test_strange_requests_are_answered(
 async def test_other_documents_are_got_and_nothing_else(table: RankTable) -> None:
     documents = {"/metrics": lambda: rank_server.json_answer({"rooms": 3})}
     async with serve_ranks(table, "127.0.0.1", documents=documents) as port:
-        got = await exchanged(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+        got = await Client(port).exchanged(b"GET /metrics HTTP/1.1\r\n\r\n")
         assert got.startswith(b"HTTP/1.1 200 OK") and got.endswith(b'{"rooms":3}')
-        posted = await exchanged(port, b"POST /metrics HTTP/1.1\r\n\r\n")
-        assert (
-            posted.startswith(b"HTTP/1.1 404 Not Found")
-            and b"GET /ranks, GET /metrics and PUT" in posted
-        )
+        posted = await Client(port).exchanged(b"POST /metrics HTTP/1.1\r\n\r\n")
+        assert posted.startswith(b"HTTP/1.1 404 Not Found")
+        assert b"GET /ranks, GET /metrics and PUT" in posted
 
 
 async def test_a_body_that_breaks_off_registers_nothing(table: RankTable) -> None:
     async with bare(table) as server:
-        head = b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: 50\r\n\r\n"
-        assert await exchanged(server.port, head, b"{}", half_close=True) == b""
+        assert await server.exchanged(SIZED % b"50", b"{}", half_close=True) == b""
     assert table.all() == []
 
 
@@ -427,7 +358,7 @@ async def test_a_client_that_says_nothing_is_cut_off(
 ) -> None:
     monkeypatch.setattr(rank_server, "REQUEST_S", 0.05)
     async with bare(table) as server:
-        assert await exchanged(server.port, b"GET /ranks HTTP/1.1\r\n") == b""
+        assert await server.exchanged(b"GET /ranks HTTP/1.1\r\n") == b""
 
 
 async def test_connections_are_bounded_and_ended(
@@ -437,7 +368,7 @@ async def test_connections_are_bounded_and_ended(
     others = asyncio.all_tasks()
     async with bare(table) as server:
         silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
-        assert await exchanged(server.port, b"GET /health HTTP/1.1\r\n\r\n") == b""
+        assert await server.exchanged(b"GET /health HTTP/1.1\r\n\r\n") == b""
     assert asyncio.all_tasks() == others
     for reader, writer in silent:  # leaving the block does not wait for them
         with suppress(ConnectionResetError):
@@ -493,20 +424,15 @@ async def test_a_port_that_is_taken_is_named(table: RankTable) -> None:
                 pass
 
 
-def of_group(dp_rank: int, rank: int, dp_size: int = 3, **changes: object) -> RankInfo:
+def of_group(dp_rank: int, rank: int, dp_size: int = 3) -> RankInfo:
     control = f"tcp://127.0.0.1:{10 + 2 * dp_rank + rank}"
-    fields = {
-        "rank": rank,
-        "world_size": 2,
-        "dp_rank": dp_rank,
-        "dp_size": dp_size,
-        "control": control,
-    }
-    return msgspec.structs.replace(RANK, **fields | changes)
+    group = {"dp_rank": dp_rank, "dp_size": dp_size}
+    return replace(RANK, rank=rank, world_size=2, control=control, **group)
 
 
-async def test_a_data_parallel_prefill_has_its_groups_in_one_registry(registry: Server) -> None:
-    client = RegistryClient()
+async def test_a_data_parallel_prefill_has_its_groups_in_one_registry(
+    registry: Client, client: RegistryClient
+) -> None:
     every = [of_group(dp_rank, rank) for dp_rank in range(3) for rank in range(2)]
     for info in every[::-1]:
         with pytest.raises(LostError, match="ranks have registered so far"):

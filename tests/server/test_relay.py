@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -17,7 +19,7 @@ from kvflow.router.answer import ClientAnswer
 from kvflow.router.legs import Leg, LegFailedError, PairFailedError, error_in, split_opening
 from kvflow.router.measures import RouterMeasures
 from kvflow.router.workers import Worker
-from tests.server.fake_service import served
+from tests.server.servers import answers, serving
 
 
 class _Decode:
@@ -56,6 +58,12 @@ class Out(web.StreamResponse):
         self.ended = True
 
 
+async def relay(out: Out, pieces: list[Any]) -> None:
+    answer = ClientAnswer(None, RouterMeasures())  # type: ignore[arg-type]
+    answer._stream = out
+    await answer.relay(_Decode(pieces), None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("lost", [False, True])
 @given(data=st.data())
 @settings(max_examples=60)
@@ -78,13 +86,7 @@ def test_events_are_relayed_whole_however_they_come(lost: bool, data: st.DataObj
         pieces.append(LegFailedError(Worker("decode", "http://127.0.0.1:1"), "lost"))
         whole = raw[: raw.rfind(b"\n\n", 0, end) + 2]
     out = Out()
-
-    async def relayed() -> None:
-        answer = ClientAnswer(None, RouterMeasures())  # type: ignore[arg-type]
-        answer._stream = out
-        await answer.relay(_Decode(pieces), None)  # type: ignore[arg-type]
-
-    asyncio.run(relayed())
+    asyncio.run(relay(out, pieces))
     seen = b"".join(out.written)
     assert seen.startswith(whole) and out.ended
     assert seen[len(whole) :].startswith(b'data: {"error"' if lost else b"")
@@ -93,11 +95,9 @@ def test_events_are_relayed_whole_however_they_come(lost: bool, data: st.DataObj
 
 async def test_an_event_that_comes_apart_within_a_line_waits_for_its_end() -> None:
     out = Out()
-    answer = ClientAnswer(None, RouterMeasures())  # type: ignore[arg-type]
-    answer._stream = out
     within = [b"id: 1\n", b"data: b\n", b"\n", b"id: 2", b"\ndata: c", b"\n\n"]
     pieces: list[Any] = [b"data: a\n\n", *within, b"data: d\n\n"]
-    await answer.relay(_Decode(pieces), None)  # type: ignore[arg-type]
+    await relay(out, pieces)
     whole = [b"data: a\n\n", b"id: 1\ndata: b\n\n", b"id: 2\ndata: c\n\n", b"data: d\n\n"]
     assert out.written == whole
 
@@ -111,10 +111,9 @@ OPENING = (
 async def test_a_comment_between_what_opens_a_chat_and_its_error_hides_no_error() -> None:
     """Another pair may serve the request: nothing has been generated."""
     error = b'data: {"error": {"message": "no pages", "code": 503}}\n\n'
-    answer, out = ClientAnswer(None, RouterMeasures()), Out()  # type: ignore[arg-type]
-    answer._stream = out
+    out = Out()
     with pytest.raises(PairFailedError):
-        await answer.relay(_Decode([OPENING + b": ka\n\n" + error]), None)  # type: ignore[arg-type]
+        await relay(out, [OPENING + b": ka\n\n" + error])
     assert out.written == [b": ka\n\n"] and not out.ended
 
 
@@ -149,58 +148,52 @@ def test_an_error_event_has_the_status_of_its_code(code: bytes, status: int) -> 
     assert (failure.status if failure else 0) == status
 
 
-async def test_how_a_closed_leg_ends_is_no_complaint_of_the_event_loop(
-    session: aiohttp.ClientSession,
-) -> None:
+@asynccontextmanager
+async def leg_to(worker: Worker) -> AsyncIterator[Leg]:
+    async with aiohttp.ClientSession() as session:
+        yield Leg(session, worker, "/generate", b"{}", {})
+
+
+async def test_how_a_closed_leg_ends_is_no_complaint_of_the_event_loop() -> None:
     """The first failure of a pair has been reported, and ends the other leg, whatever becomes of
     it.
     """
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     worker = Worker("decode", "http://127.0.0.1:1")
-    leg = Leg(session, worker, "/generate", b"{}", {})
 
     async def fail() -> None:
         raise LegFailedError(worker, "it is gone")
 
     task = asyncio.create_task(fail())
-    task.add_done_callback(leg.dispose)
-    await asyncio.wait([task])
-    await asyncio.sleep(0)  # done callbacks run in the next turn of the loop
+    async with leg_to(worker) as leg:
+        task.add_done_callback(leg.dispose)
+        await asyncio.wait([task])
+        await asyncio.sleep(0)  # done callbacks run in the next turn of the loop
     del task
     gc.collect()
     assert complaints == []
 
 
-async def test_an_error_that_calls_itself_a_stream_is_a_complete_answer(
-    session: aiohttp.ClientSession,
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (503, "data: {}\n\n"),
+        (200, ': wait\n\ndata: {"error": {"code": "capacity", "message": "full"}}\n\n'),
+    ],
+    ids=["an error that calls itself a stream", "a stream that begins with an error"],
+)
+async def test_a_leg_that_fails_at_once_has_one_answer_when_it_is_complete(
+    status: int, text: str
 ) -> None:
-    async def fail(_: web.Request) -> web.Response:
-        return web.Response(status=503, text="data: {}\n\n", content_type="text/event-stream")
-
-    app = web.Application()
-    app.add_routes([web.post("/generate", fail)])
-    async with served(app) as server:
-        leg = Leg(
-            session, Worker("decode", f"http://127.0.0.1:{server.port}"), "/generate", b"{}", {}
-        )
-        answer = await leg.begin()
-        assert isinstance(answer, web.Response) and answer.status == 503
-        leg.close()
-
-
-async def test_a_stream_that_begins_with_an_error_is_that_error_when_it_is_complete(
-    session: aiohttp.ClientSession,
-) -> None:
-    async def fail(_: web.Request) -> web.Response:
-        error = b'data: {"error": {"code": "capacity", "message": "full"}}\n\n'
-        return web.Response(body=b": wait\n\n" + error, content_type="text/event-stream")
-
-    app = web.Application()
-    app.add_routes([web.post("/generate", fail)])
-    async with served(app) as server:
-        leg = Leg(
-            session, Worker("prefill", f"http://127.0.0.1:{server.port}"), "/generate", b"{}", {}
-        )
-        assert (await leg.complete()).status == 503
+    fail = answers(text, status=status, content_type="text/event-stream")
+    async with (
+        serving(web.post("/generate", fail)) as server,
+        leg_to(Worker("decode", server.url)) as leg,
+    ):
+        if status == 503:
+            first = await leg.begin()
+            assert isinstance(first, web.Response) and first.status == 503
+        else:
+            assert (await leg.complete()).status == 503
         leg.close()

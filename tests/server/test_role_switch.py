@@ -5,129 +5,86 @@ start.
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
 
 from kvflow.http.authorization import Keys
 from kvflow.http.errors import ConflictError
 from kvflow.protocols.errors import MisuseError
 from kvflow.serve.http import role_switch
-from tests.server.fake_service import FakeService, Meeting, Role, RunningFake, Server
+from kvflow.testing.pair import until
+from tests.server.fake_service import FakeService, Meeting, Role, RunningFake, body
 
 AT_REST = {"pages_free": 4, "pages_at_rest": True, "rooms_by_state": {}, "running": 0, "waiting": 0}
-KEY = "sesame"
 
 
 @pytest.fixture
-async def decode(meeting: Meeting) -> Role:
+async def decode(meeting: Meeting) -> AsyncIterator[Role]:
     """At rest, with a prefill that it could become."""
-    role = Role(FakeService("decode", meeting), keys=Keys(admin=KEY))
-    role.service.changed_report = AT_REST
-    turned = FakeService("prefill", meeting)
-    turned.incarnation = 0xDEF
-    role.other = RunningFake(turned, 9001)
-    return role
+    async with Role(FakeService("decode", meeting), keys=Keys(admin="sesame")) as role:
+        role.at_rest_before(FakeService("prefill", meeting))
+        yield role
 
 
-@pytest.fixture
-async def session() -> Any:
-    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as made:
-        yield made
+async def switch(decode: Role, **given: Any) -> Any:
+    return await decode.post("/switch_role", {"role": "prefill", **given})
 
 
-async def switch(session: aiohttp.ClientSession, server: Server, **body: Any) -> tuple[int, Any]:
-    async with session.post(
-        server.make_url("/switch_role"), json={"role": "prefill", **body}
-    ) as answer:
-        return answer.status, json.loads(await answer.read())
+async def refused(decode: Role, status: int, **given: Any) -> str:
+    error = await decode.refused(status, "/switch_role", {"role": "prefill", **given})
+    return str(error["message"])
 
 
-async def get(session: aiohttp.ClientSession, server: Server, path: str) -> Any:
-    async with session.get(server.make_url(path)) as answer:
-        return json.loads(await answer.read())
-
-
-async def test_a_decode_becomes_a_prefill(
-    decode: Role, decode_server: Server, meeting: Meeting, session: aiohttp.ClientSession
-) -> None:
-    before = await get(session, decode_server, "/server_info")
-    assert (before["started_as"], before["switching_to"], before["last_switch"]) == (
-        "decode",
-        None,
-        None,
-    )
+async def test_a_decode_becomes_a_prefill(decode: Role) -> None:
+    info = await decode.get("/server_info")
+    before = {"started_as": "decode", "switching_to": None, "last_switch": None}
+    assert info | before == info
     old = decode.role_switch._running
-    status, answer = await switch(session, decode_server)
-    assert (status, answer["role"], answer["switched"], answer["incarnation"]) == (
-        200,
-        "prefill",
-        True,
-        f"{0xDEF:016x}",
-    )
+    answer = await switch(decode)
+    switched = {"role": "prefill", "switched": True, "incarnation": f"{0xDEF:016x}"}
+    assert answer | switched == answer
     assert isinstance(old, RunningFake) and old.closed
-    info = await get(session, decode_server, "/server_info")
-    assert (info["role"], info["disaggregation_mode"], info["disaggregation_bootstrap_port"]) == (
-        "prefill",
-        "prefill",
-        9001,
-    )
-    assert (info["started_as"], info["draining"]) == ("decode", False)
+    info = await decode.get("/server_info")
+    after = {
+        "role": "prefill",
+        "disaggregation_mode": "prefill",
+        "disaggregation_bootstrap_port": 9001,
+        "started_as": "decode",
+        "draining": False,
+    }
+    assert info | after == info
     assert (info["last_switch"]["ok"], info["last_switch"]["error"]) == (True, None)
-    assert (await get(session, decode_server, "/health"))["status"] == "ok"
-    body = {
-        "text": "w1",
-        "bootstrap_room": 5,
-        "bootstrap_host": "h",
-        "sampling_params": {"max_new_tokens": 3},
-    }
-    async with session.post(decode_server.make_url("/generate"), json=body) as done:
-        assert (await done.json())["output_ids"] == [2]  # one token: a prefill answers
-    async with session.get(decode_server.make_url("/metrics")) as metrics:
-        assert "kvflow_decode_steps_total" not in await metrics.text()
-    status, answer = await switch(session, decode_server)
-    assert (status, answer["switched"], answer["seconds"]) == (200, False, None)  # it is one
+    assert (await decode.get("/health"))["status"] == "ok"
+    done = await decode.post("/generate", body())
+    assert done["output_ids"] == [3]  # one token: a prefill answers
+    assert "kvflow_decode_steps_total" not in await decode.metrics()
+    answer = await switch(decode)
+    assert (answer["switched"], answer["seconds"]) == (False, None)  # it is one
 
 
+@pytest.mark.parametrize(
+    "error",
+    [MisuseError("port 8998 on h is in use"), OSError("no memory"), ValueError("a bug")],
+    ids=repr,
+)
 async def test_a_role_that_does_not_start_leaves_the_old_one(
-    decode: Role,
-    decode_server: Server,
-    meeting: Meeting,
-    session: aiohttp.ClientSession,
-    caplog: pytest.LogCaptureFixture,
+    decode: Role, meeting: Meeting, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    for error in (
-        MisuseError("port 8998 on h is in use"),
-        OSError("no memory"),
-        ValueError("a bug"),
-    ):
-        decode.other = error
-        caplog.clear()
-        status, answer = await switch(session, decode_server)
-        text = f"this worker cannot serve as prefill, and serves as decode again: {error}"
-        assert (status, answer["error"]["message"]) == (500, text)
-        traced = [record.exc_info[1] for record in caplog.records if record.exc_info]
-        assert traced == ([error] if isinstance(error, ValueError) else []), (
-            "only a bug is worth its traceback"
-        )
-        info = await get(session, decode_server, "/server_info")
-        assert (info["role"], info["switching_to"], info["last_switch"]["error"]) == (
-            "decode",
-            None,
-            text,
-        )
-        assert (await get(session, decode_server, "/health"))["status"] == "ok"
-    meeting.of(1).set_result(None)
-    body = {
-        "text": "w1",
-        "bootstrap_room": 1,
-        "bootstrap_host": "h",
-        "sampling_params": {"max_new_tokens": 3},
-    }
-    async with session.post(decode_server.make_url("/generate"), json=body) as done:
-        assert (await done.json())["output_ids"] == [2, 3, 4]
+    decode.other = error
+    said = f"this worker cannot serve as prefill, and serves as decode again: {error}"
+    assert await refused(decode, 500) == said
+    traced = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert traced == ([error] if isinstance(error, ValueError) else []), (
+        "only a bug is worth its traceback"
+    )
+    info = await decode.get("/server_info")
+    assert (info["role"], info["switching_to"]) == ("decode", None)
+    assert info["last_switch"]["error"] == said
+    assert (await decode.get("/health"))["status"] == "ok"
+    meeting.come(7)
+    assert (await decode.post("/generate", body()))["output_ids"] == [3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -142,91 +99,55 @@ async def test_a_role_that_does_not_start_leaves_the_old_one(
     ],
 )
 async def test_a_worker_that_is_not_at_rest_keeps_its_role(
-    decode: Role,
-    decode_server: Server,
-    session: aiohttp.ClientSession,
-    changes: dict[str, Any],
-    said: str,
+    decode: Role, changes: dict[str, Any], said: str
 ) -> None:
     decode.service.changed_report = {**AT_REST, **changes}
     for drain_timeout_s, after in ((0, ""), (0.02, " after 0.02 s (drain_timeout_s)")):
-        status, answer = await switch(session, decode_server, drain_timeout_s=drain_timeout_s)
-        assert (status, answer["error"]["message"]) == (
-            409,
-            f"this worker is not idle{after}: {said}",
-        )
+        message = await refused(decode, 409, drain_timeout_s=drain_timeout_s)
+        assert message == f"this worker is not idle{after}: {said}"
         assert not decode.pipeline.draining
     assert decode.role_switch.role == "decode"
 
 
-async def test_a_worker_that_cannot_serve_keeps_its_role(
-    decode: Role, decode_server: Server, session: aiohttp.ClientSession
-) -> None:
+async def test_a_worker_that_cannot_serve_keeps_its_role(decode: Role) -> None:
     decode.service.unavailable_reason = "the engine has stopped"
-    status, answer = await switch(session, decode_server)
-    assert (status, answer["error"]["message"]) == (
-        409,
-        "this worker is not idle: the engine has stopped",
-    )
+    assert await refused(decode, 409) == "this worker is not idle: the engine has stopped"
 
 
-async def test_a_switch_waits_for_what_is_no_request_and_holds_up_nothing(
-    decode: Role, decode_server: Server, session: aiohttp.ClientSession
-) -> None:
+async def test_a_switch_waits_for_what_is_no_request_and_holds_up_nothing(decode: Role) -> None:
     decode.service.changed_report = {**AT_REST, "quarantine_pages": 2}
 
     def prove() -> None:
         decode.service.changed_report = AT_REST
 
     asyncio.get_running_loop().call_later(0.02, prove)
-    assert (await switch(session, decode_server, drain_timeout_s=20))[0] == 200
+    await switch(decode, drain_timeout_s=20)
 
 
 async def test_a_drain_lets_what_runs_end_and_refuses_what_comes(
-    decode: Role, decode_server: Server, meeting: Meeting, session: aiohttp.ClientSession
+    decode: Role, meeting: Meeting
 ) -> None:
     decode.service.gate.clear()
-    body = {
-        "text": "w1",
-        "bootstrap_room": 1,
-        "bootstrap_host": "h",
-        "sampling_params": {"max_new_tokens": 3},
-    }
-    meeting.of(1).set_result(None)
-    held = asyncio.create_task(session.post(decode_server.make_url("/generate"), json=body))
-    await asyncio.wait_for(decode.service.started.wait(), 5)
-    status, answer = await switch(session, decode_server)
-    assert (status, answer["error"]["message"]) == (409, "this worker is not idle: 1 requests")
-    switching = asyncio.create_task(switch(session, decode_server, drain_timeout_s=60))
-    async with asyncio.timeout(5):
-        while not decode.pipeline.draining:
-            await asyncio.sleep(0)
+    meeting.come(7)
+    held = asyncio.create_task(decode.post("/generate", body()))
+    await decode.begun()
+    assert await refused(decode, 409) == "this worker is not idle: 1 requests"
+    switching = asyncio.create_task(switch(decode, drain_timeout_s=60))
+    await until(lambda: decode.pipeline.draining)
     reason = "this worker switches from decode to prefill"
-    assert (await get(session, decode_server, "/health"))["error"]["message"] == reason
-    assert (await get(session, decode_server, "/server_info"))["switching_to"] == "prefill"
-    async with session.post(
-        decode_server.make_url("/generate"), json={**body, "bootstrap_room": 2}
-    ) as refused:
-        assert refused.status == 503
-        assert (await refused.json())["error"] | {"param": None} == {
-            "type": "service_unavailable",
-            "code": "shutdown",
-            "param": None,
-            "message": reason,
-        }
-    status, answer = await switch(session, decode_server)
-    assert (status, answer["error"]["message"]) == (409, "a switch to prefill is under way")
+    assert (await decode.get("/health", status=503))["error"]["message"] == reason
+    assert (await decode.get("/server_info"))["switching_to"] == "prefill"
+    error = await decode.refused(503, "/generate", body(bootstrap_room=8))
+    told = {"type": "service_unavailable", "code": "shutdown", "message": reason}
+    assert error | told == error
+    assert await refused(decode, 409) == "a switch to prefill is under way"
     decode.service.gate.set()
-    assert (await (await asyncio.wait_for(held, 5)).json())["output_ids"] == [2, 3, 4]
-    assert (await asyncio.wait_for(switching, 5))[0] == 200
+    assert (await asyncio.wait_for(held, 5))["output_ids"] == [3, 4, 5]
+    await asyncio.wait_for(switching, 5)
 
 
-async def test_a_caller_that_leaves_does_not_stop_a_switch(
-    decode: Role, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = asyncio.Event()
-    may_start = asyncio.Event()
-    ended = asyncio.Event()
+async def test_a_caller_that_leaves_does_not_stop_a_switch(decode: Role) -> None:
+    started, may_start, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
     other = decode.other
     assert isinstance(other, RunningFake)
 
@@ -245,11 +166,8 @@ async def test_a_caller_that_leaves_does_not_stop_a_switch(
     assert switching._switching is not None
     switching._switching.add_done_callback(lambda _: ended.set())
     await asyncio.wait_for(ended.wait(), 5)
-    assert (switching.role, decode.pipeline.service, decode.pipeline.draining) == (
-        "prefill",
-        other.service,
-        False,
-    )
+    assert (switching.role, decode.pipeline.draining) == ("prefill", False)
+    assert decode.pipeline.service is other.service
 
 
 async def test_a_server_that_is_stopped_in_mid_switch_does_not_come_back(decode: Role) -> None:
@@ -290,7 +208,7 @@ async def test_an_old_role_that_ends_in_disorder_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("given", "said"),
     [
         ({"role": "router"}, "role"),
         ({"role": None}, "role"),
@@ -298,8 +216,5 @@ async def test_an_old_role_that_ends_in_disorder_changes_nothing(
         ({"drain_timeout_s": "soon"}, "drain_timeout_s"),
     ],
 )
-async def test_bad_bodies_name_the_field(
-    decode_server: Server, session: aiohttp.ClientSession, body: Any, said: str
-) -> None:
-    status, answer = await switch(session, decode_server, **body)
-    assert status == 400 and said in answer["error"]["message"]
+async def test_bad_bodies_name_the_field(decode: Role, given: Any, said: str) -> None:
+    assert said in await refused(decode, 400, **given)

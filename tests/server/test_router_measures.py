@@ -8,116 +8,69 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
 
 from kvflow.http.errors import bounded_code
 from kvflow.protocols.errors import Cause, Code
-from kvflow.router.router import Router
-from kvflow.router.routes import router_app
-from tests.server.fake_service import FakeService, Meeting, Role, Server, served
-from tests.server.test_measures import labelled, samples, scrape
-
-Session = aiohttp.ClientSession
-BODY = {"text": "w1", "sampling_params": {"max_new_tokens": 3}}
+from tests.server.fake_service import BODY, Role
+from tests.server.servers import Front, labelled, summed
 
 
 @pytest.fixture
-async def spare(meeting: Meeting) -> AsyncIterator[Server]:
-    async with served(Role(FakeService("decode", meeting)).app) as server:
-        yield server
-
-
-@pytest.fixture
-async def router(
-    prefill_server: Server, decode_server: Server, spare: Server
-) -> AsyncIterator[Router]:
-    made = Router(
-        [prefill_server.url], [decode_server.url, spare.url], poll_s=3600, retry_timeout_s=0.1
-    )
-    await made.start()
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def server(router: Router) -> AsyncIterator[Server]:
-    async with served(router_app(router)) as made:
+async def front(prefill: Role, decode: Role, spare: Role) -> AsyncIterator[Front]:
+    async with Front([prefill], [decode, spare], retry_timeout_s=0.1) as made:
         yield made
 
 
-async def post(session: Session, server: Server, **changes: object) -> int:
-    async with session.post(server.make_url("/generate"), json={**BODY, **changes}) as answer:
-        await answer.read()
-        return answer.status
-
-
 async def test_requests_tries_and_first_tokens(
-    server: Server,
-    decode: Role,
-    prefill_server: Server,
-    decode_server: Server,
-    spare: Server,
-    session: Session,
-    caplog: pytest.LogCaptureFixture,
+    front: Front, decode: Role, prefill: Role, spare: Role, caplog: pytest.LogCaptureFixture
 ) -> None:
     decode.service.failure = Cause(Code.SHUTDOWN, "it drains")
     caplog.set_level(logging.INFO, logger="kvflow.router")
-    assert [await post(session, server, stream=n == 0) for n in range(4)] == [200] * 4
-    told = [r.getMessage() for r in caplog.records if "trying again" in r.getMessage()]
-    assert told and all("it drains" in line and decode_server.url in line for line in told)
-    text = await scrape(session, server)
-    found = samples(text)
+    await front.events("/generate", BODY)
+    for _ in range(3):
+        await front.post("/generate", BODY)
+    told = [line for line in caplog.messages if "trying again" in line]
+    assert told and all("it drains" in line and decode.url in line for line in told)
+    text = await front.metrics()
+    found = summed(text)
     tried = labelled(text, "kvflow_router_worker_tries_total")
-    assert (
-        tried["decode", spare.url] == 4
-        and tried["decode", decode_server.url] == found["kvflow_retries_total"] >= 1
-    )
-    assert tried["prefill", prefill_server.url] == 4 + found["kvflow_retries_total"]
+    retries = found["kvflow_retries_total"]
+    assert retries >= 1 and tried == {
+        ("prefill", prefill.url): 4 + retries,
+        ("decode", decode.url): retries,
+        ("decode", spare.url): 4,
+    }
     assert labelled(text, "kvflow_requests_total")[("/generate", "200")] == 4
     assert found["kvflow_router_time_to_first_token_seconds_count"] == 1  # that of the stream
-    assert (
-        labelled(text, "kvflow_router_errors_total") == {}
-        and found["kvflow_router_running_requests"] == 0
-    )
+    assert labelled(text, "kvflow_router_errors_total") == {}
+    assert found["kvflow_router_running_requests"] == 0
 
 
-async def test_errors_by_class_and_refusals_apart(
-    server: Server, prefill: Role, session: Session
-) -> None:
+async def test_errors_by_class_and_refusals_apart(front: Front, prefill: Role) -> None:
     prefill.service.failure = Cause(Code.ENGINE_ERROR, "a step failed")
-    assert await post(session, server) == 500
-    assert await post(session, server, stream=True) == 500
-    assert await post(session, server, sampling_params={"n": 500}) == 400
-    text = await scrape(session, server)
+    for stream in (False, True):
+        await front.refused(500, "/generate", {**BODY, "stream": stream})
+    await front.refused(400, "/generate", {**BODY, "sampling_params": {"n": 500}})
+    text = await front.metrics()
     assert labelled(text, "kvflow_router_errors_total") == {("engine_error",): 2}
     assert labelled(text, "kvflow_requests_refused_total") == {("bad_request",): 1}
 
 
-async def test_load_and_state_of_each_worker(
-    server: Server,
-    router: Router,
-    prefill: Role,
-    prefill_server: Server,
-    decode_server: Server,
-    session: Session,
-) -> None:
+async def test_load_and_state_of_each_worker(front: Front, prefill: Role, decode: Role) -> None:
     prefill.service.gate.clear()
-    asking = asyncio.ensure_future(post(session, server))
-    await prefill.service.started.wait()
-    router.workers.of("decode")[0].mark_down("for this test")
-    text = await scrape(session, server)
+    asking = asyncio.create_task(front.post("/generate", BODY))
+    await prefill.begun()
+    front.worker(decode).mark_down("for this test")
+    text = await front.metrics()
     load = labelled(text, "kvflow_router_worker_requests")
-    assert (
-        load["prefill", prefill_server.url]
-        == 1
-        == sum(n for (role, _), n in load.items() if role == "decode")
-    )
+    assert load["prefill", prefill.url] == 1
+    assert sum(n for (role, _), n in load.items() if role == "decode") == 1
     up = labelled(text, "kvflow_router_worker_up")
-    assert (up["decode", decode_server.url], sum(up.values())) == (0, 2)
+    assert (up["decode", decode.url], sum(up.values())) == (0, 2)
     assert labelled(text, "kvflow_router_running_requests") == {(): 1}
     prefill.service.gate.set()
-    assert await asking == 200
+    await asking
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,13 @@ room opens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 
-from kvflow.protocols.errors import Code
-from tests.server.fake_service import Meeting, Role, Server, served
-from tests.server.test_generate import META, body, post
+from tests.server.fake_service import CHAT, META, PROMPTS, Meeting, Role, body
 
 SHARED = {
     "min_p": 0.1,
@@ -20,12 +18,6 @@ SHARED = {
     "presence_penalty": -1.5,
     "repetition_penalty": 1.2,
 }
-CHAT: Any = [{"role": "user", "content": "w1"}]
-
-
-def told(role: Role, *names: str) -> dict[str, Any]:
-    params = role.service.requests[-1].params
-    return {name: getattr(params, name) for name in names}
 
 
 async def test_the_official_clients_own_fields(
@@ -44,34 +36,31 @@ async def test_the_official_clients_own_fields(
         "presence_penalty": -1.5,
         "logit_bias": {"7": -100, "8": 2.5},
     }
-    await client.chat.completions.create(
-        model="fake", messages=CHAT, max_tokens=3, extra_body=extra, **own
-    )
-    await client.completions.create(
-        model="fake", prompt="w1", max_tokens=3, n=2, extra_body=extra, **own
-    )
-    for role in (prefill, decode):
-        assert len(role.service.requests) == 3
-        for request in role.service.requests:
-            params = request.params
-            assert {name: getattr(params, name) for name in SHARED} == SHARED
-            assert params.logit_bias == ((7, -100.0), (8, 2.5))
-            assert params.min_new_tokens == 2
-            assert params.bad_words == ((5,), (6, 7))
-            assert params.priority == -3
-
-
-async def test_generate_has_sglangs_names(
-    prefill: Role, prefill_server: Server, session: aiohttp.ClientSession
-) -> None:
-    sampling = {**SHARED, "min_new_tokens": 1, "max_new_tokens": 1, "logit_bias": {"7": 1}}
-    status, _ = await post(session, prefill_server, body(sampling_params=sampling))
-    assert status == 200
-    assert told(prefill, *SHARED, "min_new_tokens", "logit_bias") == {
+    asked: Any = {"model": "fake", "max_tokens": 3, "extra_body": extra, **own}
+    await client.chat.completions.create(messages=CHAT, **asked)
+    await client.completions.create(prompt="w1", n=2, **asked)
+    expected = {
         **SHARED,
-        "min_new_tokens": 1,
-        "logit_bias": ((7, 1.0),),
+        "logit_bias": ((7, -100.0), (8, 2.5)),
+        "min_new_tokens": 2,
+        "bad_words": ((5,), (6, 7)),
+        "priority": -3,
     }
+    for role in (prefill, decode):
+        assert told(role, expected) == [expected] * 3
+
+
+def told(role: Role, names: Iterable[str]) -> list[dict[str, Any]]:
+    """What the service was asked for, request by request."""
+    every = [request.params for request in role.service.requests]
+    return [{name: getattr(params, name) for name in names} for params in every]
+
+
+async def test_generate_has_sglangs_names(prefill: Role) -> None:
+    sampling = {**SHARED, "min_new_tokens": 1, "max_new_tokens": 1}
+    await prefill.post("/generate", body(sampling_params={**sampling, "logit_bias": {"7": 1}}))
+    expected = {**sampling, "logit_bias": ((7, 1.0),)}
+    assert told(prefill, expected) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -87,13 +76,8 @@ async def test_generate_has_sglangs_names(
         },
     ],
 )
-async def test_defaults_change_nothing(
-    prefill: Role, prefill_server: Server, session: aiohttp.ClientSession, defaults: dict[str, Any]
-) -> None:
-    status, _ = await post(
-        session, prefill_server, body(sampling_params={"max_new_tokens": 1, **defaults})
-    )
-    assert status == 200
+async def test_defaults_change_nothing(prefill: Role, defaults: dict[str, Any]) -> None:
+    await prefill.post("/generate", body(sampling_params={"max_new_tokens": 1, **defaults}))
     params = prefill.service.requests[0].params
     assert not params.adjusts
     assert params.min_p == 0
@@ -144,23 +128,12 @@ async def test_defaults_change_nothing(
     ],
 )
 async def test_bad_values_are_named_and_end_both_legs(
-    prefill: Role,
-    prefill_server: Server,
-    session: aiohttp.ClientSession,
-    path: str,
-    fields: dict[str, Any],
-    text: str,
+    prefill: Role, path: str, fields: dict[str, Any], text: str
 ) -> None:
     document = body(sampling_params={"max_new_tokens": 3, **fields})
     if path != "/generate":
         document = {"prompt": "w1", **META, **fields}
-    status, answer = await post(session, prefill_server, document, path)
-    assert status == 400
-    assert text in answer["error"]["message"]
-    assert prefill.service.requests == []
-    ((room, cause),) = prefill.service.refused
-    assert (room, cause.code) == (7, Code.BAD_REQUEST)
-    assert text in cause.text
+    assert text in (await prefill.refuses(path, document))["message"]
 
 
 @pytest.mark.parametrize(
@@ -171,28 +144,13 @@ async def test_bad_values_are_named_and_end_both_legs(
         (["x" * 2000, "y" * 49], "stop: 2049 characters in all strings, limit 2048"),
     ],
 )
-@pytest.mark.parametrize(
-    ("path", "document"),
-    [
-        ("/generate", {"text": "w1"}),
-        ("/v1/completions", {"prompt": "w1"}),
-        ("/v1/chat/completions", {"messages": CHAT}),
-    ],
-)
+@pytest.mark.parametrize("path", PROMPTS)
 async def test_more_stop_strings_than_the_limit_are_named_and_end_both_legs(
-    prefill: Role,
-    prefill_server: Server,
-    session: aiohttp.ClientSession,
-    path: str,
-    document: dict[str, Any],
-    stop: Any,
-    text: str,
+    prefill: Role, path: str, stop: Any, text: str
 ) -> None:
     given = {"sampling_params": {"stop": stop}} if path == "/generate" else {"stop": stop}
-    status, answer = await post(session, prefill_server, {**document, **META, **given}, path)
-    assert (status, answer["error"]["param"], answer["error"]["message"]) == (400, "stop", text)
-    ((room, cause),) = prefill.service.refused
-    assert (room, cause.code) == (7, Code.BAD_REQUEST)
+    error = await prefill.refuses(path, {**PROMPTS[path], **META, **given})
+    assert (error["param"], error["message"]) == ("stop", text)
 
 
 @pytest.mark.parametrize(
@@ -205,85 +163,62 @@ async def test_more_stop_strings_than_the_limit_are_named_and_end_both_legs(
 )
 @pytest.mark.parametrize("given", [None, 0, 7, -(1 << 63), (1 << 63) - 1])
 async def test_a_priority_is_that_of_every_choice(
-    prefill: Role,
-    session: aiohttp.ClientSession,
-    path: str,
-    document: dict[str, Any],
-    given: int | None,
+    prefill: Role, path: str, document: dict[str, Any], given: int | None
 ) -> None:
     """Larger is sooner.
 
     Where the server runs with vLLM's order it is turned round, the extremes too.
     """
-    turned = Role(prefill.service, low_priority_first=True)
-    for role, sign, rooms in ((prefill, 1, [7, 8, 9, 10]), (turned, -1, [11, 12, 13, 14])):
-        prefill.service.requests.clear()
-        async with served(role.app) as server:
+    async with Role(prefill.service, low_priority_first=True) as turned:
+        for role, rooms in ((prefill, [7, 8, 9, 10]), (turned, [11, 12, 13, 14])):
             made = {**document, **META, "bootstrap_room": rooms, "priority": given}
-            status, _ = await post(session, server, made, path)
-        assert status == 200
-        want = given or 0 if sign == 1 else -(given or 0) - 1
-        assert [request.params.priority for request in prefill.service.requests] == [want] * 4
+            await role.post(path, made)
+    priorities = [request.params.priority for request in prefill.service.requests]
+    assert priorities == [given or 0] * 4 + [-(given or 0) - 1] * 4
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", PROMPTS)
 @pytest.mark.parametrize(
     "given", [1 << 63, -(1 << 63) - 1, 1 << 80, -(1 << 80), 1.5, "5", "high", True, [1], {}]
 )
 async def test_a_priority_that_is_none_is_named_and_ends_both_legs(
-    prefill: Role, prefill_server: Server, session: aiohttp.ClientSession, path: str, given: Any
+    prefill: Role, path: str, given: Any
 ) -> None:
-    prompts: dict[str, dict[str, Any]] = {
-        "/generate": {"text": "w1"},
-        "/v1/completions": {"prompt": "w1"},
-        "/v1/chat/completions": {"messages": CHAT},
-    }
-    status, answer = await post(
-        session, prefill_server, {**prompts[path], **META, "priority": given}, path
-    )
-    assert status == 400
-    error = answer["error"]
+    error = await prefill.refuses(path, {**PROMPTS[path], **META, "priority": given})
     assert error["param"] == "priority"
     assert "`priority`" in error["message"]
     if isinstance(given, int) and not isinstance(given, bool):
         assert str((1 << 63) - 1) in error["message"] or str(-(1 << 63)) in error["message"]
-    ((room, cause),) = prefill.service.refused
-    assert (room, cause.code) == (7, Code.BAD_REQUEST)
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 async def test_what_a_body_says_once_is_checked_once(
-    meeting: Meeting, decode: Role, decode_server: Server, session: aiohttp.ClientSession, path: str
+    meeting: Meeting, decode: Role, path: str
 ) -> None:
     """Thousands of biases for hundreds of prompts and choices would hold up the event loop for
     seconds.
     """
     rooms = [7, 8, 9, 10]
-    for room in rooms:
-        meeting.of(room).set_result(None)
+    meeting.come(*rooms)
     sampling = {"n": 2, "seed": 3, "logit_bias": {"7": 1}, "stop": ["w70"]}
     document: dict[str, Any] = {"bootstrap_host": ["127.0.0.1"] * 4, "bootstrap_room": rooms}
     if path == "/generate":
         document |= {"input_ids": [[1], [2]], "sampling_params": {**sampling, "max_new_tokens": 1}}
     else:
         document |= {"prompt": [[1], [2]], "max_tokens": 1, "bad_words": ["w5"], **sampling}
-    status, _ = await post(session, decode_server, document, path)
+    await decode.post(path, document)
     params = [request.params for request in decode.service.requests]
-    assert (status, len(params), {one.seed for one in params}) == (200, 4, {3, 4})
-    assert [one.logit_bias for one in params] == [((7, 1.0),)] * 4
-    assert len({id(one.logit_bias) for one in params}) == 1
-    assert [one.stop for one in params] == [("w70",)] * 4
-    assert len({id(one.stop) for one in params}) == 1
+    assert [one.seed for one in params] == [3, 4, 3, 4]
+    shared: dict[str, Any] = {"logit_bias": ((7, 1.0),), "stop": ("w70",)}
     if path != "/generate":
-        assert [one.bad_words for one in params] == [((5,),)] * 4
-        assert len({id(one.bad_words) for one in params}) == 1
+        shared["bad_words"] = ((5,),)
+    assert told(decode, shared) == [shared] * 4
+    for name in shared:
+        assert len({id(getattr(one, name)) for one in params}) == 1, name
 
 
 async def test_too_many_prompts_are_refused_before_any_is_read(
-    decode: Role,
-    decode_server: Server,
-    session: aiohttp.ClientSession,
-    monkeypatch: pytest.MonkeyPatch,
+    decode: Role, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def encode(*_: Any, **__: Any) -> Any:
         raise AssertionError("a prompt was encoded")
@@ -291,5 +226,5 @@ async def test_too_many_prompts_are_refused_before_any_is_read(
     monkeypatch.setattr(decode.tokenizer, "encode", encode)
     many = ["w1"] * 257
     for path, fields in (("/generate", {"text": many}), ("/v1/completions", {"prompt": many})):
-        status, answer = await post(session, decode_server, {**META, **fields}, path)
-        assert (status, "257 completions" in answer["error"]["message"]) == (400, True)
+        error = await decode.refused(400, path, {**META, **fields})
+        assert "257 completions" in error["message"]

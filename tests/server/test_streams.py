@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
@@ -17,7 +16,8 @@ from kvflow.protocols.errors import Cause, Code, room_error
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.serve.http.completion_service import GenerationRequest
-from tests.server.fake_service import FakeService, Meeting, Role, Server, served
+from tests.server.fake_service import CHAT, META, FakeService, Meeting, Role, body
+from tests.server.servers import events_of
 
 TOP = tuple((i, -1.0 - i) for i in range(20))
 
@@ -35,63 +35,47 @@ class LongService(FakeService):
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
         self.started.set()
-        await self.gate.wait()
-        if self.failure is not None:
-            raise room_error(self.failure)
-        count = request.params.max_new_tokens
-        for i in range(1, count + 1):
-            for _ in range(3 if self.paced else 0):
-                await asyncio.sleep(0)
-            top = TOP[: request.params.logprobs or 0]
-            if i == count:
-                self.generated.set()
-            yield TokenOut(i % 100, -0.5, top, "length" if i == count else None)
+        try:
+            await self.gate.wait()
+            if self.failure is not None:
+                raise room_error(self.failure)
+            count = request.params.max_new_tokens
+            for i in range(1, count + 1):
+                for _ in range(3 if self.paced else 0):
+                    await asyncio.sleep(0)
+                top = TOP[: request.params.logprobs or 0]
+                if i == count:
+                    self.generated.set()
+                yield TokenOut(i % 100, -0.5, top, "length" if i == count else None)
+        finally:
+            self.ended.put_nowait(request.room)
 
 
-@asynccontextmanager
-async def long_decode(**options: Any) -> AsyncIterator[tuple[LongService, Server]]:
-    service = LongService()
-    async with served(Role(service, **options).app) as server:
-        yield service, server
+class LongDecode(Role):
+    """Its routes."""
+
+    def __init__(self, **options: Any) -> None:
+        self.long = LongService()
+        super().__init__(self.long, **options)
 
 
 def generate_body(tokens: int, stream: bool = True) -> dict[str, Any]:
-    return {
-        "input_ids": [1],
-        "stream": stream,
-        "return_logprob": True,
-        "top_logprobs_num": 20,
-        "sampling_params": {"max_new_tokens": tokens},
-        "bootstrap_room": 7,
-        "bootstrap_host": "127.0.0.1",
-    }
+    asked = {"return_logprob": True, "top_logprobs_num": 20}
+    return body(stream=stream, sampling_params={"max_new_tokens": tokens}, **asked)
 
 
 def chat_body(tokens: int, stream: bool = True) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": "w1"}],
-        "stream": stream,
-        "logprobs": True,
-        "top_logprobs": 20,
-        "max_tokens": tokens,
-        "bootstrap_room": 7,
-        "bootstrap_host": "127.0.0.1",
-    }
+    asked = {"logprobs": True, "top_logprobs": 20, "max_tokens": tokens}
+    return {"messages": CHAT, "stream": stream, **asked, **META}
 
 
 BODIES = {"/generate": generate_body, "/v1/chat/completions": chat_body}
 
 
-def events_of(raw: bytes) -> list[Any]:
-    return [
-        msgspec.json.decode(line[6:]) for line in raw.split(b"\n\n") if line.startswith(b"data: {")
-    ]
-
-
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_token_is_encoded_once(
-    session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+    monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
 ) -> None:
     """An event repeats all before it: 57 ms of the event loop for the 4,000th one, when each was
     encoded anew.
@@ -107,14 +91,14 @@ async def test_a_token_is_encoded_once(
 
     sizes = []
     raw = b""
-    async with long_decode() as (_, server):
+    async with LongDecode() as decode:
         for tokens in (100, 400):
             document = BODIES[path](tokens, stream)
             encoded = 0
             with monkeypatch.context() as patched:
                 patched.setattr(msgspec.json, "encode", counted)
-                async with session.post(server.make_url(path), json=document) as answer:
-                    raw = await answer.read()
+                answer = await decode.call("POST", path, document)
+                raw = answer.body
             sizes.append(encoded)
             assert answer.status == 200
     assert sizes[1] < 4.5 * sizes[0]
@@ -126,9 +110,7 @@ async def test_a_token_is_encoded_once(
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_token_costs_no_task_and_no_timer(
-    session: aiohttp.ClientSession, path: str
-) -> None:
+async def test_a_token_costs_no_task_and_no_timer(path: str) -> None:
     loop = asyncio.get_running_loop()
     made = 0
 
@@ -138,13 +120,13 @@ async def test_a_token_costs_no_task_and_no_timer(
         return asyncio.Task(coro, loop=loop, **options)
 
     tasks, events = [], []
-    async with long_decode(keepalive_s=60) as (_, server):
+    async with LongDecode(keepalive_s=60) as decode:
         for tokens in (10, 200):
             made = 0
             loop.set_task_factory(counted)
             try:
-                async with session.post(server.make_url(path), json=BODIES[path](tokens)) as answer:
-                    events.append(len(events_of(await answer.read())))
+                answer = await decode.call("POST", path, BODIES[path](tokens))
+                events.append(len(events_of(answer.body)))
             finally:
                 loop.set_task_factory(None)
             tasks.append(made)
@@ -152,15 +134,10 @@ async def test_a_token_costs_no_task_and_no_timer(
     assert tasks[1] - tasks[0] <= 2  # of the client's own
 
 
-async def test_a_client_that_does_not_keep_up_is_sent_the_last_event_and_not_every_one(
-    session: aiohttp.ClientSession,
-) -> None:
-    async with (
-        long_decode() as (service, server),
-        session.post(server.make_url("/generate"), json=generate_body(2000)) as answer,
-    ):
+async def test_a_client_that_does_not_keep_up_is_sent_the_last_event_and_not_every_one() -> None:
+    async with LongDecode() as decode, decode.opened("/generate", generate_body(2000)) as answer:
         # 600 MB of events, and nobody has read one.
-        await asyncio.wait_for(service.generated.wait(), 60)
+        await asyncio.wait_for(decode.long.generated.wait(), 60)
         raw = await answer.read()
     counts = [len(event["output_ids"]) for event in events_of(raw)]
     assert counts == sorted(set(counts))
@@ -170,7 +147,7 @@ async def test_a_client_that_does_not_keep_up_is_sent_the_last_event_and_not_eve
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_echo_is_encoded_once_and_in_turns(
-    session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, stream: bool
+    monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """It was encoded for each choice, of a whole answer for all of them in one turn of the loop."""
     sizes, encode = list[int](), msgspec.json.encode
@@ -181,13 +158,13 @@ async def test_an_echo_is_encoded_once_and_in_turns(
         return found
 
     text, n = 'w1 "w2" ' * 20_000, 128
-    body = {"prompt": text, "echo": True, "n": n, "max_tokens": 1, "stream": stream}
-    async with long_decode() as (_, server):
-        raw_body = encode({**body, "bootstrap_room": 7, "bootstrap_host": "127.0.0.1"})
+    asked = {"prompt": text, "echo": True, "n": n, "max_tokens": 1, "stream": stream}
+    raw_body = encode({**asked, **META})
+    async with LongDecode() as decode:
         monkeypatch.setattr(msgspec.json, "encode", noted)
-        async with session.post(server.make_url("/v1/completions"), data=raw_body) as answer:
-            assert answer.status == 200, await answer.text()
-            raw = await answer.read()
+        answer = await decode.call("POST", "/v1/completions", data=raw_body)
+        assert answer.status == 200, answer.text
+        raw = answer.body
     choices = (
         [choice for event in events_of(raw) for choice in event["choices"]]
         if stream
@@ -205,7 +182,7 @@ async def test_an_echo_is_encoded_once_and_in_turns(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_large_answers_are_written_in_blocks(
-    session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, stream: bool
+    monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     sizes = []
     write = aiohttp.web.StreamResponse.write
@@ -215,41 +192,34 @@ async def test_large_answers_are_written_in_blocks(
         await write(self, data)
 
     monkeypatch.setattr(aiohttp.web.StreamResponse, "write", noted)
-    async with long_decode() as (service, server):
-        service.paced = False
-        async with session.post(
-            server.make_url("/generate"), json=generate_body(3000, stream)
-        ) as answer:
-            raw = await answer.read()
+    async with LongDecode() as decode:
+        decode.long.paced = False
+        raw = (await decode.call("POST", "/generate", generate_body(3000, stream))).body
     last = events_of(raw)[-1] if stream else json.loads(raw)
     assert len(last["output_ids"]) == 3000
     assert len(raw) > 4 * BLOCK_BYTES
     assert max(sizes) <= BLOCK_BYTES
 
 
-async def test_headers_and_empty_lines_come_before_a_late_first_token(
-    session: aiohttp.ClientSession,
-) -> None:
-    async with long_decode(headers_after_s=0.05) as (service, server):
-        service.gate.clear()
-        async with session.post(server.make_url("/generate"), json=generate_body(2)) as answer:
+async def test_headers_and_empty_lines_come_before_a_late_first_token() -> None:
+    async with LongDecode(headers_after_s=0.05) as decode:
+        decode.service.gate.clear()
+        async with decode.opened("/generate", generate_body(2)) as answer:
             assert answer.status == 200
             assert await asyncio.wait_for(answer.content.readline(), 5) == b"\n"
-            service.gate.set()
+            decode.service.gate.set()
             assert events_of(await answer.read())[-1]["output_ids"] == [1, 2]
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_an_error_after_the_headers_is_the_first_event(
-    session: aiohttp.ClientSession, path: str
-) -> None:
+async def test_an_error_after_the_headers_is_the_first_event(path: str) -> None:
     """A router may retry what has produced nothing: only empty lines come before."""
-    async with long_decode(headers_after_s=0.05) as (service, server):
-        service.gate.clear()
-        service.failure = Cause(Code.CAPACITY, "because")
-        async with session.post(server.make_url(path), json=BODIES[path](2)) as answer:
+    async with LongDecode(headers_after_s=0.05) as decode:
+        decode.service.gate.clear()
+        decode.service.failure = Cause(Code.CAPACITY, "because")
+        async with decode.opened(path, BODIES[path](2)) as answer:
             assert answer.status == 200
-            service.gate.set()
+            decode.service.gate.set()
             raw = await answer.read()
     assert not any(
         line.startswith(b"data") for line in raw[: raw.index(b'data: {"error"')].splitlines()
@@ -258,37 +228,20 @@ async def test_an_error_after_the_headers_is_the_first_event(
     assert error["error"]["code"] == "capacity"
 
 
-async def test_an_error_before_the_headers_is_a_status(session: aiohttp.ClientSession) -> None:
-    async with long_decode(headers_after_s=60) as (service, server):
-        service.gate.clear()
-        service.failure = Cause(Code.CAPACITY, "because")
-        request = asyncio.create_task(
-            session.post(server.make_url("/generate"), json=generate_body(2))
-        )
-        await asyncio.wait_for(service.started.wait(), 5)
-        service.gate.set()
-        async with await request as answer:
-            assert answer.status == 503
+async def test_an_error_before_the_headers_is_a_status() -> None:
+    async with LongDecode(headers_after_s=60) as decode:
+        decode.service.gate.clear()
+        decode.service.failure = Cause(Code.CAPACITY, "because")
+        request = asyncio.create_task(decode.refused(503, "/generate", generate_body(2)))
+        await decode.begun()
+        decode.service.gate.set()
+        await request
 
 
-async def test_a_client_that_leaves_before_the_headers_ends_its_room(
-    session: aiohttp.ClientSession,
-) -> None:
-    async with long_decode(headers_after_s=60) as (service, server):
-        service.gate.clear()
-        ended = asyncio.Event()
-        wait = service.gate.wait
-
-        async def noted() -> Any:
-            try:
-                return await wait()
-            finally:
-                ended.set()
-
-        service.gate.wait = noted  # type: ignore[method-assign]
-        request = asyncio.create_task(
-            session.post(server.make_url("/generate"), json=generate_body(2))
-        )
-        await asyncio.wait_for(service.started.wait(), 5)
+async def test_a_client_that_leaves_before_the_headers_ends_its_room() -> None:
+    async with LongDecode(headers_after_s=60) as decode:
+        decode.service.gate.clear()
+        request = asyncio.create_task(decode.post("/generate", generate_body(2)))
+        await decode.begun()
         request.cancel()
-        await asyncio.wait_for(ended.wait(), 5)
+        await decode.over(7)

@@ -8,7 +8,6 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
 
 from kvflow.http.errors import Failure
@@ -19,13 +18,22 @@ from kvflow.router.legs import PairFailedError
 from kvflow.router.policies import Policy
 from kvflow.router.tries import MOST_TRIES, Tries, fitting
 from kvflow.router.workers import Worker, Workers
-from tests.server.fake_service import Meeting, Role, Server
-from tests.server.test_retries import post, routed
+from kvflow.testing.pair import until
+from tests.server.fake_service import BODY, Role
+from tests.server.servers import Front
+
+
+def workers(role: str, *models: str) -> list[Worker]:
+    """Workers of one role, each with its model."""
+    made = [Worker(role, f"http://{role}{n}") for n in range(len(models))]
+    for worker, fingerprint in zip(made, models, strict=True):
+        worker.identity = Identity(None, None, "", "m", fingerprint, None, 0, None)
+    return made
 
 
 def test_no_request_is_tried_more_often_than_the_limit() -> None:
     tries = Tries(3600, {503})
-    prefill, decode = Worker("prefill", "http://a"), Worker("decode", "http://b")
+    [prefill], [decode] = workers("prefill", "one"), workers("decode", "one")
     failed = PairFailedError(Failure(503, str(Code.SHUTDOWN), "it drains"))
     for _ in range(MOST_TRIES - 1):
         tries.note(failed, prefill, decode)
@@ -35,19 +43,8 @@ def test_no_request_is_tried_more_often_than_the_limit() -> None:
 
 
 def test_only_workers_of_one_model_are_tried_together() -> None:
-    prefills = [Worker("prefill", f"http://p{n}") for n in range(2)]
-    decodes = [Worker("decode", f"http://d{n}") for n in range(2)]
-    for worker, fingerprint in (
-        (prefills[0], "one"),
-        (prefills[1], "two"),
-        (decodes[0], "two"),
-        (decodes[1], "one"),
-    ):
-        worker.identity = Identity(None, None, "", "m", fingerprint, None, 0, None)
-    assert list(fitting(prefills, decodes)) == [
-        (prefills[0], decodes[1]),
-        (prefills[1], decodes[0]),
-    ]
+    p, d = workers("prefill", "one", "two"), workers("decode", "two", "one")
+    assert list(fitting(p, d)) == [(p[0], d[1]), (p[1], d[0])]
 
 
 @pytest.mark.parametrize(
@@ -75,37 +72,28 @@ def test_what_a_failed_worker_has_to_do_makes_no_other_one_overloaded() -> None:
     assert asyncio.run(ranked()) == [knows, idle, failed]
 
 
-async def test_pauses_are_bounded_in_all_and_not_one_by_one(
-    prefill_server: Server, decode: Role, decode_server: Server, session: aiohttp.ClientSession
-) -> None:
+async def test_pauses_are_bounded_in_all_and_not_one_by_one(prefill: Role, decode: Role) -> None:
     """The longest pause is a second: with that much in all there is time for six tries, and not for
     the limit.
     """
     decode.service.failure = Cause(Code.PEER_LOST, "its prefill is away")
-    async with routed([prefill_server], [decode_server], retry_timeout_s=1.0) as r:
-        status, answer = await post(session, r.server)
-        assert (status, answer["error"]["code"]) == (502, "peer_lost")
+    async with Front([prefill], [decode], retry_timeout_s=1.0) as front:
+        error = await front.refused(502, "/generate", BODY)
+        assert error["code"] == "peer_lost"
         assert 1 < len(decode.service.requests) < MOST_TRIES / 2
 
 
 async def test_a_request_that_waits_is_served_by_a_worker_that_stays_after_all(
-    meeting: Meeting,
-    prefill_server: Server,
-    decode: Role,
-    decode_server: Server,
-    session: aiohttp.ClientSession,
+    prefill: Role, decode: Role
 ) -> None:
-    async with routed([prefill_server], [decode_server], retry_timeout_s=3600) as r:
-        worker = r.worker(decode_server)
+    async with Front([prefill], [decode], retry_timeout_s=3600) as front:
+        worker, router = front.worker(decode), front.router
         with worker.busy():  # a request keeps it from being forgotten
-            r.router.workers.leave(worker)
-            asking = asyncio.create_task(post(session, r.server))
-            async with asyncio.timeout(20):
-                while not r.router.waiting:
-                    await asyncio.sleep(0.01)
-            r.router.workers.stay(worker)
-            status, _ = await asyncio.wait_for(asking, 20)
-        assert status == 200
+            router.workers.leave(worker)
+            asking = asyncio.create_task(front.post("/generate", BODY))
+            await until(lambda: router.waiting, 20)
+            router.workers.stay(worker)
+            await asyncio.wait_for(asking, 20)
 
 
 def test_the_pauses_between_tries_grow_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +110,5 @@ def test_the_pauses_between_tries_grow_to_a_limit(monkeypatch: pytest.MonkeyPatc
 
 
 def test_before_the_first_try_no_pair_has_an_error_to_repeat() -> None:
-    prefill, decode = Worker("prefill", "http://p"), Worker("decode", "http://d")
-    for worker, fingerprint in ((prefill, "one"), (decode, "two")):
-        worker.identity = Identity(None, None, "", "m", fingerprint, None, 0, None)
-    assert Tries(3600, {503}).untried([prefill], [decode]) is None
+    prefills, decodes = workers("prefill", "one"), workers("decode", "two")
+    assert Tries(3600, {503}).untried(prefills, decodes) is None

@@ -7,11 +7,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import aiohttp
 import pytest
 
-from kvflow.router.vllm_engine import CHAT
-from tests.server.fake_vllm import FakeVllm, fleet
+from tests.server.fake_vllm import CHAT, FakeVllm, fleet
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,11 +34,8 @@ async def test_vllm_takes_both_requests_for_what_they_are(path: str) -> None:
     completions = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
     p, d = FakeVllm(), FakeVllm()
     body = {"model": "m", **LIMITS, **BODIES[path], "kv_transfer_params": {"remote_host": "evil"}}
-    async with (
-        fleet([p], [d]) as r,
-        aiohttp.ClientSession() as session,
-        session.post(r.server.make_url(path), json=body) as answer,
-    ):
+    async with fleet([p], [d]) as front:
+        answer = await front.call("POST", path, body)
         assert answer.status == 200
     kind = chats.ChatCompletionRequest if path == CHAT else completions.CompletionRequest
     first, second = (kind.model_validate(json.loads(fake.raw[0])) for fake in (p, d))
