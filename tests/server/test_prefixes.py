@@ -63,7 +63,7 @@ async def test_each_prompt_of_a_body_has_its_own(decode: Role) -> None:
     ],
 )
 async def test_what_is_no_salt_is_refused(field: str, value: Any, why: str, decode: Role) -> None:
-    message = (await decode.refused(400, "/generate", body(**{field: value})))["message"]
+    message = (await decode.refuses("/generate", body(**{field: value})))["message"]
     assert why.format(field) in message and field in message and "\n" not in message
     await decode.post("/generate", body(**{field: "x" * 512}))
 

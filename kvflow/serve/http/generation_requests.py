@@ -31,6 +31,7 @@ from kvflow.serve.http.schemas import (
     GenerateSampling,
     HiddenStates,
     Rendezvous,
+    Rooms,
     stops_of,
 )
 from kvflow.transports.control.registry import registry_address
@@ -422,7 +423,7 @@ async def with_digests(requests: list[GenerationRequest]) -> list[GenerationRequ
     ]
 
 
-def rooms_of(body: Rendezvous, default_port: int) -> list[tuple[int, str, int | None]]:
+def rooms_of(body: Rooms, default_port: int) -> list[tuple[int, str, int | None]]:
     """Return every valid room id in a body, "host:port" of its prefill's registry (empty if the
     body has none) and the group there.
 
@@ -442,7 +443,7 @@ def rooms_of(body: Rendezvous, default_port: int) -> list[tuple[int, str, int | 
     return found
 
 
-def _rendezvous(body: Rendezvous, index: int, total: int, default_port: int) -> tuple[int, str]:
+def _rendezvous(body: Rooms, index: int, total: int, default_port: int) -> tuple[int, str]:
     """Return the room of one completion, and "host:port" of its prefill's registry (empty if the
     body has no host).
     """

@@ -45,7 +45,7 @@ from kvflow.serve.http.completion_service import CompletionService, GenerationRe
 from kvflow.serve.http.generation_requests import RequestLimits, rooms_of, with_digests
 from kvflow.serve.http.measures import RequestMeter
 from kvflow.serve.http.metrics import RoleMetrics
-from kvflow.serve.http.schemas import Rendezvous, parse
+from kvflow.serve.http.schemas import Rendezvous, Rooms, parse
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
 from kvflow.telemetry.requests import CURRENT, name_error, name_rooms
 
@@ -199,7 +199,7 @@ class CompletionPipeline(Drainable):
         except RequestError as error:
             self.metrics.refused(error.code)
             with contextlib.suppress(RequestError):
-                self._end_rooms(decoded(raw, Rendezvous), error)
+                self._end_rooms(decoded(raw, Rooms), error)
             raise
 
     def check_model(self, name: str | None) -> None:
@@ -238,7 +238,7 @@ class CompletionPipeline(Drainable):
         self.metrics.refused(error.code)
         self._end_rooms(body, error)
 
-    def _end_rooms(self, body: Rendezvous, error: KvflowError) -> None:
+    def _end_rooms(self, body: Rooms, error: KvflowError) -> None:
         """End the body's rooms, whose other legs wait and get the cause."""
         rooms = rooms_of(body, self.request_limits.bootstrap_port)
         name_rooms(room for room, _, _ in rooms)

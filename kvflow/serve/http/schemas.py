@@ -47,9 +47,12 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     letter: ClassVar[str] = ""  # key of `fields.BODIES`
 
 
-class Rendezvous(Body, frozen=True, kw_only=True):
+class Rooms(Body, frozen=True, kw_only=True):
     """The fields that a router adds so that both legs use one room; lists in a body with several
     completions.
+
+    A refusal reads a body as this type: a field beside them, of a wrong type, must not keep the
+    other leg from learning it.
     """
 
     bootstrap_host: str | list[str | None] | None = None
@@ -60,6 +63,11 @@ class Rendezvous(Body, frozen=True, kw_only=True):
     routed_dp_rank: Any = None
     data_parallel_rank: Any = None
     disagg_prefill_dp_rank: Any = None
+
+
+class Rendezvous(Rooms, frozen=True, kw_only=True):
+    """What the bodies of all completions have."""
+
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
 
