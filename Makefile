@@ -2,7 +2,7 @@
 #   PYTHON=python3.12   the interpreter to use (3.11 or newer; found by itself when not given)
 #   TORCH_INDEX=URL     a package index with CPU builds of torch, much smaller than the default ones
 #   ARGS="-k room"      more arguments for pytest or kvflow
-#   WORKERS=2           processes that share the default tests; 0 runs them in one, as a debugger needs it
+#   WORKERS=2           processes that share the tests; 0 runs them in one, as a debugger needs it
 VENV ?= .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.setup-done
@@ -16,7 +16,7 @@ export PYTHON TORCH_INDEX
 # CPU time of tests/transports. An empty value is the same to Python as none.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test coverage slow vllm prove mutants check format lint types workflows docs bench gpu clean
+.PHONY: setup demo test coverage slow soak vllm prove mutants check format lint types workflows docs bench gpu clean
 
 setup: $(DONE)
 
@@ -36,10 +36,16 @@ coverage: setup
 	$(BIN)/python -m coverage run -m pytest -q -m "not slow and not gpu" tests/protocols tests/handlers tests/memory $(ARGS)
 	$(BIN)/python -m coverage report
 
-# They freeze and kill whole fleets and measure growth. With ARGS="-n 2 --dist loadgroup" two run at a time: those that
-# start processes belong to a group (xdist_group "fleets", "processes", "printed"), and no two of one group meet.
+# They freeze and kill whole fleets and measure growth. Those that start processes belong to a group (xdist_group
+# "fleets", "processes", "printed", ...), and no two of one group meet.
 slow: setup
-	$(BIN)/python -m pytest --durations=25 --durations-min=5 -m "slow and not gpu and not vllm" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=25 --durations-min=5 \
+	    -m "slow and not soak and not gpu and not vllm" $(ARGS)
+
+# The slow tests at full size, and more planes, families and victims: hours. A workflow runs it every week.
+soak: setup
+	KVFLOW_SOAK=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=25 --durations-min=5 \
+	    -m "slow and not gpu and not vllm" $(ARGS)
 
 # `vllm serve` runs in an environment of its own: its pins are not ours.
 vllm: setup $(VLLM_DONE)

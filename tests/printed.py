@@ -47,12 +47,13 @@ NOT_RUN = {
 # What follows the printed options, the last of a kind counts: all that the long commands do takes
 # half an hour.
 LESS = {
+    "make demo": 'ARGS="--requests 4 --new-tokens 16"',
     "kvflow sim --seeds": "--seeds 0:40",
     "kvflow sim --bare": "--seeds 0:300",
     "kvflow sim --cache": "--seeds 0:20",
     "kvflow sim --group": "--seeds 0:60",
     "kvflow sim --exhaust": "--bounds eviction",
-    "kvflow bench transfer": "--transfer-backend local --pairs 2",
+    "kvflow bench transfer": "--transfer-backend local --pairs 1",
     "kvflow bench rooms": "--transfer-backend local --rounds 1",
     "kvflow bench group": "--ranks 1,2 --rounds 1 --requests 50",
     "kvflow bench serve": "--clients 2 --new-tokens 32 --turns 1 --streams 0",
@@ -152,6 +153,11 @@ def not_run(command: str) -> str:
     return next((why for beginning, why in NOT_RUN.items() if command.startswith(beginning)), "")
 
 
+def less_of(command: str) -> str:
+    """Return what follows the command to make it shorter; empty where nothing has to."""
+    return next((more for beginning, more in LESS.items() if command.startswith(beginning)), "")
+
+
 def _block_with(beginning: str, page: str) -> tuple[str, str]:
     """Return the block of `page` that has a command which begins so, and that command."""
     for block in blocks_of(page):
@@ -163,7 +169,7 @@ def _block_with(beginning: str, page: str) -> tuple[str, str]:
 
 def _demo() -> Step:
     _, command = _block_with("make demo", README)
-    return Step("make demo", command, (command,), 1800)
+    return Step("make demo", f"{command} {less_of(command)}", (command,), 1800)
 
 
 def install(page: str = QUICKSTART) -> Step:
@@ -256,10 +262,7 @@ def _long() -> list[Step]:
             enter, *rest = commands_of(block)
             for command in rest:
                 if command.startswith(("kvflow sim", "kvflow bench")):
-                    less = next(
-                        (more for beginning, more in LESS.items() if command.startswith(beginning)),
-                        "",
-                    )
+                    less = less_of(command)
                     found.append(
                         Step(command, f"{enter}\n{command} {less}".rstrip(), (command,), 280)
                     )

@@ -14,7 +14,7 @@ from kvflow.bench.stream_client import Stream, StreamFailedError, unchunked
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("api", ["completions", "generate"])
+@pytest.mark.parametrize("api", ["generate", pytest.param("completions", marks=pytest.mark.soak)])
 async def test_tokens_per_second_are_of_the_same_tokens_as_stocks(api: str) -> None:
     said: list[str] = []
     plan = ServePlan(api=api, clients=(3,), new_tokens=12, turns=1, streams=4, stream_tokens=20)

@@ -1,4 +1,6 @@
-"""The data planes that run between processes."""
+"""The data planes that run between processes; NIXL over TCP, where a test does not ask for it, in
+a soak.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ import pytest
 from tests.planes import nixl_unavailable_reason
 
 
-@pytest.fixture(params=["local", "mooncake", "nixl", "nixl over TCP"])
+@pytest.fixture(
+    params=[
+        *("local", "mooncake", "nixl"),
+        pytest.param("nixl over TCP", marks=pytest.mark.soak),
+    ]
+)
 def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name, _, over = str(request.param).partition(" over ")
     if name == "mooncake":

@@ -52,6 +52,7 @@ async def test_a_sender_frozen_in_mid_transfer(plane: str) -> None:
         assert (await decode.ask("left"))["loans"] == 0
 
 
+@pytest.mark.parametrize("plane", ["local", "mooncake", "nixl", "nixl over TCP"], indirect=True)
 async def test_a_receiver_frozen_for_longer_than_the_engines_patience(plane: str) -> None:
     env = dict.fromkeys(ENGINES_PATIENCE, str(ENGINES_PATIENCE_S))
     async with (

@@ -73,7 +73,11 @@ async def counted(session: aiohttp.ClientSession, url: str, name: str) -> float:
 # Both sides of one plane, and one side of the others: no plane takes part in what is cut.
 @pytest.mark.parametrize(
     ("plane", "cut"),
-    [("local", "prefill"), ("local", "decode"), ("mooncake", "prefill"), ("nixl", "decode")],
+    [
+        *(("local", "prefill"), ("local", "decode")),
+        pytest.param("mooncake", "prefill", marks=pytest.mark.soak),
+        pytest.param("nixl", "decode", marks=pytest.mark.soak),
+    ],
     indirect=["plane"],
 )
 async def test_requests_end_whatever_http_does(cut: str, plane: str, seed: int) -> None:

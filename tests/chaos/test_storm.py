@@ -7,13 +7,14 @@ import asyncio
 import pytest
 
 from tests.chaos.pair import pair
+from tests.soak import sized
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 # A machine that stands still for a second is no matter of this test.
 PATIENT = {"lost_after_s": 10.0}
 # Rooms of 3 MiB, as fast as the plane can: an abort finds bytes under way.
-ROOMS, LANES, PAGES = 500, 24, 96
+ROOMS, LANES, PAGES = sized(200, 500), 24, 96
 
 
 async def test_an_abort_storm(plane: str, seed: int) -> None:

@@ -19,6 +19,7 @@ from kvflow.serve.demo.client import Streamed, _writing_s
 from kvflow.serve.demo.run import TICK_S, Outcome, _prompts
 from kvflow.serve.demo.show import TerminalOutput
 from tests.planes import nixl_unavailable_reason
+from tests.soak import sized
 
 KEYS = [
     "backend",
@@ -110,17 +111,20 @@ def test_writing_time_counts_overlapping_chunks_once() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("printed")
-@pytest.mark.parametrize("backend", ["local", "mooncake", "nixl"])
+@pytest.mark.parametrize(
+    "backend", ["nixl", *(pytest.param(p, marks=pytest.mark.soak) for p in ("local", "mooncake"))]
+)
 def test_the_demo_holds_what_it_promises(backend: str) -> None:
     if backend == "mooncake" and importlib.util.find_spec("mooncake") is None:
         pytest.skip("mooncake is not installed")
     if backend == "nixl" and (reason := nixl_unavailable_reason()):
         pytest.skip(reason)
-    done = demo("--json", "--transfer-backend", backend)
+    size = sized(("--requests", "4", "--new-tokens", "16"), ())
+    done = demo("--json", "--transfer-backend", backend, *size)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)
     assert list(outcome) == KEYS
-    assert outcome["requests"] == outcome["identical"] >= 16
+    assert outcome["requests"] == outcome["identical"] == sized(4, 16)
     assert outcome["aborted"] >= 1
     assert 0 < outcome["bytes_at_abort"] < outcome["bytes_total"]
     assert outcome["pages_home"] is True

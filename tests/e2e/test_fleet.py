@@ -1,5 +1,5 @@
 """A fleet that changes under load: workers are killed, restarted, drained, join, leave and switch
-their role, while a thousand requests and more are answered, each compared with what stock
+their role, while requests of two kinds of clients are answered, each compared with what stock
 transformers makes of its prompt."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -25,11 +25,15 @@ from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from tests.e2e.service import START_S, Service, free_port, serving
 from tests.e2e.sglang import router_over
 from tests.engine import tiny_models
+from tests.soak import sized
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets"), pytest.mark.timeout(900)]
 
 KEYS = Keys("sesame", "open sesame")
-CLIENTS, REQUESTS, FEWER_REQUESTS, TOKENS = 8, 1000, 400, 24
+CLIENTS, REQUESTS, TOKENS = sized(4, 8), sized(100, 1000), 24
+SERVED = sized(3, 10)  # by each worker before the next one is disturbed
+# As many bytes/s as make a worker that is killed leave transfers behind.
+RATE = 1 << 19
 REST_S = 20.0
 Disturb = Callable[[], Awaitable[None]]
 
@@ -143,15 +147,15 @@ def _compared(got: list[int], expected: list[int]) -> Ended:
     )
 
 
-async def under_load(client: Client | OpenAIClient, least: int, disturb: Disturb) -> list[Ended]:
-    """At least so many requests, from `CLIENTS` clients, and more until `disturb` is through; each
-    is answered.
+async def under_load(clients: Sequence[Client | OpenAIClient], disturb: Disturb) -> list[Ended]:
+    """At least `REQUESTS`, and more until `disturb` is through; each is answered. `CLIENTS` clients
+    ask, of each of these kinds in turn.
     """
     numbers, ended = itertools.count(), list[Ended]()
     disturbing = asyncio.ensure_future(disturb())
 
-    async def go_on() -> None:
-        while len(ended) < least or not disturbing.done():
+    async def go_on(client: Client | OpenAIClient) -> None:
+        while len(ended) < REQUESTS or not disturbing.done():
             began = time.monotonic()
             ended.append(
                 (await client.ask(next(numbers)))._replace(seconds=time.monotonic() - began)
@@ -159,9 +163,9 @@ async def under_load(client: Client | OpenAIClient, least: int, disturb: Disturb
             if disturbing.done() and disturbing.exception():
                 return
 
-    await asyncio.gather(*(go_on() for _ in range(CLIENTS)))
+    await asyncio.gather(*map(go_on, itertools.islice(itertools.cycle(clients), CLIENTS)))
     await disturbing
-    assert len(ended) == next(numbers) >= least
+    assert len(ended) == next(numbers) >= REQUESTS
     return ended
 
 
@@ -178,25 +182,25 @@ class Operator:
         async with self._session.request(method, url, json=body, headers=key) as answer:
             return answer.status, msgspec.json.decode(await answer.read())
 
-    async def served(self, name: str, count: int) -> None:
-        """Wait until this worker has answered so many requests as it is, and has one more."""
+    async def served(self, name: str) -> None:
+        """Wait until this worker has answered `SERVED` requests as it is, and has one more."""
         url = f"{self._service.url(name)}/server_info"
         async with asyncio.timeout(START_S):
             while True:
                 info = (await self.call("GET", url))[1]
-                if info["rooms_ended"].get("success", 0) >= count and info["rooms"]:
+                if info["rooms_ended"].get("success", 0) >= SERVED and info["rooms"]:
                     return
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.02)
 
     async def kill(self, name: str) -> None:
-        await self.served(name, 10)
+        await self.served(name)
         await self._service.kill(name)
         self.killed.append(self._service.url(name))
         await self._service.start(name)
         print(f"  {name} killed and started again")
 
     async def restart(self, name: str) -> None:
-        await self.served(name, 10)
+        await self.served(name)
         print(f"  {name} restarted, drained in {await self._service.restart(name):.2f} s")
 
     async def join(self, role: str, **own: Any) -> str:
@@ -209,7 +213,7 @@ class Operator:
                     "POST", f"{self._router}/workers", {"url": url, "worker_type": role}
                 )
             )[0] == 202
-        await self.served(name, 10)
+        await self.served(name)
         print(f"  {name} has joined and serves")
         return name
 
@@ -225,12 +229,12 @@ class Operator:
         print(f"  {name} has left, with {await at_rest(self._session, self._service.url(name))}")
 
     async def switch(self, name: str, role: str) -> None:
-        await self.served(name, 10)
+        await self.served(name)
         body = {"role": role, "drain_timeout_s": 60}
         status, answer = await self.call("POST", f"{self._service.url(name)}/switch_role", body)
         assert (status, answer.get("role")) == (200, role), answer
         print(f"  {name} is a {role} after {answer['seconds']:.2f} s")
-        await self.served(name, 10)
+        await self.served(name)
 
 
 async def at_rest(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
@@ -281,16 +285,15 @@ def session_with(key: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector)
 
 
-@pytest.mark.parametrize("plane", ["local", "mooncake"])
+@pytest.mark.parametrize("plane", ["local", pytest.param("mooncake", marks=pytest.mark.soak)])
 async def test_a_fleet_that_changes_under_load_answers_every_request_rightly(
     prompts: list[Prompt], plane: str
 ) -> None:
-    least = REQUESTS
     if plane == "mooncake":
         pytest.importorskip("mooncake")
-        least = FEWER_REQUESTS
+    limits = {"prefix_cache": "off", "transfer_rate_limit": RATE}
     async with (
-        serving(keys=KEYS, prefix_cache="off", disaggregation_transfer_backend=plane) as service,
+        serving(keys=KEYS, disaggregation_transfer_backend=plane, **limits) as service,
         session_with(KEYS.api) as session,
     ):
         router = await service.start_router()
@@ -311,34 +314,14 @@ async def test_a_fleet_that_changes_under_load_answers_every_request_rightly(
             assert (
                 await operator.call("POST", f"{router}/workers", {"url": service.url("decode-1")})
             )[0] == 202
-            await operator.served("decode-1", 10)
-
-        ended = await under_load(Client(session, router, prompts), least, disturb)
-        told(f"kvflow router, {plane}", ended)
-        only_the_killed_lose(ended, operator.killed)
-        for name in service.workers:
-            await at_rest(session, service.url(name))
-
-
-async def test_the_official_client_sees_a_fleet_that_changes_as_one_server(
-    prompts: list[Prompt],
-) -> None:
-    async with serving(keys=KEYS, prefix_cache="off") as service, session_with(KEYS.api) as session:
-        router = await service.start_router()
-        operator = Operator(session, service, router)
-
-        async def disturb() -> None:
-            await operator.kill("decode-1")
-            await operator.restart("prefill-0")
-            await operator.join("prefill")
-            await operator.leave("prefill-1")
-            await operator.switch("decode-0", "prefill")
+            await operator.served("decode-1")
 
         async with openai.AsyncOpenAI(
             base_url=f"{router}/v1", api_key=KEYS.api, max_retries=0
-        ) as client:
-            ended = await under_load(OpenAIClient(client, prompts), FEWER_REQUESTS, disturb)
-        told("the openai client", ended)
+        ) as official:
+            clients = [Client(session, router, prompts), OpenAIClient(official, prompts)]
+            ended = await under_load(clients, disturb)
+        told(f"kvflow router, {plane}", ended)
         only_the_killed_lose(ended, operator.killed)
         for name in service.workers:
             await at_rest(session, service.url(name))
@@ -376,7 +359,7 @@ async def test_behind_sglang_router_workers_join_leave_and_come_back(prompts: li
                 await operator.join("decode", join=router)
                 await operator.leave("decode-1")
 
-            ended = await under_load(Client(session, router, prompts), FEWER_REQUESTS, disturb)
+            ended = await under_load([Client(session, router, prompts)], disturb)
         told("sglang_router", ended)
         assert not [one for one in ended if one.how == "wrong"]
         lost = [one for one in ended if one.how != "done"]

@@ -29,7 +29,9 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["prefill", "decode", "router"])
 @pytest.mark.parametrize(
-    ("num_pages", "backend"), [(512, "local"), (160, "mooncake")], ids=["for some", "for one"]
+    ("num_pages", "backend"),
+    [(512, "local"), pytest.param(160, "mooncake", marks=pytest.mark.soak)],
+    ids=["for some", "for one"],
 )
 async def test_a_role_killed_under_load(
     victim: str, backend: str, num_pages: int, session: aiohttp.ClientSession

@@ -46,7 +46,9 @@ async def counted(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(("pp", "requests"), [(1, 120), (2, 72)])
+@pytest.mark.parametrize(
+    ("pp", "requests"), [pytest.param(1, 120, marks=pytest.mark.soak), (2, 72)]
+)
 async def test_a_storm_of_legs_that_come_before_their_decodes(
     pp: int, requests: int, seed: int
 ) -> None:

@@ -22,6 +22,7 @@ from tests.planes import mooncake_unavailable_reason, nixl_unavailable_reason
 NEW = 16
 CHUNK = CHUNKS["chunk_tokens"]
 PAGE_SIZES = (1, 16, 64)
+ONE_SIZE = [16, *(pytest.param(page, marks=pytest.mark.soak) for page in (1, 64))]
 # The default run: every family of K and V, page sizes spread over them.
 DEFAULT_PAGES = {
     "llama": 16,
@@ -124,6 +125,7 @@ def test_fp32_over_nixl(pair: ProcessPair, tiny: Tiny, expected: Expected) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("family", "page"),
     [(f, page) for f in FAMILIES for page in PAGE_SIZES if page != DEFAULT_PAGES[f]],
@@ -136,7 +138,7 @@ def test_fp32_matrix(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGE_SIZES)
+@pytest.mark.parametrize("page", ONE_SIZE)
 @pytest.mark.parametrize("family", OTHER_ORDERS)
 def test_fp32_other_orders(
     family: str, page: int, pair: ProcessPair, tiny: Tiny, expected: Expected
@@ -147,7 +149,7 @@ def test_fp32_other_orders(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGE_SIZES)
+@pytest.mark.parametrize("page", ONE_SIZE)
 def test_fp32_over_mooncake_all_page_sizes(
     page: int, pair: ProcessPair, tiny: Tiny, expected: Expected
 ) -> None:
@@ -183,7 +185,10 @@ def check_bf16(model: Model) -> None:
     "family",
     [
         pytest.param(
-            f, marks=() if f in ("llama", "gemma3", "deepseek_v3") else (pytest.mark.slow,)
+            f,
+            marks=()
+            if f in ("llama", "gemma3", "deepseek_v3")
+            else (pytest.mark.slow, pytest.mark.soak),
         )
         for f in FAMILIES
     ],

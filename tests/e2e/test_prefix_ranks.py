@@ -54,7 +54,9 @@ async def caches_of(session: aiohttp.ClientSession, prefill: str) -> list[Any]:
     [
         # Part of the conversations, and all of them.
         {"pp": 2, "num_pages": 30, "cache_host_bytes": 1 << 24},
-        {"pp": 2, "tp": 2, "decode_tp": 2, "optimistic_prefill": 2},
+        pytest.param(
+            {"pp": 2, "tp": 2, "decode_tp": 2, "optimistic_prefill": 2}, marks=pytest.mark.soak
+        ),
     ],
 )
 async def test_a_turn_begins_where_the_caches_of_all_ranks_can(options: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ async def until_load(
             info = await ask(session, f"{fleet.decodes[0].url}/server_info")
 
 
-@pytest.mark.parametrize("low_first", [False, True])
+@pytest.mark.parametrize("low_first", [False, pytest.param(True, marks=pytest.mark.soak)])
 async def test_of_those_that_wait_the_more_urgent_is_served_first(low_first: bool) -> None:
     async with (
         running(max_running_requests=1, schedule_low_priority_values_first=low_first) as fleet,

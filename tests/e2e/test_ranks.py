@@ -21,6 +21,7 @@ import pytest
 from tests.e2e.fleet import WITHIN_S, all_home, ask, rank_is_home, running
 from tests.engine.pair import prompt_of
 from tests.planes import nixl_unavailable_reason
+from tests.soak import sized
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets"), pytest.mark.timeout(600)]
 
@@ -108,12 +109,12 @@ async def gauges(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("family", "pp", "tp", "plane"),
     [
-        *(("llama", 4, 1, "local"), ("llama", 1, 2, "mooncake"), ("llama", 2, 2, "nixl")),
-        *(
-            ("deepseek_v3", 2, 1, "local"),
-            ("deepseek_v3", 1, 2, "local"),
-            ("deepseek_v3", 2, 2, "local"),
-        ),
+        pytest.param("llama", 4, 1, "local", marks=pytest.mark.soak),
+        ("llama", 1, 2, "mooncake"),
+        pytest.param("llama", 2, 2, "nixl", marks=pytest.mark.soak),
+        pytest.param("deepseek_v3", 2, 1, "local", marks=pytest.mark.soak),
+        pytest.param("deepseek_v3", 1, 2, "local", marks=pytest.mark.soak),
+        ("deepseek_v3", 2, 2, "local"),
     ],
 )
 async def test_the_ranks_of_a_prefill_give_the_tokens_of_one(
@@ -164,7 +165,7 @@ async def test_the_ranks_of_a_prefill_give_the_tokens_of_one(
         )
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.soak)])
 async def test_the_shards_of_a_decode_give_the_tokens_of_one(
     family: str, tiny: Callable[[str], Path], expected: Expected
 ) -> None:
@@ -260,7 +261,10 @@ async def test_a_shard_of_a_decode_is_killed_in_mid_decode(tiny: Callable[[str],
 
 @pytest.mark.parametrize(
     ("plane", "family", "pp", "tp"),
-    [("mooncake", "llama", 2, 2), ("nixl", "qwen3_next", 1, 2)],
+    [
+        pytest.param("mooncake", "llama", 2, 2, marks=pytest.mark.soak),
+        ("nixl", "qwen3_next", 1, 2),
+    ],
     ids=["mooncake", "nixl"],
 )
 async def test_ranks_over_a_plane_between_machines(
@@ -344,7 +348,7 @@ async def test_ranks_over_a_plane_between_machines(
 
 @pytest.mark.parametrize(
     ("pp", "tp", "victim", "stage"),
-    [(4, 1, 2, {2}), (2, 2, 3, {2, 3})],
+    [pytest.param(4, 1, 2, {2}, marks=pytest.mark.soak), (2, 2, 3, {2, 3})],
     ids=["PP 4", "PP 2 TP 2"],
 )
 async def test_a_stage_is_killed_in_mid_prefill(
@@ -393,7 +397,7 @@ async def test_a_storm_of_aborts_leaves_nothing_at_any_rank(
     """Clients leave at every moment of a request, and those that stay get their tokens."""
     slow = {"chunked_prefill_size": 16, "max_batch_tokens": 48}
     async with (
-        running(model_path=str(tiny("llama")), pp=4, **slow) as fleet,
+        running(model_path=str(tiny("llama")), pp=sized(2, 4), **slow) as fleet,
         aiohttp.ClientSession() as session,
     ):
         prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
@@ -413,7 +417,7 @@ async def test_a_storm_of_aborts_leaves_nothing_at_any_rank(
             except TimeoutError:
                 pass  # its connection is closed
 
-        for first in range(0, 160, 16):
+        for first in range(0, sized(64, 160), 16):
             await asyncio.gather(*(client(number) for number in range(first, first + 16)))
         assert await all_home(session, prefill, decode)
         found = await ranks_home(session, prefill)

@@ -18,10 +18,11 @@ from kvflow.serve.demo_model import DEMO_PROMPTS
 from tests.e2e.fleet import all_home, ask
 from tests.e2e.service import START_S, Service, serving
 from tests.e2e.sglang import router_over
+from tests.soak import sized
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets"), pytest.mark.timeout(600)]
 
-CLIENTS, REQUESTS = 8, 500
+CLIENTS, REQUESTS, FLOOD = 8, 500, sized(150, 400)
 TOKENS = 64
 
 
@@ -132,6 +133,9 @@ async def rolling(service: Service, pause_s: float = 0.0) -> None:
         await asyncio.sleep(pause_s)
 
 
+# tests/e2e/test_fleet.py restarts and kills workers under load, one by one. In a soak it is every
+# worker after another, and a router that finds out for itself.
+@pytest.mark.soak
 async def test_a_rolling_restart_loses_nothing() -> None:
     async with serving() as service, aiohttp.ClientSession() as session:
         url = await service.start_router()
@@ -161,6 +165,7 @@ SGLANG = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("options", SGLANG.values(), ids=SGLANG.keys())
 async def test_a_rolling_restart_behind_sglang_router(options: tuple[str, ...]) -> None:
     async with serving() as service, aiohttp.ClientSession() as session:
@@ -179,6 +184,7 @@ async def test_a_rolling_restart_behind_sglang_router(options: tuple[str, ...]) 
         assert await all_home(session, *map(service.url, service.workers))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_a_killed_worker_costs_only_what_had_its_first_token(victim: str) -> None:
     async with serving(transfer_rate_limit=1 << 19) as service, aiohttp.ClientSession() as session:
@@ -205,7 +211,7 @@ async def test_a_killed_worker_costs_only_what_had_its_first_token(victim: str) 
 
 @pytest.mark.parametrize(
     ("requests", "pairs", "most"),
-    [(400, 2, 256), (400, 1, 256), (60, 2, 2)],
+    [pytest.param(FLOOD, 2, 256, marks=pytest.mark.soak), (FLOOD, 1, 256), (60, 1, 2)],
     ids=["two pairs", "one pair", "a queue"],
 )
 async def test_many_at_once_are_all_served(requests: int, pairs: int, most: int) -> None:
@@ -251,8 +257,7 @@ async def test_legs_that_arrive_in_opposite_orders_do_not_wait_in_a_circle() -> 
         assert await all_home(session, *map(service.url, service.workers))
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-async def test_a_worker_that_is_stopped_finishes_its_transfers(victim: str) -> None:
+async def test_workers_that_are_stopped_finish_their_transfers() -> None:
     async with (
         serving(1, transfer_rate_limit=1 << 17) as service,
         aiohttp.ClientSession() as session,
@@ -267,7 +272,9 @@ async def test_a_worker_that_is_stopped_finishes_its_transfers(victim: str) -> N
                 not in (await ask(session, f"{service.url('prefill-0')}/server_info"))["rooms"]
             ):
                 await asyncio.sleep(0.01)
-        stopping = asyncio.create_task(service.workers[victim].stop(START_S))
+        stopping = [
+            asyncio.create_task(worker.stop(START_S)) for worker in service.workers.values()
+        ]
         async with await asyncio.wait_for(asking, START_S) as answer:
             assert (answer.status, len((await answer.json())["output_ids"])) == (200, 8)
-        assert await asyncio.wait_for(stopping, START_S) == 0
+        assert await asyncio.wait_for(asyncio.gather(*stopping), START_S) == [0, 0]

@@ -16,7 +16,7 @@ from tests.e2e.fleet import all_home, ask, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]
 GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-PLANES = ["local", "mooncake"]
+PLANES = [pytest.param("local", marks=pytest.mark.soak), "mooncake"]
 
 
 async def answers(backend: str, abort: bool = False, **changes: Any) -> list[str]:

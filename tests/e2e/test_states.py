@@ -22,7 +22,8 @@ NEW = 16
 CHUNK = CHUNKS["chunk_tokens"]
 GREEDY = {"temperature": 0, "max_new_tokens": NEW}
 FAMILIES = [*tiny_models.INDEXED, *tiny_models.STATEFUL]
-WINDOWED = ["gpt_oss", "gemma3", "mistral"]
+WINDOWED = ["gpt_oss", *(pytest.param(f, marks=pytest.mark.soak) for f in ("gemma3", "mistral"))]
+PAGES = [16, pytest.param(64, marks=pytest.mark.soak)]
 Tiny = Callable[[str], Path]
 Expected = Callable[[str, list[int], int], list[int]]
 
@@ -57,7 +58,7 @@ def check(model: Model, family: str, zero: tuple[int, str], expected: Expected) 
     assert spoiled[0] == wanted[-1][0] and spoiled != wanted[-1], "nobody reads what was lost"
 
 
-@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eight_at_once_equal_generate(
     family: str, page: int, pair: ProcessPair, tiny: Tiny, expected: Expected
@@ -68,7 +69,7 @@ def test_eight_at_once_equal_generate(
 
 
 @pytest.mark.parametrize("rings", ["always", "never"])
-@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("family", WINDOWED)
 def test_windows_in_rows_and_in_pages(
     family: str, page: int, rings: str, pair: ProcessPair, tiny: Tiny, expected: Expected

@@ -32,7 +32,7 @@ async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
         return await answer.json()
 
 
-@pytest.mark.parametrize("rings", ["auto", "never"])
+@pytest.mark.parametrize("rings", ["auto", pytest.param("never", marks=pytest.mark.soak)])
 async def test_one_flag_for_the_whole_fleet(
     rings: str, tiny: Tiny, expected: Callable[[str, list[int], int], list[int]]
 ) -> None:
@@ -52,7 +52,10 @@ async def test_one_flag_for_the_whole_fleet(
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("sliding_window_rows", "never"), ("attention", "pad")],
+    [
+        ("sliding_window_rows", "never"),
+        pytest.param("attention", "pad", marks=pytest.mark.soak),
+    ],
     ids=["never", "pad"],
 )
 async def test_a_decode_that_was_started_otherwise_is_refused(

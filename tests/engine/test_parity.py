@@ -82,7 +82,10 @@ async def test_fp32_other_page_sizes(
 @pytest.mark.parametrize(
     ("family", "page", "order"),
     [
-        (family, page, order)
+        pytest.param(
+            *(family, page, order),
+            marks=() if page == 16 else pytest.mark.soak,
+        )
         for family in (*tiny_models.FAMILIES, *tiny_models.CORNERS)
         for page, order in MATRIX
         # Pages of 16 tokens, in both orders, are tried above.

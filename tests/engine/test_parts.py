@@ -179,6 +179,10 @@ def test_a_process_that_is_killed_while_it_loads_ends_the_wait_of_the_others(
     )
 
 
+def soaked(*cases: tuple[str, int, int]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.soak) for case in cases]
+
+
 WIDE = ["llama", "qwen3", "deepseek_v3", "gemma2", "gemma3"]
 STAGES_ONLY = [
     "gpt_oss",
@@ -197,15 +201,14 @@ STAGES_ONLY = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "stages", "shards"),
-    [(f, *shape) for f in WIDE for shape in ((2, 1), (4, 1), (1, 2), (2, 2))]
+    [(f, 2, 2) for f in WIDE]
+    + soaked(*((f, *shape) for f in WIDE for shape in ((2, 1), (4, 1), (1, 2))))
     + [(f, 4, 1) for f in STAGES_ONLY]
-    + [
-        (f, *shape)
-        for f in ("mistral", "mixtral", "deepseek_v2", "qwen3_next")
-        for shape in ((1, 2), (2, 2))
-    ]
+    + [(f, 2, 2) for f in ("mistral", "mixtral", "deepseek_v2", "qwen3_next")]
+    + soaked(*((f, 1, 2) for f in ("mistral", "mixtral", "deepseek_v2", "qwen3_next")))
     + [(f, 1, 2) for f in ("deepseek_v32", "glm_moe_dsa", "gemma4_shared_kv", "llama4_chunked")]
-    + [(f, 1, 4) for f in ("llama", "deepseek_v3", "mixtral")],
+    + [("mixtral", 1, 4)]
+    + soaked(*((f, 1, 4) for f in ("llama", "deepseek_v3"))),
 )
 def test_families_in_parts(
     four: World, tiny: Tiny, loaded: Loaded, family: str, stages: int, shards: int
@@ -214,9 +217,13 @@ def test_families_in_parts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", [2, 4])
 @pytest.mark.parametrize(
-    ("family", "heads"), [("llama", 1), ("llama", 2), ("llama", 4), ("gemma3", 1), ("qwen3", 2)]
+    ("family", "heads", "shards"),
+    [
+        *(("llama", 1, 4), ("llama", 2, 4), ("gemma3", 1, 2)),
+        *soaked(("llama", 1, 2), ("llama", 2, 2), ("llama", 4, 2), ("llama", 4, 4)),
+        *soaked(("gemma3", 1, 4), ("qwen3", 2, 2), ("qwen3", 2, 4)),
+    ],
 )
 def test_fewer_heads_than_shards_are_repeated(
     four: World, tmp_path: Path, family: str, heads: int, shards: int
@@ -227,7 +234,13 @@ def test_fewer_heads_than_shards_are_repeated(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon_h1"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "gpt2"),
+        *(pytest.param(f, marks=pytest.mark.soak) for f in ("gemma2", "falcon_h1")),
+    ],
+)
 def test_tied_weights(four: World, tmp_path: Path, family: str) -> None:
     path = tiny_models.build(family, tmp_path, tie_word_embeddings=True)
     shapes = [(2, 1)] if family in STAGES_ONLY else [(2, 1), (2, 2)]
@@ -236,7 +249,13 @@ def test_tied_weights(four: World, tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "lfm2", "gpt2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("deepseek_v3", "lfm2"),
+        *(pytest.param(f, marks=pytest.mark.soak) for f in ("llama", "gemma3", "gpt2")),
+    ],
+)
 def test_stages_in_half_precision_are_exact(
     four: World, tiny: Tiny, loaded: Loaded, family: str
 ) -> None:

@@ -16,13 +16,15 @@ from kvflow.transports.control.memory import Frame
 from tests.handlers.scenes import PROMPT, code_of, success
 from tests.hostile import endings, strays
 from tests.hostile.tables import tables
+from tests.soak import sized
 
 pytest_plugins = ["kvflow.testing.fixtures"]
+LONG = pytest.mark.timeout(900)
 
 
 # The 400,000 messages take a quarter of a minute of CPU.
 @pytest.mark.parametrize(
-    "each", [2_000, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+    "each", [2_000, pytest.param(sized(10_000, 40_000), marks=[pytest.mark.slow, LONG])]
 )
 async def test_messages_for_rooms_that_never_open(each: int, seed: int) -> None:
     report = await strays.run(each, seed)
@@ -32,7 +34,7 @@ async def test_messages_for_rooms_that_never_open(each: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "rooms", [1_200, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+    "rooms", [1_200, pytest.param(sized(12_000, 40_000), marks=[pytest.mark.slow, LONG])]
 )
 async def test_rooms_of_every_ending(rooms: int, seed: int) -> None:
     report = await endings.run(rooms, seed)

@@ -74,7 +74,7 @@ PLANES = [
     "local",
     # A second each: every rank starts an engine.
     pytest.param("mooncake", marks=[NO_MOONCAKE, pytest.mark.slow]),
-    pytest.param("nixl", marks=[NO_NIXL, pytest.mark.slow]),
+    pytest.param("nixl", marks=[NO_NIXL, pytest.mark.slow, pytest.mark.soak]),
 ]
 
 

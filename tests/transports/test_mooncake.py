@@ -24,6 +24,7 @@ from kvflow.testing.freezing import freeze
 from kvflow.transports.data.mooncake import plane as mooncake
 from kvflow.transports.data.mooncake.route import MooncakeRoute
 from kvflow.transports.data.write_thread import ThreadWrite
+from tests.soak import sized
 from tests.transports.peer_process import NUM_PAGES, Peer, Side, pages, spawned, until
 
 pytest.importorskip("mooncake")
@@ -96,6 +97,7 @@ async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost(side
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(120)
 async def test_a_receiver_that_was_frozen_for_long_proves_its_pages_when_it_goes_on(
     side: Side, peer: Peer
@@ -365,7 +367,7 @@ def network_namespace() -> Iterator[str]:
 async def test_a_dead_writer_of_another_network_namespace_is_fenced(network_namespace: str) -> None:
     side = Side("mooncake", "page_first", None, "10.213.77.1")
     try:
-        for _ in range(5):
+        for _ in range(sized(2, 5)):
             await _kill_a_forked_writer(
                 side, "ip", "netns", "exec", network_namespace, host="10.213.77.2"
             )
