@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -14,6 +14,8 @@ import uvloop
 
 if TYPE_CHECKING:
     import asyncio
+
+    from tests.forked_roles import Nursery
 
 # Before anything imports torch: more threads than cores make every timing and every timeout a
 # matter of luck.
@@ -99,6 +101,25 @@ def seed(request: pytest.FixtureRequest) -> int:
     """The seed of this run, printed in the header."""
     value: int = request.config.option.seed
     return value
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    # Few tests need it, and it imports half of the command line.
+    from tests.forked_roles import Nursery
+
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def forked_roles(nursery: Nursery) -> Iterator[None]:
+    """Prefills and decodes of the module's tests are forked, and import nothing anew."""
+    from tests.forked_roles import forking
+
+    with forking(nursery):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -24,3 +24,8 @@ def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if over:  # as between machines: it is the receiver that carries a write out
         monkeypatch.setenv("UCX_TLS", "tcp,self")
     return name
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_roles(forked_roles: None) -> None:
+    """All roles of this folder are forked."""

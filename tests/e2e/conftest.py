@@ -46,3 +46,8 @@ def pair() -> Iterator[ProcessPair]:
         yield found
     finally:
         found.kill()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_roles(forked_roles: None) -> None:
+    """All roles of this folder are forked."""

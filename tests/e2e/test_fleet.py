@@ -291,9 +291,9 @@ async def test_a_fleet_that_changes_under_load_answers_every_request_rightly(
 ) -> None:
     if plane == "mooncake":
         pytest.importorskip("mooncake")
-    limits = {"prefix_cache": "off", "transfer_rate_limit": RATE}
+    moved = {"disaggregation_transfer_backend": plane, "transfer_rate_limit": RATE}
     async with (
-        serving(keys=KEYS, disaggregation_transfer_backend=plane, **limits) as service,
+        serving(2, keys=KEYS, prefix_cache="off", **moved) as service,
         session_with(KEYS.api) as session,
     ):
         router = await service.start_router()
@@ -319,8 +319,8 @@ async def test_a_fleet_that_changes_under_load_answers_every_request_rightly(
         async with openai.AsyncOpenAI(
             base_url=f"{router}/v1", api_key=KEYS.api, max_retries=0
         ) as official:
-            clients = [Client(session, router, prompts), OpenAIClient(official, prompts)]
-            ended = await under_load(clients, disturb)
+            ours, theirs = Client(session, router, prompts), OpenAIClient(official, prompts)
+            ended = await under_load([ours, theirs], disturb)
         told(f"kvflow router, {plane}", ended)
         only_the_killed_lose(ended, operator.killed)
         for name in service.workers:

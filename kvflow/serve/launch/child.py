@@ -10,6 +10,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -82,13 +83,9 @@ class Child:
         """
         reading, writing = os.pipe()
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                "kvflow.cli",
+            self._process = await start_role(
                 self.role,
-                *self._arguments,
+                self._arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,
                 stderr=asyncio.subprocess.PIPE,
@@ -168,6 +165,13 @@ class Child:
                 )
                 sys.stderr.write(f"{shown}\n")
                 sys.stderr.flush()
+
+
+async def start_role(role: str, arguments: Iterable[str], **how: Any) -> asyncio.subprocess.Process:
+    """Start `kvflow ROLE` as a process. `how` are arguments of `create_subprocess_exec`."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "kvflow.cli", role, *arguments, **how
+    )
 
 
 async def all_read(reading: asyncio.Task[None] | None) -> None:

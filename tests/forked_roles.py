@@ -1,0 +1,282 @@
+"""Prefills and decodes for tests, forked from a process that has imported what they import.
+
+A role imports torch and transformers for four to five seconds of CPU, and the tests start hundreds
+of them. `python -m tests.forked_roles DESCRIPTOR` imports once and forks for each request; what
+runs from there on is `python -m kvflow.cli`, with the arguments, the environment and the
+descriptors that `Child` would have given it. Routers, other ranks of a worker, and roles whose
+environment is not the tests' own are started as ever, and so is all that starts from a command
+(test_cli_parity.py, test_fields.py, test_killed.py, tests/test_printed.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import pytest
+
+from kvflow.memory.past_caches import copying_environment
+from kvflow.serve.launch import child
+from kvflow.serve.launch.process import PARENT_PID, die_with_parent
+
+ROOT = Path(__file__).parents[1]
+# All that a role imports until it is ready, but for the engines of planes other than `local`: they
+# read their environment when they are imported.
+PRELOADED = (
+    "kvflow.serve.launch.roles",
+    "kvflow.serve.launch.group",
+    "kvflow.serve.launch.shards",
+    "kvflow.serve.engine.model.load",
+    "kvflow.serve.engine.scheduler.decode",
+    "kvflow.transports.data.local",
+    "kvflow.usage",
+    "pydantic.type_adapter",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.llama.tokenization_llama",
+    "uvloop",
+)
+_HEAD = 8  # bytes with the size of a request
+_MOST_DESCRIPTORS = 16
+# Variables that no import of a role reads; torch sets its own in a process of tests.
+_OWN = ("KVFLOW_", "PYTEST_", "TORCHINDUCTOR_")
+
+
+class Nursery:
+    """The process that forks, started for the first role."""
+
+    def __init__(self) -> None:
+        self._environment = copying_environment(os.environ)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._path = ""
+
+    def may_fork(self, role: str, arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Return whether a forked role is what a started one would be."""
+        return (
+            role in ("prefill", "decode")
+            and "--threads" not in arguments
+            and _of_others(environment) == _of_others(self._environment)
+        )
+
+    def connect(self) -> socket.socket:
+        """Return a connection for one role."""
+        if self._process is None:
+            self._start()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self._path)
+        return connection
+
+    def _start(self) -> None:
+        self._path = f"\0kvflow-tests-{os.getpid()}"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self._path)
+            listener.listen(64)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.forked_roles", str(listener.fileno())],
+                cwd=ROOT,
+                pass_fds=[listener.fileno()],
+                env={**self._environment, PARENT_PID: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _of_others(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(_OWN)}
+
+
+class ForkedRole:
+    """What `Child` and the tests use of a process."""
+
+    def __init__(
+        self,
+        pid: int,
+        stderr: asyncio.StreamReader,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.pid, self.stderr = pid, stderr
+        self.returncode: int | None = None
+        self._reader, self._writer = reader, writer
+        self._ended = asyncio.create_task(self._wait_for_status())
+
+    async def _wait_for_status(self) -> None:
+        try:
+            line = await self._reader.readline()
+            self.returncode = int(line) if line else -signal.SIGKILL
+        finally:
+            self._writer.close()
+
+    async def wait(self) -> int:
+        # A cancellation ends only this wait: others may wait too.
+        await asyncio.wait([self._ended])
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        # The nursery reaps the process before it sends the status, so the number might be
+        # another's by now: only within these microseconds.
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _PipeProtocol(asyncio.StreamReaderProtocol):
+    """Closes the pipe when the role has closed its end."""
+
+    def eof_received(self) -> bool:
+        super().eof_received()
+        return False
+
+
+async def fork_role(
+    nursery: Nursery, role: str, arguments: Sequence[str], **how: Any
+) -> asyncio.subprocess.Process:
+    """Fork a role, with what `Child` asks of its process. Return when it runs."""
+    reading, writing = os.pipe()
+    numbers = [1, 2, *how["pass_fds"]]
+    given = [how["stdout"].fileno(), writing, *how["pass_fds"]]
+    request = json.dumps([role, list(arguments), dict(how["env"]), numbers]).encode()
+    connection = nursery.connect()
+    try:
+        socket.send_fds(connection, [len(request).to_bytes(_HEAD, "big")], given)
+        connection.sendall(request)
+    finally:
+        os.close(writing)
+    reader, writer = await asyncio.open_connection(sock=connection)
+    stderr = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: _PipeProtocol(stderr), os.fdopen(reading, "rb", buffering=0)
+    )
+    pid = int(await reader.readline())
+    return cast("asyncio.subprocess.Process", ForkedRole(pid, stderr, reader, writer))
+
+
+@contextlib.contextmanager
+def forking(nursery: Nursery) -> Iterator[None]:
+    """Fork the roles that this process starts meanwhile, where that makes no difference to them."""
+    start = child.start_role
+
+    async def fork(role: str, arguments: Sequence[str], **how: Any) -> asyncio.subprocess.Process:
+        if nursery.may_fork(role, arguments, how["env"]):
+            return await fork_role(nursery, role, arguments, **how)
+        return await start(role, arguments, **how)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(child, "start_role", fork)
+        yield
+
+
+# --- in the nursery
+
+
+class _Forking:
+    """Forks, and reports how the forked processes ended, until the tests end."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._listener = listener
+        self._connections: dict[int, tuple[int, socket.socket]] = {}
+
+    def next_role(self) -> list[str]:
+        """Serve requests. Return in each forked process, with the words of its command."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    if (words := self._fork()) is not None:
+                        return words
+                else:
+                    self._report(cast("int", key.fileobj))
+
+    def _fork(self) -> list[str] | None:
+        connection, _ = self._listener.accept()
+        head, descriptors, _, _ = socket.recv_fds(connection, _HEAD, _MOST_DESCRIPTORS)
+        size = int.from_bytes(head, "big")
+        received = b""
+        while len(received) < size:
+            received += connection.recv(size - len(received))
+        role, arguments, environment, numbers = json.loads(received)
+        nursery = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            self._become(descriptors, numbers)
+            os.environ.clear()
+            os.environ.update({**environment, PARENT_PID: str(nursery)})
+            return [role, *arguments]
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.sendall(b"%d\n" % pid)
+        ended = os.pidfd_open(pid)
+        self._connections[ended] = (pid, connection)
+        self._selector.register(ended, selectors.EVENT_READ)
+        return None
+
+    def _become(self, descriptors: list[int], numbers: list[int]) -> None:
+        """Keep these descriptors, under these numbers, and none of the nursery's."""
+        self._selector.close()
+        self._listener.close()
+        for ended, (_, connection) in self._connections.items():
+            os.close(ended)
+            connection.close()
+        os.setsid()
+        # A number that is wanted may be that of another one which was received.
+        apart = [_moved_up(descriptor, max(numbers)) for descriptor in descriptors]
+        for descriptor, number in zip(apart, numbers, strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+    def _report(self, ended: int) -> None:
+        pid, connection = self._connections.pop(ended)
+        self._selector.unregister(ended)
+        os.close(ended)
+        _, status = os.waitpid(pid, 0)
+        with connection, contextlib.suppress(OSError):  # the test has ended
+            connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+
+
+def _moved_up(descriptor: int, past: int) -> int:
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, past + 1)
+    finally:
+        os.close(descriptor)
+
+
+def main() -> NoReturn:
+    die_with_parent()
+    # As with -P, which a role is started with.
+    sys.path.pop(0)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        words = _Forking(listener).next_role()
+    sys.argv = ["kvflow.cli", *words]
+    runpy.run_module("kvflow.cli", run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    main()
