@@ -38,9 +38,9 @@ def expected(tiny: Callable[[str], Path]) -> Callable[[str, list[int], int], lis
     return generate
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pair() -> Iterator[ProcessPair]:
-    """Of a module's own; its processes start with the first model."""
+    """Its processes start with the first model. The modules that use it share a group."""
     found = ProcessPair()
     try:
         yield found

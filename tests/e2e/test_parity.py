@@ -46,7 +46,7 @@ Tiny = Callable[[str], Path]
 Expected = Callable[[str, list[int], int], list[int]]
 
 
-pytestmark = pytest.mark.xdist_group("parity")  # one pair of processes for the module
+pytestmark = pytest.mark.xdist_group("parity")  # one pair of processes for this and test_states
 
 
 def prompts_for(page: int) -> list[list[int]]:

@@ -27,8 +27,8 @@ PAGES = [16, pytest.param(64, marks=pytest.mark.soak)]
 Tiny = Callable[[str], Path]
 Expected = Callable[[str, list[int], int], list[int]]
 
-# One pair of processes for the module.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("states")]
+# One pair of processes for this module and test_parity.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
 
 def prompts_for(page: int) -> list[list[int]]:
