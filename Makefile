@@ -2,7 +2,7 @@
 #   PYTHON=python3.12   the interpreter to use (3.11 or newer; found by itself when not given)
 #   TORCH_INDEX=URL     a package index with CPU builds of torch, much smaller than the default ones
 #   ARGS="-k room"      more arguments for pytest or kvflow
-#   WORKERS=2           processes that share the tests; 0 runs them in one, as a debugger needs it
+#   WORKERS=3           processes that share the tests; 0 runs them in one, as a debugger needs it
 VENV ?= .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.setup-done
@@ -10,7 +10,8 @@ VLLM_VENV ?= .venv-vllm
 VLLM_DONE := $(VLLM_VENV)/.setup-done
 CODE := kvflow tests docs $(wildcard examples)
 ARGS ?=
-WORKERS ?= 2
+# One more than the cores of a small machine: many tests wait for a process, a link or a timer.
+WORKERS ?= 3
 export PYTHON TORCH_INDEX
 # The tests start hundreds of processes, and without cached bytecode each of them compiles all of kvflow anew: half of the
 # CPU time of tests/transports. An empty value is the same to Python as none.

@@ -5,7 +5,7 @@ of them. `python -m tests.forked_roles DESCRIPTOR` imports once and forks for ea
 runs from there on is `python -m kvflow.cli`, with the arguments, the environment and the
 descriptors that `Child` would have given it. Routers, other ranks of a worker, and roles whose
 environment is not the tests' own are started as ever, and so is all that starts from a command
-(test_cli_parity.py, test_fields.py, test_killed.py, tests/test_printed.py).
+(test_cli_parity.py, test_killed.py, tests/demo, tests/test_printed.py).
 """
 
 from __future__ import annotations

@@ -32,7 +32,11 @@ CHANGES = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 def missing_pages(text: str) -> list[str]:
     """Return the Markdown pages that `text` names and that are not in the repository."""
     there = {path.name for path in (*PAGES, *ROOT.joinpath("kvflow").rglob("*.md"))} | GENERATED
-    return [page for page in re.findall(r"[\w./-]*\w\.md\b", text) if Path(page).name not in there]
+    return [
+        page
+        for page in re.findall(r"(?<![\w./-])[\w./-]*\w\.md\b", text)
+        if Path(page).name not in there
+    ]
 
 
 def test_every_cited_page_is_in_the_repository() -> None:
