@@ -8,6 +8,7 @@ from typing import Any
 
 from kvflow.aio import Threads
 from kvflow.bench.child import serve
+from kvflow.serve.demo.stock import complete, load_stock
 
 
 class StockCommands:
@@ -20,18 +21,10 @@ class StockCommands:
     async def setup(self, model: str, threads: int) -> dict[str, Any]:
         def load() -> dict[str, Any]:
             import torch
-            from transformers import AutoModelForCausalLM
-            from transformers.utils import logging
 
-            logging.set_verbosity_error()
-            logging.disable_progress_bar()
             torch.set_num_threads(threads)
-            found: Any = AutoModelForCausalLM.from_pretrained(model).eval()
-            # Like `ignore_eos` at kvflow: only its length ends a completion.
-            found.generation_config.eos_token_id = None
-            found.generation_config.pad_token_id = 0
-            self._model = found
-            return {"dtype": str(found.dtype).removeprefix("torch.")}
+            self._model = load_stock(model)
+            return {"dtype": str(self._model.dtype).removeprefix("torch.")}
 
         return await self._run(load)
 
@@ -41,22 +34,9 @@ class StockCommands:
         """
 
         def run() -> dict[str, Any]:
-            import torch
-
-            ids = torch.tensor(prompts)
             begun = time.perf_counter()
-            with torch.inference_mode():
-                out = self._model.generate(
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),
-                    do_sample=False,
-                    num_beams=1,
-                    max_new_tokens=new_tokens,
-                )
-            return {
-                "seconds": time.perf_counter() - begun,
-                "tokens": out[:, ids.shape[1] :].tolist(),
-            }
+            tokens = complete(self._model, prompts, new_tokens)
+            return {"seconds": time.perf_counter() - begun, "tokens": tokens}
 
         return await self._run(run)
 

@@ -36,10 +36,10 @@ from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler.decode import DecodeEngine
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.serve.engine.scheduler.prefill import PrefillEngine
-from kvflow.serve.engine.scheduler.single import SingleEngine
 from kvflow.serve.launch.process import die_with_parent
 from kvflow.testing.pair import until
 from kvflow.transports.data.select import open_plane
+from tests.engine.single import SingleEngine
 
 HOME_S = 10.0
 RETRACT_AFTER = 4

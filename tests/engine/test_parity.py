@@ -18,9 +18,9 @@ from kvflow.aio import Threads
 from kvflow.protocols.pages.layout import Order
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
-from kvflow.serve.engine.scheduler.single import SingleEngine
 from tests.engine import tiny_models
 from tests.engine.pair import EnginePair, FakeRoom, Side, greedy, prompt_of, until
+from tests.engine.single import SingleEngine
 
 CHUNK = 40
 NEW = 20

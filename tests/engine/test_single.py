@@ -17,9 +17,9 @@ from kvflow.protocols.errors import CapacityError
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler.params import TokenOut
-from kvflow.serve.engine.scheduler.single import SingleEngine
 from kvflow.testing.cancellation import Steps
 from tests.engine.pair import EnginePair, Side, greedy, prompt_of, until
+from tests.engine.single import SingleEngine
 
 
 async def _first(tokens: AsyncGenerator[TokenOut, None]) -> TokenOut:

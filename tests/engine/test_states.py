@@ -24,9 +24,9 @@ from kvflow.serve.engine.model.runner import Runner
 from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler import limits
-from kvflow.serve.engine.scheduler.single import SingleEngine
 from tests.engine import tiny_models
 from tests.engine.pair import EnginePair, FakeRoom, Side, greedy, prompt_of, until
+from tests.engine.single import SingleEngine
 
 Loader = Callable[..., LoadedModel]
 Stock = Callable[[str], Any]

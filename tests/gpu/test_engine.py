@@ -17,9 +17,9 @@ from kvflow.protocols.pages.kinds import ROW
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.serve.engine.model.load import LoadedModel, load_model
 from kvflow.serve.engine.scheduler.params import SamplingParams
-from kvflow.serve.engine.scheduler.single import SingleEngine
 from tests.engine import tiny_models
 from tests.engine.pair import prompt_of
+from tests.engine.single import SingleEngine
 from tests.engine.tiny_models import INDEXED, STATEFUL
 from tests.memory.kinds import KINDS, layout_of, names_of
 

@@ -13,165 +13,97 @@ import msgspec
 
 from kvflow.serve.config.settings import DEFAULT_PORTS, ENV_PREFIX, Settings
 
-_HTTP = (
-    *("host", "port", "api_key", "admin_api_key", "allowed_origins"),
-    *("log_level", "log_format", "access_log", "drain_timeout_s"),
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_HTTP = _names(
+    "host port api_key admin_api_key allowed_origins log_level log_format access_log "
+    "drain_timeout_s"
 )
-_MODEL = (
-    "model_path",
-    "served_model_name",
-    "dtype",
-    "device",
-    "attention",
-    "sliding_window_rows",
-    "sampling_defaults",
-    "threads",
+_MODEL = _names(
+    "model_path served_model_name dtype device attention sliding_window_rows sampling_defaults "
+    "threads"
 )
-_CACHE = (
-    "prefix_cache",
-    "cache_host_bytes",
-    "cache_state_bytes",
-    "cache_write_policy",
-    "cache_prefetch_policy",
-    "l3",
-    "l3_dir",
-    "l3_bytes",
-    "mooncake_master",
-    "mooncake_metadata_server",
-    "mooncake_global_segment_size",
-    "mooncake_local_buffer_size",
+_CACHE = _names(
+    "prefix_cache cache_host_bytes cache_state_bytes cache_write_policy cache_prefetch_policy l3 "
+    "l3_dir l3_bytes mooncake_master mooncake_metadata_server mooncake_global_segment_size "
+    "mooncake_local_buffer_size"
 )
-_POOL = ("page_size", "num_pages", "pool_bytes", "pool_order", *_CACHE)
-_LOAD = (
-    "max_running_requests",
-    "max_queued_requests",
-    "request_timeout_s",
-    "schedule_low_priority_values_first",
+_POOL = (*_names("page_size num_pages pool_bytes pool_order"), *_CACHE)
+_LOAD = _names(
+    "max_running_requests max_queued_requests request_timeout_s schedule_low_priority_values_first"
 )
-_PLANE = (
-    "disaggregation_transfer_backend",
-    "disaggregation_ib_device",
-    "staging",
-    "staging_bytes",
-    "kv_events_config",
-    "kv_events_key_file",
-    "verify_transfers",
-    "control_key_file",
+_PLANE = _names(
+    "disaggregation_transfer_backend disaggregation_ib_device staging staging_bytes "
+    "kv_events_config kv_events_key_file verify_transfers control_key_file"
 )
 _WORKER = (
     *_HTTP,
-    "sse_keepalive_s",
-    "sse_headers_after_s",
-    "sglang_metrics",
+    *_names("sse_keepalive_s sse_headers_after_s sglang_metrics"),
     *_MODEL,
     *_POOL,
     *_LOAD,
     *_PLANE,
 )
-_RETRACT = ("new_token_ratio", "host_memory_bytes", "host_memory_full")
-_RECEIVER = ("max_quarantine_share", "disaggregation_prefill_tp", *_RETRACT)
-_ROUTER = (
-    "poll_s",
-    "retry_timeout_s",
-    "policy",
-    "tokenizer_path",
-    "balance_abs_threshold",
-    "balance_rel_threshold",
+_RETRACT = _names("new_token_ratio host_memory_bytes host_memory_full")
+_RECEIVER = (*_names("max_quarantine_share disaggregation_prefill_tp"), *_RETRACT)
+_ROUTER = _names(
+    "poll_s retry_timeout_s policy tokenizer_path balance_abs_threshold balance_rel_threshold"
 )
-_SENDER = (
-    "pp",
-    "tp",
-    "chunked_prefill_size",
-    "max_batch_tokens",
-    "transfer_rate_limit",
-    "rendezvous_s",
-    "optimistic_prefill",
-    "max_pinned_share",
+_SENDER = _names(
+    "pp tp chunked_prefill_size max_batch_tokens transfer_rate_limit rendezvous_s "
+    "optimistic_prefill max_pinned_share"
 )
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
     "prefill": (
         *_WORKER,
         *_SENDER,
-        "disaggregation_mode",
-        "disaggregation_bootstrap_port",
-        "control_port",
-        "join",
+        *_names("disaggregation_mode disaggregation_bootstrap_port control_port join"),
     ),
     "decode": (
         *_WORKER,
         *_RECEIVER,
-        "tp",
-        "disaggregation_mode",
-        "disaggregation_bootstrap_port",
-        "join",
+        *_names("tp disaggregation_mode disaggregation_bootstrap_port join"),
     ),
     "router": (
         *_HTTP,
         *_ROUTER,
-        *(
-            "request_timeout_s",
-            "max_queued_requests",
-            "prefill",
-            "decode",
-            "engine",
-            "legs",
-            "kv_events_key_file",
+        *_names(
+            "request_timeout_s max_queued_requests prefill decode engine legs kv_events_key_file"
         ),
     ),
     "up": (
         *_WORKER,
         *_SENDER,
         *_RECEIVER,
-        "prefill_workers",
-        "decode_workers",
-        "decode_tp",
-        "start_timeout_s",
+        *_names("prefill_workers decode_workers decode_tp start_timeout_s"),
         *_ROUTER,
     ),
 }
 # Headings of the help, with their settings in order. A setting without a group fails at import.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "serving": (
-        "host",
-        "port",
-        "max_running_requests",
-        "max_queued_requests",
-        "schedule_low_priority_values_first",
-        "request_timeout_s",
-        "drain_timeout_s",
-        "sse_keepalive_s",
-        "sse_headers_after_s",
-        "sglang_metrics",
-        "log_level",
-        "log_format",
-        "access_log",
+    "serving": _names(
+        "host port max_running_requests max_queued_requests schedule_low_priority_values_first "
+        "request_timeout_s drain_timeout_s sse_keepalive_s sse_headers_after_s sglang_metrics "
+        "log_level log_format access_log"
     ),
-    "processes": ("prefill_workers", "decode_workers", "start_timeout_s"),
-    "routing": ("prefill", "decode", "engine", "legs", "join", *_ROUTER),
-    "model": (*_MODEL, "pp", "tp", "decode_tp", "chunked_prefill_size", "max_batch_tokens"),
-    "pool": (*_POOL, *_RETRACT, "max_quarantine_share", "max_pinned_share"),
-    "disaggregation": (
-        "disaggregation_transfer_backend",
-        "disaggregation_bootstrap_port",
-        "control_port",
-        "disaggregation_ib_device",
-        "disaggregation_mode",
-        "transfer_rate_limit",
-        "staging",
-        "staging_bytes",
-        "disaggregation_prefill_tp",
-        "verify_transfers",
-        "rendezvous_s",
-        "optimistic_prefill",
-        "kv_events_config",
+    "processes": _names("prefill_workers decode_workers start_timeout_s"),
+    "routing": (*_names("prefill decode engine legs join"), *_ROUTER),
+    "model": (*_MODEL, *_names("pp tp decode_tp chunked_prefill_size max_batch_tokens")),
+    "pool": (
+        *_POOL,
+        *_RETRACT,
+        *_names("max_quarantine_share max_pinned_share"),
     ),
-    "security": (
-        "api_key",
-        "admin_api_key",
-        "kv_events_key_file",
-        "allowed_origins",
-        "control_key_file",
+    "disaggregation": _names(
+        "disaggregation_transfer_backend disaggregation_bootstrap_port control_port "
+        "disaggregation_ib_device disaggregation_mode transfer_rate_limit staging staging_bytes "
+        "disaggregation_prefill_tp verify_transfers rendezvous_s optimistic_prefill "
+        "kv_events_config"
     ),
+    "security": _names("api_key admin_api_key kv_events_key_file allowed_origins control_key_file"),
 }
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 # The help shows settings by group, so a new setting without one would be missing from it.

@@ -21,33 +21,49 @@ class ReferenceRequest(msgspec.Struct):
     new_tokens: int
 
 
-def main() -> None:
-    """Complete the prompts of one request."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load_stock(path: str, **how: Any) -> Any:
+    """Return the model at `path`, loaded with the options `how`."""
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=ReferenceRequest)
-    tokenizer: Any = AutoTokenizer.from_pretrained(request.model)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        request.model, dtype=getattr(torch, request.dtype)
-    ).eval()
+    logging.disable_progress_bar()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, **how).eval()
     # The requests to kvflow have `ignore_eos`: only the length ends a completion.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    completions: list[list[int]] = []
+    return model
+
+
+def complete(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """Return the new tokens of `prompts`, which have one length, from one greedy batch."""
+    import torch
+
+    ids = torch.tensor(prompts)
     with torch.inference_mode():
-        for prompt in request.prompts:
-            ids = torch.tensor([tokenizer.encode(prompt)])
-            output = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                num_beams=1,
-                max_new_tokens=request.new_tokens,
-            )
-            completions.append(output[0, ids.shape[1] :].tolist())
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=new_tokens,
+        )
+    found: list[list[int]] = output[:, ids.shape[1] :].tolist()
+    return found
+
+
+def main() -> None:
+    """Complete the prompts of one request."""
+    import torch
+    from transformers import AutoTokenizer
+
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=ReferenceRequest)
+    model = load_stock(request.model, dtype=getattr(torch, request.dtype))
+    tokenizer: Any = AutoTokenizer.from_pretrained(request.model)
+    completions = [
+        complete(model, [tokenizer.encode(prompt)], request.new_tokens)[0]
+        for prompt in request.prompts
+    ]
     sys.stdout.buffer.write(msgspec.json.encode(completions))
 
 

@@ -5,7 +5,6 @@ Its table and its client are in `transports.control.registry`, which describes t
 
 from __future__ import annotations
 
-import msgspec
 from aiohttp import web
 
 from kvflow.http.app import build_app
@@ -13,7 +12,6 @@ from kvflow.http.authorization import NO_KEYS, Keys
 from kvflow.http.errors import Failure, RequestError
 from kvflow.http.responses import json_response
 from kvflow.protocols.errors import PeerError, WireError
-from kvflow.protocols.wire.ranks import rank_from_json, rank_to_json
 from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.transports.control.registry import RankTable
 
@@ -24,23 +22,16 @@ def registry_app(table: RankTable, metrics: RoleMetrics, keys: Keys = NO_KEYS) -
     Its routes: PUT /ranks/{rank}, GET /ranks, GET /health."""
 
     async def put(http: web.Request) -> web.StreamResponse:
+        rank, body = http.match_info["rank"], await http.read()
         try:
-            info = rank_from_json(msgspec.json.decode(await http.read()))
-        except (WireError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return json_response(table.register_body(rank, body, is_trusted=bool(keys.admin)))
+        except WireError as error:
             raise RequestError(str(error)) from None
-        if http.match_info["rank"] != str(info.rank):
-            raise RequestError(
-                f"the body is of rank {info.rank}, the path is "
-                f"/ranks/{http.match_info['rank'][:20]}"
-            )
-        try:
-            table.register(info, is_trusted=bool(keys.admin))
         except PeerError as error:
             return Failure(409, "conflict", str(error)).response()
-        return json_response({"ranks": len(table.all())})
 
     async def get(_: web.Request) -> web.StreamResponse:
-        return json_response({"ranks": [rank_to_json(info) for info in table.all()]})
+        return json_response(table.document())
 
     async def health(_: web.Request) -> web.StreamResponse:
         return json_response({"status": "ok"})

@@ -22,7 +22,6 @@ import msgspec
 
 from kvflow.aio import Threads
 from kvflow.protocols.errors import MisuseError, PeerError, WireError
-from kvflow.protocols.wire.ranks import rank_from_json, rank_to_json
 from kvflow.transports.control.registry import RankTable
 
 MAX_HEAD_BYTES = 16 << 10
@@ -152,7 +151,7 @@ class _Connections:
         if self._key and not hmac.compare_digest(given, self._key):
             raise _Refused(HTTPStatus.UNAUTHORIZED, "missing or wrong API key")
         if (method, path) == ("GET", "/ranks"):
-            return json_answer({"ranks": [rank_to_json(info) for info in self._table.all()]})
+            return json_answer(self._table.document())
         if method == "PUT" and path.startswith("/ranks/"):
             return json_answer(
                 self._put(path.removeprefix("/ranks/"), await _body(reader, headers))
@@ -168,19 +167,11 @@ class _Connections:
 
     def _put(self, rank: str, body: bytes) -> dict[str, Any]:
         try:
-            info = rank_from_json(msgspec.json.decode(body))
-        except (WireError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return self._table.register_body(rank, body, is_trusted=bool(self._key))
+        except WireError as error:
             raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
-        if rank != str(info.rank):
-            raise _Refused(
-                HTTPStatus.BAD_REQUEST,
-                f"the body is of rank {info.rank}, the path is /ranks/{rank[:20]}",
-            )
-        try:
-            self._table.register(info, is_trusted=bool(self._key))
         except PeerError as error:
             raise _Refused(HTTPStatus.CONFLICT, str(error)) from None
-        return {"ranks": len(self._table.all())}
 
 
 def json_answer(document: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> Answer:

@@ -109,6 +109,24 @@ class RankTable:
             )
         self._replace(info)
 
+    def register_body(self, rank: str, body: bytes, *, is_trusted: bool) -> dict[str, Any]:
+        """Register a rank for PUT /ranks/`rank`; return the document that answers it.
+
+        Raises: WireError for a body that is no rank, or another one; PeerError, as `register`.
+        """
+        try:
+            info = rank_from_json(msgspec.json.decode(body))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(str(error)) from None
+        if rank != str(info.rank):
+            raise WireError(f"the body is of rank {info.rank}, the path is /ranks/{rank[:20]}")
+        self.register(info, is_trusted=is_trusted)
+        return {"ranks": len(self._ranks)}
+
+    def document(self) -> dict[str, Any]:
+        """Return the document that answers GET /ranks."""
+        return {"ranks": [rank_to_json(info) for info in self.all()]}
+
     def _replace(self, info: RankInfo) -> None:
         size = info.world_size, info.dp_size
         if any((known.world_size, known.dp_size) != size for known in self._ranks.values()):

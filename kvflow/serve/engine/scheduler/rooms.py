@@ -1,5 +1,6 @@
-"""The two sides of a room as the engines use them. `node.py` implements them; `single.py` and the
-tests have implementations too.
+"""The two sides of a room as the engines use them.
+
+`handlers.rooms` implements them, and tests have implementations too.
 """
 
 from __future__ import annotations
