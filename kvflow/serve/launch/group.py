@@ -46,7 +46,7 @@ from kvflow.serve.launch.meeting import meeting_directory
 from kvflow.serve.launch.parts import Parts, card_of, loaded
 from kvflow.serve.launch.process import Ready, StopSignals, announce
 from kvflow.serve.launch.ranks import PrefillRankSpec, RankProcesses, end_at_once
-from kvflow.serve.launch.services import Control, bind_control, prefill_node
+from kvflow.serve.launch.services import Control, bind_control, prefill_engine, prefill_node
 from kvflow.transports.control.curve import ControlKey, open_new_key, read_key
 from kvflow.transports.control.registry import RankTable
 from kvflow.transports.control.zmq import bind_router, connect_dealer
@@ -128,7 +128,9 @@ class _FirstRank:
         """Start the group. Return when all ranks are there."""
         settings, node, model = rank.settings, rank.node, rank.parts.model
         steps = self._steps = self._step_leader(rank.parts, steps_socket)
-        engine = self._engine = self._engine_of(rank, steps)
+        engine = self._engine = prefill_engine(
+            rank.parts, settings, rank.cache, lockstep=steps, samples=_samples(self._spec)
+        )
         life = _life()
         leader = LeaderShell(
             GroupLeader(
@@ -176,21 +178,6 @@ class _FirstRank:
         while group.unavailable_reason:  # noqa: ASYNC110 - the members join by themselves
             await asyncio.sleep(_LOOK_S)
         return service
-
-    def _engine_of(self, rank: _Rank, steps: StepLeader) -> PrefillEngine:
-        settings, (model, pool, executor) = rank.settings, rank.parts
-        return PrefillEngine(
-            model,
-            pool,
-            pool.pages,
-            executor,
-            chunk_tokens=settings.chunked_prefill_size,
-            max_batch_tokens=settings.max_batch_tokens,
-            optimistic_tries=settings.optimistic_prefill,
-            lockstep=steps,
-            samples=_samples(self._spec),
-            cache=rank.cache,
-        )
 
     def _step_leader(self, parts: Parts, socket: ControlSocket) -> StepLeader:
         return StepLeader(

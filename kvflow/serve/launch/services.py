@@ -23,8 +23,11 @@ from kvflow.transports.control.registry import RegistryClient
 from kvflow.transports.control.zmq import ZmqSocket, bind_router, connect_dealer
 
 if TYPE_CHECKING:
+    from kvflow.serve.cache.prefix import PrefixCache
     from kvflow.serve.engine.ranks.shard_leading import ShardLeader
     from kvflow.serve.engine.scheduler.decode import DecodeEngine
+    from kvflow.serve.engine.scheduler.lockstep import Lockstep
+    from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 
 _PREFILL_STAGING_BYTES = 256 << 20  # slices for some twenty decodes
 Control = tuple[ZmqSocket, int]
@@ -74,33 +77,48 @@ async def prefill_node(
     return node
 
 
+def prefill_engine(
+    parts: Parts,
+    settings: Settings,
+    cache: PrefixCache | None,
+    *,
+    lockstep: Lockstep | None = None,
+    samples: bool = True,
+) -> PrefillEngine:
+    """Make a prefill's engine; `lockstep` and `samples` are for the first of several ranks."""
+    from kvflow.serve.engine.scheduler.prefill import PrefillEngine
+
+    model, pool, executor = parts
+    return PrefillEngine(
+        model,
+        pool,
+        pool.pages,
+        executor,
+        chunk_tokens=settings.chunked_prefill_size,
+        max_batch_tokens=settings.max_batch_tokens,
+        optimistic_tries=settings.optimistic_prefill,
+        lockstep=lockstep,
+        samples=samples,
+        cache=cache,
+        prefetch=settings.cache_prefetch_policy,
+    )
+
+
 @asynccontextmanager
 async def prefill_over(
     parts: Parts, settings: Settings, control: Control
 ) -> AsyncGenerator[PrefillService, None]:
     """Run a prefill within the block. Raises: MisuseError."""
-    from kvflow.serve.engine.scheduler.prefill import PrefillEngine
-
-    model, pool, executor = parts
+    card = card_of(settings, parts.model)
     async with AsyncExitStack() as stack:
         stack.callback(control[0].close)
         node = await prefill_node(parts, settings, control, stack)
         cache = await stack.enter_async_context(prefix_cache(settings, parts, computes=True))
-        engine = PrefillEngine(
-            model,
-            pool,
-            pool.pages,
-            executor,
-            chunk_tokens=settings.chunked_prefill_size,
-            max_batch_tokens=settings.max_batch_tokens,
-            optimistic_tries=settings.optimistic_prefill,
-            cache=cache,
-            prefetch=settings.cache_prefetch_policy,
-        )
+        engine = prefill_engine(parts, settings, cache)
         await node.start()
         stack.push_async_callback(engine.close)
         await engine.start()
-        yield PrefillService(card_of(settings, model), node, engine, settings.request_timeout_s)
+        yield PrefillService(card, node, engine, settings.request_timeout_s)
 
 
 def check_decode(settings: Settings) -> None:
