@@ -135,10 +135,8 @@ async def _load(
         names = list(servers)
         # The order alternates, so that no server always runs on another's heels.
         for name in names[:: 1 if turn % 2 else -1]:
-            steps, begun = (
-                await _counter(session, servers[name], "decode_steps"),
-                time.perf_counter(),
-            )
+            steps = await _counter(session, servers[name], "decode_steps")
+            begun = time.perf_counter()
             got = await _answers(session, servers[name], bodies)
             seconds = time.perf_counter() - begun
             if got != want:
@@ -215,10 +213,8 @@ def _stopping(body: dict[str, Any], tokens: list[int], dice: random.Random) -> d
     """Return the same request with a stop token, so that it ends at about a random position."""
     # A stop token ends the answer where it first occurs. So the choice is the token whose first
     # position is closest to the one that was drawn.
-    wanted, first = (
-        dice.randrange(len(tokens)),
-        {token: at for at, token in reversed(list(enumerate(tokens)))},
-    )
+    wanted = dice.randrange(len(tokens))
+    first = {token: at for at, token in reversed(list(enumerate(tokens)))}
     stop = {
         "stop_token_ids": [min(first, key=lambda token: abs(first[token] - wanted))],
         "ignore_eos": False,

@@ -38,10 +38,8 @@ async def open_radix_peer(harness: str) -> Process:
 def _radix_command(harness: str) -> tuple[list[str], dict[str, str]]:
     home = _home()
     python = Path(os.environ.get("RADIX_VENV", str(home / "radix-venv"))) / "bin" / "python"
-    shim, source = (
-        Path(harness).resolve() / "shim",
-        os.environ.get("SGB_SRC", str(home / "sglang-src")),
-    )
+    shim = Path(harness).resolve() / "shim"
+    source = os.environ.get("SGB_SRC", str(home / "sglang-src"))
     if not python.exists() or not (shim / "sitecustomize.py").exists() or not Path(source).is_dir():
         raise MisuseError(
             f"no radix harness at {harness} with {python} and {source}: run its run.sh once, or "

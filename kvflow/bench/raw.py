@@ -114,11 +114,9 @@ class RawWindow(RawWriter):
         ]
 
     def move(self, blocks: Blocks) -> None:
-        submit, check, session = (
-            self._engine.transfer_submit_write,
-            self._engine.transfer_check_status,
-            self._session,
-        )
+        submit = self._engine.transfer_submit_write
+        check = self._engine.transfer_check_status
+        session = self._session
         window: deque[int] = deque()
         for source, target, size in zip(*blocks, strict=True):
             while len(window) >= self.way.window:

@@ -133,10 +133,8 @@ class Worker:
 
     async def verify(self, *, on: bool) -> dict[str, Any]:
         """Switch checksums on or off for rooms that open from now on."""
-        before, self.node.shell.checksums = (
-            self.node.shell.checksums,
-            PageChecksums(self.pool) if on else None,
-        )
+        before = self.node.shell.checksums
+        self.node.shell.checksums = PageChecksums(self.pool) if on else None
         if isinstance(before, PageChecksums):
             await before.close()
         if isinstance(self.node, DecodeNode):

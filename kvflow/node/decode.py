@@ -289,10 +289,8 @@ class DecodeNode(Node[DecodeShell]):
             raise MisuseError(f"prefill {prefill!r}: this node was given no resolve()")
         else:
             ranks = self._known(prefill, number, dp_rank)
-        agreed, handle = (
-            Prompt(tokens, digest, prefix_tokens),
-            DecodeRoom(shell, number, tokens, wanted),
-        )
+        agreed = Prompt(tokens, digest, prefix_tokens)
+        handle = DecodeRoom(shell, number, tokens, wanted)
         if pages is not None:
             handle.give(pages)
         handle.held_back = held_back
@@ -315,10 +313,8 @@ class DecodeNode(Node[DecodeShell]):
         if (every := self._ranks.get(prefill)) is None:
             return None
         one_group = not every or (every[0].dp_size == 1 and dp_rank is None)
-        ranks, links = (
-            every if one_group else group_for(every, room, dp_rank),
-            self.shell.endpoint.core.links,
-        )
+        ranks = every if one_group else group_for(every, room, dp_rank)
+        links = self.shell.endpoint.core.links
         for info in ranks:
             if links.find(info) is None:
                 return None

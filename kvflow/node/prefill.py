@@ -87,13 +87,11 @@ class PrefillNode(Node[PrefillShell]):
         if staging is not None:
             self.plane = StagedPlane(self.plane, staging)
         self._advertise = advertise or host
-        self._host, self._port, self._rank, self._world_size, self._model = (
-            host,
-            port,
-            rank,
-            world_size,
-            model,
-        )
+        self._host = host
+        self._port = port
+        self._rank = rank
+        self._world_size = world_size
+        self._model = model
         self._group = (dp_rank, dp_size)
         self._socket: ControlSocket | None = None
         self._bind = bind
@@ -113,10 +111,8 @@ class PrefillNode(Node[PrefillShell]):
     @property
     def info(self) -> RankInfo:
         """Description of this rank for the bootstrap registry."""
-        me, where = (
-            (self._rank, self._world_size, self.incarnation),
-            (self.control, self.plane.name),
-        )
+        me = (self._rank, self._world_size, self.incarnation)
+        where = (self.control, self.plane.name)
         return RankInfo(*me, *where, self._model, self.shape, *self._group)
 
     async def start(self) -> None:

@@ -91,11 +91,9 @@ class Router(Drainable):
         self._session = aiohttp.ClientSession(
             headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 18
         )
-        self._timeout_s, self._retry_s, self._max_waiting = (
-            request_timeout_s,
-            retry_timeout_s,
-            max_waiting,
-        )
+        self._timeout_s = request_timeout_s
+        self._retry_s = retry_timeout_s
+        self._max_waiting = max_waiting
         self._timeouts: set[asyncio.Timeout] = set()
         self._ending = False
         self.waiting = 0
@@ -287,10 +285,8 @@ class Router(Drainable):
         """Return one worker's answer to this request, whatever its status; 502 when the worker
         cannot be reached.
         """
-        url, timeout = (
-            f"{worker.url}{http.rel_url.raw_path_qs}",
-            aiohttp.ClientTimeout(total=ASK_TIMEOUT_S),
-        )
+        url = f"{worker.url}{http.rel_url.raw_path_qs}"
+        timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         headers = _forwarded_headers(http)
         try:
             async with self._session.request(

@@ -93,10 +93,8 @@ class Counts:
 
     def __init__(self, page_bytes: int = 0, row_bytes: int = 0) -> None:
         """`row_bytes` is for a pool with rows, in which the last page of every room is its row."""
-        self._page_bytes, self._last_differs = (
-            page_bytes,
-            row_bytes - page_bytes if row_bytes else 0,
-        )
+        self._page_bytes = page_bytes
+        self._last_differs = row_bytes - page_bytes if row_bytes else 0
         self.rooms_opened = 0
         # Endings that are not counted yet: counting can wait, the rooms of the loop cannot.
         self._ended: list[tuple[RoomEnding, float]] = []

@@ -55,10 +55,8 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         check_continues(vllm_config)
-        self._block_size, self._num_blocks = (
-            check_groups(kv_cache_config),
-            kv_cache_config.num_blocks,
-        )
+        self._block_size = check_groups(kv_cache_config)
+        self._num_blocks = kv_cache_config.num_blocks
         parallel = vllm_config.parallel_config
         self._ranks: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._prefill: PrefillScheduler | None = None

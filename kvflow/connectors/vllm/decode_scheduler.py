@@ -135,11 +135,9 @@ class DecodeScheduler:
         self._next.offers[name] = Offer(load.blocks, prefix)
 
     def build_meta(self, meta: StepMeta) -> None:
-        meta.targets, meta.offers, meta.held = (
-            self._next.targets,
-            self._next.offers,
-            self._next.held,
-        )
+        meta.targets = self._next.targets
+        meta.offers = self._next.offers
+        meta.held = self._next.held
         meta.abandoned = self._next.abandoned
         self._next = StepMeta()
 

@@ -87,11 +87,9 @@ class PrefillScheduler:
 
     def build_meta(self, meta: StepMeta, output: Any) -> None:
         """Add what the workers must know of the step that vLLM just planned."""
-        meta.sources, meta.computed, meta.finished = (
-            self._next.sources,
-            self._next.computed,
-            self._next.finished,
-        )
+        meta.sources = self._next.sources
+        meta.computed = self._next.computed
+        meta.finished = self._next.finished
         meta.begun = self._next.begun
         self._next, self._is_held_up = StepMeta(), False
         # Requests that ended since then are included: vLLM may have given their blocks to others.

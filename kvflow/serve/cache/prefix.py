@@ -482,10 +482,8 @@ class PrefixCache:
         self._index.unlock_state(end)
 
     def stats(self) -> CacheStats:
-        found, moved = (
-            self._index.stats(),
-            TierCounts() if self._tiers is None else self._tiers.counts,
-        )
+        found = self._index.stats()
+        moved = TierCounts() if self._tiers is None else self._tiers.counts
         return CacheStats(
             pages=found.num_pages[Tier.DEVICE],
             evictable_pages=self.evictable_pages,

@@ -80,10 +80,8 @@ class EventPublisher:
 
         Raises: MisuseError.
         """
-        self._topic, self._heartbeat_s = (
-            topic.encode(),
-            check_time("heartbeat_s", heartbeat_s, LEAST_WAIT_S),
-        )
+        self._topic = topic.encode()
+        self._heartbeat_s = check_time("heartbeat_s", heartbeat_s, LEAST_WAIT_S)
         self._stream = EventStream(
             source,
             BatchEncoder(page_size, rank, positional=positional, media=media),

@@ -54,11 +54,9 @@ class Completion:
         self.generated += len(delta.tokens)
         self.cached_tokens += delta.cached_tokens
         if delta.finish is not None:
-            self.finish, self.matched, self.hidden_states = (
-                delta.finish,
-                delta.matched,
-                delta.hidden_states,
-            )
+            self.finish = delta.finish
+            self.matched = delta.matched
+            self.hidden_states = delta.hidden_states
 
 
 async def detokenize(

@@ -141,19 +141,15 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
     async def load(_: web.Request) -> web.StreamResponse:
         report = pipeline.service.report()
-        pages, requests, waiting = (
-            report.pages_total - report.pages_free,
-            report.running + report.waiting,
-            report.waiting,
-        )
+        pages = report.pages_total - report.pages_free
+        requests = report.running + report.waiting
+        waiting = report.waiting
         # A worker that drains reports a full load, so that routers which balance by load choose
         # another one.
         if pipeline.draining:
-            pages, requests, waiting = (
-                report.pages_total,
-                pipeline.max_requests,
-                pipeline.max_requests,
-            )
+            pages = report.pages_total
+            requests = pipeline.max_requests
+            waiting = pipeline.max_requests
         line = {
             "dp_rank": 0,
             "num_reqs": max(pipeline.running, requests),

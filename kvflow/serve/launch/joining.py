@@ -39,12 +39,10 @@ class _RouterLink:
         url: str,
         identity: Callable[[], WorkerIdentity],
     ) -> None:
-        self._session, self._router, self._url, self._identity = (
-            session,
-            router.rstrip("/"),
-            url,
-            identity,
-        )
+        self._session = session
+        self._router = router.rstrip("/")
+        self._url = url
+        self._identity = identity
         self._worker_id = ""
         self._joined: WorkerIdentity | None = None  # the identity with which it joined
         self._last_problem = ""

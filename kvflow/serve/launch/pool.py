@@ -210,10 +210,8 @@ def _check_memory(settings: Settings, sized: PoolLayout, device: torch.device) -
     rows_bytes = sized.num_rows * sized.row_bytes
     rows = f" and {sized.num_rows} rows of {sized.row_bytes}" if sized.num_rows else ""
     if sized.num_rows and (rows_bytes > available.size_bytes or not sized.page_bytes):
-        flag, most = (
-            f"--max-running-requests {settings.max_running_requests}",
-            available.size_bytes // sized.row_bytes,
-        )
+        flag = f"--max-running-requests {settings.max_running_requests}"
+        most = available.size_bytes // sized.row_bytes
         fits = (
             f"at most {most} rows fit, one for each running request and 1 more for {_MORE_ROWS} of "
             "them"

@@ -96,12 +96,10 @@ class RankProcesses:
         `on_fatal` is called where a rank cannot be started, or where one ends that the first rank
         needs. Every rank gets `descriptors`, and the one that `own` has for it.
         """
-        self._first, self._command, self._on_lost, self._on_fatal = (
-            first,
-            command,
-            on_lost,
-            on_fatal,
-        )
+        self._first = first
+        self._command = command
+        self._on_lost = on_lost
+        self._on_fatal = on_fatal
         self._descriptors = (*descriptors, *_inherited(first.settings.control_key_file))
         self._own = own or {}
         self.children: dict[int, Child] = {}

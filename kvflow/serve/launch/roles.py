@@ -144,12 +144,10 @@ class _Roles:
         self, own: Role, settings: Settings, parts: Parts, settings_of: SettingsOf | None
     ) -> None:
         """`settings` are those of the role `own`."""
-        self._own, self._settings, self._parts, self._settings_of = (
-            own,
-            settings,
-            parts,
-            settings_of,
-        )
+        self._own = own
+        self._settings = settings
+        self._parts = parts
+        self._settings_of = settings_of
         # The port of the last prefill here. Routers know it, so the next one takes it again.
         self._bootstrap_port: int | None = None
         self.metrics = RoleMetrics(model=settings.model_name, sglang=settings.sglang_metrics)

@@ -154,12 +154,10 @@ class TcpConnections:
         `tell_cut` is called after a cut, `tell_waits` when a message waits: the look may have
         consumed the edge that would have woken the reader.
         """
-        self._port, self._incoming, self._tell_cut, self._tell_waits = (
-            port,
-            incoming,
-            tell_cut,
-            tell_waits,
-        )
+        self._port = port
+        self._incoming = incoming
+        self._tell_cut = tell_cut
+        self._tell_waits = tell_waits
         self._messages = 0
         self._timer = self._loop.call_later(LOOK_S, self._look)
 

@@ -48,10 +48,8 @@ class ZmqSocket:
         """`connections` looks at the connections of `socket` to `port`."""
         self._socket, self.connections = socket, connections
         self._handshakes, self._authentication = handshakes, authentication
-        self._outgoing, self._incoming = (
-            Outgoing(socket, router=router),
-            Incoming(socket, router=router),
-        )
+        self._outgoing = Outgoing(socket, router=router)
+        self._incoming = Incoming(socket, router=router)
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
         self._burst = 0  # frames received since the loop last ran

@@ -78,10 +78,8 @@ class StagedPlane:
             if not isinstance(inner, PlannedRoute):
                 raise LayoutError(f"plane {self.name!r} cannot write from staging")
             ours = self._staging.pool.layout.served
-            planner, out = (
-                Planner(ours, layout, max_block_bytes=SLICE_BYTES),
-                self._gather(inner, layout),
-            )
+            planner = Planner(ours, layout, max_block_bytes=SLICE_BYTES)
+            out = self._gather(inner, layout)
             route = StagedRoute(
                 inner, planner, self._staging, self._copying.executor, self._routes, out
             )
@@ -316,10 +314,8 @@ class StagedJob:
             except RuntimeError as error:
                 # The system has no thread left; the write ends, drained.
                 route.give_back(staged)
-                self.error, self._worst = (
-                    f"no thread copies from the pool: {error}",
-                    WriteOutcome.CANCELLED,
-                )
+                self.error = f"no thread copies from the pool: {error}"
+                self._worst = WriteOutcome.CANCELLED
                 return True
             self._slices.append(
                 _Slice(write, staged, targets, route.planner.bytes_of(places), copied)

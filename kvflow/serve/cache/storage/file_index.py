@@ -28,11 +28,9 @@ class FileIndex:
     """
 
     def __init__(self, capacity_bytes: int, file_bytes: int) -> None:
-        self._most, self._file_bytes, self._lock = (
-            capacity_bytes // file_bytes,
-            file_bytes,
-            threading.Lock(),
-        )
+        self._most = capacity_bytes // file_bytes
+        self._file_bytes = file_bytes
+        self._lock = threading.Lock()
         # In the order of use, so that eviction takes the first.
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._stuck: list[Entry] = []  # could not be removed

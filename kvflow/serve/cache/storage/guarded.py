@@ -58,11 +58,9 @@ class GuardedStorage:
     def __init__(self, backend: Backend, limits: Limits) -> None:
         """Make the store without opening its backend; users call `open` instead."""
         self._backend, self._limits = backend, limits
-        self.name, self.value_bytes, self.counts = (
-            backend.name,
-            backend.value_bytes,
-            StorageCounts(),
-        )
+        self.name = backend.name
+        self.value_bytes = backend.value_bytes
+        self.counts = StorageCounts()
         self._closed = False
         self._reads = _Side(backend.name, "reading", backend.probe_reads, self.counts, limits)
         self._writes = _Side(backend.name, "writing", backend.probe_writes, self.counts, limits)
@@ -282,13 +280,11 @@ class _Lane:
         count: Callable[[list[Result]], None],
     ) -> None:
         self.threads = Threads(name, limit)
-        self._limit, self._side, self._work, self._per_slice, self._count = (
-            limit,
-            side,
-            work,
-            per_slice,
-            count,
-        )
+        self._limit = limit
+        self._side = side
+        self._work = work
+        self._per_slice = per_slice
+        self._count = count
         self._calls: set[Call] = set()
         side.lanes.append(self)
 

@@ -97,10 +97,8 @@ class PagedLayer(CacheLayerMixin):
         assert streams.keys is not None and streams.values is not None
         self._cache = cache
         stream = RingStream if streams.ring else PagedStream
-        self._k, self._v = (
-            stream(memory_of(streams.keys, pool)),
-            stream(memory_of(streams.values, pool)),
-        )
+        self._k = stream(memory_of(streams.keys, pool))
+        self._v = stream(memory_of(streams.values, pool))
         # Indexer keys have no heads.
         self._index_k = (
             PagedStream(memory_of(streams.indexer, pool).unsqueeze(2)) if streams.indexer else None

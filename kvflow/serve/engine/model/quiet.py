@@ -75,10 +75,8 @@ def quiet(report: Progress) -> Iterator[None]:
 
 
 def _fall_silent(undo: contextlib.ExitStack) -> None:
-    verbosity, bars = (
-        transformers_logging.get_verbosity(),
-        transformers_logging.is_progress_bar_enabled(),
-    )
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
     undo.callback(transformers_logging.set_verbosity, verbosity)
     # The hub's client logs a dozen lines when the hub cannot be reached.

@@ -136,10 +136,8 @@ class ChunkRings(Rings):
         super().__init__()
         self._place = place
         self._read: tuple[NDArray[Any], NDArray[Any]] | None = None
-        reads, writes = (
-            starts,
-            [max(start, end - window) for start, end in zip(starts, ends, strict=True)],
-        )
+        reads = starts
+        writes = [max(start, end - window) for start, end in zip(starts, ends, strict=True)]
         # Otherwise every row begins here, and its new states are all there is.
         if any(starts):
             reads = [max(0, start + 1 - window) for start in starts]
@@ -195,10 +193,8 @@ class DecodeRings(Rings):
         self._kept: dict[Hashable, torch.Tensor] = {}
         self._plan: list[RingBatch] = []
         for first, end in divided([min(end, window) for end in ends]):
-            k0, width = (
-                self._plan[-1].k1 if self._plan else 0,
-                min(ends[end - 1] + steps - 1, window),
-            )
+            k0 = self._plan[-1].k1 if self._plan else 0
+            width = min(ends[end - 1] + steps - 1, window)
             self._plan.append(RingBatch(first, ends[first:end], k0, window, width, place))
         self._filling = ends[0] < window
         slots = (np.arange(-1, steps - 1)[:, None] + np.array(ends)) % window

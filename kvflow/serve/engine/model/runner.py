@@ -63,19 +63,15 @@ class Runner:
         if found := differences(wanted, pool.layout, ("model", "pool"), partly=partly):
             raise LayoutError("the pool does not fit the model: " + "; ".join(found))
         parameters = inspect.signature(model.forward).parameters
-        self._model, self._packed, self._rings, self._neighbours = (
-            model,
-            packed,
-            RingLayers(layers),
-            neighbours,
-        )
+        self._model = model
+        self._packed = packed
+        self._rings = RingLayers(layers)
+        self._neighbours = neighbours
         self._has_states = any(layer.has_states for layer in layers if layer)
         self._cache_argument = cache_argument(model) or ""
         self._attends = any(layer.keys for layer in layers if layer)
-        self._takes_positions, self._takes_keep = (
-            "position_ids" in parameters,
-            "logits_to_keep" in parameters,
-        )
+        self._takes_positions = "position_ids" in parameters
+        self._takes_keep = "logits_to_keep" in parameters
         self._page_size, self.device = pool.layout.page_size, torch.device(pool.device)
         self._place = place_on(self.device)
         self._cache = PagedCache(layers, pool)

@@ -50,10 +50,8 @@ class ModelThread:
 
         Raises: what `work` raises.
         """
-        pages, rows = (
-            np.concatenate([s.pages for s in sequences]),
-            np.concatenate([s.rows for s in sequences]),
-        )
+        pages = np.concatenate([s.pages for s in sequences])
+        rows = np.concatenate([s.rows for s in sequences])
         held = self._layout.numbered(Places(pages, rows))
         self._places.hold(held)
         try:

@@ -72,12 +72,10 @@ class StepLeader:
         self._socket, self._world_size, self._neighbours = socket, world_size, neighbours
         self._shards = shards
         self._places = self._most_places = places
-        self._on_hello, self._on_opened, self._on_token, self._on_broken = (
-            on_hello,
-            on_opened,
-            on_token,
-            on_broken,
-        )
+        self._on_hello = on_hello
+        self._on_opened = on_opened
+        self._on_token = on_token
+        self._on_broken = on_broken
         self._on_agreed, self._on_ready, self._on_unusable = on_agreed, on_ready, on_unusable
         self._hits = HitVotes(world_size)
         self._hellos: dict[int, wire.Hello] = {}  # of ranks that are ready, or that take part

@@ -84,10 +84,8 @@ class Rest(msgspec.Struct, frozen=True, array_like=True, tag=13):
 ToFirstShard = Hello | Ended | Alive
 ToOtherShards = MapPool | Plan | Rest
 _encode = msgspec.msgpack.Encoder().encode
-_TO_FIRST, _TO_OTHERS = (
-    msgspec.msgpack.Decoder(ToFirstShard),
-    msgspec.msgpack.Decoder(ToOtherShards),
-)
+_TO_FIRST = msgspec.msgpack.Decoder(ToFirstShard)
+_TO_OTHERS = msgspec.msgpack.Decoder(ToOtherShards)
 
 
 def parse_at_first(frame: bytes) -> ToFirstShard:

@@ -78,13 +78,11 @@ class DecodeRequest:
         """`prefix`: the cached pages that it begins with and does not own; it keeps them while it
         is retracted.
         """
-        self.number, self.sequence, self.params, self.limit, self.admission = (
-            number,
-            sequence,
-            params,
-            limit,
-            admission,
-        )
+        self.number = number
+        self.sequence = sequence
+        self.params = params
+        self.limit = limit
+        self.admission = admission
         self.resident, self.handoff, self.prefix = resident, handoff, prefix
         self.adjustments = adjustments
         self.seed = params.seed_or_random()
@@ -179,12 +177,10 @@ class Burst:
         `deliver` is called on the event loop with the tokens of one or more steps, in order: at
         once with a request's last one, otherwise within `DELIVER_EVERY_S` and a step.
         """
-        self._runner, self._eos_ids, self._one_by_one, self._chunk = (
-            runner,
-            eos_ids,
-            one_by_one,
-            chunk,
-        )
+        self._runner = runner
+        self._eos_ids = eos_ids
+        self._one_by_one = one_by_one
+        self._chunk = chunk
         self._deliver, self._is_running, self._goes_on = deliver, is_running, goes_on
 
     def run(

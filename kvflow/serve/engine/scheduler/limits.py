@@ -137,11 +137,9 @@ class EngineLimits:
             raise MisuseError(
                 f"logprob_start_len {start} is outside the prompt, 0..{prompt_tokens - 1}"
             )
-        tokens, top, asked = (
-            prompt_tokens - 1 - start,
-            params.logprobs or 0,
-            len(params.logprob_token_ids),
-        )
+        tokens = prompt_tokens - 1 - start
+        top = params.logprobs or 0
+        asked = len(params.logprob_token_ids)
         if (size := self.scores_bytes(prompt_tokens, params)) > MAX_BYTES:
             others = f" and {asked} asked for" if asked else ""
             text = (

@@ -102,10 +102,8 @@ class Retractions:
             found.append(victim)
             missing -= victim.resident.sizes[0] + short.get(victim, 0)
         if found:
-            generated, limit = (
-                sum(r.generated for r in candidates),
-                sum(r.limit for r in candidates),
-            )
+            generated = sum(r.generated for r in candidates)
+            limit = sum(r.limit for r in candidates)
             self._ratio.retracted(generated, limit, len(candidates))
         return found
 

@@ -134,10 +134,8 @@ def _check_sharing(text: Any, part: ModelPart, count: int, name: str) -> None:
     shared = getattr(text, "num_kv_shared_layers", 0) or 0
     if not shared:
         return
-    first, kinds = (
-        count - shared,
-        list(getattr(text, "layer_types", None) or ["full_attention"] * count),
-    )
+    first = count - shared
+    kinds = list(getattr(text, "layer_types", None) or ["full_attention"] * count)
     sources = [
         max((i for i in range(first) if kinds[i] == kind), default=0)
         for kind in sorted(set(kinds[first:]))
