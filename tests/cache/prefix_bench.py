@@ -7,15 +7,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 
+from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.cache.choices import WritePolicy
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.pages.layout import PoolLayout, build_layout
 from kvflow.serve.cache.host import HostTier
 from kvflow.serve.cache.prefix import Prefix, PrefixCache
+from kvflow.serve.cache.storage.guarded import GuardedStorage
 from kvflow.serve.cache.storage.port import Storage
 from kvflow.serve.cache.stored import StorageTier
 from tests.engine.pair import until
@@ -92,6 +95,42 @@ class Bench:
         for name in ("k", "v"):
             self.pool.array(name)[:] = -1
 
+    async def settled(self) -> None:
+        """No copy runs, and nothing is stored or read."""
+        await until(lambda: not self.cache.busy)
+
+    async def only_on_host(self, *pages: int) -> None:
+        """A prompt that was computed, and that the device has lost."""
+        saved = self.cache.stats().saved_pages
+        self.run(*pages)
+        await until(lambda: self.cache.stats().saved_pages == saved + len(pages))
+        self.evict_all()
+
+    def found(self, *pages: int, namespace: Namespace = ANY) -> int:
+        """How many pages of a prompt are on the device; each is checked."""
+        prefix = self.cache.match(self.tokens(*pages), namespace=namespace)
+        count = int(prefix.pages.size)
+        self.check(prefix, *pages[:count])
+        prefix.release()
+        return count
+
+    async def loaded(self, *pages: int, namespace: Namespace = ANY, **how: Any) -> int:
+        """How many it finds after it has loaded what is to be had."""
+        (await self.cache.load(self.tokens(*pages), namespace=namespace, **how)).release()
+        return self.found(*pages, namespace=namespace)
+
+    @property
+    def storage(self) -> GuardedStorage:
+        assert self.cache._tiers is not None and self.cache._tiers.storage is not None
+        store = self.cache._tiers.storage.store
+        assert isinstance(store, GuardedStorage)
+        return store
+
+    @property
+    def on_host(self) -> PageAllocator:
+        assert self.host is not None
+        return self.host.pages
+
     @property
     def copies(self) -> set[asyncio.Task[None]]:
         return set() if self.cache._tiers is None else self.cache._tiers._copies
@@ -114,7 +153,7 @@ async def bench(
     made = Bench(host_pages, write_policy, store, events=events)
     try:
         yield made
-        await until(lambda: not made.cache.busy)
+        await made.settled()
         await until(made.home)  # calls to a store that were cancelled may still run
     finally:
         await made.cache.close()

@@ -17,7 +17,7 @@ from kvflow.protocols.cache.choices import WritePolicy
 from kvflow.protocols.cache.hashes import Namespace
 from kvflow.protocols.cache.residents import Freed
 from kvflow.protocols.errors import CapacityError, MisuseError, TransferError
-from kvflow.protocols.pages.kinds import ROW, StateKind
+from kvflow.protocols.pages.kinds import ROW, SLOT, StateKind
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.pages.plan import Blocks
 from kvflow.serve.cache.host import HostTier
@@ -33,11 +33,8 @@ async def test_whoever_needs_pages_gets_those_that_nobody_reads() -> None:
     async with bench() as b:
         b.run(1, 2, 3, 4)
         b.run(1, 2, 5)
-        assert (
-            b.pool.pages.owned() == {OWNER: 5}
-            and b.pool.pages.available_pages == PAGES
-            and b.pool.pages.at_rest()
-        )
+        assert b.pool.pages.owned() == {OWNER: 5} and b.pool.pages.at_rest()
+        assert b.pool.pages.available_pages == PAGES
         held = b.cache.match(b.tokens(1, 2, 3, 9))
         b.check(held, 1, 2, 3)
         assert b.pool.pages.available_pages == PAGES - 3 and not b.pool.pages.at_rest()
@@ -62,10 +59,8 @@ async def test_a_prompt_is_cached_in_whole_pages_and_once() -> None:
         b.pool.pages.give_back(own[2:], "request")
         twice = b.cache.match(b.tokens(1, 2), 3)  # a page and a half
         assert twice.pages.size == 1
-        own = b.pool.pages.take(1, "request")
-        assert (
-            b.cache.keep(b.tokens(1, 2), np.concatenate((twice.pages, own)), "request", twice) == 2
-        )
+        own = np.concatenate((twice.pages, b.pool.pages.take(1, "request")))
+        assert b.cache.keep(b.tokens(1, 2), own, "request", twice) == 2
         assert b.pool.pages.owned() == {OWNER: 2}, "a duplicate is given back"
         twice.release()
 
@@ -84,7 +79,7 @@ async def test_what_prompts_have_asked_for_and_found_is_counted() -> None:
 async def test_namespaces_are_apart() -> None:
     async with bench() as b:
         b.run(1, 2, namespace=Namespace("a"))
-        assert not b.cache.match(b.tokens(1, 2), namespace=Namespace("b")).pages.size
+        assert b.found(1, 2, namespace=Namespace("b")) == 0
         assert b.run(1, 2, namespace=Namespace("a")).pages.size == 2
 
 
@@ -94,16 +89,11 @@ async def test_what_the_device_has_lost_is_loaded_from_the_host() -> None:
         b.run(1, 2, 5)
         await until(lambda: b.cache.stats().saved_pages == 5)
         b.evict_all()
-        assert not b.cache.match(b.tokens(1, 2, 5)).pages.size
+        assert b.found(1, 2, 5) == 0
         taken: list[int] = []
-        (await b.cache.load(b.tokens(1, 2, 5), taking=taken.append)).release()
+        assert await b.loaded(1, 2, 5, taking=taken.append) == 3
         assert taken == [3, -3]
-        prefix = b.cache.match(b.tokens(1, 2, 5))
-        b.check(prefix, 1, 2, 5)
-        prefix.release()
-        (await b.cache.load(b.tokens(1, 2, 3, 4), most_pages=1)).release()
-        b.check(found := b.cache.match(b.tokens(1, 2, 3, 4)), 1, 2, 3)
-        found.release()
+        assert await b.loaded(1, 2, 3, 4, most_pages=1) == 3
         assert b.cache.stats().loaded_pages == 4
 
 
@@ -113,7 +103,7 @@ async def test_where_there_is_nothing_to_load_that_is_no_failure(
 ) -> None:
     async with bench(host_pages) as b:
         b.run(1, 2)
-        await until(lambda: not b.cache.busy)
+        await b.settled()
         for prompt, found in (((1, 2, 3), 2), ((4, 5), 0)):
             tokens = b.tokens(*prompt)
             (prefix := await b.cache.load(tokens)).release()
@@ -136,12 +126,10 @@ async def test_a_full_host_tier_takes_what_was_used_last() -> None:
     async with bench(host_pages=4) as b:
         for first in (10, 20, 30):
             b.run(first, first + 1, first + 2)
-            await until(lambda: not b.cache.busy)
+            await b.settled()
         assert b.cache.stats().host_pages == 4 and not b.cache.stats().unsaved_pages
         b.evict_all()
-        (await b.cache.load(b.tokens(30, 31, 32))).release()
-        b.check(found := b.cache.match(b.tokens(30, 31, 32)), 30, 31, 32)
-        found.release()
+        assert await b.loaded(30, 31, 32) == 3
 
 
 async def test_a_close_begins_no_further_slice_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +154,7 @@ async def test_a_copy_that_is_cut_off_leaves_nothing_behind(
     """Its pages come home when the thread has ended, not before; what it copied is not read."""
     async with bench(host_pages=8) as b:
         if loading:
-            b.run(1, 2, 3)
-            await until(lambda: b.cache.stats().saved_pages == 3)
-            b.evict_all()
+            await b.only_on_host(1, 2, 3)
         gate = CopyGate(monkeypatch, fails_at=1 if how == "fail" else 0)
         work: asyncio.Task[Any]
         if loading:
@@ -193,35 +179,32 @@ async def test_a_copy_that_is_cut_off_leaves_nothing_behind(
         if closing is not None:
             await closing
             return
-        await until(lambda: not b.cache.busy)
-        prefix = b.cache.match(b.tokens(1, 2, 3))
+        await b.settled()
         left = 0 if how == "flush" or (loading and how in ("cancel", "fail")) else 3
-        b.check(prefix, *(1, 2, 3)[:left])
-        prefix.release()
+        assert b.found(1, 2, 3) == left
         assert b.cache.stats().host_pages == (3 if loading and how != "flush" else 0)
 
 
-async def test_host_memory_that_holds_nothing_is_refused() -> None:
-    pool = PagedPool.allocate(
-        build_layout([("k", "int8", (1,))], page_size=2, num_pages=2), shared=False
-    )
-    with pytest.raises(MisuseError, match="do not hold a page"):
-        HostTier(pool, 1)
+@pytest.mark.parametrize(
+    ("unit", "size_bytes", "said"),
+    [(SLOT, 1, "do not hold a page"), (ROW, 1 << 20, "those of this pool hold nothing")],
+)
+def test_host_memory_that_holds_nothing_is_refused(unit: str, size_bytes: int, said: str) -> None:
+    pool = small_pool(StateKind("state", "int8", (8,), unit))
+    with pytest.raises(MisuseError, match=said):
+        HostTier(pool, size_bytes)
     pool.close()
-    rows = [StateKind("state", "int8", (8,), ROW)]
-    all_rows = PagedPool.allocate(
-        build_layout(rows, page_size=2, num_pages=2, num_rows=2), shared=False
-    )
-    with pytest.raises(MisuseError, match="those of this pool hold nothing"):
-        HostTier(all_rows, 1 << 20)
-    all_rows.close()
+
+
+def small_pool(*kinds: StateKind, page_size: int = 2) -> PagedPool:
+    rows = int(any(kind.unit == ROW for kind in kinds))
+    layout = build_layout(kinds, page_size=page_size, num_pages=8, num_rows=rows)
+    return PagedPool.allocate(layout, shared=False)
 
 
 async def test_one_cached_state_makes_way_for_another_and_none_that_a_request_has() -> None:
-    streams = [StateKind("k", "int8", (4,)), StateKind("state", "int8", (8,), ROW)]
-    pool = PagedPool.allocate(
-        build_layout(streams, page_size=1, num_pages=8, num_rows=1), shared=False
-    )
+    kinds = StateKind("k", "int8", (4,)), StateKind("state", "int8", (8,), ROW)
+    pool = small_pool(*kinds, page_size=1)
     store = StateStore(pool, 2 * pool.layout.row_bytes)
     cache = PrefixCache(pool.pages, 1, states=store)
     tokens = np.arange(4)
@@ -256,12 +239,7 @@ async def test_any_order_of_requests_copies_and_ends(
     monkeypatch.setattr(HostCopier, "copy", staticmethod(failing))
     async with bench(30, write_policy) as b:
         held: list[tuple[Prefix, tuple[int, ...]]] = []
-        loads: list[asyncio.Task[None]] = []
-
-        async def loaded(prompt: tuple[int, ...], most_pages: int) -> None:
-            found = await b.cache.load(b.tokens(*prompt), most_pages=most_pages)
-            b.check(found, *prompt[: found.pages.size])
-            found.release()
+        loads: list[asyncio.Task[int]] = []
 
         for _ in range(600):
             prompt = tuple(rng.choices((1, 2, 3), k=rng.randint(1, 5)))
@@ -276,7 +254,8 @@ async def test_any_order_of_requests_copies_and_ends(
                 b.check(prefix, *pages)
                 prefix.release()
             elif kind < 0.8:
-                loads.append(asyncio.ensure_future(loaded(prompt, rng.randint(1, 9))))
+                load = b.loaded(*prompt, most_pages=rng.randint(1, 9))
+                loads.append(asyncio.ensure_future(load))
             elif kind < 0.85 and loads:
                 loads.pop(rng.randrange(len(loads))).cancel()
             elif kind < 0.87:
@@ -287,7 +266,8 @@ async def test_any_order_of_requests_copies_and_ends(
                 await asyncio.sleep(rng.choice((0, 0.0005, 0.001)))
             for prefix, pages in held:
                 b.check(prefix, *pages)
-        await asyncio.gather(*loads, return_exceptions=True)
+        for ended in await asyncio.gather(*loads, return_exceptions=True):
+            assert isinstance(ended, int | asyncio.CancelledError), ended
         for prefix, _ in held:
             prefix.release()
         assert b.cache.stats().loaded_pages and b.cache.stats().failed_copies
@@ -311,9 +291,7 @@ async def test_a_prompt_is_counted_once_however_often_it_looks() -> None:
 
 async def test_prompts_wait_for_what_another_one_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench(host_pages=8) as b:
-        b.run(1, 2, 3)
-        await until(lambda: b.cache.stats().saved_pages == 3)
-        b.evict_all()
+        await b.only_on_host(1, 2, 3)
         gate = CopyGate(monkeypatch)
         loads = [asyncio.ensure_future(b.cache.load(b.tokens(1, 2, 3, n))) for n in range(3)]
         await gate.reached()
@@ -323,18 +301,13 @@ async def test_prompts_wait_for_what_another_one_loads(monkeypatch: pytest.Monke
         for loaded in await asyncio.gather(*loads):
             b.check(loaded, 1, 2, 3)
             loaded.release()
-        prefix = b.cache.match(b.tokens(1, 2, 3))
-        b.check(prefix, 1, 2, 3)
-        prefix.release()
-        assert b.cache.stats().loaded_pages == 3
+        assert b.found(1, 2, 3) == b.cache.stats().loaded_pages == 3
 
 
 async def test_pages_are_promised_again_as_the_copy_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever counts what is available in that turn of the loop must not find them twice."""
     async with bench(host_pages=8) as b:
-        b.run(1, 2, 3)
-        await until(lambda: b.cache.stats().saved_pages == 3)
-        b.evict_all()
+        await b.only_on_host(1, 2, 3)
         taken: list[int] = []
         honest = b.cache._free
         seen: list[tuple[int, int]] = []
@@ -355,13 +328,10 @@ async def test_pages_are_promised_again_as_the_copy_ends(monkeypatch: pytest.Mon
 
 async def test_a_cache_that_cannot_load_has_not_got_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench(host_pages=8) as b:
-        b.run(1, 2, 3)
-        await until(lambda: b.cache.stats().saved_pages == 3)
-        b.evict_all()
+        await b.only_on_host(1, 2, 3)
         with monkeypatch.context() as broken:
             broken.setattr(b.cache._index, "arrives", lambda end: 1 // 0)
-            (await b.cache.load(b.tokens(1, 2, 3))).release()
-        assert not b.cache.match(b.tokens(1, 2, 3)).pages.size
+            assert await b.loaded(1, 2, 3) == 0
 
 
 async def test_a_cache_goes_on_giving_pages_when_the_one_before_it_closes() -> None:
@@ -379,32 +349,21 @@ async def test_a_cache_goes_on_giving_pages_when_the_one_before_it_closes() -> N
         assert not b.pool.pages.reclaimables
 
 
-async def test_a_cache_that_closes_ends_copies_that_have_not_begun() -> None:
+@pytest.mark.parametrize("how", ["copies have not begun", "a copy begins", "it is cancelled"])
+async def test_a_cache_that_closes_ends_its_copies(how: str) -> None:
+    """The task of a copy that begins meanwhile would do nothing at all if it were cancelled."""
     async with bench(host_pages=6) as b:
-        b.run(1, 2, 3)
-        assert b.copies
-        await b.cache.close()
-        assert b.pool.pages.free_pages == PAGES and not b.pool.pages.owned()
-
-
-async def test_a_copy_that_begins_as_a_cache_closes_is_ended() -> None:
-    """Its task has not begun then, and would do nothing at all if it were cancelled."""
-    async with bench(host_pages=6) as b:
+        if how != "a copy begins":
+            b.run(1, 2, 3)
+            assert b.copies
         closing = asyncio.create_task(b.cache.close())
         await asyncio.sleep(0)
-        b.run(1, 2, 3)
-        await closing
-        assert b.pool.pages.free_pages == PAGES and not b.pool.pages.owned()
-
-
-async def test_a_cache_whose_end_is_cancelled_ends_all_the_same() -> None:
-    async with bench(host_pages=6) as b:
-        b.run(1, 2, 3)
-        closing = asyncio.create_task(b.cache.close())
-        await asyncio.sleep(0)
-        closing.cancel()
+        if how == "a copy begins":
+            b.run(1, 2, 3)
+        elif how == "it is cancelled":
+            closing.cancel()
         await asyncio.wait([closing])
-        assert closing.cancelled() and not b.copies
+        assert closing.cancelled() == (how == "it is cancelled") and not b.copies
         assert b.pool.pages.free_pages == PAGES and not b.pool.pages.owned()
 
 

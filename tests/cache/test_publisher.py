@@ -41,17 +41,14 @@ Frames = list[bytes]
 
 
 class Cache:
-    """An index and its publisher."""
+    """An index and its publisher, with the sockets of its subscribers."""
 
     def __init__(self, page_size: int = 1, **keywords: Any) -> None:
         self.index = PrefixIndex(page_size, events=True)
         self.now = 0.0
-        given: dict[str, Any] = {
-            "address": FREE,
-            "replay_address": FREE,
-            "heartbeat_s": QUICK_S,
-        } | keywords
+        given = {"address": FREE, "replay_address": FREE, "heartbeat_s": QUICK_S, **keywords}
         self.publisher = EventPublisher(self.index, page_size, **given)
+        self._sockets: list[zmq.asyncio.Socket] = []
 
     def insert(self, *ids: int) -> None:
         self.now += 1
@@ -75,9 +72,32 @@ class Cache:
         """What was recorded has been sent."""
         await asyncio.sleep(0)
 
+    def sub(self, **options: Any) -> zmq.asyncio.Socket:
+        """A subscriber to the live stream."""
+        return self._connect(zmq.SUB, self.publisher.address, **options)
+
+    def dealer(self, **options: Any) -> zmq.asyncio.Socket:
+        """A subscriber that asks for replays."""
+        return self._connect(zmq.DEALER, self.publisher.replay_address, **options)
+
+    def _connect(self, kind: int, address: str | None, **options: Any) -> zmq.asyncio.Socket:
+        assert address is not None
+        socket = zmq.asyncio.Socket(zmq.Context.instance(), kind)
+        self._sockets.append(socket)
+        for name, value in options.items():
+            socket.setsockopt(getattr(zmq, name), value)
+        if kind == zmq.SUB:
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(address)
+        return socket
+
+    async def close(self) -> None:
+        await self.publisher.close()
+        for socket in self._sockets:
+            socket.close(linger=0)
+
 
 Start = Callable[..., Coroutine[Any, Any, Cache]]
-Connect = Callable[..., zmq.asyncio.Socket]  # kind, address, options
 
 
 @pytest.fixture
@@ -90,27 +110,7 @@ async def start() -> AsyncIterator[Start]:
 
     yield start
     for cache in begun:
-        await cache.publisher.close()
-
-
-@pytest.fixture
-async def connect() -> AsyncIterator[Connect]:
-    sockets = []
-
-    def connect(kind: int, address: str | None, **options: Any) -> zmq.asyncio.Socket:
-        assert address is not None
-        socket = zmq.asyncio.Socket(zmq.Context.instance(), kind)
-        sockets.append(socket)
-        for name, value in options.items():
-            socket.setsockopt(getattr(zmq, name), value)
-        if kind == zmq.SUB:
-            socket.setsockopt(zmq.SUBSCRIBE, b"")
-        socket.connect(address)
-        return socket
-
-    yield connect
-    for socket in sockets:
-        socket.close(linger=0)
+        await cache.close()
 
 
 async def receive(socket: zmq.asyncio.Socket) -> Frames:
@@ -151,18 +151,26 @@ def events_of(frames: Frames) -> list[Any]:
     return events
 
 
+def content(*payloads: bytes, believed: Subscriber | None = None) -> list[set[int]]:
+    """What a subscriber of vLLM has after these messages, per medium."""
+    subscriber = believed or Subscriber()
+    for payload in payloads:
+        apply(subscriber, DECODERS["vllm"][0].decode(payload))
+    return subscriber.content()
+
+
 def names(*ids: int) -> list[int]:
     return [block_hash(digest) for digest in digest_chain(ids, 1)]
 
 
 @pytest.mark.parametrize("name", DECODERS)
-async def test_a_subscriber_follows(name: str, start: Start, connect: Connect) -> None:
+async def test_a_subscriber_follows(name: str, start: Start) -> None:
     """Inserts, a split under a copy, evictions: typed decoders end with the content of the index,
     per medium.
     """
     decoder, positional = DECODERS[name]
     cache = await start(positional=positional, topic="kv", rank=2)
-    sub = connect(zmq.SUB, cache.publisher.address)
+    sub = cache.sub()
     last = number_of(await receive(sub))
     cache.insert(1, 2, 3, 4)
     cache.store(1, 2, 3, 4)
@@ -186,9 +194,9 @@ async def test_a_subscriber_follows(name: str, start: Start, connect: Connect) -
     assert subscriber.content() == [set(), set(), set()]
 
 
-async def test_events_of_a_turn_share_a_batch(start: Start, connect: Connect) -> None:
+async def test_events_of_a_turn_share_a_batch(start: Start) -> None:
     cache = await start()
-    sub = connect(zmq.SUB, cache.publisher.address)
+    sub = cache.sub()
     await receive(sub)
     cache.insert(1, 2)
     cache.insert(3, 4)
@@ -197,12 +205,9 @@ async def test_events_of_a_turn_share_a_batch(start: Start, connect: Connect) ->
     assert len(events_of(await receive_event(sub))) == 1
 
 
-async def test_a_replay_is_byte_for_byte_what_was_sent(start: Start, connect: Connect) -> None:
+async def test_a_replay_is_byte_for_byte_what_was_sent(start: Start) -> None:
     cache = await start(topic="kv")
-    sub, dealer = (
-        connect(zmq.SUB, cache.publisher.address),
-        connect(zmq.DEALER, cache.publisher.replay_address),
-    )
+    sub, dealer = cache.sub(), cache.dealer()
     live = [await receive(sub)]
     for token in range(5):
         cache.insert(token)
@@ -211,29 +216,18 @@ async def test_a_replay_is_byte_for_byte_what_was_sent(start: Start, connect: Co
     again = dict(await ask(dealer, u64(first)))
     assert all(again[number_of(frames)] == frames[2] for frames in live)
     assert sorted(again) == list(range(first, max(again) + 1)), "without a hole"
-    whole = await ask(dealer, u64(0))
-    subscriber = Subscriber()
-    for _, payload in whole:
-        apply(subscriber, DECODERS["vllm"][0].decode(payload))
-    assert subscriber.content()[0] == {names(token)[0] for token in range(5)}
+    whole = [payload for _, payload in await ask(dealer, u64(0))]
+    assert content(*whole)[0] == {names(token)[0] for token in range(5)}
     assert await ask(dealer, u64(2**64 - 1)) == []
     await until(lambda: cache.publisher.stats().replays == 3)
     assert cache.publisher.stats().snapshots == 0
 
 
-async def test_a_request_that_is_none_is_counted_and_the_next_one_answered(
-    start: Start, connect: Connect
-) -> None:
+async def test_a_request_that_is_none_is_counted_and_the_next_one_answered(start: Start) -> None:
     cache = await start()
-    dealer = connect(zmq.DEALER, cache.publisher.replay_address)
-    bad = [
-        [b"", b"short"],
-        [b"x", u64(0)],
-        [u64(0)],
-        [b"", u64(0), b"all"],
-        [b"", u64(0), b"snapshot", b""],
-        [b"x"] * 9,
-    ]
+    dealer = cache.dealer()
+    bad = [[b"", b"short"], [b"x", u64(0)], [u64(0)], [b"", u64(0), b"all"], [b"x"] * 9]
+    bad += [[b"", u64(0), b"snapshot", b""]]
     bad *= module.MAX_REPLAYS
     for frames in bad:
         await dealer.send_multipart(frames)
@@ -241,9 +235,9 @@ async def test_a_request_that_is_none_is_counted_and_the_next_one_answered(
     assert cache.publisher.stats().bad_requests == len(bad)
 
 
-async def test_a_request_that_is_too_large_is_not_taken_in(start: Start, connect: Connect) -> None:
+async def test_a_request_that_is_too_large_is_not_taken_in(start: Start) -> None:
     cache = await start()
-    stranger = connect(zmq.DEALER, cache.publisher.replay_address)
+    stranger = cache.dealer()
     assert await ask(stranger, u64(2**64 - 1)) == []
     # A plain one, as it is.
     monitor = cast("zmq.Socket[bytes]", stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED))
@@ -252,10 +246,10 @@ async def test_a_request_that_is_too_large_is_not_taken_in(start: Start, connect
     stranger.disable_monitor()
     monitor.close()
     assert cache.publisher.stats().bad_requests == 0, "it was cut off before it was read"
-    assert (await ask(connect(zmq.DEALER, cache.publisher.replay_address), u64(0)))[0][0] == 0
+    assert (await ask(cache.dealer(), u64(0)))[0][0] == 0
 
 
-async def test_what_is_not_kept_begins_with_a_snapshot(start: Start, connect: Connect) -> None:
+async def test_what_is_not_kept_begins_with_a_snapshot(start: Start) -> None:
     """A subscriber that has missed more than is kept, and one that comes late: a clear, all there
     is, and the number from which the live stream goes on."""
     cache = await start(limits=StreamLimits(kept_batches=2), heartbeat_s=60.0)
@@ -265,7 +259,7 @@ async def test_what_is_not_kept_begins_with_a_snapshot(start: Start, connect: Co
         await cache.turn()
     cache.evict(2)
     await cache.turn()
-    dealer = connect(zmq.DEALER, cache.publisher.replay_address)
+    dealer = cache.dealer()
     newest = 0
     for start_at in (0, 3):
         (first, snapshot), (newest, nothing) = await ask(dealer, u64(start_at))
@@ -273,42 +267,39 @@ async def test_what_is_not_kept_begins_with_a_snapshot(start: Start, connect: Co
         assert events_of([nothing]) == []
         subscriber = Subscriber()
         subscriber.stored("GPU", names(99), None)  # what it believed before
-        apply(subscriber, DECODERS["vllm"][0].decode(snapshot))
-        assert subscriber.content()[0] == {*names(0), *(names(0, token)[1] for token in (3, 4, 5))}
+        kept = {*names(0), *(names(0, token)[1] for token in (3, 4, 5))}
+        assert content(snapshot, believed=subscriber)[0] == kept
     assert cache.publisher.stats().snapshots == 2
     assert len(await ask(dealer, u64(newest - 1))) == 2, "what is kept is sent as it was"
 
 
-async def test_a_snapshot_on_demand(start: Start, connect: Connect) -> None:
+async def test_a_snapshot_on_demand(start: Start) -> None:
     cache = await start(heartbeat_s=60.0)
     cache.insert(1, 2)
     await cache.turn()
     # Recorded, and not sent.
     cache.index.insert(token_bytes([1, 3]), np.arange(2, dtype=np.int32), cache.now)
-    dealer = connect(zmq.DEALER, cache.publisher.replay_address)
+    dealer = cache.dealer()
     messages = await ask(dealer, u64(2**64 - 1), b"snapshot")
     assert [number for number, _ in messages] == [cache.publisher.stats().batches - 1], (
         "its number is the newest one"
     )
-    subscriber = Subscriber()
-    for _, payload in messages:
-        apply(subscriber, DECODERS["vllm"][0].decode(payload))
-    assert subscriber.content()[0] == {*names(1, 2), names(1, 3)[1]}
+    assert content(messages[0][1])[0] == {*names(1, 2), names(1, 3)[1]}
     cache.publisher.notify()
     await cache.turn()
     assert await ask(dealer, u64(messages[-1][0] + 1)) == [], "what is in it does not come again"
 
 
 async def test_a_subscriber_that_does_not_read(
-    start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stops nothing, sees by a number what it has lost, and ends right by the replay, as vLLM's
     example does.
     """
     monkeypatch.setattr(module, "QUEUE_BATCHES", 10)
     cache = await start(page_size=512, limits=StreamLimits(kept_batches=100))
-    sub = connect(zmq.SUB, cache.publisher.address, RCVHWM=1, RCVBUF=4096)
-    dealer = connect(zmq.DEALER, cache.publisher.replay_address)
+    sub = cache.sub(RCVHWM=1, RCVBUF=4096)
+    dealer = cache.dealer()
     knower = Knower()
     knower.last = number_of(await receive(sub))
     text = list(range(20_480))
@@ -340,25 +331,23 @@ async def catch_up(knower: Knower, dealer: zmq.asyncio.Socket, until: int) -> No
             done = number >= until - 1
 
 
-async def test_faster_than_it_can_be_sent(start: Start, connect: Connect) -> None:
+async def test_faster_than_it_can_be_sent(start: Start) -> None:
     cache = await start(limits=StreamLimits(waiting_bytes=200))
-    sub = connect(zmq.SUB, cache.publisher.address)
-    subscriber = Subscriber()
+    sub = cache.sub()
     await receive(sub)
     for token in range(50):
         cache.insert(token)
     cache.evict(47)
     frames = await receive_event(sub)
     assert events_of(frames)[0] == {"type": "AllBlocksCleared"}
-    apply(subscriber, DECODERS["vllm"][0].decode(frames[-1]))
-    assert subscriber.content()[0] == {names(token)[0] for token in (47, 48, 49)}
+    assert content(frames[-1])[0] == {names(token)[0] for token in (47, 48, 49)}
     assert cache.publisher.stats().resets == 1
 
 
-async def test_the_loss_of_the_last_batch_shows(start: Start, connect: Connect) -> None:
+async def test_the_loss_of_the_last_batch_shows(start: Start) -> None:
     """An empty batch comes when nothing happens, with the number that follows."""
     cache = await start()
-    sub = connect(zmq.SUB, cache.publisher.address)
+    sub = cache.sub()
     first = await receive(sub)
     cache.insert(1)
     last = await receive_event(sub)
@@ -367,11 +356,11 @@ async def test_the_loss_of_the_last_batch_shows(start: Start, connect: Connect) 
     assert number_of(first) < number_of(last)
 
 
-async def test_close_sends_what_is_left_and_leaves_nothing(connect: Connect) -> None:
+async def test_close_sends_what_is_left_and_leaves_nothing(start: Start) -> None:
     before = asyncio.all_tasks()
-    cache = Cache(heartbeat_s=60.0)
+    cache = await start(heartbeat_s=60.0)
     address, replay_address = cache.publisher.address, cache.publisher.replay_address
-    sub, dealer = connect(zmq.SUB, address), connect(zmq.DEALER, replay_address)
+    sub, dealer = cache.sub(), cache.dealer()
     assert await ask(dealer, u64(0))
     await heard(cache, sub)
     cache.insert(1, 2)
@@ -385,10 +374,9 @@ async def test_close_sends_what_is_left_and_leaves_nothing(connect: Connect) -> 
         again = None
         while again is None:
             try:
-                again = Cache(address=address, replay_address=replay_address)
+                again = await start(address=address, replay_address=replay_address)
             except MisuseError:
                 await asyncio.sleep(0.01)  # ZMQ closes sockets in a thread of its own
-    await again.publisher.close()
 
 
 async def test_a_close_that_is_cancelled_in_its_clean_up_closes_the_sockets_too(
@@ -405,19 +393,16 @@ async def test_a_close_that_is_cancelled_in_its_clean_up_closes_the_sockets_too(
     assert at, "it waits for its tasks"
 
 
-async def test_close_sends_more_than_a_batch(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = Cache(heartbeat_s=60.0)
-    sub = connect(zmq.SUB, cache.publisher.address)
+async def test_close_sends_more_than_a_batch(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = await start(heartbeat_s=60.0)
+    sub = cache.sub()
     await heard(cache, sub)
     monkeypatch.setattr(stream, "BATCH_BYTES", 1)
     for token in range(3):
         cache.insert(token)
     await cache.publisher.close()
-    assert [events_of(await receive_event(sub))[0]["block_hashes"] for _ in range(3)] == [
-        names(n) for n in range(3)
-    ]
+    for n in range(3):
+        assert events_of(await receive_event(sub))[0]["block_hashes"] == names(n)
 
 
 class Router:
@@ -428,11 +413,8 @@ class Router:
 
     async def send_multipart(self, frames: Frames, flags: int, *, copy: bool) -> None:
         if self.errors:
-            raise (
-                zmq.Again()
-                if (number := self.errors.pop(0)) == zmq.EAGAIN
-                else zmq.ZMQError(number)
-            )
+            number = self.errors.pop(0)
+            raise zmq.Again() if number == zmq.EAGAIN else zmq.ZMQError(number)
 
 
 @pytest.mark.parametrize(
@@ -465,33 +447,29 @@ async def heard(cache: Cache, sub: zmq.asyncio.Socket) -> None:
         pass
 
 
-async def test_a_later_process_on_the_same_address_begins_by_clearing(
-    start: Start, connect: Connect
-) -> None:
+async def test_a_later_process_on_the_same_address_begins_by_clearing(start: Start) -> None:
     cache = await start()
-    dealer = connect(zmq.DEALER, cache.publisher.replay_address)
+    dealer = cache.dealer()
     number, payload = (await ask(dealer, u64(0)))[0]
     assert (number, events_of([payload])) == (0, [{"type": "AllBlocksCleared"}])
     later = await start(first_seq=10**12)
-    dealer = connect(zmq.DEALER, later.publisher.replay_address)
+    dealer = later.dealer()
     (number, payload), *_ = await ask(dealer, u64(7))
     assert (number, events_of([payload])[0]) == (7, {"type": "AllBlocksCleared"}), (
         "numbers before it are a gap"
     )
 
 
-async def test_many_replays_at_once(start: Start, connect: Connect) -> None:
+async def test_many_replays_at_once(start: Start) -> None:
     """More than are served at a time, with one that never reads."""
     cache = await start(heartbeat_s=60.0)
     for token in range(50):
         cache.insert(token)
         await cache.turn()
     cache.insert(99)
-    silent = connect(zmq.DEALER, cache.publisher.replay_address)
+    silent = cache.dealer()
     await silent.send_multipart([b"", u64(0)])
-    dealers = [
-        connect(zmq.DEALER, cache.publisher.replay_address) for _ in range(2 * module.MAX_REPLAYS)
-    ]
+    dealers = [cache.dealer() for _ in range(2 * module.MAX_REPLAYS)]
     answers = await asyncio.gather(*(ask(dealer, u64(1)) for dealer in dealers))
     assert all(answer == answers[0] for answer in answers) and len(answers[0]) == 50
 
@@ -532,14 +510,14 @@ async def test_what_cannot_be(keywords: dict[str, Any], message: str) -> None:
         Cache(**keywords)
 
 
-async def test_events_and_replays_over_ipv6(start: Start, connect: Connect) -> None:
+async def test_events_and_replays_over_ipv6(start: Start) -> None:
     try:
         create_server(("::1", 0), family=AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
     cache = await start(address="tcp://[::1]:*", replay_address="tcp://[::1]:*")
-    sub = connect(zmq.SUB, cache.publisher.address, IPV6=1)
-    dealer = connect(zmq.DEALER, cache.publisher.replay_address, IPV6=1)
+    sub = cache.sub(IPV6=1)
+    dealer = cache.dealer(IPV6=1)
     assert (await ask(dealer, u64(0)))[0][0] == 0
     await receive(sub)
 
@@ -553,7 +531,7 @@ async def test_a_port_that_is_taken(start: Start) -> None:
 
 
 async def test_who_has_the_key_is_sent_events_and_nobody_else(
-    start: Start, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither live nor again: a stranger's requests do not arrive, and its subscription gets no
     batch.
@@ -575,17 +553,14 @@ async def test_who_has_the_key_is_sent_events_and_nobody_else(
         }
 
     strangers = [
-        connect(kind, address, **options)
+        ask_for(**options)
         for options in ({}, curve(other), curve(other) | {"CURVE_SERVERKEY": ours.public})
-        for kind, address in (
-            (zmq.SUB, cache.publisher.address),
-            (zmq.DEALER, cache.publisher.replay_address),
-        )
+        for ask_for in (cache.sub, cache.dealer)
     ]
     for socket in strangers[1::2]:
         await socket.send_multipart([b"", u64(0), b"snapshot"])
-    sub = connect(zmq.SUB, cache.publisher.address, **curve(ours))
-    dealer = connect(zmq.DEALER, cache.publisher.replay_address, **curve(ours))
+    sub = cache.sub(**curve(ours))
+    dealer = cache.dealer(**curve(ours))
     await receive(sub)
     cache.insert(1, 2)
     assert [event["token_ids"] for event in events_of(await receive_event(sub))] == [[1, 2]]

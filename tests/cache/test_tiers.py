@@ -51,57 +51,41 @@ async def stored(
         yield made
 
 
-async def settled(b: Bench) -> None:
-    await until(lambda: not b.cache.busy)
-
-
-async def begun(disk: FaultyDisk) -> None:
-    assert await asyncio.to_thread(disk.begun.acquire, timeout=20)
-
-
-async def found(b: Bench, *pages: int) -> int:
-    """How many pages a prompt finds, after it has loaded what is to be had; each is checked."""
-    (await b.cache.load(b.tokens(*pages))).release()
-    prefix = b.cache.match(b.tokens(*pages))
-    b.check(prefix, *pages[: prefix.pages.size])
-    prefix.release()
-    return int(prefix.pages.size)
+async def lived(path: Path, *pages: int) -> None:
+    """An earlier life of the process, which stored this prompt."""
+    async with stored(path) as b:
+        b.run(*pages)
+        await b.settled()
 
 
 async def test_what_was_stored_is_there_in_the_next_life(tmp_path: Path) -> None:
     async with stored(tmp_path) as b:
         b.run(1, 2, 3, 4)
         b.run(1, 2, 5, namespace=Namespace("salted"))
-        await settled(b)
+        await b.settled()
         assert b.cache.stats().stored_pages == 7 == len(pages_in(tmp_path))
     async with stored(tmp_path) as b:
-        assert await found(b, 1, 2, 3, 9) == 3
+        assert await b.loaded(1, 2, 3, 9) == 3
         assert b.cache.stats().fetched_pages == 3
         b.run(1, 2, 3, 9)
-        await settled(b)
+        await b.settled()
         assert b.cache.stats().stored_pages == 1, "what came from storage is not stored again"
-        assert await found(b, 1, 2, 3, 4) == 4, "what follows on pages that are here"
-        (await b.cache.load(b.tokens(1, 2, 5), namespace=Namespace("salted"))).release()
-        prefix = b.cache.match(b.tokens(1, 2, 5), namespace=Namespace("salted"))
-        b.check(prefix, 1, 2, 5)
-        prefix.release()
-        (await b.cache.load(b.tokens(1, 2), namespace=Namespace("other"))).release()
-        assert not b.cache.match(b.tokens(1, 2), namespace=Namespace("other")).pages.size
+        assert await b.loaded(1, 2, 3, 4) == 4, "what follows on pages that are here"
+        assert await b.loaded(1, 2, 5, namespace=Namespace("salted")) == 3
+        assert await b.loaded(1, 2, namespace=Namespace("other")) == 0
 
 
 async def test_a_hole_is_seen_and_heals(tmp_path: Path) -> None:
-    async with stored(tmp_path) as b:
-        b.run(1, 2, 3, 4)
-        await settled(b)
+    await lived(tmp_path, 1, 2, 3, 4)
     victim = pages_in(tmp_path)[0]
     data = victim.read_bytes()
     victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     async with stored(tmp_path) as b:
-        assert await found(b, 1, 2, 3, 4) < 4, "a damaged page was read"
+        assert await b.loaded(1, 2, 3, 4) < 4, "a damaged page was read"
         b.run(1, 2, 3, 4)
-        await settled(b)
+        await b.settled()
     async with stored(tmp_path) as b:
-        assert await found(b, 1, 2, 3, 4) == 4
+        assert await b.loaded(1, 2, 3, 4) == 4
 
 
 @pytest.mark.parametrize("fails", ["write", "rename", "read"])
@@ -111,24 +95,23 @@ async def test_a_store_that_fails_is_done_without_and_used_again(
     disk = FaultyDisk()
     async with stored(tmp_path, disk) as b:
         b.run(1, 2)
-        await settled(b)
+        await b.settled()
         disk.fails[fails] = errno.EIO
         b.run(1, 2, 3, 4)
         b.run(5, 6)
-        await settled(b)
+        await b.settled()
         b.evict_all()
-        assert await found(b, 1, 2, 3, 4) == 4, "the host has it"
+        assert await b.loaded(1, 2, 3, 4) == 4, "the host has it"
         disk.fails.clear()
-        store = b.cache._tiers.storage.store  # type: ignore[union-attr]
-        await until(lambda: store.writable and store.readable)
+        await until(lambda: b.storage.writable and b.storage.readable)
         b.run(1, 2, 3, 4, 7)
         b.run(5, 6)
-        await settled(b)
+        await b.settled()
         assert len(pages_in(tmp_path)) == 7, (
             "what could not be stored is stored when it is used again"
         )
     async with stored(tmp_path) as b:
-        assert await found(b, 1, 2, 3, 4, 7) == 5 and await found(b, 5, 6) == 2
+        assert await b.loaded(1, 2, 3, 4, 7) == 5 and await b.loaded(5, 6) == 2
 
 
 async def test_a_store_that_is_left_alone_is_asked_for_nothing(tmp_path: Path) -> None:
@@ -137,76 +120,58 @@ async def test_a_store_that_is_left_alone_is_asked_for_nothing(tmp_path: Path) -
         disk.fails["write"] = errno.EIO
         for prompt in ((1, 2), (3, 4), (5, 6)):
             b.run(*prompt)
-            await settled(b)
-        stats = b.cache.stats()
-        assert stats.storage is not None
-        assert (stats.storage.writable, stats.storage.refused, stats.storage.not_stored) == (
-            False,
-            0,
-            4,
-        )
+            await b.settled()
+        stats, store = b.cache.stats(), b.storage
+        assert (store.writable, store.counts.refused, store.counts.not_stored) == (False, 0, 4)
         assert (stats.saved_pages, stats.failed_copies) == (6, 2)
 
 
 async def test_a_read_that_hangs_holds_its_pages_and_nobody_else(tmp_path: Path) -> None:
-    async with stored(tmp_path) as b:
-        b.run(1, 2, 3)
-        await settled(b)
+    await lived(tmp_path, 1, 2, 3)
     disk, limits = FaultyDisk(), msgspec.structs.replace(QUICK, stall_s=0.1)
     async with stored(tmp_path, disk, limits) as b:
-        assert b.host is not None
-        disk.waits["read"] = go = threading.Event()
-        assert await found(b, 1, 2, 3) == 0
-        assert sum(b.host.pages.owned().values()) == 3, "a thread may write to them"
-        assert await found(b, 1, 2, 3) == 0, "the store is left alone"
+        disk.hold("read")
+        assert await b.loaded(1, 2, 3) == 0
+        assert sum(b.on_host.owned().values()) == 3, "a thread may write to them"
+        assert await b.loaded(1, 2, 3) == 0, "the store is left alone"
         b.run(1, 2, 3)
-        go.set()
-        disk.waits.clear()
-        await settled(b)
-        await until(lambda: sum(b.host.pages.owned().values()) == 3)  # type: ignore[union-attr]
+        disk.go_on()
+        await b.settled()
+        await until(lambda: sum(b.on_host.owned().values()) == 3)
 
 
 async def test_a_write_that_hangs_holds_its_pages_though_they_are_forgotten(tmp_path: Path) -> None:
     disk, limits = FaultyDisk(), msgspec.structs.replace(QUICK, stall_s=0.1)
     async with stored(tmp_path, disk, limits) as b:
-        assert (
-            b.host is not None and b.cache._tiers is not None and b.cache._tiers.storage is not None
-        )
-        disk.waits["write"] = go = threading.Event()
+        disk.hold("write")
         b.run(1, 2, 3)
-        await begun(disk)
-        store = b.cache._tiers.storage.store
-        await until(lambda: not store.writable)
+        await disk.waited()
+        await until(lambda: not b.storage.writable)
         b.cache.flush()
-        assert b.cache.busy and sum(b.host.pages.owned().values()) == 3, "a thread reads them"
-        disk.waits.clear()
-        go.set()
-        await until(b.host.pages.at_rest)
+        assert b.cache.busy and sum(b.on_host.owned().values()) == 3, "a thread reads them"
+        disk.go_on()
+        await until(b.on_host.at_rest)
 
 
 @pytest.mark.parametrize("how", ["cancel", "flush"])
 async def test_a_read_that_is_cut_off_caches_nothing(tmp_path: Path, how: str) -> None:
-    async with stored(tmp_path) as b:
-        b.run(1, 2, 3)
-        await settled(b)
+    await lived(tmp_path, 1, 2, 3)
     disk = FaultyDisk()
     async with stored(tmp_path, disk) as b:
-        disk.waits["read"] = go = threading.Event()
+        disk.hold("read")
         loading = asyncio.ensure_future(b.cache.load(b.tokens(1, 2, 3)))
-        await begun(disk)
+        await disk.waited()
         if how == "cancel":
             loading.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await loading
         else:
             b.cache.flush()
-        disk.waits.clear()
-        go.set()
+        disk.go_on()
         await asyncio.gather(loading, return_exceptions=True)
-        assert b.host is not None
-        await until(b.host.pages.at_rest)
+        await until(b.on_host.at_rest)
         assert not b.cache.stats().host_pages and not b.cache.stats().pages
-        assert await found(b, 1, 2, 3) == 3
+        assert await b.loaded(1, 2, 3) == 3
 
 
 async def test_what_the_store_has_lost_is_stored_again(tmp_path: Path) -> None:
@@ -218,22 +183,22 @@ async def test_what_the_store_has_lost_is_stored_again(tmp_path: Path) -> None:
         subscriber = Subscriber()
         for prompt in ((1, 2, 3, 4), (5, 6, 7, 8)):
             b.run(*prompt)
-            await settled(b)
+            await b.settled()
         assert len(pages_in(tmp_path)) == 6
         subscriber.replay(b.cache.take_events())
         assert len(subscriber.content()[Tier.STORAGE]) == 8, "nobody has noticed"
         b.run(1, 2, 3, 4, 9)
-        await settled(b)
+        await b.settled()
         assert b.cache.stats().lost_pages == 4
         subscriber.replay(b.cache.take_events())
         assert len(subscriber.content()[Tier.STORAGE]) == 4 + 5
         b.run(5, 6, 7, 8, 1)
-        await settled(b)
+        await b.settled()
         assert b.cache.stats().lost_pages == 8, "it is asked each time"
         b.run(1, 2, 3, 4, 9)
-        await settled(b)
+        await b.settled()
     async with stored(tmp_path) as b:
-        assert await found(b, 1, 2, 3, 4, 9) == 5
+        assert await b.loaded(1, 2, 3, 4, 9) == 5
 
 
 @pytest.mark.parametrize("how", ["fail", "refuse"])
@@ -241,14 +206,9 @@ async def test_a_store_that_cannot_say_has_lost_nothing(tmp_path: Path, how: str
     limits = msgspec.structs.replace(QUICK, waiting=1)
     async with stored(tmp_path, limits=limits) as b:
         b.run(1, 2, 3)
-        await settled(b)
-        assert b.cache._tiers is not None and b.cache._tiers.storage is not None
-        store, go, asked = (
-            b.cache._tiers.storage.store,
-            threading.Event(),
-            list[asyncio.Task[int]](),
-        )
-        backend = store._backend  # type: ignore[attr-defined]
+        await b.settled()
+        store, go, asked = b.storage, threading.Event(), list[asyncio.Task[int]]()
+        backend: Any = store._backend
         if how == "fail":
             backend.exists = lambda keys: [Result.FAILED] * len(keys)
         else:
@@ -256,19 +216,19 @@ async def test_a_store_that_cannot_say_has_lost_nothing(tmp_path: Path, how: str
             asked = [asyncio.ensure_future(store.exists_prefix([bytes(32)])) for _ in range(2)]
             await asyncio.sleep(0)
         b.run(1, 2, 3, 4)
-        await settled(b)
+        await b.settled()
         go.set()
         counts = b.cache.stats()
         assert (counts.lost_pages, counts.stored_pages, len(pages_in(tmp_path))) == (0, 4, 4)
         if how == "refuse":
-            assert await asyncio.gather(*asked) == [1, 1] and counts.storage is not None
-            assert (counts.storage.refused, counts.storage.errors) == (1, 0)
+            assert await asyncio.gather(*asked) == [1, 1]
+            assert (store.counts.refused, store.counts.errors) == (1, 0)
 
 
 async def test_what_has_gone_before_the_store_is_asked_is_not_asked_for(tmp_path: Path) -> None:
     async with stored(tmp_path) as b:
         b.run(1, 2, 3)
-        await settled(b)
+        await b.settled()
         b.run(1, 2, 3)
         [asking] = b.copies
         b.evict_all()
@@ -277,8 +237,8 @@ async def test_what_has_gone_before_the_store_is_asked_is_not_asked_for(tmp_path
         assert not b.cache.stats().host_pages
         await asking
         b.run(1, 2, 3)
-        await settled(b)
-        assert await found(b, 1, 2, 3) == 3
+        await b.settled()
+        assert await b.loaded(1, 2, 3) == 3
 
 
 async def test_no_more_than_a_share_waits_for_a_copy(
@@ -293,9 +253,9 @@ async def test_no_more_than_a_share_waits_for_a_copy(
         b.run(*range(30, 34))
         assert b.cache.stats().unsaved_pages == 2 * (PAGES // 4), "it is counted each time"
         assert b.pool.pages.available_pages == PAGES // 4, "what waits for its copy"
-        disk.waits["write"] = go = threading.Event()
+        disk.hold("write")
         gate.go.set()
-        await begun(disk)
+        await disk.waited()
         for first in (40, 50):
             await until(lambda: b.pool.pages.reclaim(4) >= 4)
             b.run(*range(first, first + 4))
@@ -304,11 +264,10 @@ async def test_no_more_than_a_share_waits_for_a_copy(
         assert counts.host_pages == 17 and counts.unstored_pages == 2, (
             "three quarters of the host wait for the store"
         )
-        disk.waits.clear()
-        go.set()
-        await settled(b)
+        disk.go_on()
+        await b.settled()
         b.run(*range(50, 54))
-        await settled(b)
+        await b.settled()
         assert len(pages_in(tmp_path)) == 17, "what is left out is written when it is used again"
 
 
@@ -328,28 +287,22 @@ class OneByOne(FaultyDisk):
 
 async def test_who_does_not_wait_takes_what_has_come(tmp_path: Path) -> None:
     """best_effort: the pages of a call that has not ended come home when it has."""
-    async with stored(tmp_path) as b:
-        b.run(1, 2, 3, 4, 5)
-        await settled(b)
+    await lived(tmp_path, 1, 2, 3, 4, 5)
     layout, disk = layout_of(), OneByOne()
     backend = FileBackend(str(tmp_path), identity_of(layout), layout.page_bytes, 1 << 20, disk=disk)
     backend.pages_at_once = 1
     async with bench(20, store=await GuardedStorage.open(backend, QUICK)) as b:
-        assert b.host is not None
         fetching = asyncio.ensure_future(b.cache.fetch(b.tokens(1, 2, 3, 4, 5)))
-        await begun(disk)
+        await disk.waited()
         await until(lambda: b.cache.stats().storage.read == 0)  # type: ignore[union-attr]
         fetching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await fetching
         assert b.cache.stats().fetched_pages == 2
-        assert sum(b.host.pages.owned().values()) == 5, "a thread may write to the others"
-        (await b.cache.load(b.tokens(1, 2, 3, 4, 5), from_storage=False)).release()
-        prefix = b.cache.match(b.tokens(1, 2, 3, 4, 5))
-        b.check(prefix, 1, 2)
-        prefix.release()
+        assert sum(b.on_host.owned().values()) == 5, "a thread may write to the others"
+        assert await b.loaded(1, 2, 3, 4, 5, from_storage=False) == 2
         disk.go.set()
-        await until(lambda: sum(b.host.pages.owned().values()) == 2)  # type: ignore[union-attr]
+        await until(lambda: sum(b.on_host.owned().values()) == 2)
 
 
 async def test_no_more_is_asked_for_than_could_be_used(
@@ -358,14 +311,9 @@ async def test_no_more_is_asked_for_than_could_be_used(
     """Of a long prompt: what the device and the host could hold, what is there, and what the host
     has room for.
     """
-    async with stored(tmp_path) as b:
-        b.run(*range(1, 9))
-        await settled(b)
+    await lived(tmp_path, *range(1, 9))
     async with stored(tmp_path, host_pages=6) as b:
-        assert (
-            b.cache._tiers is not None and b.cache._tiers.storage is not None and b.host is not None
-        )
-        store, asked = b.cache._tiers.storage.store, list[int]()
+        store, asked = b.storage, list[int]()
 
         def counting(call: Callable[..., Any]) -> Callable[..., Any]:
             def counted(keys: list[bytes], *rest: Any) -> Any:
@@ -376,25 +324,23 @@ async def test_no_more_is_asked_for_than_could_be_used(
 
         monkeypatch.setattr(store, "exists_prefix", counting(store.exists_prefix))
         monkeypatch.setattr(store, "get", counting(store.get))
-        taken = b.host.pages.take(2, "somebody")
+        taken = b.on_host.take(2, "somebody")
         long = b.tokens(*range(1, 30))
         (await b.cache.load(long, most_pages=3)).release()
         assert asked == [3, 3]
         (await b.cache.load(long)).release()
         assert asked[2:] == [6, 4], "pages on the device make way on the host"
-        b.host.pages.give_back(taken, "somebody")
+        b.on_host.give_back(taken, "somebody")
         asked.clear()
         (await b.cache.load(b.tokens(40, 41))).release()
         assert asked == [2], "nothing is read that is not there"
 
 
 async def test_a_host_with_little_room_takes_what_fits(tmp_path: Path) -> None:
-    async with stored(tmp_path) as b:
-        b.run(*range(1, 9))
-        await settled(b)
+    await lived(tmp_path, *range(1, 9))
     async with stored(tmp_path, host_pages=3) as b:
-        assert await found(b, *range(1, 9)) == 3
-        assert await found(b, *range(1, 9)) >= 3
+        assert await b.loaded(*range(1, 9)) == 3
+        assert await b.loaded(*range(1, 9)) >= 3
 
 
 @pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
@@ -416,7 +362,7 @@ async def test_any_order_of_requests_faults_and_lives(
                 if kind < 0.4 and b.pool.pages.available_pages >= len(prompt):
                     b.run(*prompt)
                 elif kind < 0.65:
-                    loads.append(asyncio.ensure_future(found(b, *prompt)))
+                    loads.append(asyncio.ensure_future(b.loaded(*prompt)))
                 elif kind < 0.7 and loads:
                     loads.pop(rng.randrange(len(loads))).cancel()
                 elif kind < 0.75:

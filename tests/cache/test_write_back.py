@@ -21,13 +21,6 @@ async def made_free(b: Bench, count: int) -> None:
     await until(lambda: b.pool.pages.reclaim(count) >= count)
 
 
-async def load(b: Bench, *pages: int) -> None:
-    (await b.cache.load(b.tokens(*pages))).release()
-    prefix = b.cache.match(b.tokens(*pages))
-    b.check(prefix, *pages)
-    prefix.release()
-
-
 async def test_nothing_is_copied_before_pages_are_needed_and_nothing_goes_before_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -44,16 +37,15 @@ async def test_nothing_is_copied_before_pages_are_needed_and_nothing_goes_before
         assert b.pool.pages.reclaim(5) == 3 and b.cache.leaving_pages == 2, "they are copied once"
         assert b.pool.pages.owned() == {OWNER: 9}
         gate.go.set()
-        await until(lambda: not b.cache.busy)
+        await b.settled()
         assert b.pool.pages.free_pages == 3, "they stay until they are asked for again"
         assert b.pool.pages.reclaim(5) == 5
         assert b.cache.stats().saved_pages == 4, "with what comes before them"
         await made_free(b, PAGES)
         for name in ("k", "v"):
             b.pool.array(name)[:] = -1
-        await load(b, 1, 2, 3, 4)
-        await load(b, 1, 2, 5, 6)
-        await load(b, 7, 8, 9)
+        for prompt in ((1, 2, 3, 4), (1, 2, 5, 6), (7, 8, 9)):
+            assert await b.loaded(*prompt) == len(prompt)
         assert not b.cache.stats().unsaved_pages
 
 
@@ -63,7 +55,7 @@ async def test_no_more_is_copied_than_is_needed_beside_what_goes_at_once(
     async with bench(16, "write_back") as b:
         b.run(1, 2, 3, 4)
         b.cache.evict(PAGES)
-        await until(lambda: not b.cache.busy)
+        await b.settled()
         for page in (5, 6, 7):
             b.run(page)
         gate = CopyGate(monkeypatch)
@@ -97,7 +89,7 @@ async def test_a_parent_is_told_of_before_its_child_in_every_tier() -> None:
             b.run(1, 2, 3, last)
             await made_free(b, PAGES - 2)
             subscriber.replay(b.cache.take_events())
-        await until(lambda: not b.cache.busy)
+        await b.settled()
         subscriber.replay(b.cache.take_events())
         counts = b.cache.stats()
         held = subscriber.content()
@@ -126,7 +118,7 @@ async def test_a_copy_that_is_cut_off_keeps_nobody_waiting(
         if closing is not None:
             await closing
             return
-        await until(lambda: not b.cache.busy)
+        await b.settled()
         assert b.pool.pages.reclaim(PAGES) == PAGES, "it was tried once"
         assert b.cache.stats().unsaved_pages == (0 if how == "flush" else 3)
         assert not b.cache.stats().host_pages
@@ -137,7 +129,7 @@ async def test_what_the_host_cannot_take_is_given_up() -> None:
         b.run(1, 2, 3, 4, 5)
         await made_free(b, PAGES)
         assert b.cache.stats().unsaved_pages == 3
-        await load(b, 1, 2)
+        assert await b.loaded(1, 2) == 2
 
 
 async def test_a_prompt_that_is_loaded_waits_for_what_leaves() -> None:
@@ -146,9 +138,9 @@ async def test_a_prompt_that_is_loaded_waits_for_what_leaves() -> None:
         await made_free(b, PAGES)
         b.run(*range(20, 20 + PAGES))
         assert b.pool.pages.free_pages == 0
-        await load(b, *range(1, 9))
+        assert await b.loaded(*range(1, 9)) == 8
         assert b.cache.stats().loaded_pages == 8
-        await load(b, *range(20, 20 + PAGES))
+        assert await b.loaded(*range(20, 20 + PAGES)) == PAGES
 
 
 async def test_who_reads_a_page_keeps_it_while_it_is_copied(
@@ -161,7 +153,7 @@ async def test_who_reads_a_page_keeps_it_while_it_is_copied(
         await gate.reached()
         prefix = b.cache.match(b.tokens(1, 2, 3))
         gate.go.set()
-        await until(lambda: not b.cache.busy)
+        await b.settled()
         assert b.pool.pages.reclaim(PAGES) == PAGES - 3
         b.check(prefix, 1, 2, 3)
         prefix.release()
@@ -178,7 +170,7 @@ async def test_a_page_that_is_on_the_device_alone_goes_with_what_follows_it_on_t
             gate = CopyGate(patch, fails_at=1)
             b.pool.pages.reclaim(PAGES)
             gate.go.set()
-            await until(lambda: not b.cache.busy)
+            await b.settled()
         prefix = b.cache.match(b.tokens(21, 22, 23))
         b.run(*range(21, 28))  # what is read is copied with it after all
         await made_free(b, PAGES - 3)
@@ -190,5 +182,5 @@ async def test_a_page_that_is_on_the_device_alone_goes_with_what_follows_it_on_t
         gate = CopyGate(monkeypatch, fails_at=1)  # of 1, 2 and 3; that of 4 lands
         b.pool.pages.reclaim(PAGES)
         gate.go.set()
-        await until(lambda: not b.cache.busy)
+        await b.settled()
         await made_free(b, PAGES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import random
 import threading
@@ -9,10 +10,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from kvflow.serve.cache.storage.call import Call
 from kvflow.serve.cache.storage.disk import Disk
 from kvflow.serve.cache.storage.file import FileBackend
 from kvflow.serve.cache.storage.guarded import GuardedStorage, Limits
+from kvflow.serve.cache.storage.port import Result
 from kvflow.serve.cache.storage.record import HEADER_BYTES
 
 VALUE_BYTES = 3 * 4096 - HEADER_BYTES + 1  # a file takes 4 blocks
@@ -31,6 +37,24 @@ class FaultyDisk(Disk):
         self.begun = threading.Semaphore(0)
         """Released by each call that waits."""
         self.counted: dict[str, int] = {}
+
+    def hold(self, *calls: str) -> threading.Event:
+        """These calls wait until the event."""
+        go = threading.Event()
+        self.waits.update(dict.fromkeys(calls, go))
+        return go
+
+    def go_on(self) -> None:
+        """Nothing fails or waits any more."""
+        self.fails.clear()
+        waits = list(self.waits.values())
+        self.waits.clear()
+        for go in waits:
+            go.set()
+
+    async def waited(self) -> None:
+        """Return when one more call waits."""
+        assert await asyncio.to_thread(self.begun.acquire, timeout=20)
 
     def _step(self, what: str) -> None:
         self.counted[what] = self.counted.get(what, 0) + 1
@@ -93,11 +117,44 @@ def opened(
     return found
 
 
+def put(store: FileBackend, *numbers: int) -> list[Result]:
+    return store.put(keys(*numbers), values(*numbers))
+
+
+def get(store: FileBackend, *numbers: int) -> list[Result]:
+    """What becomes of each page; what is read is what was put."""
+    found = store.get(keys(*numbers), into := empty(len(numbers)))
+    for number, page, result in zip(numbers, into, found, strict=True):
+        assert result is not Result.DONE or page == value(number)
+    return found
+
+
+async def ended(call: Call) -> list[bool]:
+    async with asyncio.timeout(20):
+        await asyncio.shield(call.released)
+        return await asyncio.shield(call.done)
+
+
+async def wrote(pages: GuardedStorage, *numbers: int) -> list[bool]:
+    """Which pages are stored, once nothing holds their buffers any more."""
+    return await ended(pages.put(keys(*numbers), values(*numbers)))
+
+
+async def read(pages: GuardedStorage, *numbers: int) -> list[bool]:
+    """Which pages come back; those are what was put."""
+    found = await ended(pages.get(keys(*numbers), into := empty(len(numbers))))
+    for number, page, is_there in zip(numbers, into, found, strict=True):
+        assert not is_there or page == value(number)
+    return found
+
+
 @asynccontextmanager
 async def store(
-    path: Path, pages: int = 100, *, disk: Disk | None = None, limits: Limits = QUICK
+    path: Path, pages: int = 100, *, disk: Disk | None = None, **limits: Any
 ) -> AsyncIterator[GuardedStorage]:
-    made = await GuardedStorage.open(backend(path, pages, disk=disk), limits)
+    """`limits`: those that are not `QUICK`."""
+    given = msgspec.structs.replace(QUICK, **limits)
+    made = await GuardedStorage.open(backend(path, pages, disk=disk), given)
     try:
         yield made
     finally:
@@ -106,3 +163,7 @@ async def store(
 
 def pages_in(path: Path) -> list[Path]:
     return sorted(path.glob("*/??/*"))
+
+
+def unfinished_in(path: Path) -> list[Path]:
+    return list(path.glob("*/writing/*"))

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,13 +23,14 @@ from tests.cache.storage.files import (
     VALUE_BYTES,
     FaultyDisk,
     backend,
-    empty,
+    get,
     key,
     keys,
     opened,
     pages_in,
+    put,
+    unfinished_in,
     value,
-    values,
 )
 
 DONE, ABSENT, FAILED, DAMAGED = Result.DONE, Result.ABSENT, Result.FAILED, Result.DAMAGED
@@ -38,22 +38,20 @@ DONE, ABSENT, FAILED, DAMAGED = Result.DONE, Result.ABSENT, Result.FAILED, Resul
 
 def test_what_was_put_is_read_and_found_again_by_the_next_process(tmp_path: Path) -> None:
     first = opened(tmp_path)
-    assert first.put(keys(1, 2), values(1, 2)) == [DONE, DONE]
+    assert put(first, 1, 2) == [DONE, DONE]
     first.close()
     again = opened(tmp_path)
-    into = empty(3)
     assert again.exists(keys(1, 3, 2)) == [DONE, ABSENT, DONE]
-    assert again.get(keys(2, 3, 1), into) == [DONE, ABSENT, DONE]
-    assert [into[0], into[2]] == values(2, 1)
+    assert get(again, 2, 3, 1) == [DONE, ABSENT, DONE]
     assert again.used_bytes == 2 * FILE_BYTES
     again.close()
 
 
 def test_a_page_is_written_once(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    assert store.put(keys(1, 1), values(1, 1)) == [DONE, DONE]
+    assert put(store, 1, 1) == [DONE, DONE]
     before = pages_in(tmp_path)
-    assert store.put(keys(1), values(1)) == [DONE]
+    assert put(store, 1) == [DONE]
     assert pages_in(tmp_path) == before
     assert len(before) == 1
     store.close()
@@ -62,9 +60,9 @@ def test_a_page_is_written_once(tmp_path: Path) -> None:
 def test_the_page_that_was_not_used_for_longest_goes_also_after_a_restart(tmp_path: Path) -> None:
     store = opened(tmp_path, 3)
     for number in (1, 2, 3):
-        store.put(keys(number), values(number))
-    assert store.get(keys(1), empty(1)) == [DONE]
-    store.put(keys(4), values(4))
+        put(store, number)
+    assert get(store, 1) == [DONE]
+    put(store, 4)
     assert store.exists(keys(1, 2, 3, 4)) == [DONE, ABSENT, DONE, DONE]
     # A clock tick of the file system apart.
     for number, file in zip((3, 1, 4), (3, 1, 4), strict=True):
@@ -72,7 +70,7 @@ def test_the_page_that_was_not_used_for_longest_goes_also_after_a_restart(tmp_pa
         os.utime(path, ns=(0, 10**18 + {3: 0, 1: 1, 4: 2}[number]))
     store.close()
     again = opened(tmp_path, 3)
-    again.put(keys(5), values(5))
+    put(again, 5)
     assert again.exists(keys(3, 1, 4, 5)) == [ABSENT, DONE, DONE, DONE]
     assert len(pages_in(tmp_path)) == 3
     again.close()
@@ -84,10 +82,10 @@ def test_the_page_that_was_not_used_for_longest_goes_also_after_a_restart(tmp_pa
 
 def test_what_was_read_counts_as_used_after_a_restart(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    store.put(keys(1, 2), values(1, 2))
+    put(store, 1, 2)
     for path in pages_in(tmp_path):
         os.utime(path, ns=(0, 10**9 * (1 + path.name.startswith(key(2).hex()))))
-    assert store.get(keys(1), empty(1)) == [DONE]
+    assert get(store, 1) == [DONE]
     store.close()
     again = opened(tmp_path, 1)
     assert again.exists(keys(1, 2)) == [DONE, ABSENT]
@@ -99,13 +97,13 @@ def test_threads_that_write_evict_and_read_keep_to_the_capacity(tmp_path: Path, 
 
     def work(number: int) -> None:
         nonlocal most
-        chosen, into = random.Random(seed + number), empty(1)
+        chosen = random.Random(seed + number)
         for _ in range(150):
             page = chosen.randrange(16)
             if chosen.random() < 0.5:
-                assert store.put(keys(page), values(page)) == [DONE]
-            elif store.get(keys(page), into) == [DONE]:
-                assert into == values(page)
+                assert put(store, page) == [DONE]
+            else:
+                get(store, page)
             most = max(most, store.used_bytes)
 
     with ThreadPoolExecutor(4) as threads:
@@ -115,38 +113,27 @@ def test_threads_that_write_evict_and_read_keep_to_the_capacity(tmp_path: Path, 
     assert store.used_bytes == len(files) * FILE_BYTES
     assert 4 < len(files) <= 8  # two threads that put the same page have made room for two
     assert len({path.name.partition(".")[0] for path in files}) == len(files)
-    assert not list(tmp_path.glob("*/writing/*"))
+    assert not unfinished_in(tmp_path)
     store.close()
 
 
-def test_two_threads_that_put_one_page_leave_one_file(tmp_path: Path) -> None:
-    disk = FaultyDisk()
-    disk.waits["rename"] = go = threading.Event()
-    store = opened(tmp_path, disk=disk)
+@pytest.mark.parametrize("numbers", [[1], [1, 2], [1, 1]], ids=str)
+def test_threads_that_write_at_once_leave_a_file_for_each_page_and_take_all_room(
+    tmp_path: Path, numbers: list[int]
+) -> None:
+    """No page is written where all room is being written."""
+    disk, pages = FaultyDisk(), set(numbers)
+    go = disk.hold("rename")
+    store = opened(tmp_path, len(numbers), disk=disk)
     with ThreadPoolExecutor(2) as threads:
-        puts = [threads.submit(store.put, keys(1), values(1)) for _ in range(2)]
+        puts = [threads.submit(put, store, number) for number in numbers]
         for _ in puts:
             assert disk.begun.acquire(timeout=20)
+        assert put(store, 9) == [ABSENT]
         go.set()
-        assert [put.result() for put in puts] == [[DONE], [DONE]]
-    assert len(pages_in(tmp_path)) == 1
-    assert store.used_bytes == FILE_BYTES
-    store.close()
-
-
-@pytest.mark.parametrize("pages", [1, 2])
-def test_no_page_is_written_where_all_room_is_being_written(tmp_path: Path, pages: int) -> None:
-    disk = FaultyDisk()
-    disk.waits["rename"] = go = threading.Event()
-    store = opened(tmp_path, pages, disk=disk)
-    with ThreadPoolExecutor(2) as threads:
-        puts = [threads.submit(store.put, keys(n), values(n)) for n in range(pages)]
-        for _ in puts:
-            assert disk.begun.acquire(timeout=20)
-        assert store.put(keys(9), values(9)) == [ABSENT]
-        go.set()
-        assert [put.result() for put in puts] == [[DONE]] * pages
-    assert len(pages_in(tmp_path)) == pages
+        assert [one.result() for one in puts] == [[DONE]] * len(numbers)
+    assert len(pages_in(tmp_path)) == len(pages)
+    assert store.used_bytes == len(pages) * FILE_BYTES
     store.close()
 
 
@@ -178,29 +165,27 @@ def _other_page(path: Path) -> None:
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_damaged_page_is_removed_and_heals(tmp_path: Path, damage: object, restart: bool) -> None:
     store = opened(tmp_path)
-    store.put(keys(1, 2), values(1, 2))
+    put(store, 1, 2)
     path = next(p for p in pages_in(tmp_path) if p.name.startswith(key(1).hex()))
     damage(path)  # type: ignore[operator]
     if restart:
         store.close()
         store = opened(tmp_path)
     found_at_start = restart and damage in (_cut, _grow)  # of another size
-    assert store.get(keys(1, 2), into := empty(2)) == [ABSENT if found_at_start else DAMAGED, DONE]
-    assert into[1] == value(2)
+    assert get(store, 1, 2) == [ABSENT if found_at_start else DAMAGED, DONE]
     assert not path.exists()
     assert store.used_bytes == FILE_BYTES
     assert store.exists(keys(1)) == [ABSENT]
-    assert store.put(keys(1), values(1)) == [DONE]
-    assert store.get(keys(1), into[:1]) == [DONE]
-    assert into[0] == value(1)
+    assert put(store, 1) == [DONE]
+    assert get(store, 1) == [DONE]
     store.close()
 
 
 def test_a_page_that_was_removed_by_hand_is_not_there(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    store.put(keys(1), values(1))
+    put(store, 1)
     pages_in(tmp_path)[0].unlink()
-    assert store.get(keys(1), empty(1)) == [ABSENT]
+    assert get(store, 1) == [ABSENT]
     assert store.used_bytes == 0
     store.close()
 
@@ -214,35 +199,29 @@ def test_pages_of_another_identity_are_never_read(
     assert [record.getMessage() for record in caplog.records] == [
         f"storage directory {tmp_path} also holds pages of 1 other models or layouts"
     ]
-    first.put(keys(1), values(1))
+    put(first, 1)
     assert second.exists(keys(1)) == [ABSENT]
     mine = pages_in(tmp_path)[0]
     second.close()
     copied = tmp_path / other.hex()[:32] / mine.parent.name / mine.name  # by hand
     copied.write_bytes(mine.read_bytes())
     second = opened(tmp_path, identity=other)
-    assert second.get(keys(1), empty(1)) == [DAMAGED]
+    assert get(second, 1) == [DAMAGED]
     first.close()
     second.close()
 
 
 def test_leftovers_go_at_the_start_and_what_is_not_ours_stays(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    store.put(keys(1), values(1))
+    put(store, 1)
     store.close()
     folder = next(tmp_path.iterdir())
     (folder / "writing" / "17").write_bytes(b"half a page")
-    foreign = [
-        folder / "writing" / "notes",
-        folder / "00" / "readme.txt",
-        folder / "00" / f"{key(1).hex()}.1",
-    ]
+    names = ("writing/notes", "00/readme.txt", f"00/{key(1).hex()}.1")
+    foreign = [folder / name for name in names]
     for path in foreign:
         path.write_bytes(b"not ours")
-    newer = pages_in(tmp_path)[0]
-    newer = next(
-        p for p in pages_in(tmp_path) if p.name.startswith(key(1).hex()) and p.parent.name != "00"
-    )
+    newer = next(path for path in pages_in(tmp_path) if path.parent.name != "00")
     older = newer.with_name(f"{key(1).hex()}.9")
     older.write_bytes(newer.read_bytes())
     os.utime(older, ns=(0, 0))
@@ -252,7 +231,7 @@ def test_leftovers_go_at_the_start_and_what_is_not_ours_stays(tmp_path: Path) ->
     assert newer.exists()
     assert all(path.exists() for path in foreign)
     assert again.used_bytes == FILE_BYTES
-    again.put(keys(2), values(2))
+    put(again, 2)
     assert sum(p.name.endswith(".10") for p in pages_in(tmp_path)) == 1  # no number is used twice
     again.close()
 
@@ -298,11 +277,6 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MisuseError, match=f"storage directory {tmp_path}/file/.*: Not a directory"):
         opened(tmp_path / "file")
-    with pytest.raises(
-        MisuseError,
-        match=f"capacity_bytes 100 does not hold one page, which takes {FILE_BYTES} bytes",
-    ):
-        FileBackend(str(tmp_path), IDENTITY, VALUE_BYTES, 100)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
@@ -312,19 +286,19 @@ def test_a_write_that_fails_leaves_nothing_and_the_next_one_works(
 ) -> None:
     disk = FaultyDisk()
     store = opened(tmp_path, disk=disk)
-    store.put(keys(0), values(0))
+    put(store, 0)
     disk.fails[call] = number
-    assert store.put(keys(1, 2), values(1, 2)) == [FAILED, FAILED]
+    assert put(store, 1, 2) == [FAILED, FAILED]
     if call == "write":
         with pytest.raises(OSError, match=errno.errorcode[number]):
             store.probe_writes()
     assert disk.counted[call] == (2 if call == "rename" else 3)  # the second page was not tried
     assert store.exists(keys(0, 1, 2)) == [DONE, ABSENT, ABSENT]
-    assert not list(tmp_path.glob("*/writing/*"))
-    assert store.get(keys(0), empty(1)) == [DONE]
+    assert not unfinished_in(tmp_path)
+    assert get(store, 0) == [DONE]
     disk.fails.clear()
     store.probe_writes()
-    assert store.put(keys(1, 2), values(1, 2)) == [DONE, DONE]
+    assert put(store, 1, 2) == [DONE, DONE]
     assert store.used_bytes == 3 * FILE_BYTES
     store.close()
 
@@ -332,28 +306,27 @@ def test_a_write_that_fails_leaves_nothing_and_the_next_one_works(
 def test_a_read_that_fails_is_no_damage(tmp_path: Path) -> None:
     disk = FaultyDisk()
     store = opened(tmp_path, disk=disk)
-    store.put(keys(1), values(1))
+    put(store, 1)
     disk.fails["read"] = errno.EIO
-    assert store.get(keys(1), empty(1)) == [FAILED]
+    assert get(store, 1) == [FAILED]
     with pytest.raises(OSError, match="EIO"):
         store.probe_reads()
     disk.fails.clear()
     store.probe_reads()
-    assert store.get(keys(1), into := empty(1)) == [DONE]
-    assert into == values(1)
+    assert get(store, 1) == [DONE]
     store.close()
 
 
 def test_what_cannot_be_removed_goes_on_to_count_and_goes_first(tmp_path: Path) -> None:
     disk = FaultyDisk()
     store = opened(tmp_path, 2, disk=disk)
-    store.put(keys(1, 2), values(1, 2))
+    put(store, 1, 2)
     disk.fails["remove"] = errno.EIO
-    assert store.put(keys(3), values(3)) == [FAILED]
+    assert put(store, 3) == [FAILED]
     assert store.exists(keys(1, 2, 3)) == [ABSENT, DONE, ABSENT]
     assert store.used_bytes == 2 * FILE_BYTES
     disk.fails.clear()
-    assert store.put(keys(3), values(3)) == [DONE]
+    assert put(store, 3) == [DONE]
     assert store.exists(keys(2, 3)) == [DONE, DONE]
     assert len(pages_in(tmp_path)) == 2
     store.close()
@@ -372,21 +345,26 @@ def test_with_sync_files_and_folders_are_synced(
     monkeypatch.setattr(os, "fsync", fsync)
     store = FileBackend(str(tmp_path), IDENTITY, VALUE_BYTES, FILE_BYTES, sync=True)
     store.open()
-    assert store.put(keys(1), values(1)) == [DONE]
+    assert put(store, 1) == [DONE]
     assert [Path(path).parent.name for path in synced] == ["writing", IDENTITY.hex()[:32]]
     store.close()
     del synced[:]
     other = backend(tmp_path)
     other.open()
-    other.put(keys(2), values(2))
+    put(other, 2)
     assert synced == []
     other.close()
 
 
-@pytest.mark.parametrize(("size", "capacity"), [(0, 4096), (1, 4095)])
-def test_a_capacity_that_holds_no_page_is_named(tmp_path: Path, size: int, capacity: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "capacity", "takes"),
+    [(0, 4096, 4096), (1, 4095, 4096), (VALUE_BYTES, 100, FILE_BYTES)],
+)
+def test_a_capacity_that_holds_no_page_is_named(
+    tmp_path: Path, size: int, capacity: int, takes: int
+) -> None:
     FileBackend(str(tmp_path), IDENTITY, 1, 4096)
-    text = f"capacity_bytes {capacity} does not hold one page, which takes 4096 bytes"
+    text = f"capacity_bytes {capacity} does not hold one page, which takes {takes} bytes"
     with pytest.raises(MisuseError, match=text):
         FileBackend(str(tmp_path), IDENTITY, size, capacity)
 
@@ -395,7 +373,7 @@ def test_a_probe_leaves_no_file_or_fails(tmp_path: Path) -> None:
     disk = FaultyDisk()
     store = opened(tmp_path, disk=disk)
     store.probe_writes()
-    assert store.used_bytes == 0 and not list(tmp_path.glob("*/writing/*"))
+    assert store.used_bytes == 0 and not unfinished_in(tmp_path)
     disk.fails["remove"] = errno.EIO
     with pytest.raises(OSError, match="a file cannot be removed"):
         store.probe_writes()
@@ -403,11 +381,11 @@ def test_a_probe_leaves_no_file_or_fails(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("most", [7, HEADER_BYTES, HEADER_BYTES + 5, 5000])
+@pytest.mark.parametrize("most", [7, HEADER_BYTES, HEADER_BYTES + 5, 5000, 1 << 20])
 def test_a_disk_may_read_and_write_less_than_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    """As the kernel may, of any file."""
+    """As the kernel may, of any file: which has a header and the page, and no more."""
 
     def limited(call: Callable[..., int]) -> Callable[..., int]:
         def one(descriptor: int, buffers: Sequence[bytes | memoryview], *rest: int) -> int:
@@ -421,16 +399,8 @@ def test_a_disk_may_read_and_write_less_than_it_is_asked_for(
 
     store = opened(tmp_path)
     monkeypatch.setattr(os, "writev", limited(os.writev))
-    assert store.put(keys(1), values(1)) == [DONE]
+    assert put(store, 1) == [DONE]
     assert pages_in(tmp_path)[0].read_bytes()[HEADER_BYTES:] == value(1)
     monkeypatch.setattr(os, "preadv", limited(os.preadv))
-    assert store.get(keys(1), into := empty(1)) == [DONE]
-    assert into == values(1)
-    store.close()
-
-
-def test_a_header_and_a_page_are_all_of_a_file(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    store.put(keys(1), values(1))
-    assert pages_in(tmp_path)[0].read_bytes()[HEADER_BYTES:] == value(1)
+    assert get(store, 1) == [DONE]
     store.close()

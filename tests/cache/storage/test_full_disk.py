@@ -12,30 +12,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache.storage.files import FILE_BYTES, QUICK, empty, keys, store, values
-from tests.cache.storage.test_guarded import ended, until
+from tests.cache.storage.files import FILE_BYTES, read, store, unfinished_in, wrote
+from tests.engine.pair import until
 
 COUNT = 20
 
 LIMITED = """
 import asyncio, resource, sys
 from pathlib import Path
-from tests.cache.storage.files import VALUE_BYTES, empty, key, keys, store, value, values
-from tests.cache.storage.test_guarded import ended, until
+from tests.cache.storage.files import VALUE_BYTES, read, store, unfinished_in, wrote
+from tests.engine.pair import until
 
 async def main():
     async with store(Path(sys.argv[1])) as pages:
-        assert await ended(pages.put(keys(0), values(0))) == [True]
+        assert await wrote(pages, 0) == [True]
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (VALUE_BYTES // 2, before[1]))
         while pages.writable:
-            assert await ended(pages.put(keys(1, 2), values(1, 2))) == [False, False]
-        assert await ended(pages.get(keys(0, 1), into := empty(2))) == [True, False]
-        assert into[0] == value(0)
-        assert not list(Path(sys.argv[1]).glob("*/writing/*"))
+            assert await wrote(pages, 1, 2) == [False, False]
+        assert await read(pages, 0, 1) == [True, False]
+        assert not unfinished_in(Path(sys.argv[1]))
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         await until(lambda: pages.writable)
-        assert await ended(pages.put(keys(1, 2), values(1, 2))) == [True, True]
+        assert await wrote(pages, 1, 2) == [True, True]
         print("errors", pages.counts.errors)
 
 asyncio.run(main())
@@ -57,18 +56,12 @@ def test_files_that_may_not_grow(tmp_path: Path) -> None:
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for some 10 pages."""
     mount, unmount = shutil.which("mount"), shutil.which("umount")
-    options = [
-        "-t",
-        "tmpfs",
-        "-o",
-        f"size={10 * FILE_BYTES},mode=700",
-        "kvflow-test",
-        str(tmp_path),
-    ]
+    size = f"size={10 * FILE_BYTES},mode=700"
+    command = [str(mount), "-t", "tmpfs", "-o", size, "kvflow-test", str(tmp_path)]
     if (
         not mount
         or not unmount
-        or subprocess.run([mount, *options], capture_output=True, check=False).returncode
+        or subprocess.run(command, capture_output=True, check=False).returncode
     ):
         pytest.skip("this user may not mount a tmpfs")
     try:
@@ -78,18 +71,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_file_system_without_room(small_disk: Path) -> None:
-    async with store(small_disk / "pages", disk=None, limits=QUICK) as pages:
-        stored = [n for n in range(COUNT) if (await ended(pages.put(keys(n), values(n)))) == [True]]
+    async with store(small_disk / "pages") as pages:
+        stored = [n for n in range(COUNT) if await wrote(pages, n) == [True]]
         assert 5 <= len(stored) < COUNT
         assert pages.counts.trips >= 1
-        assert await ended(pages.get(keys(*range(COUNT)), into := empty(COUNT))) == [
-            n in stored for n in range(COUNT)
-        ]
-        assert all(into[n] == values(n)[0] for n in stored)
-        assert not list(small_disk.glob("pages/*/writing/*"))
+        assert await read(pages, *range(COUNT)) == [n in stored for n in range(COUNT)]
+        assert not unfinished_in(small_disk / "pages")
         subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
         await until(lambda: pages.writable)
-        missing = [n for n in range(COUNT) if n not in stored]
-        assert all(await ended(pages.put(keys(*missing), values(*missing))))
-        assert await ended(pages.get(keys(*range(COUNT)), into)) == [True] * COUNT
-        assert into == values(*range(COUNT))
+        assert all(await wrote(pages, *(n for n in range(COUNT) if n not in stored)))
+        assert await read(pages, *range(COUNT)) == [True] * COUNT

@@ -22,6 +22,7 @@ from tests.cache.storage.files import (
     keys,
     opened,
     pages_in,
+    unfinished_in,
     value,
 )
 
@@ -60,11 +61,11 @@ def test_no_torn_page_is_ever_read(tmp_path: Path, seed: int) -> None:
         writer.send_signal(signal.SIGKILL)
         assert writer.wait(20) == -signal.SIGKILL
         writer.stdout.close()
-        unfinished += len(list(tmp_path.glob("*/writing/*")))
+        unfinished += len(unfinished_in(tmp_path))
         left = {path.name.partition(".")[0] for path in pages_in(tmp_path)}
 
         store = opened(tmp_path, PAGES)
-        assert not list(tmp_path.glob("*/writing/*"))
+        assert not unfinished_in(tmp_path)
         names = list(range(NAMES))
         found = store.exists(keys(*names))
         # The index is what was there.
