@@ -25,6 +25,7 @@ from kvflow.transports.data.fake import FakeNetwork, FakePlane, Fault
 
 PAGES, PAGE_SIZE, PATIENCE_S = 32, 4, 20.0
 PROMPT = list(range(10))  # 2.5 pages
+BUSY = kvflow.Cause(kvflow.Code.CAPACITY, "too long a queue")
 Side = NodeThread[Any, Any, Any]
 
 
@@ -33,6 +34,33 @@ def pool(shared: bool = True, page_bytes: int = 64) -> kvflow.PagedPool:
         [("k", "uint8", (page_bytes // PAGE_SIZE,))], page_size=PAGE_SIZE, num_pages=PAGES
     )
     return kvflow.PagedPool.allocate(layout, shared=shared)
+
+
+def opened(
+    prefill: kvflow.PrefillThread,
+    decode: kvflow.DecodeThread,
+    room: int = 7,
+    pages: Sequence[int] = (0, 1, 2),
+    **more: Any,
+) -> kvflow.DecodeThreadRoom:
+    """Decode's half of a room, with pages at once."""
+    return decode.open(room, prefill=[prefill.info], prompt=PROMPT, pages=pages, **more)
+
+
+def announced(
+    prefill: kvflow.PrefillThread, decode: kvflow.DecodeThread, room: int = 7, **more: Any
+) -> kvflow.DecodeThreadRoom:
+    """Decode's half of a room, whose pages are offered later."""
+    return decode.announce(room, prefill=[prefill.info], prompt=PROMPT, **more)
+
+
+def met(
+    prefill: kvflow.PrefillThread, decode: kvflow.DecodeThread, pages: Sequence[int] = (0, 1, 2)
+) -> tuple[kvflow.PrefillThreadRoom, kvflow.DecodeThreadRoom]:
+    """Both halves of a room."""
+    sending, target = prefill.open(7, prompt=PROMPT), opened(prefill, decode, pages=pages)
+    wait_for(prefill, "matched", sending)
+    return sending, target
 
 
 @contextmanager
@@ -55,6 +83,13 @@ def engines(
     target.close()
 
 
+def fails(side: Side, room: object, error: type[kvflow.KvflowError], text: str = "") -> None:
+    """Its room ends with this error."""
+    failed, _ = wait_for(side, "failed", room)
+    assert isinstance(failed.error, error) and text in str(failed.error)
+    assert failed.room.error is failed.error
+
+
 def wait_for(side: Side, kind: str, room: object) -> tuple[kvflow.RoomEvent[Any], list[str]]:
     """Poll until it has happened. Returns the event, and the kinds of those before it."""
     before: list[str] = []
@@ -72,11 +107,10 @@ def wait_for(side: Side, kind: str, room: object) -> tuple[kvflow.RoomEvent[Any]
 def test_a_room_from_open_to_released() -> None:
     with engines() as (prefill, decode):
         sending = prefill.open(7, prompt=PROMPT, context="request 1")
-        room = decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[9, 4, 7])
+        room = opened(prefill, decode, pages=[9, 4, 7])
         assert sorted(decode.pages.busy(range(PAGES))) == [4, 7, 9]  # from the call on
-        assert not decode.wait_released([4], timeout_s=0.0) and decode.wait_released(
-            [5], timeout_s=0.0
-        )
+        assert not decode.wait_released([4], timeout_s=0.0)
+        assert decode.wait_released([5], timeout_s=0.0)
         matched, _ = wait_for(prefill, "matched", sending)
         assert matched.prefix_tokens == 0 and matched.room.context == "request 1"
         sending.send([1])
@@ -87,9 +121,8 @@ def test_a_room_from_open_to_released() -> None:
         wait_for(decode, "released", room)
         _, before = wait_for(prefill, "released", sending)
         assert before == ["done"] and sending.done and sending.released and room.released
-        assert decode.wait_released([9, 4, 7], timeout_s=0.0) and prefill.wait_released(
-            [1, 2, 3], timeout_s=0.0
-        )
+        assert decode.wait_released([9, 4, 7], timeout_s=0.0)
+        assert prefill.wait_released([1, 2, 3], timeout_s=0.0)
         assert repr(room) == "<DecodeThreadRoom 7: released, 3 pages>"
         assert repr(sending) == "<PrefillThreadRoom 7: released, 0 pages to send>"
         again = prefill.open(7, prompt=PROMPT)  # the id is free again
@@ -98,20 +131,15 @@ def test_a_room_from_open_to_released() -> None:
 
 def test_source_pages_are_busy_when_send_returns_until_the_write_has_ended() -> None:
     with engines(page_bytes=65536, rate=200_000) as (prefill, decode):
-        sending = prefill.open(7, prompt=PROMPT)
-        room = decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[0, 1, 2])
-        wait_for(prefill, "matched", sending)
+        sending, room = met(prefill, decode)
         sending.send([1, 2])
         assert list(prefill.pages.busy([1, 2, 3])) == [1, 2]
         assert not prefill.wait_released([2], timeout_s=0.0)
         room.close()  # from decode, in the middle of a write
-        failed, _ = wait_for(prefill, "failed", sending)
-        assert isinstance(failed.error, kvflow.AbortedError) and sending.error is failed.error
-        assert prefill.wait_released([1, 2], PATIENCE_S) and decode.wait_released(
-            [0, 1, 2], PATIENCE_S
-        )
-        failed, _ = wait_for(decode, "failed", room)
-        assert isinstance(failed.error, kvflow.AbortedError)
+        fails(prefill, sending, kvflow.AbortedError)
+        assert prefill.wait_released([1, 2], PATIENCE_S)
+        assert decode.wait_released([0, 1, 2], PATIENCE_S)
+        fails(decode, room, kvflow.AbortedError)
         wait_for(decode, "released", room)
         with pytest.raises(kvflow.AbortedError):
             sending.send([3], last=True)
@@ -122,14 +150,9 @@ def test_source_pages_are_busy_when_send_returns_until_the_write_has_ended() -> 
 def test_decode_has_a_part_of_the_prompt_or_all_of_it(prefix: int, pages: list[int]) -> None:
     with engines() as (prefill, decode):
         sending = prefill.open(7, prompt=np.array(PROMPT))
-        room = decode.open(
-            7, prefill=[prefill.info], prompt=PROMPT, pages=pages, prefix_tokens=prefix
-        )
-        assert (
-            wait_for(prefill, "matched", sending)[0].prefix_tokens
-            == sending.prefix_tokens
-            == prefix
-        )
+        room = opened(prefill, decode, pages=pages, prefix_tokens=prefix)
+        matched, _ = wait_for(prefill, "matched", sending)
+        assert matched.prefix_tokens == sending.prefix_tokens == prefix
         assert sending.left == len(pages)
         sending.send([1, 2][: len(pages)], last=True, handoff=b"42")
         assert wait_for(decode, "landed", room)[0].handoff == b"42"
@@ -166,16 +189,14 @@ def test_many_rooms_from_many_threads() -> None:
 
 def test_closing_a_node_ends_its_rooms_and_says_so() -> None:
     with engines() as (prefill, decode):
-        sending = prefill.open(7, prompt=PROMPT)
-        room = decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[0, 1, 2])
-        wait_for(prefill, "matched", sending)
+        sending, room = met(prefill, decode)
         assert list(decode.close()) == [] == list(decode.close())
         kinds = [event.kind for event in decode.poll()]
         assert kinds[-2:] == ["failed", "released"] and room.released
         assert isinstance(room.error, kvflow.AbortedError) and room.error.code == "shutdown"
-        assert isinstance(wait_for(prefill, "failed", sending)[0].error, kvflow.AbortedError)
+        fails(prefill, sending, kvflow.AbortedError)
         with pytest.raises(kvflow.MisuseError, match="the decode thread is closed"):
-            decode.open(8, prefill=[prefill.info], prompt=PROMPT, pages=[0, 1, 2])
+            opened(prefill, decode, 8)
         room.close()
         assert "closed" in repr(decode)
         with pytest.raises(kvflow.MisuseError, match="was started before"):
@@ -262,25 +283,35 @@ def test_decode_is_told_of_a_second_room_that_was_refused_while_the_first_draine
     assert prefill.pages.at_rest()
 
 
+def lost_loan(incarnation: int, writer: PlaneAddress | None = None) -> UnprovenLoan:
+    """Page 1, lent to a peer whose end is not proven."""
+    return UnprovenLoan(
+        writer=writer,
+        incarnation=incarnation,
+        control="tcp://gone:1",
+        rank=0,
+        room=3,
+        lease=(5, 1),
+        pages=np.array([1], np.int32),
+    )
+
+
 def test_pages_of_an_earlier_node_are_busy_until_its_loans_end() -> None:
     """Another node over either pool closes in another thread, while these run."""
     writer = PlaneAddress("elsewhere", "", ProcessIdentity("boot", "ns", 1, 1))
-    lent = np.array([1], dtype=np.int32)
-    loan = UnprovenLoan(
-        writer=writer, incarnation=9, control="tcp://x:1", rank=0, room=3, lease=(5, 1), pages=lent
-    )
+    loan = lost_loan(9, writer)
     with engines() as (prefill, decode):
         for side in (prefill, decode):
             side.pool.quarantine.add([loan], kvflow.ExternalPages(PAGES))
             assert side.pages.busy([0, 1, 2]).tolist() == [1]
             assert side.pool.pages.free_pages == PAGES - 1
         with pytest.raises(OwnershipError, match="page 1 is in quarantine"):
-            decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[0, 1, 2])
+            opened(prefill, decode)
         with pytest.raises(OwnershipError, match="page 1 is in quarantine"):
-            decode.announce(6, prefill=[prefill.info], prompt=PROMPT).offer([0, 1, 2])
+            announced(prefill, decode, 6).offer([0, 1, 2])
         assert decode.pages.busy(range(PAGES)).tolist() == [1]
         sending = prefill.open(8, prompt=PROMPT)
-        room = decode.open(8, prefill=[prefill.info], prompt=PROMPT, pages=[0, 2, 3])
+        room = opened(prefill, decode, 8, [0, 2, 3])
         wait_for(prefill, "matched", sending)
         with pytest.raises(OwnershipError, match="page 1 is in quarantine"):
             sending.send([0, 1, 2], last=True)
@@ -292,19 +323,10 @@ def test_pages_of_an_earlier_node_are_busy_until_its_loans_end() -> None:
 
 
 def test_pages_that_go_to_quarantine_after_they_were_offered_end_their_room() -> None:
-    lease = np.array([1], np.int32)
-    loan = UnprovenLoan(
-        writer=None,
-        incarnation=0x77,
-        control="tcp://gone:1",
-        rank=0,
-        room=1,
-        lease=(5, 1),
-        pages=lease,
-    )
+    loan = lost_loan(0x77)
     with engines() as (prefill, decode):
         sending = prefill.open(7, prompt=PROMPT)
-        room = decode.announce(7, prefill=[prefill.info], prompt=PROMPT)
+        room = announced(prefill, decode)
         gate, thread = threading.Event(), decode._running()
 
         def stand_still() -> None:
@@ -315,8 +337,7 @@ def test_pages_that_go_to_quarantine_after_they_were_offered_end_their_room() ->
         # Another node over the pool closes.
         decode.pool.quarantine.add([loan], kvflow.ExternalPages(PAGES))
         gate.set()
-        failed, _ = wait_for(decode, "failed", room)
-        assert failed.error is not None and "page 1 is in quarantine" in str(failed.error)
+        fails(decode, room, kvflow.KvflowError, "page 1 is in quarantine")
         wait_for(decode, "released", room)
         wait_for(prefill, "failed", sending)
         assert list(decode.pages.busy(range(PAGES))) == [1] and not thread.errors
@@ -326,19 +347,12 @@ def test_pages_that_go_to_quarantine_after_they_were_offered_end_their_room() ->
 
 def test_refusals_reach_the_other_side() -> None:
     with engines() as (prefill, decode):
-        ranks = [prefill.info]
-        room = decode.open(1, prefill=ranks, prompt=PROMPT, pages=[0, 1, 2])
+        room = opened(prefill, decode, 1)
         prefill.refuse(1, kvflow.Cause(kvflow.Code.CAPACITY, "no page is left"))
-        failed, _ = wait_for(decode, "failed", room)
-        assert isinstance(failed.error, kvflow.RefusedError) and "no page is left" in str(
-            failed.error
-        )
+        fails(decode, room, kvflow.RefusedError, "no page is left")
         sending = prefill.open(2, prompt=PROMPT)
-        decode.refuse(
-            2, prefill=ranks, cause=kvflow.Cause(kvflow.Code.CAPACITY, "too long a queue")
-        )
-        failed, _ = wait_for(prefill, "failed", sending)
-        assert "too long a queue" in str(failed.error)
+        decode.refuse(2, prefill=[prefill.info], cause=BUSY)
+        fails(prefill, sending, kvflow.RefusedError, "too long a queue")
         assert prefill.ask(lambda node: len(node.shell.rooms)) == 0
 
 
@@ -350,31 +364,22 @@ def test_a_room_goes_to_the_group_it_names() -> None:
     ]
     with groups[0], groups[1] as second, kvflow.DecodeThread(target, "local") as decode:
         every = [prefill.info for prefill in groups]
-        for number, announced in ((2, False), (4, True)):  # both would go to the first
+        named: dict[str, Any] = {"prefill": every, "prompt": PROMPT, "dp_rank": 1}
+        for number, at_once in ((2, True), (4, False)):  # both would go to the first
             sending = second.open(number, prompt=PROMPT)
-            if announced:
-                room = decode.announce(number, prefill=every, prompt=PROMPT, dp_rank=1)
-                room.offer([3, 4, 5])
+            if at_once:
+                room = decode.open(number, pages=[0, 1, 2], **named)
             else:
-                room = decode.open(number, prefill=every, prompt=PROMPT, dp_rank=1, pages=[0, 1, 2])
+                room = decode.announce(number, **named)
+                room.offer([3, 4, 5])
             wait_for(second, "matched", sending)
             sending.send([1, 2, 3], last=True)
             wait_for(decode, "landed", room)
         sending = second.open(6, prompt=PROMPT)
-        decode.refuse(
-            6,
-            prefill=every,
-            cause=kvflow.Cause(kvflow.Code.CAPACITY, "too long a queue"),
-            dp_rank=1,
-        )
-        failed, _ = wait_for(second, "failed", sending)
-        assert "too long a queue" in str(failed.error)
-        failed, _ = wait_for(
-            decode, "failed", decode.announce(8, prefill=every, prompt=PROMPT, dp_rank=2)
-        )
-        assert isinstance(failed.error, kvflow.MisuseError) and "dp_rank 2 is outside 0..1" in str(
-            failed.error
-        )
+        decode.refuse(6, prefill=every, cause=BUSY, dp_rank=1)
+        fails(second, sending, kvflow.RefusedError, "too long a queue")
+        lost = decode.announce(8, prefill=every, prompt=PROMPT, dp_rank=2)
+        fails(decode, lost, kvflow.MisuseError, "dp_rank 2 is outside 0..1")
 
 
 def test_a_decode_finds_its_prefill_by_name_on_any_loop() -> None:
@@ -393,8 +398,7 @@ def test_a_decode_finds_its_prefill_by_name_on_any_loop() -> None:
         sending.send([1, 2, 3], last=True)
         wait_for(decode, "landed", room)
         lost = decode.open(8, prefill="127.0.0.1:1", prompt=PROMPT, pages=[3, 4, 5])
-        failed, _ = wait_for(decode, "failed", lost)
-        assert isinstance(failed.error, kvflow.LostError)
+        fails(decode, lost, kvflow.LostError)
         wait_for(decode, "released", lost)
         assert decode.wait_released([3, 4, 5], timeout_s=0.0)
 
@@ -476,13 +480,8 @@ def test_a_thread_that_another_one_starts_takes_nothing_until_it_has_started(
 )
 def test_misuse_of_open_is_raised_by_open(change: dict[str, Any], text: str) -> None:
     with kvflow.DecodeThread(pool(), "local") as decode:
-        given: dict[str, Any] = {
-            "room": 7,
-            "prefill": [],
-            "prompt": PROMPT,
-            "pages": [0, 1, 2],
-            **change,
-        }
+        good = {"room": 7, "prefill": [], "prompt": PROMPT, "pages": [0, 1, 2]}
+        given: dict[str, Any] = {**good, **change}
         with pytest.raises(kvflow.MisuseError, match=text):
             decode.open(given.pop("room"), **given)
         assert decode.pages.at_rest() and decode.poll() == []
@@ -495,20 +494,18 @@ def test_misuse_of_send_is_raised_by_send() -> None:
             prefill.open(7, prompt=PROMPT)
         with pytest.raises(kvflow.MisuseError, match=r"room 7: send\(\) before the matched event"):
             sending.send([1])
-        decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[0, 1, 2])
+        opened(prefill, decode)
         wait_for(prefill, "matched", sending)
         cases: list[tuple[Any, dict[str, Any], str]] = [
-            ([1, 2, 3, 4], {}, "chunk of 4 pages, 3 of decode's are left"),
-            ([1], {"last": True}, "chunk of 1 pages, 3 of decode's are left"),
-            ([], {}, "a chunk without pages that is not the last"),
-            ([32], {}, r"page 32 is outside 0\.\.31"),
+            ([1, 2, 3, 4], {}, "room 7: chunk of 4 pages, 3 of decode's are left"),
+            ([1], {"last": True}, "room 7: chunk of 1 pages, 3 of decode's are left"),
+            ([], {}, "room 7: a chunk without pages that is not the last"),
+            ([32], {}, r"room 7: page 32 is outside 0\.\.31"),
             ([[1]], {}, r"not shape \(1, 1\) of int64"),
             (["1"], {}, "not shape"),
         ]
         for pages, more, text in cases:
-            with pytest.raises(
-                kvflow.MisuseError, match=f"room 7: {text}" if "shape" not in text else text
-            ):
+            with pytest.raises(kvflow.MisuseError, match=text):
                 sending.send(pages, **more)
         with pytest.raises(kvflow.CapacityError, match="bytes of hand-over"):
             sending.send([1, 2, 3], last=True, handoff=bytes(100 << 20))
@@ -525,24 +522,22 @@ def test_the_row_of_a_room_is_its_last_place_on_both_sides() -> None:
     """
     kinds = [("k", "float32", (2,)), ("s", "float32", (5,), "row")]
     layout = kvflow.build_layout(kinds, page_size=PAGE_SIZE, num_pages=32, num_rows=4)
-    source, target = kvflow.PagedPool.allocate(layout), kvflow.PagedPool.allocate(layout)
+    source, into = kvflow.PagedPool.allocate(layout), kvflow.PagedPool.allocate(layout)
     source.array("s")[1] = 7
     with (
         kvflow.PrefillThread(source, "local") as prefill,
-        kvflow.DecodeThread(target, "local") as decode,
+        kvflow.DecodeThread(into, "local") as decode,
     ):
-        sending = prefill.open(7, prompt=PROMPT)
-        announced = decode.announce(7, prefill=[prefill.info], prompt=PROMPT)
+        sending, target = prefill.open(7, prompt=PROMPT), announced(prefill, decode)
         for wrong in ([0, 1, 2, 3], [34, 0, 1, 2]):
-            with pytest.raises(kvflow.MisuseError, match="one row, as the last of its places"):
-                decode.open(8, prefill=[prefill.info], prompt=PROMPT, pages=wrong)
-            with pytest.raises(kvflow.MisuseError, match="one row, as the last of its places"):
-                announced.offer(wrong)
+            for call in (lambda pages: opened(prefill, decode, 8, pages), target.offer):
+                with pytest.raises(kvflow.MisuseError, match="one row, as the last of its places"):
+                    call(wrong)
         with pytest.raises(
             kvflow.MisuseError, match="3 pages and 0 rows given, its prompt needs 3 pages and 1 row"
         ):
-            announced.offer([0, 1, 2])
-        announced.offer([0, 1, 2, 34])
+            target.offer([0, 1, 2])
+        target.offer([0, 1, 2, 34])
         wait_for(prefill, "matched", sending)
         for chunk, last in (([4, 33], False), ([4, 5, 6, 8], True)):
             with pytest.raises(kvflow.MisuseError, match="one row, as the last of its places"):
@@ -554,16 +549,16 @@ def test_the_row_of_a_room_is_its_last_place_on_both_sides() -> None:
         ):
             sending.send([6], last=True)
         sending.send([6, 33], last=True)
-        wait_for(decode, "landed", announced)
-        assert (target.array("s")[2] == 7).all()
+        wait_for(decode, "landed", target)
+        assert (into.array("s")[2] == 7).all()
         wait_for(prefill, "released", sending)
-        wait_for(decode, "released", announced)
+        wait_for(decode, "released", target)
 
 
 def test_a_room_is_announced_before_its_pages_are_there() -> None:
     with engines() as (prefill, decode):
         sending = prefill.open(7, prompt=PROMPT)
-        room = decode.announce(7, prefill=[prefill.info], prompt=PROMPT, context="queued")
+        room = announced(prefill, decode, context="queued")
         assert decode.pages.at_rest() and room.num_pages == 3 and room.context == "queued"
         with pytest.raises(kvflow.MisuseError, match="room 7: 1 pages given, its prompt needs 3"):
             room.offer([1])
@@ -574,10 +569,9 @@ def test_a_room_is_announced_before_its_pages_are_there() -> None:
         wait_for(decode, "opened", room)
         sending.close()
         wait_for(decode, "released", room)
-        gone = decode.announce(8, prefill=[prefill.info], prompt=PROMPT)
-        gone.close(kvflow.Cause(kvflow.Code.CAPACITY, "too long a queue"))
-        failed, _ = wait_for(decode, "failed", gone)
-        assert failed.error is not None and "too long a queue" in str(failed.error)
+        gone = announced(prefill, decode, 8)
+        gone.close(BUSY)
+        fails(decode, gone, kvflow.KvflowError, "too long a queue")
         gone.offer([1, 2, 3])
         wait_for(decode, "released", gone)
         assert decode.pages.at_rest()
@@ -586,8 +580,8 @@ def test_a_room_is_announced_before_its_pages_are_there() -> None:
 def test_a_decode_is_told_that_prefill_has_begun() -> None:
     with engines() as (prefill, decode):
         sending = prefill.open(7, prompt=PROMPT)
-        room = decode.announce(7, prefill=[prefill.info], prompt=PROMPT)
-        at_once = decode.open(8, prefill=[prefill.info], prompt=PROMPT, pages=[1, 2, 3])
+        room = announced(prefill, decode)
+        at_once = opened(prefill, decode, 8, [1, 2, 3])
         assert wait_for(decode, "opened", at_once)[1] == [], (
             "its pages were lent: nothing is waited for"
         )
@@ -609,7 +603,7 @@ def test_what_is_found_of_a_prompt_after_its_announcement_does_not_travel(
 ) -> None:
     with engines() as (prefill, decode):
         sending = prefill.open(7, prompt=PROMPT)
-        room = decode.announce(7, prefill=[prefill.info], prompt=PROMPT)
+        room = announced(prefill, decode)
         with pytest.raises(
             kvflow.MisuseError, match="prefix_tokens 1 is neither a whole number of"
         ):
@@ -630,10 +624,7 @@ def test_what_is_found_of_a_prompt_after_its_announcement_does_not_travel(
 
 def test_a_room_that_is_closed_as_it_lands_has_landed() -> None:
     with engines() as (prefill, decode):
-        source, target = (
-            prefill.open(7, prompt=PROMPT),
-            decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[1, 2, 3]),
-        )
+        source, target = prefill.open(7, prompt=PROMPT), opened(prefill, decode)
         wait_for(decode, "opened", target)
 
         def close_as_it_ends(_: kvflow.DecodeNode) -> None:
@@ -654,10 +645,8 @@ def test_threads_that_close_at_once_all_see_it_closed() -> None:
     found: list[object] = []
     source = pool(shared=False)
     for _ in range(20):
-        decode, together = (
-            kvflow.DecodeThread(source, FakePlane(FakeNetwork())).start(),
-            threading.Barrier(3),
-        )
+        decode = kvflow.DecodeThread(source, FakePlane(FakeNetwork())).start()
+        together = threading.Barrier(3)
 
         def close(
             decode: kvflow.DecodeThread = decode, together: threading.Barrier = together
@@ -716,7 +705,7 @@ def test_what_has_a_wrong_type_is_refused_where_it_is_passed(field: str, odd: An
 @pytest.mark.parametrize("cause", ["a text", 7, kvflow.Code.ABORTED])
 def test_a_cause_that_is_none_is_refused_where_it_is_passed(cause: Any) -> None:
     with engines() as (prefill, decode):
-        room = decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[1, 2, 3])
+        room = opened(prefill, decode)
         source = prefill.open(7, prompt=PROMPT)
         calls: list[Callable[[], object]] = [
             lambda: room.close(cause),
@@ -733,11 +722,7 @@ def test_a_cause_that_is_none_is_refused_where_it_is_passed(cause: Any) -> None:
 
 def test_a_handoff_that_is_no_bytes_is_refused_where_it_is_passed() -> None:
     with engines() as (prefill, decode):
-        source, target = (
-            prefill.open(7, prompt=PROMPT),
-            decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[1, 2, 3]),
-        )
-        wait_for(prefill, "matched", source)
+        source, target = met(prefill, decode)
         odd: Any = "text"
         with pytest.raises(kvflow.MisuseError, match="hand-over"):
             source.send([3, 4, 5], last=True, handoff=odd)
