@@ -127,7 +127,7 @@ def test_fewer_faults_are_within_more() -> None:
 def test_bounds_and_plants_have_names() -> None:
     with pytest.raises(MisuseError, match="full, wide, small, group"):
         run.run("huge")
-    with pytest.raises(MisuseError, match="free on timer"):
+    with pytest.raises(MisuseError, match="doubt forgotten"):
         run.run("small", "no such plant")
 
 

@@ -83,7 +83,7 @@ def test_without_faults_every_room_succeeds(seed: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant", [p for p in PLANTS if p.name in ("free on timer", "ack before drain")]
+    "plant", [p for p in PLANTS if p.name in ("doubt forgotten", "failed handle taken for landed")]
 )
 def test_walks_find_a_planted_bug(seed: int, plant: Any) -> None:
     with plant.install():

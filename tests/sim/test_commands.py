@@ -18,37 +18,43 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.stdout
 
 
-def test_seeds_give_one_json_object() -> None:
-    status, out = run("--seeds", "0:3", "--json")
+@pytest.mark.parametrize(
+    ("how", "told", "plant"),
+    [
+        ([], (": Bootstrap(room=", "calm"), "double close"),
+        (["--bare"], (": Bootstrap(room=", "calm"), "dropped from one table"),
+        (["--group", "3"], (": Decision(session=", ": RankVote(session="), "starts alone"),
+        (["--cache"], ("its cache is flushed",), "event at enqueue"),
+    ],
+    ids=["nodes", "bare", "group", "cache"],
+)
+def test_seeds_a_story_a_violation_and_plants(
+    how: list[str], told: tuple[str, ...], plant: str
+) -> None:
+    status, out = run(*how, "--seeds", "0:2", "--json")
     report = json.loads(out)
-    assert (
-        status == 0 and report["seeds"] == 3 and report["violations"] == 0 and report["steps"] > 600
-    )
+    assert (status, report["seeds"], report["violations"]) == (0, 2, 0)
+    assert report["steps"] > 400 and report["seeds_per_s"] > 0
     assert {"faults", "median_steps", "steps_per_s", "cells"} <= set(report)
-
-
-def test_one_seed_tells_its_story() -> None:
-    status, out = run("--seed", "1", "--trace")
-    assert status == 0 and ": Bootstrap(room=" in out and "calm" in out and '"violations": 0' in out
-
-
-def test_a_violation_says_how_to_see_it_again() -> None:
-    status, out = run("--seed", "0", "--plant", "double close", "--json")
+    status, out = run(*how, "--seed", "1", "--trace")
+    assert status == 0 and '"violations": 0' in out and all(line in out for line in told)
+    status, out = run(*how, "--seed", "0", "--plant", plant, "--json")
     report = json.loads(out)
-    assert status == 1 and report["violations"] == 1 and report["invariant"] == "I1"
-    assert report["replay"] == "kvflow sim --seed 0 --trace --plant 'double close'"
+    assert status == 1 and report["violations"] == 1
+    options = " ".join(["kvflow sim", *how])
+    assert report["replay"] == f"{options} --seed 0 --trace --plant {plant!r}"
+    assert plant in run(*how, "--plants")[1]
+    listed = {
+        one["name"]: one["invariant"] for one in json.loads(run(*how, "--plants", "--json")[1])
+    }
+    assert len(listed) >= 10 and listed[plant] == report["invariant"]
 
 
 def test_a_hunt_prints_the_first_seed() -> None:
     status, out = run("--plant", "double close", "--json")
     assert status == 0 and json.loads(out)["found"][0]["seed"] == 0
-    status, out = run("--plant", "restart taken for death", "--seeds", "0:1")
+    status, out = run("--plant", "no grant check", "--seeds", "0:1")
     assert status == 1 and "NOT FOUND" in out
-
-
-def test_plants_are_listed() -> None:
-    assert "free on timer" in run("--plants")[1]
-    assert len(json.loads(run("--plants", "--json")[1])) >= 12
 
 
 def test_worlds_are_listed_and_a_group_is_walked() -> None:
@@ -68,8 +74,14 @@ def test_a_range_that_is_none_is_refused(seeds: str) -> None:
         run("--seeds", seeds)
 
 
-def test_what_would_have_no_effect_is_refused() -> None:
-    with pytest.raises(MisuseError, match="--bounds cache is of --exhaust"):
-        run("--bounds", "cache")
-    with pytest.raises(MisuseError, match="--cache is of seeds, and --exhaust plays none"):
-        run("--exhaust", "--cache")
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--bounds", "cache"], "--bounds cache is of --exhaust"),
+        (["--exhaust", "--cache"], "--cache is of seeds, and --exhaust plays none"),
+        (["--cache", "--bare", "--seeds", "0:1"], "choose one"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(options: list[str], text: str) -> None:
+    with pytest.raises(MisuseError, match=text):
+        run(*options)

@@ -1,7 +1,7 @@
 """Requests that leave the device and come back in a simulation: what looks on sees what it must,
 and nothing is left.
 
-That bugs of theirs are found is in `test_plants`.
+That bugs of theirs are found is in `test_simulators`.
 """
 
 from __future__ import annotations

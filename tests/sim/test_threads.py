@@ -19,7 +19,7 @@ from kvflow.proof.sim.swap import swapped
 from kvflow.proof.sim.times import LONG_PREEMPTED_S, POST_S
 from kvflow.proof.sim.virtual_thread import LockStep, VirtualLoopThread
 from kvflow.protocols.errors import MisuseError
-from tests.sim.both import story_of
+from tests.sim.story import story_of
 
 CLOSES = 122
 """A seed in which a decode behind the front is closed, with loans that it cannot prove, and another

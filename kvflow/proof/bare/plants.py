@@ -1,61 +1,36 @@
-"""Planted bugs of the simulator and of the walk that live in endpoints and tables: seeds must find
-each.
+"""Planted bugs that runs of bare endpoints must find: those of whole nodes and of the walk that
+live in endpoints and tables, and bugs that are too rare for whole nodes, too large for a walk, or
+about rooms that begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from kvflow.proof.bare.decode import Decode
-from kvflow.proof.bare.run import simulate
-from kvflow.proof.sim import plants_dp_groups, plants_residency, plants_staging, plants_threads
-from kvflow.proof.sim.plants import Plant, hunted
-from kvflow.proof.sim.plants import all_plants as of_nodes
-from kvflow.proof.sim.swap import swapped, swapped_cells, swapped_item
-from kvflow.proof.walk.plants import PLANTS as OF_THE_WALK
+from kvflow.proof.plant import Installed, Plant, planting
+from kvflow.proof.sim.plants import PLANTS as OF_NODES
+from kvflow.proof.sim.swap import swapped, swapped_item
+from kvflow.proof.walk.plants import PLANTS as WALKED
 from kvflow.protocols.commands import Linked, RoomBegun
 from kvflow.protocols.decode import inbox as decode_inbox
 from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.links import PrefillPeer
 from kvflow.protocols.decode.records import DecodeRoomRecord
 from kvflow.protocols.earlier import EarlierLoans
-from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.machines.grants import TABLE as GRANTS
-from kvflow.protocols.machines.grants import GrantKind, GrantPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.machines.ranges import GrantRanges
-from kvflow.protocols.machines.tables import IGNORE
 from kvflow.protocols.prefill.core import PrefillCore
 from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire.messages import Begun
 
-UNSEEN = {
-    "free on timer": "it is in decode's shell",
-    "double close": "it is in the room that users hold",
-    "resurrect after terminal": "decode's shell closes a room that has ended",
-    "second cancel skips the drain": "there is no task to cancel",
-    "source let go": "the allocator's holds are a shell's",
-    "failed slice retried": "it is in the data plane",
-    "failed handle taken for landed": "it is in the data plane",
-    "garbage ends the loop": "there is no task that reads",
-    "earlier loans forgotten": "stores are a shell's",
-    "close taken for proof": "it is in the shell's watches",
-    "earlier loans of a decode forgotten by prefill": (
-        "it is in prefill's shell, and no node changes its role"
-    ),
-}
-UNSEEN |= {plant.name: "no request leaves a device" for plant in plants_residency.PLANTS}
-UNSEEN |= {name: "no decode has staging" for name, *_ in plants_staging.PLANTS}
-UNSEEN |= {name: "no endpoint knows of groups" for name, *_ in plants_dp_groups.PLANTS}
-UNSEEN |= {name: "no engine stands before an endpoint" for name, *_ in plants_threads.PLANTS}
-"""Plants of the whole-node simulator in parts that are absent here, with the reason. Each of those
-before "source let go" has a counterpart in a table.
-"""
+PLANTS: list[Plant] = []
+bug = planting(PLANTS)
+BY_NAME = {plant.name: plant for plant in WALKED}
 
 
-def _begun_told(when: Callable[[DecodeRoomRecord, int], bool]) -> AbstractContextManager[object]:
+def _begun_told(when: Callable[[DecodeRoomRecord, int], bool]) -> Installed:
     """Make decode notify its user of every Begun for which `when` holds; `when` receives a room and
     the ranks that sent one, as bits.
     """
@@ -74,8 +49,10 @@ def _everyone(record: DecodeRoomRecord) -> int:
     return (1 << len(record.peers)) - 1
 
 
+@bug("pages taken too soon", bare=(23, "I5"))
 @contextmanager
 def _taken_too_soon() -> Iterator[None]:
+    """Decode takes pages before prefill has begun: rooms wait for each other."""
     original = Decode.RUN[Linked]
 
     def linked(node: Decode, command: Linked) -> None:
@@ -96,89 +73,72 @@ def _tell_begun(core: PrefillCore, record: PrefillRoomRecord) -> None:
         core.send(record.peer, Begun(**core.header(record.room, record.grant, record.peer)))
 
 
-OWN = (
-    Plant(
-        "settled range begins again",
-        "a grant that decode has settled above an open one is not known to have ended",
-        lambda: swapped(GrantRanges, "add", lambda *_: None),
-        "I6",
-    ),
-    Plant(
-        "begun said once",
-        "a repeated announcement is not told that its room has begun: a Begun that is lost is lost "
-        "for good",
-        lambda: swapped_cells(GRANTS, {(GrantPhase.OPEN, GrantKind.ANNOUNCE): IGNORE}),
-        "I5",
-    ),
-    Plant(
-        "begun before it has",
-        "prefill says so of every announced room",
-        lambda: swapped(PrefillCore, "tell_begun", _tell_begun),
-        "I4",
-    ),
-    Plant(
-        "one rank has begun",
-        "decode waits for no other rank",
-        lambda: _begun_told(lambda record, _: not record.begun),
-        "I4",
-    ),
-    Plant(
-        "begun told twice",
-        "decode tells of a repeated Begun",
-        lambda: _begun_told(lambda record, begun: begun == _everyone(record)),
-        "I4",
-    ),
-    Plant(
-        "begun after the end",
-        "decode tells of a room that drains that it has begun",
-        lambda: _begun_told(lambda record, begun: begun == _everyone(record) != record.begun),
-        "I4",
-    ),
-    Plant(
-        "earlier loans not inherited",
-        "the next decode over a pool takes over no loan of the one before it",
-        lambda: swapped(EarlierLoans, "inherit", lambda *_: {}),
-        "I2",
-    ),
-    Plant(
-        "pages taken too soon",
-        "decode takes pages before prefill has begun: rooms wait for each other",
-        _taken_too_soon,
-        "I5",
-    ),
-)
-"""Bugs too rare for whole nodes, too large for a walk, or about rooms that begin, which only this
-simulator has.
+@bug("settled range begins again", bare=(1194, "I6"))
+def _settled_range_begins_again() -> Installed:
+    """A grant that decode has settled above an open one is not known to have ended."""
+    return swapped(GrantRanges, "add", lambda *_: None)
+
+
+@bug("begun before it has", bare=(0, "I4"))
+def _begun_before_it_has() -> Installed:
+    """Prefill says so of every announced room."""
+    return swapped(PrefillCore, "tell_begun", _tell_begun)
+
+
+@bug("one rank has begun", bare=(5, "I4"))
+def _one_rank_has_begun() -> Installed:
+    """Decode waits for no other rank."""
+    return _begun_told(lambda record, _: not record.begun)
+
+
+@bug("begun told twice", bare=(23, "I4"))
+def _begun_told_twice() -> Installed:
+    """Decode tells of a repeated Begun."""
+    return _begun_told(lambda record, begun: begun == _everyone(record))
+
+
+@bug("begun after the end", bare=(148, "I4"))
+def _begun_after_the_end() -> Installed:
+    """Decode tells of a room that drains that it has begun."""
+    return _begun_told(lambda record, begun: begun == _everyone(record) != record.begun)
+
+
+@bug("earlier loans not inherited", bare=(34, "I2"))
+def _earlier_loans_not_inherited() -> Installed:
+    """The next decode over a pool takes over no loan of the one before it."""
+    return swapped(EarlierLoans, "inherit", lambda *_: {})
+
+
+OF_THE_WALK = {
+    "chunk gap ignored": (19, "I4"),
+    "resurrect after terminal (walk)": (0, "I5"),
+    "double ending": (1, "I4"),
+    "last cause kept": (12, "I4"),
+    "another life accepted": (5, "I5"),
+    "refused link stays usable": (13, "I5"),
+    "a displaced peer's doubts forgotten": (20, "I2"),
+    "displaced with open grants": (257, "I2"),
+    "abort of an unknown grant not remembered": (314, "I6"),
+    "low water not raised": (59, "I6"),
+    "source back not fed": (20, "I5"),
+    "lost bootstrap not reported": (23, "I5"),
+    "nothing sent again": (25, "I5"),
+    "settled past open loans": (2, "I4"),
+    "checksum ignored": (0, "I8"),
+    "lent after the end": (0, "I5"),
+    "goodbye names nothing": (20, "I2"),
+    "goodbye without its loans": (11, "I5"),
+    "leaving still opens": (34, "I4"),
+    "earlier loans end with a link": (380, "I2"),
+    "chunk without pages lands at once": (2, "I4"),
+}
+"""Plants of the walk that seeds of bare endpoints find, too. The others are plants of whole nodes
+as well, and stand there.
 """
 
 
-def all_plants() -> tuple[Plant, ...]:
-    """Return all plants; a plant of the walk gets a suffix if another has the same name."""
-    found = {plant.name: plant for plant in of_nodes() if plant.name not in UNSEEN}
-    for plant in OF_THE_WALK:
-        name = f"{plant.name} (walk)" if plant.name in found or plant.name in UNSEEN else plant.name
-        found[name] = Plant(name, plant.text, plant.install, plant.invariant)
-    return (*found.values(), *OWN)
-
-
-def planted(name: str) -> AbstractContextManager[object]:
-    """Return a context that installs the named plant, if any. Raises: MisuseError."""
-    if not name:
-        return nullcontext()
-    known = {plant.name: plant for plant in all_plants()}
-    if name not in known:
-        why = (
-            f", where it cannot be seen: {UNSEEN[name]}"
-            if name in UNSEEN
-            else f"; there are: {', '.join(known)}"
-        )
-        raise MisuseError(f"no plant {name!r}{why}")
-    return known[name].install()
-
-
-def hunt(
-    name: str, seeds: Sequence[int], say: Callable[[str], None] = lambda _: None
-) -> dict[str, Any]:
-    """Find the first seed that shows a plant, and what it broke; no seed if all pass."""
-    with planted(name):
-        return hunted(name, seeds, simulate, say)
+for name, first in OF_THE_WALK.items():
+    # A plant of the walk gets a suffix if a different one has the same name.
+    walked = BY_NAME[name.removesuffix(" (walk)")]
+    PLANTS.append(Plant(name, walked.text, walked.install, {"bare": first}))
+PLANTS += [plant for plant in OF_NODES if "bare" in plant.found]

@@ -4,34 +4,36 @@ outside; seeds must find each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.proof.cached.run import simulate
 from kvflow.proof.cached.scheduler import CachingScheduler
+from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.pages import books_of
-from kvflow.proof.sim.plants import Plant, hunted, installed
 from kvflow.proof.sim.swap import swapped
 from kvflow.proof.walk.cache_plants import PLANTS as OF_THE_INDEX
-from kvflow.proof.walk.plants import PLANTS as OF_THE_WALK
+from kvflow.proof.walk.plants import PLANTS as WALKED
 from kvflow.serve.cache.prefix import Prefix, PrefixCache
 from kvflow.serve.cache.storage import file as files
 
-Installed = AbstractContextManager[object]
+PLANTS: list[Plant] = []
+bug = planting(PLANTS)
 
 
+@bug("torn file accepted", cache=(1, "I10"))
 def _torn_file_accepted() -> Installed:
-    """Take every file of the right length for a page."""
+    """A file of the right length is a page."""
+    # Take every file of the right length for a page.
     return swapped(files, "flaw_in", lambda *_: "")
 
 
+@bug("doubtful page cached", cache=(0, "I2"))
 def _doubtful_page_cached() -> Installed:
-    """Keep the pages of a failed room in the cache, most of them written, whoever owns them now."""
+    """Pages of a room that failed are kept."""
+    # Keep the pages of a failed room in the cache, most of them written, whoever owns them now.
 
     def room_failed(self: Any, node: DecodeNode, job: Any, room: DecodeRoom, prefix: Any) -> None:
         owners = {books_of(node.pages).owners[page] for page in room.pages.tolist()}
@@ -48,8 +50,10 @@ def _doubtful_page_cached() -> Installed:
     return swapped(CachingScheduler, "room_failed", room_failed)
 
 
+@bug("failed prompt cached", cache=(4, "I10"))
 def _failed_prompt_cached() -> Installed:
-    """Keep all pages of a prompt at prefill, computed or not."""
+    """Pages that were not computed are kept."""
+    # Keep all pages of a prompt at prefill, computed or not.
     original = CachingScheduler.engine_failed
 
     def engine_failed(
@@ -68,8 +72,10 @@ def _failed_prompt_cached() -> Installed:
     return swapped(CachingScheduler, "engine_failed", engine_failed)
 
 
+@bug("loaded pages not held", cache=(1, "I14"))
 def _loaded_not_held() -> Installed:
-    """Let pages that were loaded for a prompt be evicted before the prompt's turn."""
+    """What is loaded for a prompt is not locked."""
+    # Let pages that were loaded for a prompt be evicted before the prompt's turn.
     original = PrefixCache.load
 
     async def load(self: PrefixCache, *arguments: Any, **named: Any) -> Prefix:
@@ -80,57 +86,21 @@ def _loaded_not_held() -> Installed:
     return swapped(PrefixCache, "load", load)
 
 
-_BREAKS = {
-    "ack publishes the node of the time": "I5",
-    "child before parent": "I10",
-    "event at enqueue": "I10",
-    "lock not copied at split": "I5",
-    "readers not copied at split": "I5",
-    "failed copy taken for one": "I10",
-    "source of a copy let go": "I13",
-    "failed write keeps its pages": "I5",
-    "eviction not told": "I10",
+OF_THE_WALK = {
+    "ack publishes the node of the time": (12, "I5"),
+    "child before parent": (4, "I10"),
+    "event at enqueue": (0, "I10"),
+    "lock not copied at split": (6, "I5"),
+    "readers not copied at split": (12, "I5"),
+    "failed copy taken for one": (1, "I10"),
+    "source of a copy let go": (1, "I13"),
+    "failed write keeps its pages": (2, "I5"),
+    "eviction not told": (0, "I10"),
+    "chunk without pages lands at once": (1, "I4"),
 }
-"""Plants of the walk that seeds must find, too, and the invariants that they break here."""
-
-PLANTS = (
-    *(Plant(p.name, p.text, p.install, _BREAKS[p.name]) for p in OF_THE_INDEX if p.name in _BREAKS),
-    Plant("torn file accepted", "a file of the right length is a page", _torn_file_accepted, "I10"),
-    Plant(
-        "doubtful page cached", "pages of a room that failed are kept", _doubtful_page_cached, "I2"
-    ),
-    Plant(
-        "loaded pages not held",
-        "what is loaded for a prompt is not locked",
-        _loaded_not_held,
-        "I14",
-    ),
-    Plant(
-        "failed prompt cached",
-        "pages that were not computed are kept",
-        _failed_prompt_cached,
-        "I10",
-    ),
-    *(
-        Plant(p.name, p.text, p.install, p.invariant)
-        for p in OF_THE_WALK
-        if p.name == "chunk without pages lands at once"
-    ),
-)
-
-
-def all_plants() -> tuple[Plant, ...]:
-    return PLANTS
-
-
-def planted(name: str) -> Installed:
-    """Return a context that installs the named plant, if any. Raises: MisuseError."""
-    return installed(name, PLANTS, "a cache")
-
-
-def hunt(
-    name: str, seeds: Sequence[int], say: Callable[[str], None] = lambda _: None
-) -> dict[str, Any]:
-    """Find the first seed that shows a plant, and what it broke; no seed if all pass."""
-    with planted(name):
-        return hunted(name, seeds, simulate, say)
+"""Plants of the walk that seeds must find, too."""
+PLANTS += [
+    Plant(plant.name, plant.text, plant.install, {"cache": OF_THE_WALK[plant.name]})
+    for plant in (*OF_THE_INDEX, *WALKED)
+    if plant.name in OF_THE_WALK
+]

@@ -4,13 +4,7 @@ outside; seeds must find each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
-
-from kvflow.proof.group.run import RANKS, simulate
-from kvflow.proof.sim.plants import Plant, hunted, installed
+from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.swap import swapped, swapped_cells
 from kvflow.protocols.errors import Cause, WireError
 from kvflow.protocols.group.leader import GroupLeader, Membership, RequestDecided
@@ -29,22 +23,30 @@ from kvflow.protocols.wire.codec import parse_at_leader, routing_id
 from kvflow.protocols.wire.group import Ticket, Vote
 from kvflow.protocols.wire.messages import RoomId
 
-Installed = AbstractContextManager[object]
+PLANTS: list[Plant] = []
+bug = planting(PLANTS)
+
 _FAILING: Move[MemberPhase, MemberCommand] = Move(MemberPhase.FAILING)
 
 
+@bug("local failure skipped", group=(0, "spread"))
 def _skips_local_failures() -> Installed:
+    """A rank drains, and does not tell the leader."""
     running = (MemberPhase.OPEN, MemberPhase.READY, MemberPhase.STARTED)
     return swapped_cells(
         tables.MEMBER, dict.fromkeys(((phase, MemberKind.FAILED) for phase in running), _FAILING)
     )
 
 
+@bug("decision not carried out", group=(1, "spread"))
 def _waits_for_the_decision() -> Installed:
+    """A rank that waits keeps its room."""
     return swapped_cells(tables.MEMBER, {(MemberPhase.OPEN, MemberKind.GROUP_FAILED): None})
 
 
+@bug("decisions out of order", group=(1, "order"))
 def _applies_as_they_come() -> Installed:
+    """A rank applies what comes, and waits for nothing."""
     on_decision = GroupMember._on_decision
 
     def careless(self: GroupMember, session: Session, message: wire.Decision) -> None:
@@ -56,7 +58,9 @@ def _applies_as_they_come() -> Installed:
     return swapped(GroupMember, "_on_decision", careless)
 
 
+@bug("failure reported twice", group=(0, "once"))
 def _reports_twice() -> Installed:
+    """Each rank's failure is told to the client."""
     on_vote = GroupLeader._on_vote
 
     def twice(self: GroupLeader, member: Membership, message: wire.RankVote) -> None:
@@ -68,7 +72,9 @@ def _reports_twice() -> Installed:
     return swapped(GroupLeader, "_on_vote", twice)
 
 
+@bug("cause lost", group=(0, "first cause"))
 def _keeps_the_last_cause() -> Installed:
+    """The leader tells a failure in its own words."""
     feed = GroupLeader._feed
 
     def other(
@@ -81,11 +87,15 @@ def _keeps_the_last_cause() -> Installed:
     return swapped(GroupLeader, "_feed", other)
 
 
+@bug("leader lost unseen", group=(5, "I5"))
 def _leader_lost_unseen() -> Installed:
+    """A rank goes on without its leader."""
     return swapped(GroupMember, "_leave", lambda self, cause, now: None)
 
 
+@bug("rank lost unseen", group=(5, "I5"))
 def _rank_lost_unseen() -> Installed:
+    """Requests of a rank that is lost stay open."""
     lose = GroupLeader._lose
 
     def keeps(self: GroupLeader, member: Membership, text: str) -> None:
@@ -95,7 +105,9 @@ def _rank_lost_unseen() -> Installed:
     return swapped(GroupLeader, "_lose", keeps)
 
 
+@bug("any name believed", group=(20, "start"))
 def _any_name_is_believed() -> Installed:
+    """The leader does not look who speaks."""
     receive = GroupLeader.receive
 
     def believes(self: GroupLeader, peer_id: bytes, frame: bytes, now: float) -> None:
@@ -108,7 +120,9 @@ def _any_name_is_believed() -> Installed:
     return swapped(GroupLeader, "receive", believes)
 
 
+@bug("one vote for two", group=(0, "success"))
 def _one_vote_for_two() -> Installed:
+    """A rank's vote counts for the next one, too."""
     on_vote = GroupLeader._on_vote
 
     def counts(self: GroupLeader, member: Membership, message: wire.RankVote) -> None:
@@ -126,7 +140,9 @@ def _one_vote_for_two() -> Installed:
     return swapped(GroupLeader, "_on_vote", counts)
 
 
+@bug("starts alone", group=(0, "start"))
 def _starts_alone() -> Installed:
+    """A rank starts when it is ready."""
     move = Move(MemberPhase.STARTED, (MemberCommand.VOTE_READY, MemberCommand.START))
     return swapped_cells(
         tables.MEMBER,
@@ -135,70 +151,3 @@ def _starts_alone() -> Installed:
             (MemberPhase.STARTED, MemberKind.STARTED): None,
         },
     )
-
-
-PLANTS = (
-    Plant(
-        "local failure skipped",
-        "a rank drains, and does not tell the leader",
-        _skips_local_failures,
-        "spread",
-    ),
-    Plant(
-        "decision not carried out",
-        "a rank that waits keeps its room",
-        _waits_for_the_decision,
-        "spread",
-    ),
-    Plant(
-        "decisions out of order",
-        "a rank applies what comes, and waits for nothing",
-        _applies_as_they_come,
-        "order",
-    ),
-    Plant(
-        "failure reported twice",
-        "each rank's failure is told to the client",
-        _reports_twice,
-        "once",
-    ),
-    Plant(
-        "cause lost",
-        "the leader tells a failure in its own words",
-        _keeps_the_last_cause,
-        "first cause",
-    ),
-    Plant("leader lost unseen", "a rank goes on without its leader", _leader_lost_unseen, "I5"),
-    Plant("rank lost unseen", "requests of a rank that is lost stay open", _rank_lost_unseen, "I5"),
-    Plant(
-        "any name believed", "the leader does not look who speaks", _any_name_is_believed, "start"
-    ),
-    Plant(
-        "one vote for two",
-        "a rank's vote counts for the next one, too",
-        _one_vote_for_two,
-        "success",
-    ),
-    Plant("starts alone", "a rank starts when it is ready", _starts_alone, "start"),
-)
-
-
-def all_plants() -> tuple[Plant, ...]:
-    return PLANTS
-
-
-def planted(name: str) -> Installed:
-    """Return a context that installs the named plant, if any. Raises: MisuseError."""
-    return installed(name, PLANTS, "a group")
-
-
-def hunt(
-    name: str,
-    seeds: Sequence[int],
-    say: Callable[[str], None] = lambda _: None,
-    *,
-    ranks: int = RANKS,
-) -> dict[str, Any]:
-    """Find the first seed that shows a plant, and what it broke; no seed if all pass."""
-    with planted(name):
-        return hunted(name, seeds, partial(simulate, ranks=ranks), say)

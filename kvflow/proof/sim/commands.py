@@ -5,20 +5,18 @@ exhaustive walk.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvflow.proof.rules.outcome import Outcome
+from kvflow.proof.sim.report import described, simulate_many
+from kvflow.proof.simulators import Choice, Simulator
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds
 from kvflow.usage import App
-
-FIND_WITHIN_SEEDS, FIND_BARE_WITHIN_SEEDS = 2_000, 20_000
 
 app = App(
     help=(
@@ -76,20 +74,16 @@ def sim(
     """Exit status 1 when an invariant broke, or a plant was not found."""
     kinds = {"--bare": bare, "--group": bool(group), "--cache": cache}
     _check_choices(kinds, {"--seeds": bool(seeds), "--seed": seed is not None}, exhaust, bounds)
-    if plants:
-        return _list_plants(bare, group, cache, as_json)
-    if exhaust:
+    if exhaust and not plants:
         return _exhaust(bounds, plant, as_json)
+    choice = Choice(bare, group, cache)
+    if plants:
+        return _list_plants(choice.load(), as_json)
     if seed is not None:
-        return _one(seed, plant, trace, bare, group, cache, as_json)
+        return _one(choice.load(), seed, plant, trace, as_json)
     if plant:
-        return _hunt(plant, seeds, bare, group, cache, as_json)
-    from kvflow.proof.sim.report import simulate_many
-
-    found = simulate_many(
-        _range(seeds or "0:1000"), jobs, say=_say, bare=bare, group=group, cache=cache
-    )
-    return _report(found, as_json)
+        return _hunt(choice.load(), plant, seeds, as_json)
+    return _report(simulate_many(_range(seeds or "0:1000"), jobs, say=_say, choice=choice), as_json)
 
 
 def _check_choices(
@@ -114,32 +108,12 @@ def _exhaust(bounds: str, plant: str, as_json: bool) -> None:
     return _report(run.run(bounds, plant, _say), as_json)
 
 
-def _one(
-    seed: int, plant: str, trace: bool, bare: bool, group: int, cache: bool, as_json: bool
-) -> None:
-    from kvflow.proof.sim.report import described
-
-    simulate: Callable[..., Outcome]
-    if group:
-        from kvflow.proof.group.plants import planted
-        from kvflow.proof.group.run import simulate as simulate_group
-
-        simulate = partial(simulate_group, ranks=group)
-    elif cache:
-        from kvflow.proof.cached.plants import planted
-        from kvflow.proof.cached.run import simulate
-    elif bare:
-        from kvflow.proof.bare.plants import planted
-        from kvflow.proof.bare.run import simulate
-    else:
-        from kvflow.proof.sim.plants import planted
-        from kvflow.proof.sim.run import simulate
-
+def _one(simulator: Simulator, seed: int, plant: str, trace: bool, as_json: bool) -> None:
     def tell(at_s: float, who: str, what: str) -> None:
         typer.echo(f"{at_s:9.4f}  {who:<12} {what}", err=as_json)
 
-    with planted(plant):
-        outcome = simulate(seed, tell=tell if trace else None)
+    with simulator.planted(plant):
+        outcome = simulator.simulate(seed, tell=tell if trace else None)
     report: dict[str, Any] = {
         "seed": seed,
         "violations": 0,
@@ -147,97 +121,63 @@ def _one(
         "steps": outcome.steps,
     }
     if outcome.violation is not None:
-        report |= {
-            "violations": 1,
-            **described(outcome, plant, bare=bare, group=group, cache=cache),
-        }
+        report |= {"violations": 1, **described(outcome, simulator.how, plant)}
     _report(report, as_json)
 
 
-def _hunt(plant: str, seeds: str, bare: bool, group: int, cache: bool, as_json: bool) -> None:
-    hunt: Callable[..., dict[str, Any]]
-    if group:
-        from kvflow.proof.group.plants import all_plants
-        from kvflow.proof.group.plants import hunt as hunt_in_group
-
-        hunt = partial(hunt_in_group, ranks=group)
-    elif cache:
-        from kvflow.proof.cached.plants import all_plants
-        from kvflow.proof.cached.plants import hunt as hunt_cached
-
-        hunt = hunt_cached
-    elif bare:
-        from kvflow.proof.bare.plants import all_plants
-        from kvflow.proof.bare.plants import hunt as hunt_bare
-
-        hunt = hunt_bare
-    else:
-        from kvflow.proof.sim.plants import all_plants
-        from kvflow.proof.sim.plants import hunt as hunt_nodes
-
-        hunt = hunt_nodes
-
-    names = [p.name for p in all_plants()] if plant == "all" else [plant]
-    within = _range(seeds or f"0:{FIND_BARE_WITHIN_SEEDS if bare or group else FIND_WITHIN_SEEDS}")
-    found = [hunt(name, within, _say) for name in names]
-    if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "plants": len(found),
-                    "not_found": sum("seed" not in f for f in found),
-                    "found": found,
-                }
-            )
-        )
-    else:
-        table = Table("plant", "found by", "invariant", "what the run says", box=None)
-        for one in found:
-            table.add_row(
+def _hunt(simulator: Simulator, plant: str, seeds: str, as_json: bool) -> None:
+    names = [p.name for p in simulator.plants] if plant == "all" else [plant]
+    within = _range(seeds or f"0:{simulator.finds_within}")
+    found = [simulator.hunt(name, within, _say) for name in names]
+    missed = sum("seed" not in one for one in found)
+    columns = ("plant", "found by", "invariant", "what the run says")
+    _print(
+        {"plants": len(found), "not_found": missed, "found": found},
+        columns,
+        [
+            (
                 one["plant"],
                 str(one.get("seed", "NOT FOUND")),
                 one.get("invariant", ""),
                 one.get("text", ""),
             )
-        Console().print(table)
-    if any("seed" not in one for one in found):
+            for one in found
+        ],
+        as_json,
+    )
+    if missed:
         raise typer.Exit(1)
 
 
-def _list_plants(bare: bool, group: int, cache: bool, as_json: bool) -> None:
-    if group:
-        from kvflow.proof.group.plants import all_plants
-    elif cache:
-        from kvflow.proof.cached.plants import all_plants
-    elif bare:
-        from kvflow.proof.bare.plants import all_plants
-    else:
-        from kvflow.proof.sim.plants import all_plants
-
-    if as_json:
-        typer.echo(
-            json.dumps(
-                [{"name": p.name, "text": p.text, "invariant": p.invariant} for p in all_plants()]
-            )
-        )
-        return
-    table = Table("plant", "breaks", "what it is", box=None)
-    for p in all_plants():
-        table.add_row(p.name, p.invariant, p.text)
-    Console().print(table)
+def _list_plants(simulator: Simulator, as_json: bool) -> None:
+    listed = [
+        {"name": p.name, "text": p.text, "invariant": p.found[simulator.key][1]}
+        for p in simulator.plants
+    ]
+    rows = [(one["name"], one["invariant"], one["text"]) for one in listed]
+    _print(listed, ("plant", "breaks", "what it is"), rows, as_json)
 
 
 def _list_worlds(
     sets: Mapping[str, Sequence[str]], texts: Mapping[str, str], as_json: bool
 ) -> None:
+    rows = [
+        (name, ", ".join(found for found, names in sets.items() if name in names), text)
+        for name, text in texts.items()
+    ]
+    _print({"sets": sets, "worlds": texts}, ("world", "in", "what it asks"), rows, as_json)
+
+
+def _print(
+    data: object, columns: Sequence[str], rows: Iterable[Sequence[str]], as_json: bool
+) -> None:
+    """Print a table, or the data as one JSON object."""
     if as_json:
-        typer.echo(json.dumps({"sets": sets, "worlds": texts}))
+        typer.echo(json.dumps(data))
         return
-    table = Table("world", "in", "what it asks", box=None)
-    for name, text in texts.items():
-        table.add_row(
-            name, ", ".join(found for found, names in sets.items() if name in names), text
-        )
+    table = Table(*columns, box=None)
+    for row in rows:
+        table.add_row(*row)
     Console().print(table)
 
 

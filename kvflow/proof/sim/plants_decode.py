@@ -5,15 +5,15 @@ rooms mixed up.
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager
 from typing import Any
 
 from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.earlier import EarlierShell
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.quarantine import PoolQuarantine
+from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.loop import Process, current_process
-from kvflow.proof.sim.swap import swapped, swapped_cells, swapped_item
+from kvflow.proof.sim.swap import swapped, swapped_item
 from kvflow.protocols.commands import QuarantinePages, WatchEarlierWriter
 from kvflow.protocols.decode import inbox as decode_inbox
 from kvflow.protocols.decode.core import DecodeCore
@@ -28,17 +28,18 @@ from kvflow.protocols.machines.decode_room import (
     DecodePhase,
     DecodeRoomState,
 )
-from kvflow.protocols.machines.link import TABLE as LINK_TABLE
-from kvflow.protocols.machines.link import LinkCommand, LinkKind, LinkPhase
 from kvflow.protocols.machines.loan import LoanKind
-from kvflow.protocols.machines.tables import Move
 from kvflow.protocols.wire.messages import AbortAck, ChunkDone, Heartbeat, RoomFailed
 
-Installed = AbstractContextManager[object]
+PLANTS: list[Plant] = []
+bug = planting(PLANTS)
+
 TIMER_S = 0.3
 
 
+@bug("free on timer", nodes=(4, "I2"), unseen="it is in decode's shell")
 def free_on_timer() -> Installed:
+    """Decode takes lent pages back after a while, proof or not."""
     original = DecodeShell._quarantine
 
     def quarantine(shell: DecodeShell, command: QuarantinePages) -> None:
@@ -58,11 +59,16 @@ def _give_up(shell: DecodeShell, command: QuarantinePages) -> None:
         shell.run()
 
 
+@bug("abort never retried", nodes=(13, "I4"), bare=(13, "I5"))
 def abort_never_retried() -> Installed:
+    """A lost Abort or AbortAck is lost for good."""
     return swapped(DecodeCore, "repeat_aborts", lambda *_: None)
 
 
+@bug("no grant check", nodes=(94, "I4"), bare=(50, "I4"))
 def no_grant_check() -> Installed:
+    """Decode takes words for a room whatever grant they name."""
+
     def room_of(
         core: DecodeCore, peer: PrefillPeer, message: ChunkDone | RoomFailed
     ) -> DecodeRoomRecord | None:
@@ -74,7 +80,9 @@ def no_grant_check() -> Installed:
     return swapped(decode_inbox, "_room_of", room_of)
 
 
+@bug("success before all ranks", nodes=(5, "I8"), bare=(1, "I8"))
 def success_before_all_ranks() -> Installed:
+    """One rank's last chunk is enough."""
     original = decode_room._count_chunk
 
     def count_chunk(
@@ -90,7 +98,10 @@ def success_before_all_ranks() -> Installed:
     return swapped(decode_room, "_count_chunk", count_chunk)
 
 
+@bug("double close", nodes=(0, "I1"), unseen="it is in the room that users hold")
 def double_close() -> Installed:
+    """Closing a room a second time gives its pages back again."""
+
     def close(self: DecodeRoom, cause: Cause | None = None) -> None:
         self._shell.close_room(self, cause or Cause(Code.CLIENT_GONE))
         if self.phase is DecodePhase.SUCCESS:
@@ -99,22 +110,10 @@ def double_close() -> Installed:
     return swapped(DecodeRoom, "close", close)
 
 
-def restart_taken_for_death() -> Installed:
-    # A new incarnation at an address is handled as a death that the machine observed.
-    dead = LINK_TABLE.cell(LinkPhase.UP, LinkKind.DIED)
-    return swapped_cells(
-        LINK_TABLE, {(phase, LinkKind.REPLACED): dead for phase in (LinkPhase.UP, LinkPhase.SILENT)}
-    )
-
-
-def silence_taken_for_proof() -> Installed:
-    silent = Move(
-        LinkPhase.SILENT, (LinkCommand.LOSE_ROOMS, LinkCommand.END_LOANS, LinkCommand.SEND_REGISTER)
-    )
-    return swapped_cells(LINK_TABLE, {(LinkPhase.UP, LinkKind.SILENCE_DUE): silent})
-
-
+@bug("doubt taken for proof", nodes=(4, "I2"), bare=(4, "I2"))
 def doubt_taken_for_proof() -> Installed:
+    """AbortAck(unproven) ends a loan."""
+
     def on_abort_ack(core: DecodeCore, peer: PrefillPeer, message: AbortAck, now: float) -> None:
         lease = core.ledger.find(peer, message.grant)
         if lease is not None:
@@ -123,7 +122,10 @@ def doubt_taken_for_proof() -> Installed:
     return swapped_item(decode_inbox.HANDLERS, AbortAck, on_abort_ack)
 
 
+@bug("heartbeat counts queueing", nodes=(1, "I4"), bare=(86, "I7"))
 def heartbeat_counts_queueing() -> Installed:
+    """A prefill that says nothing of rooms is dead."""
+
     def on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: Heartbeat, now: float) -> None:
         """Ignore heartbeats, so that a busy prefill which sends no message about our rooms counts
         as dead.
@@ -132,7 +134,9 @@ def heartbeat_counts_queueing() -> Installed:
     return swapped_item(decode_inbox.HANDLERS, Heartbeat, on_heartbeat)
 
 
+@bug("handoff slot shared", nodes=(0, "I9"), bare=(0, "I9"))
 def handoff_slot_shared() -> Installed:
+    """Hand-overs of all rooms go through one slot."""
     # One slot per process, so that only rooms of one decode mix up their hand-overs.
     slots: dict[Process | None, bytes] = {}
 
@@ -146,16 +150,22 @@ def handoff_slot_shared() -> Installed:
     return swapped(DecodeRoomRecord, "handoff", property(read, write))
 
 
+@bug("earlier loans forgotten", nodes=(63, "I1"), unseen="stores are a shell's")
 def earlier_loans_forgotten() -> Installed:
+    """The next node over a pool hands out what an earlier one lent, from another store."""
     return swapped(PoolQuarantine, "keep_out_of", lambda *_, **__: None)
 
 
+@bug("earlier writer unwatched", nodes=(63, "I5"), bare=(34, "I5"))
 def earlier_writer_unwatched() -> Installed:
+    """The death of an earlier node's writer is not seen."""
     return swapped(EarlierLoans, "writer_died", lambda *_: None)
 
 
+@bug("close taken for proof", nodes=(63, "I2"), unseen="it is in the shell's watches")
 def close_taken_for_proof() -> Installed:
-    """Take the end of the earlier node for the end of its writers."""
+    """An earlier node's loans end when the next one starts."""
+    # Take the end of the earlier node for the end of its writers.
     original = EarlierShell._watch_writer
 
     def watch_writer(shell: EarlierShell, command: WatchEarlierWriter) -> None:

@@ -4,10 +4,11 @@ than they prove.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 
 import msgspec
 
+from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.swap import swapped, swapped_item
 from kvflow.protocols.decode import endpoint as decode
 from kvflow.protocols.decode import inbox as decode_inbox
@@ -18,14 +19,19 @@ from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.wire.codec import parse_at_decode
 from kvflow.protocols.wire.messages import Goodbye, ToDecode
 
-Installed = AbstractContextManager[object]
+PLANTS: list[Plant] = []
+bug = planting(PLANTS)
 
 
+@bug("goodbye not said", nodes=(12, "I5"), bare=(5156, "I5"))
 def goodbye_not_said() -> Installed:
+    """Prefill leaves without a word."""
     return swapped(PrefillEndpoint, "part", lambda *_: None)
 
 
+@bug("goodbye before the drain", nodes=(18, "I2"), bare=(20, "I2"))
 def goodbye_before_the_drain() -> Installed:
+    """Prefill says goodbye as it begins to leave, and names nothing."""
     leave = PrefillEndpoint.leave
 
     def leave_at_once(self: PrefillEndpoint, now: float) -> None:
@@ -40,8 +46,10 @@ def goodbye_before_the_drain() -> Installed:
     return swaps
 
 
+@bug("goodbye of another incarnation taken as proof", nodes=(13, "I2"), bare=(1, "I2"))
 def goodbye_of_another_incarnation() -> Installed:
-    """Make decode take any goodbye for one of the peer that it has linked."""
+    """The goodbye of a prefill's successor ends loans of its predecessor."""
+    # Make decode take any goodbye for one of the peer that it has linked.
     receive = decode.DecodeEndpoint.receive
 
     def receive_any(self: decode.DecodeEndpoint, key: object, frame: bytes, now: float) -> None:
@@ -59,7 +67,9 @@ def goodbye_of_another_incarnation() -> Installed:
     return swapped(decode.DecodeEndpoint, "receive", receive_any)
 
 
+@bug("goodbye proves what it names", nodes=(18, "I2"), bare=(27, "I2"))
 def goodbye_proves_what_it_names() -> Installed:
+    """Decode ends the loans that prefill cannot vouch for."""
     original = decode_inbox.HANDLERS[Goodbye]
 
     def on_goodbye(core: DecodeCore, peer: PrefillPeer, message: Goodbye, now: float) -> None:

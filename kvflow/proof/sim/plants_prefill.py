@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 from kvflow import aio as threads
@@ -14,6 +14,7 @@ from kvflow.handlers import prefill as prefill_shell
 from kvflow.handlers.earlier import EarlierShell
 from kvflow.handlers.shell import Shell
 from kvflow.memory.allocator import PageAllocator
+from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.plane import PacedPlane
 from kvflow.proof.sim.swap import swapped, swapped_item
 from kvflow.protocols.commands import SendToDecode
@@ -42,12 +43,20 @@ from kvflow.protocols.wire.messages import (
 )
 from kvflow.transports.data.fake import FakeRoute
 
-Installed = AbstractContextManager[object]
+PLANTS: list[Plant] = []
+bug = planting(PLANTS)
+
 _ENDED = (GrantPhase.CLOSED, GrantPhase.DOUBTFUL)
 
 
+@bug(
+    "earlier loans of a decode forgotten by prefill",
+    nodes=(190, "I5"),
+    unseen="it is in prefill's shell, and no node changes its role",
+)
 def earlier_loans_forgotten_by_prefill() -> Installed:
-    """Leave the pages of earlier loans withheld, without a watch on their writers."""
+    """A prefill takes over no loans of the decode that had its pool before a switch of roles."""
+    # Leave the pages of earlier loans withheld, without a watch on their writers.
 
     def take_over_nothing(
         shell: Shell, loans: EarlierLoans, plane: DataPlane, _: object
@@ -57,7 +66,9 @@ def earlier_loans_forgotten_by_prefill() -> Installed:
     return swapped(prefill_shell, "EarlierShell", take_over_nothing)
 
 
+@bug("ack before drain", nodes=(0, "I12"), bare=(1, "I12"))
 def ack_before_drain() -> Installed:
+    """Prefill says drained as soon as it has cancelled its writes."""
     cancel = prefill_core._RUN[PrefillCommand.CANCEL_WRITES]
 
     def cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
@@ -67,7 +78,9 @@ def ack_before_drain() -> Installed:
     return swapped_item(prefill_core._RUN, PrefillCommand.CANCEL_WRITES, cancel_writes)
 
 
+@bug("ack popped before send", nodes=(0, "I5"), bare=(15, "I5"))
 def ack_popped_before_send() -> Installed:
+    """An Abort that is repeated gets no answer."""
     original = prefill_inbox.HANDLERS[Abort]
 
     def on_abort(core: PrefillCore, peer: DecodePeer, message: Abort, now: float) -> None:
@@ -78,7 +91,9 @@ def ack_popped_before_send() -> Installed:
     return swapped_item(prefill_inbox.HANDLERS, Abort, on_abort)
 
 
+@bug("no grant check at prefill", nodes=(42, "I4"), bare=(0, "I4"))
 def abort_by_room() -> Installed:
+    """An Abort ends the room of that id, whatever its grant."""
     original = prefill_inbox.HANDLERS[Abort]
 
     def on_abort(core: PrefillCore, peer: DecodePeer, message: Abort, now: float) -> None:
@@ -93,14 +108,19 @@ def abort_by_room() -> Installed:
     return swapped_item(prefill_inbox.HANDLERS, Abort, on_abort)
 
 
+@bug("nothing said again", nodes=(25, "I5"), bare=(15, "I5"))
 def nothing_said_again() -> Installed:
+    """Prefill leaves a Resync unanswered."""
+
     def on_resync(core: PrefillCore, peer: DecodePeer, message: Resync, now: float) -> None:
         """Ignore the question, as if a message that was sent could not be lost."""
 
     return swapped_item(prefill_inbox.HANDLERS, Resync, on_resync)
 
 
+@bug("resurrect on late metadata", nodes=(5, "I6"), bare=(0, "I6"))
 def resurrect_on_late_metadata() -> Installed:
+    """Prefill keeps no tombstones."""
     original = prefill_inbox.HANDLERS[Bootstrap]
 
     def on_bootstrap(core: PrefillCore, peer: DecodePeer, message: Bootstrap, now: float) -> None:
@@ -116,7 +136,9 @@ def resurrect_on_late_metadata() -> Installed:
     return swapped_item(prefill_inbox.HANDLERS, Bootstrap, on_bootstrap)
 
 
+@bug("tombstone unbounded", nodes=(0, "I5"), bare=(0, "I5"))
 def tombstone_unbounded() -> Installed:
+    """Every ended grant is remembered for ever."""
     original = GrantTable.end
 
     def end(self: GrantTable[Any], grant: GrantId, sent: tuple[Message, ...]) -> None:
@@ -131,8 +153,10 @@ def tombstone_unbounded() -> Installed:
     return swaps
 
 
+@bug("dropped from one table", nodes=(0, "I7"), bare=(0, "I7"))
 def grave_of_one_room() -> Installed:
-    """Drop an ended room from one table only."""
+    """An ended room leaves its grant open."""
+    # Drop an ended room from one table only.
     original = prefill_core._RUN[PrefillCommand.END]
 
     def end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
@@ -142,7 +166,9 @@ def grave_of_one_room() -> Installed:
     return swapped_item(prefill_core._RUN, PrefillCommand.END, end)
 
 
+@bug("ack for another life", nodes=(8, "I6"), bare=(5, "I6"))
 def ack_for_another_life() -> Installed:
+    """Prefill acknowledges what its predecessor was asked."""
     original = PrefillEndpoint.receive
 
     def receive(
@@ -173,7 +199,10 @@ def ack_for_another_life() -> Installed:
     return swapped(PrefillEndpoint, "receive", receive)
 
 
+@bug("prompts not compared", nodes=(1, "I8"), bare=(0, "I8"))
 def prompts_not_compared() -> Installed:
+    """Prefill matches halves by room alone."""
+
     def meet(self: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
         self.feed_room(record, PrefillEvent(PrefillKind.MATCHED), now)
         self.set_deadline(record)
@@ -181,23 +210,32 @@ def prompts_not_compared() -> Installed:
     return swapped(PrefillCore, "meet", meet)
 
 
+@bug("failed handle taken for landed", nodes=(4, "I3"), unseen="it is in the data plane")
 def failed_handle_taken_for_landed() -> Installed:
+    """A write in error counts as landed."""
     return _writes(lambda write, write_again: _Hopeful(write))
 
 
+@bug("failed slice retried", nodes=(4, "I3"), unseen="it is in the data plane")
 def failed_slice_retried() -> Installed:
+    """A failed write is started again on the same pages."""
     return _writes(_Retrying)
 
 
+@bug("source let go", nodes=(0, "I13"), unseen="the allocator's holds are a shell's")
 def source_let_go() -> Installed:
-    """Skip the hold on source pages while a write reads them."""
+    """Source pages are not held while a write reads them."""
+    # Skip the hold on source pages while a write reads them.
     swaps = ExitStack()
     swaps.enter_context(swapped(PageAllocator, "hold", lambda *_: None))
     swaps.enter_context(swapped(PageAllocator, "unhold", lambda *_: None))
     return swaps
 
 
+@bug("second cancel skips the drain", nodes=(8, "I13"), unseen="there is no task to cancel")
 def second_cancel_skips_the_drain() -> Installed:
+    """A thread is waited for once."""
+
     async def run_to_end(running: asyncio.Future[Any]) -> Any:
         try:
             await asyncio.wait([running])
@@ -209,8 +247,10 @@ def second_cancel_skips_the_drain() -> Installed:
     return swapped(threads, "run_to_end", run_to_end)
 
 
+@bug("garbage ends the loop", nodes=(3, "I5"), unseen="there is no task that reads")
 def garbage_ends_the_loop() -> Installed:
-    """End the task that reads, as by an exception that is not caught."""
+    """Prefill's reader dies of a malformed frame."""
+    # End the task that reads, as by an exception that is not caught.
     # A CancelledError alone counts as any other error: it ends only a task that was cancelled.
 
     def parse(frame: bytes) -> ToPrefill:

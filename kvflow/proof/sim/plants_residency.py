@@ -5,16 +5,17 @@ state left out or released.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory import residency as residents
 from kvflow.memory import snapshot as snapshots
 from kvflow.memory.residency import Resident
 from kvflow.memory.snapshot import Snapshot, SnapshotStore
+from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.loop import Process, current_process
 from kvflow.proof.sim.swap import swapped, swapped_cells, swapped_item
 from kvflow.protocols.machines.residency import (
@@ -29,21 +30,16 @@ from kvflow.protocols.pages.layout import NO_PLACES, Places, PoolLayout
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.serve.engine.model.thread import ModelThread
 
-Installed = AbstractContextManager[object]
+PLANTS: list[Plant] = []
+bug = planting(PLANTS, "no request leaves a device")
+
 P, K, C = ResidencyPhase, ResidencyKind, ResidencyCommand
 
 
-class ResidencyPlant(NamedTuple):
-    """Fields of a `plants.Plant`."""
-
-    name: str
-    text: str
-    install: Callable[[], Installed]
-    invariant: str
-
-
+@bug("view instead of copy", nodes=(0, "I14"))
 def _view_instead_of_copy() -> Installed:
-    """Note a copy to host memory, and make it only when the snapshot is read."""
+    """A snapshot refers to the pool's pages."""
+    # Note a copy to host memory, and make it only when the snapshot is read.
     original, views = SnapshotStore._copy, dict[tuple[Any, ...], Places]()
 
     def key(store: SnapshotStore, places: Places) -> tuple[Any, ...]:
@@ -61,7 +57,9 @@ def _view_instead_of_copy() -> Installed:
     return swapped(SnapshotStore, "_copy", copy)
 
 
+@bug("hand-over is a view", nodes=(0, "I9"))
 def _handoff_is_a_view() -> Installed:
+    """A hand-over lies in a slot that is used again."""
     original, slots = DecodeRoom.tell_landed, dict[Process | None, bytearray]()
 
     def tell_landed(self: DecodeRoom, handoff: bytes) -> None:
@@ -89,8 +87,10 @@ def _left_out(*names: str) -> Callable[[], Installed]:
     return lambda: swapped(snapshots, "Pairing", Forgetful)
 
 
+@bug("host memory freed twice", nodes=(0, "I1"))
 def _host_memory_freed_twice() -> Installed:
-    """Free a snapshot whenever its request is closed, although it was freed before."""
+    """Each close of a request frees its snapshot."""
+    # Free a snapshot whenever its request is closed, although it was freed before.
     homes: dict[Snapshot, SnapshotStore] = {}
 
     def close(self: Snapshot) -> None:
@@ -112,7 +112,9 @@ def _host_memory_freed_twice() -> Installed:
     return swaps
 
 
+@bug("resumed before the copy has ended", nodes=(0, "I13"))
 def _resumed_before_the_copy_has_ended() -> Installed:
+    """A request is resident as soon as its copy has begun."""
     original = SnapshotStore._copy
 
     async def copy(
@@ -130,8 +132,10 @@ def _resumed_before_the_copy_has_ended() -> Installed:
     return swapped(SnapshotStore, "_copy", copy)
 
 
+@bug("row given away in a step", nodes=(18, "I13"))
 def _row_given_away_in_a_step() -> Installed:
-    """Make a step hold the pages that it uses, but not the row."""
+    """A model step holds pages, and no row."""
+    # Make a step hold the pages that it uses, but not the row.
     original = ModelThread.run
 
     class PagesOnly:
@@ -148,7 +152,10 @@ def _row_given_away_in_a_step() -> Installed:
     return swapped(ModelThread, "run", run)
 
 
+@bug("copy cancelled, not drained", nodes=(3, "I12"))
 def _cancelled_and_not_drained() -> Installed:
+    """A request that was to move goes on while its copy still runs."""
+
     async def wait_or_cancel(running: asyncio.Future[Any], _: Callable[[Any], object]) -> None:
         try:
             await asyncio.wait([running])
@@ -165,83 +172,20 @@ def _nothing_held(*_: object) -> Iterator[None]:
     yield
 
 
-def _cells(
-    cells: Mapping[tuple[ResidencyPhase, ResidencyKind], Cell[ResidencyPhase, ResidencyCommand]],
-) -> Callable[[], Installed]:
-    return lambda: swapped_cells(TABLE, cells)
-
-
-PLANTS = (
-    ResidencyPlant(
-        "view instead of copy",
-        "a snapshot refers to the pool's pages",
-        _view_instead_of_copy,
-        "I14",
-    ),
-    ResidencyPlant(
-        "hand-over is a view",
-        "a hand-over lies in a slot that is used again",
-        _handoff_is_a_view,
-        "I9",
-    ),
-    ResidencyPlant(
-        "index keys left out",
-        "snapshots lack a stream beside K and V",
-        _left_out("0.index_k"),
-        "I14",
-    ),
-    ResidencyPlant(
-        "scales left out", "snapshots lack what there is one of a page", _left_out("0.scale"), "I14"
-    ),
-    ResidencyPlant(
-        "row left out", "snapshots lack the state row", _left_out("1.conv", "1.ssm"), "I14"
-    ),
-    ResidencyPlant(
-        "host memory freed twice",
-        "each close of a request frees its snapshot",
-        _host_memory_freed_twice,
-        "I1",
-    ),
-    ResidencyPlant(
-        "resumed before the copy has ended",
-        "a request is resident as soon as its copy has begun",
-        _resumed_before_the_copy_has_ended,
-        "I13",
-    ),
-    ResidencyPlant(
-        "row given away in a step",
-        "a model step holds pages, and no row",
-        _row_given_away_in_a_step,
-        "I13",
-    ),
-    ResidencyPlant(
-        "places let go in a copy",
-        "a copy holds nothing of what it reads or writes",
-        lambda: swapped(snapshots, "_held", _nothing_held),
-        "I13",
-    ),
-    ResidencyPlant(
-        "copy cancelled, not drained",
-        "a request that was to move goes on while its copy still runs",
-        _cancelled_and_not_drained,
-        "I12",
-    ),
-    ResidencyPlant(
-        "abort forgets host memory",
-        "a request that is aborted while it is away keeps its snapshot",
-        _cells({(P.AWAY, K.CLOSE): Move(P.ENDED)}),
-        "I5",
-    ),
-    ResidencyPlant(
-        "failed return taken for one",
-        "a request whose way back was broken off goes on",
-        _cells({(P.RETURNING, K.COPY_ENDED): Move(P.RESIDENT, (C.FREE_SNAPSHOT,))}),
-        "I14",
-    ),
-    ResidencyPlant(
-        "failed retract taken for one",
-        "a request that could not be copied leaves all the same",
-        _cells({(P.LEAVING, K.COPY_ENDED): Move(P.AWAY, (C.GIVE_BACK,))}),
-        "I14",
-    ),
+bug("index keys left out", "snapshots lack a stream beside K and V", nodes=(0, "I14"))(
+    _left_out("0.index_k")
 )
+
+
+bug("scales left out", "snapshots lack what there is one of a page", nodes=(0, "I14"))(
+    _left_out("0.scale")
+)
+
+
+bug("row left out", "snapshots lack the state row", nodes=(0, "I14"))(_left_out("1.conv", "1.ssm"))
+
+
+@bug("places let go in a copy", nodes=(3, "I13"))
+def _places_let_go_in_a_copy() -> Installed:
+    """A copy holds nothing of what it reads or writes."""
+    return swapped(snapshots, "_held", _nothing_held)

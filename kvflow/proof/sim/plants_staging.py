@@ -4,17 +4,18 @@ comes.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.verify import ChunkVerifier
+from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.swap import swapped
 from kvflow.protocols import waiting
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Arrivals
 
-Installed = AbstractContextManager[object]
+PLANTS: list[Plant] = []
+bug = planting(PLANTS, "no decode has staging")
 
 
 class _Unheld:
@@ -28,7 +29,9 @@ class _Unheld:
     def unhold(self, pages: PageIndices) -> None: ...
 
 
+@bug("staging given back before the copy ended", nodes=(32, "I13"))
 def given_back_before_the_copy_ended() -> Installed:
+    """Nothing holds places of staging while they are copied to the room's own pages."""
     original = ChunkVerifier.begin
 
     def begin(verifier: ChunkVerifier, *arguments: Any) -> None:
@@ -40,34 +43,15 @@ def given_back_before_the_copy_ended() -> Installed:
     return swapped(ChunkVerifier, "begin", begin)
 
 
+@bug("rooms that wait for staging are not woken", nodes=(5, "I7"))
 def waiting_rooms_not_woken() -> Installed:
+    """Places of staging come back, and the rooms that wait for them are not looked at."""
     return swapped(DecodeShell, "_lend_waiting", DecodeShell.run)
 
 
+@bug("a large room is passed for ever", nodes=(141, "I7"))
 def large_rooms_always_passed() -> Installed:
+    """Rooms that fit into what is free of the staging go before one that does not, however long
+    that one has waited.
+    """
     return swapped(waiting, "PASSED_FOR_S", float("inf"))
-
-
-PLANTS = (
-    (
-        "staging given back before the copy ended",
-        "nothing holds places of staging while they are copied to the room's own pages",
-        given_back_before_the_copy_ended,
-        "I13",
-    ),
-    (
-        "rooms that wait for staging are not woken",
-        "places of staging come back, and the rooms that wait for them are not looked at",
-        waiting_rooms_not_woken,
-        "I7",
-    ),
-    (
-        "a large room is passed for ever",
-        (
-            "rooms that fit into what is free of the staging go before one that does not, however "
-            "long that one has waited"
-        ),
-        large_rooms_always_passed,
-        "I7",
-    ),
-)

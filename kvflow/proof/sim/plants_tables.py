@@ -4,13 +4,12 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import Any
 
 from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.rooms import DecodeRoom
-from kvflow.proof.sim.plants_decode import success_before_all_ranks
+from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.swap import swapped, swapped_cells
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.machines import decode_room, prefill_room
@@ -22,56 +21,44 @@ from kvflow.protocols.machines.decode_room import (
     DecodePhase,
 )
 from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase
-from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillKind, PrefillPhase
-from kvflow.protocols.machines.tables import IGNORE, Move, Table
+from kvflow.protocols.machines.prefill_room import PrefillKind, PrefillPhase
+from kvflow.protocols.machines.tables import Move
 from kvflow.protocols.ports import WriteOutcome
 
-Install = Callable[[], AbstractContextManager[object]]
-
-
-class TablePlant(NamedTuple):
-    """Fields of a `plants.Plant`."""
-
-    name: str
-    text: str
-    install: Install
-    invariant: str
-
-
-def _cells(table: Table[Any, Any, Any], cells: Mapping[tuple[Any, Any], Any]) -> Install:
-    return lambda: swapped_cells(table, cells)
-
+PLANTS: list[Plant] = []
+bug = planting(PLANTS)
 
 _end_of_write = prefill_room._end_of_write
-_RETURN = Move(LoanPhase.RETURNED, (LoanCommand.RETURN,))
-_HURRY = Move(
-    PrefillPhase.ABORTED,
-    (
-        PrefillCommand.CANCEL_WRITES,
-        PrefillCommand.SEND_DRAINED,
-        PrefillCommand.TELL_ENDED,
-        PrefillCommand.END,
-    ),
-)
-_IN_DOUBT = (LoanPhase.RECALLED, LoanPhase.DOUBTFUL)
 
 
-def _taken_for_landed() -> AbstractContextManager[object]:
+@bug("failed handle taken for landed (table)", nodes=(4, "I3"), bare=(4, "I3"))
+def _taken_for_landed() -> Installed:
+    """A write that ended in error counts like one that landed."""
+
     def end_of_write(phase: PrefillPhase, outcome: WriteOutcome | None, **rest: Any) -> PrefillKind:
         return _end_of_write(phase, WriteOutcome.LANDED, **rest | {"doubt": False})
 
     return swapped(prefill_room, "_end_of_write", end_of_write)
 
 
-def _doubt_forgotten() -> AbstractContextManager[object]:
+@bug("doubt forgotten", nodes=(4, "I2"), bare=(4, "I2"))
+def _doubt_forgotten() -> Installed:
+    """A drain that ends well forgets the write before it that did not."""
+
     def end_of_write(phase: PrefillPhase, outcome: WriteOutcome | None, **rest: Any) -> PrefillKind:
         return _end_of_write(phase, outcome, **rest | {"doubt": False})
 
     return swapped(prefill_room, "_end_of_write", end_of_write)
 
 
-def _drains_again() -> AbstractContextManager[object]:
-    """Let the shell close a room that is over, and let the table move it on."""
+@bug(
+    "resurrect after terminal",
+    nodes=(4, "I4"),
+    unseen="decode's shell closes a room that has ended",
+)
+def _drains_again() -> Installed:
+    """A failed room that is closed again drains again."""
+    # Let the shell close a room that is over, and let the table move it on.
     original = DecodeShell.close_room
 
     def close_room(self: DecodeShell, room: DecodeRoom, cause: Cause) -> None:
@@ -89,10 +76,11 @@ def _drains_again() -> AbstractContextManager[object]:
     return swaps
 
 
-def _success_without_the_last_chunk() -> AbstractContextManager[object]:
-    """Let a room that lost its source succeed, and let its loan, which has no room any more, move
-    on.
-    """
+@bug("success without the last word", nodes=(8, "I8"), bare=(12, "I8"))
+def _success_without_the_last_chunk() -> Installed:
+    """A room that lost its source is told to its client as a success."""
+    # Let a room that lost its source succeed, and let its loan, which has no room any more, move
+    # on.
     success = Move(DecodePhase.SUCCESS, (DecodeCommand.TELL_LANDED, DecodeCommand.END))
     in_doubt: Move[LoanPhase, LoanCommand] = Move(LoanPhase.DOUBTFUL)
     swaps = ExitStack()
@@ -105,75 +93,3 @@ def _success_without_the_last_chunk() -> AbstractContextManager[object]:
         swapped_cells(loans.TABLE, {(LoanPhase.LENT, LoanKind.SOURCE_LOST): in_doubt})
     )
     return swaps
-
-
-PLANTS = (
-    TablePlant(
-        "free on timer (table)",
-        "a loan that was not answered in time is over",
-        _cells(loans.TABLE, {(LoanPhase.RECALLED, LoanKind.REPEAT_DUE): _RETURN}),
-        "I2",
-    ),
-    TablePlant(
-        "ack before drain (table)",
-        "Abort is answered while writes still run",
-        _cells(
-            prefill_room.TABLE, {(PrefillPhase.TRANSFERRING, PrefillKind.ABORT_RECEIVED): _HURRY}
-        ),
-        "I12",
-    ),
-    TablePlant(
-        "abort never retried (table)",
-        "Abort is sent once",
-        _cells(loans.TABLE, {(LoanPhase.RECALLED, LoanKind.REPEAT_DUE): IGNORE}),
-        "I5",
-    ),
-    TablePlant(
-        "restart taken for death (table)",
-        "a lost source is a dead one: its loans are over",
-        _cells(loans.TABLE, {(phase, LoanKind.SOURCE_LOST): _RETURN for phase in _IN_DOUBT}),
-        "I2",
-    ),
-    TablePlant(
-        "failed handle taken for landed (table)",
-        "a write that ended in error counts like one that landed",
-        _taken_for_landed,
-        "I3",
-    ),
-    TablePlant(
-        "doubt forgotten",
-        "a drain that ends well forgets the write before it that did not",
-        _doubt_forgotten,
-        "I2",
-    ),
-    TablePlant(
-        "unproven taken for drained",
-        "any answer to Abort ends the loan",
-        _cells(loans.TABLE, {(phase, LoanKind.UNPROVEN): _RETURN for phase in loans.WRITABLE}),
-        "I2",
-    ),
-    TablePlant(
-        "room failed ends the loan",
-        "a room that failed is taken for one that has drained: its loans are over, not recalled",
-        _cells(loans.TABLE, {(LoanPhase.LENT, LoanKind.RECALL): _RETURN}),
-        "I2",
-    ),
-    TablePlant(
-        "success before all ranks (table)",
-        "the last chunk of one rank is success",
-        success_before_all_ranks,
-        "I8",
-    ),
-    TablePlant(
-        "resurrect after terminal",
-        "a failed room that is closed again drains again",
-        _drains_again,
-        "I4",
-    ),
-    TablePlant(
-        "success without the last word",
-        "a room that lost its source is told to its client as a success",
-        _success_without_the_last_chunk,
-        "I8",
-    ),
-)

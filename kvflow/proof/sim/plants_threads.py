@@ -5,7 +5,6 @@ that are lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,16 +14,20 @@ from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.loop import LoopThread
 from kvflow.node.threads.node import NodeThread
 from kvflow.node.threads.rooms import DecodeThreadRoom
+from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.swap import swapped
 from kvflow.protocols.arguments import NO_PAGES
 from kvflow.protocols.errors import Cause, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import PageStore
 
-Installed = AbstractContextManager[object]
+PLANTS: list[Plant] = []
+bug = planting(PLANTS, "no engine stands before an endpoint")
 
 
+@bug("pages idle before the drain", nodes=(33, "I2"))
 def idle_before_the_drain() -> Installed:
+    """Pages of a room at decode are idle as soon as it has failed."""
     original = NodeThread._fail
 
     def fail(self: NodeThread[Any, Any, Any], room: Any, error: KvflowError) -> None:
@@ -39,7 +42,9 @@ def idle_before_the_drain() -> Installed:
     return swapped(NodeThread, "_fail", fail)
 
 
+@bug("released as it fails", nodes=(7, "I2"))
 def released_as_it_fails() -> Installed:
+    """A room is called released as soon as it has failed."""
     original = NodeThread._followed
 
     def followed(
@@ -54,7 +59,10 @@ def released_as_it_fails() -> Installed:
     return swapped(NodeThread, "_followed", followed)
 
 
+@bug("closed before it was opened", nodes=(9, "I4"))
 def closed_before_opened_forgotten() -> Installed:
+    """The end of a room is forgotten while the loop has not opened it yet."""
+
     def close_room(self: NodeThread[Any, Any, Any], room: Any, cause: Cause) -> None:
         handle = self._rooms.get(room)
         if self._thread is not None and handle is not None:
@@ -63,7 +71,9 @@ def closed_before_opened_forgotten() -> Installed:
     return swapped(NodeThread, "close_room", close_room)
 
 
+@bug("last posted first", nodes=(9, "I7"))
 def last_posted_first() -> Installed:
+    """What waits for the loop runs in reverse."""
     original = LoopThread._run_posted
 
     def run_posted(self: LoopThread) -> None:
@@ -74,7 +84,9 @@ def last_posted_first() -> Installed:
     return swapped(LoopThread, "_run_posted", run_posted)
 
 
+@bug("opened after the close", nodes=(973, "I4"))
 def opened_after_the_close_forgotten() -> Installed:
+    """A room whose turn comes when the node has closed gets no event."""
     original = NodeThread._open
 
     def open_room(
@@ -87,7 +99,9 @@ def opened_after_the_close_forgotten() -> Installed:
     return swapped(NodeThread, "_open", open_room)
 
 
+@bug("offered too late and kept", nodes=(54, "I5"))
 def offered_too_late_and_kept() -> Installed:
+    """Pages that are offered to a room which has ended meanwhile stay busy."""
     original = NodeThread._pass_on
 
     def pass_on(
@@ -100,7 +114,9 @@ def offered_too_late_and_kept() -> Installed:
     return swapped(NodeThread, "_pass_on", pass_on)
 
 
+@bug("events lost between polls", nodes=(7, "I4"))
 def events_lost_between_polls() -> Installed:
+    """Of several rooms that fail between two polls, the last one is told."""
     original = NodeThread._tell
 
     def tell(self: NodeThread[Any, Any, Any], event: Any) -> None:
@@ -114,7 +130,9 @@ def events_lost_between_polls() -> Installed:
     return swapped(NodeThread, "_tell", tell)
 
 
+@bug("earlier loans not busy", nodes=(111, "I1"))
 def earlier_loans_forgotten() -> Installed:
+    """Pages that an earlier node has lent are idle in the store of the next engine."""
     original = PoolQuarantine.keep_out_of
 
     def keep_out_of(self: PoolQuarantine, store: PageStore, *, always: bool = False) -> None:
@@ -122,50 +140,3 @@ def earlier_loans_forgotten() -> Installed:
             original(self, store, always=always)
 
     return swapped(PoolQuarantine, "keep_out_of", keep_out_of)
-
-
-PLANTS = (
-    (
-        "pages idle before the drain",
-        "pages of a room at decode are idle as soon as it has failed",
-        idle_before_the_drain,
-        "I2",
-    ),
-    (
-        "released as it fails",
-        "a room is called released as soon as it has failed",
-        released_as_it_fails,
-        "I2",
-    ),
-    (
-        "closed before it was opened",
-        "the end of a room is forgotten while the loop has not opened it yet",
-        closed_before_opened_forgotten,
-        "I4",
-    ),
-    ("last posted first", "what waits for the loop runs in reverse", last_posted_first, "I4"),
-    (
-        "opened after the close",
-        "a room whose turn comes when the node has closed gets no event",
-        opened_after_the_close_forgotten,
-        "I4",
-    ),
-    (
-        "offered too late and kept",
-        "pages that are offered to a room which has ended meanwhile stay busy",
-        offered_too_late_and_kept,
-        "I5",
-    ),
-    (
-        "earlier loans not busy",
-        "pages that an earlier node has lent are idle in the store of the next engine",
-        earlier_loans_forgotten,
-        "I1",
-    ),
-    (
-        "events lost between polls",
-        "of several rooms that fail between two polls, the last one is told",
-        events_lost_between_polls,
-        "I4",
-    ),
-)

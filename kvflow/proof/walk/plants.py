@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from kvflow.proof.walk.plants_tables import (
-    _RETURN,
     LOSSY,
     TABLES,
     TINY,
@@ -23,14 +22,11 @@ from kvflow.protocols.decode.links import DecodeLinks
 from kvflow.protocols.decode.records import ChunkCheck
 from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import Cause
-from kvflow.protocols.machines import grants, link, peer
-from kvflow.protocols.machines import loan as loans
+from kvflow.protocols.machines import grants, link
 from kvflow.protocols.machines.grants import GrantCommand, GrantKind, GrantPhase, GrantTable
 from kvflow.protocols.machines.ledger import Ledger
 from kvflow.protocols.machines.link import LinkCommand, LinkKind, LinkPhase
-from kvflow.protocols.machines.loan import LoanKind, LoanPhase
-from kvflow.protocols.machines.peer import PeerCommand, PeerKind, PeerPhase
-from kvflow.protocols.machines.tables import IGNORE, Move
+from kvflow.protocols.machines.tables import Move
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill import inbox as prefill_inbox
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
@@ -175,21 +171,6 @@ ENDPOINTS: tuple[Plant, ...] = (
         TINY._replace(silences=1, others=1, targets=1),
     ),
     Plant(
-        "route closed early",
-        "a dead decode's route is closed while writes run on it",
-        _cells(
-            peer,
-            {
-                (PeerPhase.UP, PeerKind.DIED): Move(
-                    PeerPhase.GONE, (PeerCommand.LOSE_ROOMS, PeerCommand.CLOSE_ROUTE)
-                ),
-                (PeerPhase.GONE, PeerKind.IDLE): Move(PeerPhase.FORGOTTEN, (PeerCommand.FORGET,)),
-            },
-        ),
-        "I2",
-        TINY._replace(crashes=1),
-    ),
-    Plant(
         "abort of an unknown grant not remembered",
         "a Bootstrap that comes after its Abort opens a room",
         _abort_forgotten,
@@ -202,13 +183,6 @@ ENDPOINTS: tuple[Plant, ...] = (
         _attribute(GrantTable, "end", _low_water_kept),
         "I2",
         TINY._replace(duplicates=1, closed_grants=0, aborts=1),
-    ),
-    Plant(
-        "evicted doubt forgotten",
-        "a grant in doubt that is evicted counts as drained",
-        _cells(grants, {(GrantPhase.DOUBTFUL, GrantKind.EVICT): Move(GrantPhase.BELOW)}),
-        "I2",
-        LOSSY._replace(doubts=1, closed_grants=0),
     ),
     Plant(
         "source back not fed",
@@ -232,56 +206,11 @@ ENDPOINTS: tuple[Plant, ...] = (
         LOSSY,
     ),
     Plant(
-        "unknown grant not reported",
-        "a grant that prefill does not know is not named",
-        _cells(grants, {(GrantPhase.UNKNOWN, GrantKind.ASK): IGNORE}),
-        "rest",
-        LOSSY,
-    ),
-    Plant(
-        "fenced without death",
-        "another life at the address ends the loans of the one before",
-        _cells(
-            link,
-            {
-                (phase, LinkKind.REPLACED): Move(
-                    LinkPhase.GONE,
-                    (LinkCommand.HANG_UP, LinkCommand.LOSE_ROOMS, LinkCommand.END_LOANS),
-                )
-                for phase in (LinkPhase.UP, LinkPhase.SILENT)
-            },
-        ),
-        "I2",
-        TINY._replace(crashes=1, restarts=True),
-    ),
-    Plant(
-        "silence ends the loans",
-        "a source that is silent is taken for a dead one",
-        _cells(
-            link,
-            {
-                (LinkPhase.UP, LinkKind.SILENCE_DUE): Move(
-                    LinkPhase.SILENT,
-                    (LinkCommand.LOSE_ROOMS, LinkCommand.END_LOANS, LinkCommand.SEND_REGISTER),
-                )
-            },
-        ),
-        "I2",
-        TINY._replace(silences=1),
-    ),
-    Plant(
         "settled past open loans",
         "decode says of loans in doubt that it needs nothing of them",
         _attribute(Ledger, "settled_below", _settles_all),
         "I2",
         TINY._replace(doubts=1, silences=1),
-    ),
-    Plant(
-        "announcement not withdrawn",
-        "a room that ends before its pages are offered is not aborted",
-        _cells(loans, {(LoanPhase.ANNOUNCED, LoanKind.RECALL): _RETURN}),
-        "rest",
-        TINY._replace(announce=True, aborts=1),
     ),
     Plant(
         "checksum ignored",
@@ -326,13 +255,6 @@ ENDPOINTS: tuple[Plant, ...] = (
         TINY._replace(leaves=1),
     ),
     Plant(
-        "decode's death unseen",
-        "rooms of a decode that died go on",
-        _cells(peer, {(PeerPhase.UP, PeerKind.DIED): Move(PeerPhase.GONE)}),
-        "rest",
-        TINY._replace(crashes=1),
-    ),
-    Plant(
         "earlier writer's death unseen",
         "loans of an earlier decode over the pool never end",
         _attribute(EarlierLoans, "writer_died", _not_again),
@@ -345,20 +267,6 @@ ENDPOINTS: tuple[Plant, ...] = (
         _attribute(DecodeCore, "drop_if_idle", _drops_earlier),
         "I2",
         TINY._replace(leaves=1, earlier=True),
-    ),
-    Plant(
-        "loss without its rooms",
-        "the rooms of a silent prefill are not ended",
-        _cells(
-            link,
-            {
-                (LinkPhase.UP, LinkKind.SILENCE_DUE): Move(
-                    LinkPhase.SILENT, (LinkCommand.SEND_REGISTER,)
-                )
-            },
-        ),
-        "rest",
-        TINY._replace(crashes=1, fences=False),
     ),
     Plant(
         "chunk without pages lands at once",

@@ -16,7 +16,6 @@ from kvflow.proof.walk.world import Bounds
 from kvflow.protocols.decode import core as decode_core
 from kvflow.protocols.decode import inbox as decode_inbox
 from kvflow.protocols.machines import decode_room, prefill_room
-from kvflow.protocols.machines import loan as loans
 from kvflow.protocols.machines.decode_room import (
     DecodeCommand,
     DecodeEvent,
@@ -24,9 +23,9 @@ from kvflow.protocols.machines.decode_room import (
     DecodePhase,
     DecodeRoomState,
 )
-from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase
+from kvflow.protocols.machines.loan import LoanCommand, LoanPhase
 from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillKind, PrefillPhase
-from kvflow.protocols.machines.tables import IGNORE, Move
+from kvflow.protocols.machines.tables import Move
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.wire import messages as wire
 
@@ -121,16 +120,6 @@ def _forgets_cause(
     return _step(msgspec.structs.replace(room, cause=None), event)
 
 
-_HURRY = Move(
-    PrefillPhase.ABORTED,
-    (
-        PrefillCommand.CANCEL_WRITES,
-        PrefillCommand.SEND_DRAINED,
-        PrefillCommand.TELL_ENDED,
-        PrefillCommand.END,
-    ),
-)
-
 # --- in the endpoints, the links and the grants
 
 
@@ -142,37 +131,6 @@ def _room_kept(core: Any, record: Any, now: float) -> None:
 
 TABLES: tuple[Plant, ...] = (
     Plant(
-        "free on timer",
-        "a loan that was not answered in time is over",
-        _cells(loans, {(LoanPhase.RECALLED, LoanKind.REPEAT_DUE): _RETURN}),
-        "I2",
-    ),
-    Plant(
-        "ack before drain",
-        "Abort is answered while writes still run",
-        _cells(
-            prefill_room,
-            {(PrefillPhase.TRANSFERRING, PrefillKind.ABORT_RECEIVED): _HURRY}
-            | {(PrefillPhase.ABORTED, kind): IGNORE for kind in PrefillKind},
-        ),
-        "I2",
-    ),
-    Plant(
-        "abort never retried",
-        "Abort is said once",
-        _cells(loans, {(LoanPhase.RECALLED, LoanKind.REPEAT_DUE): IGNORE}),
-        "rest",
-    ),
-    Plant(
-        "restart taken for death",
-        "a lost source is a dead one: its loans are over",
-        _cells(
-            loans,
-            {(phase, LoanKind.SOURCE_LOST): _RETURN for phase in loans.WRITABLE},
-        ),
-        "I2",
-    ),
-    Plant(
         "failed handle taken for landed",
         "a write that ended in error counts like one that landed",
         _attribute(prefill_room, "_end_of_write", _taken_for_landed),
@@ -182,21 +140,6 @@ TABLES: tuple[Plant, ...] = (
         "doubt forgotten",
         "a drain that ends well forgets the write before it that did not",
         _attribute(prefill_room, "_end_of_write", _no_doubt),
-        "I2",
-    ),
-    Plant(
-        "unproven taken for drained",
-        "any answer to Abort ends the loan",
-        _cells(
-            loans,
-            {(phase, LoanKind.UNPROVEN): _RETURN for phase in loans.WRITABLE},
-        ),
-        "I2",
-    ),
-    Plant(
-        "room failed ends the loan",
-        "a room that failed is taken for one that has drained: its loans are over, not recalled",
-        _cells(loans, {(LoanPhase.LENT, LoanKind.RECALL): _RETURN}),
         "I2",
     ),
     Plant(

@@ -1,0 +1,49 @@
+"""One way to state a planted bug: its name, how it is installed from outside, and who finds it.
+
+    @bug("free on timer", nodes=(4, "I2"), unseen="it is in decode's shell")
+    def free_on_timer() -> Installed:
+        \"\"\"Decode takes lent pages back after a while, proof or not.\"\"\"
+        return swapped(...)
+
+Simulators are named by `nodes`, `bare`, `group` and `cache`. Each finds the bug with the first seed
+that is pinned for it, by the invariant which that seed sees broken first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from inspect import getdoc
+from typing import NamedTuple
+
+Installed = AbstractContextManager[object]
+Install = Callable[[], Installed]
+Found = tuple[int, str]
+"""First seed that finds a bug, and the invariant that it breaks."""
+
+
+class Plant(NamedTuple):
+    """One bug, each of which once existed or could exist."""
+
+    name: str
+    text: str
+    install: Install
+    found: Mapping[str, Found]  # by simulator
+    unseen: str = ""  # the reason why bare endpoints cannot show it
+
+
+def planting(plants: list[Plant], unseen: str = "") -> Callable[..., Callable[[Install], Install]]:
+    """Return a decorator that adds bugs to `plants`. `unseen` is as in `Plant`."""
+
+    def bug(
+        name: str, text: str = "", *, unseen: str = unseen, **found: Found
+    ) -> Callable[[Install], Install]:
+        """State a bug; its text is the docstring of the function, unless one is given."""
+
+        def state(install: Install) -> Install:
+            plants.append(Plant(name, text or getdoc(install) or "", install, found, unseen))
+            return install
+
+        return state
+
+    return bug

@@ -1,0 +1,109 @@
+"""The four simulators, each with its plants and with what its seeds can visit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvflow.proof.plant import Installed, Plant
+from kvflow.proof.rules.outcome import Outcome
+from kvflow.proof.sim.coverage import (
+    TABLES,
+    TABLES_OF_CACHES,
+    TABLES_OF_GROUPS,
+    TABLES_OF_NODES,
+    AnyTable,
+)
+from kvflow.proof.sim.faults import KINDS, ON_COPIES, SWITCH
+from kvflow.protocols.errors import MisuseError
+
+
+def _silent(_: str) -> None:
+    return None
+
+
+class Simulator(NamedTuple):
+    """One way to play a seed."""
+
+    key: str  # its name in plants
+    how: str  # options of `kvflow sim` that choose it
+    simulate: Callable[..., Outcome]
+    plants: Sequence[Plant]
+    tables: Mapping[str, AnyTable]  # whose cells its seeds can visit
+    faults: tuple[str, ...]  # kinds of which each must strike in many seeds
+    finds_within: int  # seeds in which it finds each plant
+    hidden: Iterable[Plant] = ()  # plants that it cannot find, with the reason
+
+    def planted(self, name: str) -> Installed:
+        """Return a context that installs the named plant, if any. Raises: MisuseError."""
+        if not name:
+            return nullcontext()
+        known = {plant.name: plant for plant in self.plants}
+        if name in known:
+            return known[name].install()
+        for plant in self.hidden:
+            if plant.name == name:
+                raise MisuseError(f"no plant {name!r}, where it cannot be seen: {plant.unseen}")
+        raise MisuseError(f"no plant {name!r}; there are: {', '.join(known)}")
+
+    def hunt(
+        self, name: str, seeds: Sequence[int], say: Callable[[str], None] = _silent
+    ) -> dict[str, Any]:
+        """Find the first seed that shows a plant, and what it broke; no seed if all pass."""
+        with self.planted(name):
+            for seed in seeds:
+                if (violation := self.simulate(seed).violation) is not None:
+                    say(f"{name}: seed {seed} breaks {violation.invariant}")
+                    return {"plant": name, "seed": seed, **violation._asdict()}
+        say(f"{name}: NOT FOUND in {len(seeds)} seeds")
+        return {"plant": name}
+
+
+class Choice(NamedTuple):
+    """Simulator by the options that choose it; without any, the one of whole nodes."""
+
+    bare: bool = False
+    group: int = 0  # ranks
+    cache: bool = False
+
+    def load(self) -> Simulator:
+        """Return the simulator. What the others need is not imported."""
+        if self.group:
+            return _group(self.group)
+        if self.cache:
+            return _cache()
+        return _bare() if self.bare else _nodes()
+
+
+def _nodes() -> Simulator:
+    from kvflow.proof.sim.plants import PLANTS
+    from kvflow.proof.sim.run import simulate
+
+    faults = (*KINDS, *ON_COPIES, SWITCH)
+    return Simulator("nodes", "", simulate, PLANTS, TABLES_OF_NODES, faults, 2_000)
+
+
+def _bare() -> Simulator:
+    from kvflow.proof.bare.plants import OF_NODES, PLANTS
+    from kvflow.proof.bare.run import simulate
+
+    hidden = [plant for plant in OF_NODES if plant.unseen]
+    return Simulator("bare", " --bare", simulate, PLANTS, TABLES, KINDS, 20_000, hidden)
+
+
+def _group(ranks: int) -> Simulator:
+    from kvflow.proof.group.plants import PLANTS
+    from kvflow.proof.group.run import simulate
+
+    play = partial(simulate, ranks=ranks)
+    return Simulator("group", f" --group {ranks}", play, PLANTS, TABLES_OF_GROUPS, KINDS, 20_000)
+
+
+def _cache() -> Simulator:
+    from kvflow.proof.cached.plants import PLANTS
+    from kvflow.proof.cached.run import simulate
+
+    faults = (*KINDS, *ON_COPIES)
+    return Simulator("cache", " --cache", simulate, PLANTS, TABLES_OF_CACHES, faults, 2_000)
