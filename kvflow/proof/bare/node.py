@@ -132,6 +132,7 @@ class Node:
     """One life of one node."""
 
     RUN: ClassVar[dict[type, Callable[[Any, Any], None]]]
+    is_prefill = False
 
     def __init__(
         self, world: Scene, name: str, group: int, endpoint: DecodeEndpoint | PrefillEndpoint

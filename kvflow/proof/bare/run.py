@@ -1,6 +1,4 @@
-"""One seed, played to its end: faults, calm, rest, good rooms for every pair, and every writer's
-death.
-"""
+"""One seed of bare endpoints, played to its end."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from kvflow.proof.bare.prefill import Prefill
 from kvflow.proof.bare.rest import left
 from kvflow.proof.bare.scenario import Twist, Twists, Visit, draw_waiting
 from kvflow.proof.bare.world import World
+from kvflow.proof.course import PROBE_CHUNKS, PROBES, Course
 from kvflow.proof.rules.book import Rules
 from kvflow.proof.rules.outcome import Outcome
 from kvflow.proof.rules.rooms import Rooms
@@ -26,67 +25,32 @@ from kvflow.proof.rules.watch import observed, swaps
 from kvflow.proof.sim.coverage import Cell, covered
 from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.scenario import Accident, Leg, Request, Scenario
-from kvflow.proof.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
-from kvflow.proof.sim.variety import LATE, LATE_FENCE_S, NEVER, PAGE_SIZE
+from kvflow.proof.sim.times import RECOVER_S, REST_S
+from kvflow.proof.sim.variety import PAGE_SIZE
 from kvflow.protocols.decode.core import MAX_REPEAT_AFTER_S
 from kvflow.protocols.wire.codec import prompt_digest
 
-# Good rooms for every pair, and the pages of their chunks. They fit beside any quarantine.
-PROBES, PROBE_CHUNKS = 6, (1, 1)
 PROBE_TOKENS = sum(PROBE_CHUNKS) * PAGE_SIZE
 
 
-class Run:
-    """One scenario in one world."""
+class Run(Course):
+    """One scenario in one world of bare endpoints."""
 
     left = staticmethod(left)  # a group run replaces it
 
     def __init__(self, world: World, scenario: Scenario, twists: Twists) -> None:
-        self.world, self.scenario, self.twists = world, scenario, twists
-        self.clock, self.faults = world.clock, world.faults
-        self.places: list[Any] = []  # present node of each place
-        self._probe_room = 1_000_000
+        super().__init__(world, scenario, world.faults, world.rules)
+        self.world, self.twists, self.clock = world, twists, world.clock
         self.rows = int(bool(scenario.variety.layout.num_rows))
 
-    def play(self) -> None:
-        """Play the scenario: faults, calm, good rooms, lies, and at last the death of every
-        writer.
-        """
-        world, scenario = self.world, self.scenario
-        for group, world_size in enumerate(scenario.groups):
-            self.places += [
-                world.start_prefill(group, rank, world_size) for rank in range(world_size)
-            ]
-        self.places += [world.start_decode(n) for n in range(scenario.decodes)]
-        for request, twist in zip(scenario.requests, self.twists.requests, strict=True):
-            self._schedule(request, twist)
-        for accident in scenario.accidents:
-            self.clock.later(accident.at_s, None, self.happen, accident)
-        if (visit := self.twists.visit) is not None:
-            self.clock.later(visit.at_s, None, self._visit, visit)
-        self.clock.play(FAULTS_END_S)
-        self._two_kinds_at_least()
-        self._calm()
-        self._until_rest(SETTLE_S, "with the faults over", doubts=True)
-        # Links that were given up come back with a heartbeat.
-        self.clock.play(RECOVER_S)
-        if scenario.variety.fences == LATE:
-            # By then the fence has answered for all that died.
-            self.clock.play(LATE_FENCE_S)
-        self._probe()
-        self._until_rest(REST_S, "after good rooms", doubts=True)
-        self._check_counts()
-        world.tell_lies()
-        self.clock.play(RECOVER_S)
-        dead = [node for node in world.nodes.values() if isinstance(node, Prefill)]
-        for node in dead:
-            if node.alive:
-                world.kill(node)
-        if scenario.variety.fences == NEVER:
-            world.declare_dead(*dead)
-        self._until_rest(FENCED_S + LATE_FENCE_S, "with every writer dead", doubts=False)
+    async def wait(self, for_s: float) -> None:
+        self.clock.play(for_s)
 
     # --- requests
+
+    def schedule(self) -> None:
+        for request, twist in zip(self.scenario.requests, self.twists.requests, strict=True):
+            self._schedule(request, twist)
 
     def _schedule(self, request: Request, twist: Twist) -> None:
         """Schedule both legs of a request; a twist may send the same room to a second decode."""
@@ -151,39 +115,14 @@ class Run:
 
     # --- accidents
 
-    def happen(self, accident: Accident) -> None:
-        """Let an accident strike its node, and schedule its end."""
-        node, kind, world = self.places[accident.node], accident.kind, self.world
-        if not node.up or node.leaving:
-            return
-        if kind == "crash" and not self._enough_without(node):
-            kind = "restart"
-        self.faults.strike(kind)
-        later, for_s = self.clock.later, accident.for_s
-        if kind in ("crash", "restart"):
-            world.kill(node)
-            if self.twists.declares_after_s is not None and isinstance(node, Prefill):
-                later(self.twists.declares_after_s, None, world.declare_dead, node)
-            if kind == "restart":
-                later(for_s, None, self._start_again, accident.node)
-        elif kind == "leave":
-            node.say("leaves")
-            node.leave()
-            later(for_s, None, self._start_again, accident.node)
-        elif kind == "stall":
-            node.say(f"its data plane stalls for {for_s:.2f} s")
-            node.stall(for_s)
-        elif kind == "jam":
-            world.jam(node)
-            later(for_s, None, world.unjam, node)
-        elif kind == "takeover":
-            self.places[accident.node] = world.take_over(node)
-        elif kind == "freeze":
-            world.halt(node)
-            later(for_s, None, world.resume, node)
-        else:
-            world.cut(node)
-            later(for_s, None, world.mend, node)
+    def struck(self, node: Node, accident: Accident) -> None:
+        declares_after_s = self.twists.declares_after_s
+        if accident.kind in ("crash", "restart") and declares_after_s is not None:
+            self.clock.later(declares_after_s, None, self.world.declare_dead, node)
+
+    def schedule_more(self) -> None:
+        if (visit := self.twists.visit) is not None:
+            self.clock.later(visit.at_s, None, self._visit, visit)
 
     def _visit(self, visit: Visit) -> None:
         """Halt a decode for long, while another one comes and wants its place."""
@@ -196,10 +135,10 @@ class Run:
         guest = world.start_decode(self.scenario.decodes)
         self.clock.later(visit.stays_s, None, self._depart, guest)
         for group in range(len(self.scenario.groups)):
-            self._probe_room += 1
-            digest = self._probe_room.to_bytes(32, "little")
+            self.probe_room += 1
+            digest = self.probe_room.to_bytes(32, "little")
             job = DecodeJob(
-                self._probe_room, PAGE_SIZE, digest, group, world.rules.rooms.issue, rows=self.rows
+                self.probe_room, PAGE_SIZE, digest, group, world.rules.rooms.issue, rows=self.rows
             )
             self.clock.later(visit.comes_after_s, guest, guest.begin, job)
 
@@ -207,50 +146,10 @@ class Run:
         if guest.alive:
             self.world.kill(guest)
 
-    def _enough_without(self, gone: Node) -> bool:
-        """Return True if a whole prefill group and a decode would be left."""
-        alive = [node for node in self.places if node.alive and node is not gone]
-        left_of = Counter(node.group if isinstance(node, Prefill) else "decode" for node in alive)
-        whole = any(left_of[group] == ranks for group, ranks in enumerate(self.scenario.groups))
-        return left_of["decode"] > 0 and whole
-
-    def _start_again(self, place: int) -> None:
-        node = self.places[place]
-        if not node.alive:
-            self.places[place] = self.world.start_again(node)
-        # The node still closes in order: look again later.
-        elif node.leaving:
-            self.clock.later(0.1, None, self._start_again, place)
-
-    def _two_kinds_at_least(self) -> None:
-        """Halt a node or cut it off for a moment, until at least two kinds of fault struck."""
-        for kind in ("freeze", "partition"):
-            if len(self.faults.struck) >= 2:
-                return
-            while not (up := [n for n, node in enumerate(self.places) if node.up]):
-                # Every node is about to start again.
-                self.clock.play(0.1)
-            self.happen(Accident(0.0, kind, up[-1], 0.2))
-            self.clock.play(0.25)
-
-    def _calm(self) -> None:
-        """End all faults. Dropped frames stay lost and late ones stay late, but no new fault
-        strikes.
-        """
+    def calm(self) -> None:
+        super().calm()
         world = self.world
-        if world.tell is not None:
-            world.tell(self.clock.now, "", "calm")
-        self.faults.calm()
-        for node in world.nodes.values():
-            if node.alive:
-                world.resume(node)
-                world.mend(node)
-                world.unjam(node)
-                if isinstance(node, Prefill):
-                    node.stall(0.0)
-        for node in [
-            node for node in world.nodes.values() if isinstance(node, Prefill) and node.alive
-        ]:
+        for node in [n for n in world.nodes.values() if isinstance(n, Prefill) and n.alive]:
             for write in [write for write in node.writes.values() if write.fault == "frozen"]:
                 if not world.nodes[write.key[1]].alive or world.nodes[write.key[1]].leaving:
                     # Prefill keeps the place of a dead decode while a write to it runs.
@@ -270,16 +169,10 @@ class Run:
 
     # --- rest
 
-    def _until_rest(self, patience_s: float, when: str, *, doubts: bool) -> None:
-        deadline_s = self.clock.now + patience_s
-        while next(self.left(self.world, doubts=doubts), None) is not None:
-            if self.clock.now >= deadline_s:
-                still = self.left(self.world, doubts=doubts)
-                self.world.rules.broken("I5", f"{when}, after {patience_s:g} s: {'; '.join(still)}")
-            self.clock.play(0.1)
+    def still_left(self, *, doubts: bool) -> list[str]:
+        return list(self.left(self.world, doubts=doubts))
 
-    def _probe(self) -> None:
-        """Verify that good rooms succeed for every pair that lives (I7)."""
+    async def probe(self) -> None:
         world, jobs = self.world, []
         self.clock.play(world.timing.repeat_after_s)
         for group, world_size in enumerate(self.scenario.groups):
@@ -306,7 +199,7 @@ class Run:
         self, group: int, prefills: list[Prefill], decode: Decode
     ) -> list[tuple[Node, Any]]:
         """Begin a room that must succeed, and return each node with its job."""
-        self._probe_room = room = self._probe_room + 1
+        self.probe_room = room = self.probe_room + 1
         digest = room.to_bytes(32, "little")
         jobs = self.good_room_at_prefill(room, PROBE_TOKENS, digest, prefills)
         jobs.append(
@@ -332,18 +225,6 @@ class Run:
             jobs.append((node, job))
             node.begin(job)
         return jobs
-
-    def counted(self) -> dict[str, int]:
-        """Return further counts for the report."""
-        return {}
-
-    def _check_counts(self) -> None:
-        for node in self.world.nodes.values():
-            if node.alive and node.counts.malformed != node.malformed:
-                counted = node.counts.malformed
-                self.world.rules.broken(
-                    "I7", f"{node.name} counts {counted} malformed frames of {node.malformed}"
-                )
 
 
 class BrokenError(AssertionError):
@@ -388,13 +269,13 @@ def played(seed: int, cast: Cast, *, visits: Counter[Cell] | None, tell: Tell | 
     faults = Faults(rng)
     scenario, twists = cast.draw(rng, faults)
     rules = rules_for(clock, tell, cast.rooms)
-    rules.rooms.forgetful = scenario.forgetful
     world = cast.world(clock, rng, rules, faults, scenario.variety, twists, tell)
     run = cast.run(world, scenario, twists)
     with swaps(observed(rules.rooms)), covered(Counter() if visits is None else visits):
         try:
-            run.play()
-        except BrokenError:
+            # Time passes at once here, so one step of the coroutine is the whole run.
+            run.play().send(None)
+        except (BrokenError, StopIteration):
             pass
         # An endpoint that raises is a finding, whatever it raises.
         except Exception as error:

@@ -42,10 +42,15 @@ class World(Scene):
         """Draw an incarnation from the seed, not from the system."""
         return Incarnation(self.rng.getrandbits(63) | 1)
 
+    def everyone(self) -> list[Node]:
+        return list(self.nodes.values())
+
     def declare_dead(self, *nodes: Node) -> None:
-        """Let an operator declare these processes dead, at every decode."""
+        """Let an operator declare these processes dead, at every decode; without any, all prefills
+        that ended.
+        """
         for node in self.living(Decode):
-            for dead in nodes:
+            for dead in nodes or [n for n in self.everyone() if n.is_prefill and not n.alive]:
                 self.tell_node(node, node.declare_dead, dead.incarnation)
 
     def tell_lies(self) -> None:
@@ -75,6 +80,15 @@ class World(Scene):
         node.say("loses its address to another process")
         node.displaced = True
         return self.start_again(node)
+
+    def leave(self, node: Node) -> None:
+        node.say("leaves")
+        node.leave()
+
+    def stall(self, node: Node, for_s: float) -> None:
+        if isinstance(node, Prefill):
+            node.say(f"its data plane stalls for {for_s:.2f} s")
+            node.stall(for_s)
 
     def halt(self, node: Node) -> None:
         node.say("stands still")

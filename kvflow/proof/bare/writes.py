@@ -20,6 +20,7 @@ DAMAGED = b"damaged"
 class Writer(Node):
     """Node whose data plane writes."""
 
+    is_prefill = True
     rank: int
     pages: Pages
     cells: list[Content | None]  # content of its pages

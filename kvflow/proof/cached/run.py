@@ -96,8 +96,8 @@ class CachingCluster(Cluster):
         )
         return member
 
-    def crash(self, member: Member) -> None:
-        super().crash(member)
+    def kill(self, member: Member) -> None:
+        super().kill(member)
         if member.cache is not None:
             member.cache.die()
 
@@ -140,7 +140,7 @@ class CachedRun(plain.Run):
         for _ in range(rng.randint(0, 2)):
             node = rng.randrange(sum(scenario.groups) + scenario.decodes)
             restart = Accident(rng.uniform(0.5, 1.8), "restart", node, rng.uniform(0.05, 0.3))
-            loop.later(restart.at_s, self._happen, restart)
+            loop.later(restart.at_s, self.happen, restart)
 
     def _pick(self) -> Member | None:
         up = [member for member in self.cluster.members if member.up and not member.leaving]

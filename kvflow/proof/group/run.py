@@ -11,8 +11,9 @@ from typing import Any
 
 from kvflow.proof.bare.node import Node, Tell
 from kvflow.proof.bare.prefill import Prefill
-from kvflow.proof.bare.run import PROBE_CHUNKS, Cast, Run, played
+from kvflow.proof.bare.run import Cast, Run, played
 from kvflow.proof.bare.scenario import Twist, Twists, draw_all
+from kvflow.proof.course import PROBE_CHUNKS
 from kvflow.proof.group.client import NO_FATE, Client, Fate
 from kvflow.proof.group.rest import left
 from kvflow.proof.group.stage import GONE, Stage
@@ -161,7 +162,7 @@ class GroupRun(Run):
             # Its rank in the group stays taken until the process that lost the address dies.
             if kind == "takeover" and node.rank:
                 self.clock.later(accident.for_s, node, self.world.kill, node)
-            elif kind == "crash" and self._enough_without(node):
+            elif kind == "crash" and self.enough_without(node):
                 self.world.lost.add(node.group)
         super().happen(accident)
 

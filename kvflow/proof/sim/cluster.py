@@ -32,6 +32,7 @@ from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.ports import PageStore
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.telemetry.counters import Counts
 from kvflow.testing.shards import shard_layout
 from kvflow.transports.control.memory import Frame
 from kvflow.transports.data.fake import FakeNetwork
@@ -66,6 +67,18 @@ class Member:
         self.leaving = False
 
     @property
+    def is_prefill(self) -> bool:
+        return isinstance(self.node, PrefillNode)
+
+    @property
+    def counts(self) -> Counts:
+        return self.node.counts
+
+    @property
+    def malformed(self) -> int:
+        return self.seen.malformed
+
+    @property
     def alive(self) -> bool:
         return not self.process.dead
 
@@ -73,11 +86,6 @@ class Member:
     def up(self) -> bool:
         """True while alive and not halted."""
         return self.alive and self.process.parked is None
-
-    @property
-    def settled(self) -> bool:
-        """True while alive, to stay, and reached by its address."""
-        return self.alive and not self.leaving and not self.seen.displaced
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task in the process of this node."""
@@ -211,7 +219,10 @@ class Cluster:
 
     # --- what can happen to a node
 
-    def crash(self, member: Member) -> None:
+    def everyone(self) -> list[Member]:
+        return list(self.members)
+
+    def kill(self, member: Member) -> None:
         """End a node without a word. Its tasks, frames and writes stop, and its death can be
         observed.
         """

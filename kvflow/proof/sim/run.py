@@ -15,6 +15,7 @@ from time import process_time
 
 from kvflow.memory import shared
 from kvflow.node import DecodeNode, PrefillNode
+from kvflow.proof.course import PROBE_CHUNKS, PROBES, Course
 from kvflow.proof.rules.outcome import Outcome
 from kvflow.proof.sim.cluster import Cluster, Member
 from kvflow.proof.sim.coverage import Cell, covered
@@ -44,20 +45,18 @@ from kvflow.proof.sim.staging import waits_observed
 from kvflow.proof.sim.stay import GOOD
 from kvflow.proof.sim.swap import swapped
 from kvflow.proof.sim.thread_engine import loans_observed
-from kvflow.proof.sim.times import A_MOMENT_S, FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
-from kvflow.proof.sim.variety import LATE, LATE_FENCE_S, NEVER, PAGE_SIZE
+from kvflow.proof.sim.times import A_MOMENT_S, REST_S
+from kvflow.proof.sim.variety import NEVER, PAGE_SIZE
 from kvflow.proof.sim.watch import nodes_observed
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.wire.codec import prompt_digest
 
 STEPS_MIN = 200
-# Good rooms for every pair, and the pages of their chunks.
-PROBES, PROBE_CHUNKS = 6, (1, 1)
 # At most so many run at once at a node, so that they fit beside any quarantine.
 PROBES_OF_NODE = 12
 
 
-class Run:
+class Run(Course):
     """One scenario on one cluster."""
 
     def __init__(
@@ -70,26 +69,18 @@ class Run:
         cluster: Cluster | None = None,
     ) -> None:
         """Prepare the run on `cluster`, or on a plain one."""
-        self.loop, self.faults, self.scenario, self.scheduler, self.oracle = (
-            loop,
-            faults,
-            scenario,
-            scheduler,
-            oracle,
-        )
         self.cluster = cluster or Cluster(loop, oracle, faults, scenario.variety)
+        super().__init__(self.cluster, scenario, faults, oracle)
+        self.loop, self.scheduler, self.oracle = loop, scheduler, oracle
         self.cluster.threaded, self.cluster.threaded_groups = (
             scenario.threaded,
             scenario.threaded_groups,
         )
         oracle.dp_groups.groups = self.cluster.data_parallel = dp_groups_of(scenario.data_parallel)
-        oracle.rooms.forgetful = scenario.forgetful
         # A room that finds no staging is announced with the first repetition.
         if scenario.variety.staging_bytes:
             oracle.rooms.announced_within_s = scenario.variety.timing.repeat_after_s + A_MOMENT_S
-        self._places: list[Member] = []  # present member of each place
         self._switching: Member | None = None  # leaves to take the other role
-        self._probe_room = 1_000_000
         self._prefills: list[range] = []  # places of each group
         for ranks in scenario.groups:
             first = self._prefills[-1].stop if self._prefills else 0
@@ -99,47 +90,15 @@ class Run:
         self._numbers = [*groups, *range(scenario.decodes)]
         self._begun: dict[Process | None, list[Job]] = defaultdict(list)
 
-    async def play(self) -> None:
-        """Play the scenario: faults, calm, good rooms, lies, and at last the death of every
-        writer.
-        """
-        for group, world_size in enumerate(self.scenario.groups):
-            self._places += [
-                self.cluster.start_prefill(group, rank, world_size) for rank in range(world_size)
-            ]
-        self._places += [self.cluster.start_decode(n) for n in range(self.scenario.decodes)]
+    async def wait(self, for_s: float) -> None:
+        await asyncio.sleep(for_s)
+
+    # --- requests
+
+    def schedule(self) -> None:
         for request in self.scenario.requests:
             decode = sum(self.scenario.groups) + request.decode_at
             self._schedule(request, self._prefills[request.group], request.group, decode)
-        for accident in self.scenario.accidents:
-            self.loop.later(accident.at_s, self._happen, accident)
-        if (switch := self.scenario.switch) is not None:
-            self.loop.later(switch.at_s, self._switch, switch)
-        await asyncio.sleep(FAULTS_END_S)
-        await self._two_kinds_at_least()
-        self.calm()
-        await self._until_rest(SETTLE_S, "with the faults over", doubts=True)
-        # Links that were given up come back with a heartbeat.
-        await asyncio.sleep(RECOVER_S)
-        if self.scenario.variety.fences == LATE:
-            # By then the fence has answered for all that died.
-            await asyncio.sleep(LATE_FENCE_S)
-        await self._probe()
-        while self.loop.steps < STEPS_MIN:
-            await self._probe()
-        await self._until_rest(REST_S, "after one more room", doubts=True)
-        self._check_counts()
-        self.at_the_end()
-        self.cluster.tell_lies()
-        await asyncio.sleep(RECOVER_S)
-        for member in self.cluster.members:
-            if isinstance(member.node, PrefillNode) and member.alive:
-                self.cluster.crash(member)
-        if self.scenario.variety.fences == NEVER:
-            self.cluster.declare_dead()
-        await self._until_rest(FENCED_S + LATE_FENCE_S, "with every writer dead", doubts=False)
-
-    # --- requests
 
     def _schedule(self, request: Request, prefills: Iterable[int], group: int, decode: int) -> None:
         """Schedule a request at these places. `group` is the one that decode looks up in the
@@ -180,7 +139,7 @@ class Run:
         """Begin one leg, unless the place has no node of that role: then its client is refused, and
         the other leg learns of that.
         """
-        member = self._places[place]
+        member = self.places[place]
         if not member.alive or member.leaving or not isinstance(member.node, role):
             return
         task = member.spawn(self._leg(member, job))
@@ -226,43 +185,13 @@ class Run:
 
     # --- accidents
 
-    def _happen(self, accident: Accident) -> None:
-        """Let an accident strike its node, and schedule its end."""
-        member = self._places[accident.node]
-        kind, cluster = accident.kind, self.cluster
-        if not member.up or member.leaving:
-            return
-        if kind in ("takeover", "stall") and not isinstance(member.node, PrefillNode):
-            return
-        if kind == "crash" and not self._enough_without(member):
-            kind = "restart"
-        self.faults.strike(kind)
-        if kind in ("crash", "restart"):
-            cluster.crash(member)
-            # No fence proves this death, so an operator who saw it declares it.
-            if self.scenario.variety.fences == NEVER:
-                self.loop.later(2 * accident.for_s, cluster.declare_dead)
-            if kind == "restart":
-                self.loop.later(accident.for_s, self._start_again, accident.node)
-        elif kind == "leave":
-            cluster.leave(member)
-            self.loop.later(accident.for_s, self._start_again, accident.node)
+    def struck(self, node: Member, accident: Accident) -> None:
+        variety, kind = self.scenario.variety, accident.kind
+        # No fence proves this death, so an operator who saw it declares it.
+        if kind in ("crash", "restart") and variety.fences == NEVER:
+            self.loop.later(2 * accident.for_s, self.cluster.declare_dead)
         elif kind == "stall":
-            cluster.stall(member, accident.for_s)
-            self.loop.later(
-                self.scenario.variety.timing.lost_after_s + 0.1, self._check_stalled, member
-            )
-        elif kind == "jam":
-            cluster.jam(member)
-            self.loop.later(accident.for_s, cluster.unjam, member)
-        elif kind == "takeover":
-            self._places[accident.node] = cluster.take_over(member)
-        elif kind == "freeze":
-            cluster.halt(member)
-            self.loop.later(accident.for_s, cluster.resume, member)
-        else:
-            cluster.cut(member)
-            self.loop.later(accident.for_s, cluster.mend, member)
+            self.loop.later(variety.timing.lost_after_s + 0.1, self._check_stalled, node)
 
     def _check_stalled(self, member: Member) -> None:
         """Verify that a node whose data plane stood still for too long reports it: health and
@@ -274,35 +203,18 @@ class Run:
                 "I7", f"{member.name}: its data plane stands still, and it calls itself available"
             )
 
-    def _enough_without(self, gone: Member) -> bool:
-        """Return True if a whole prefill group and a decode would be left."""
-        left = Counter(
-            m.group if isinstance(m.node, PrefillNode) else "decode"
-            for m in self._places
-            if m.alive and m is not gone and m is not self._switching
-        )
-        return left["decode"] > 0 and any(
-            left[g] == ranks for g, ranks in enumerate(self.scenario.groups)
-        )
+    def stays(self, node: Member) -> bool:
+        return node is not self._switching
 
-    def _start_again(self, place: int) -> None:
-        member = self._places[place]
-        if not member.alive:
-            self._places[place] = self.cluster.start_again(member)
-        # The node still closes in order: look again later.
-        elif member.leaving:
-            self.loop.later(0.1, self._start_again, place)
+    def schedule_more(self) -> None:
+        if (switch := self.scenario.switch) is not None:
+            self.loop.later(switch.at_s, self._switch, switch)
 
     # --- roles
 
     def _switch(self, switch: Switch) -> None:
-        member = self._places[switch.node]
-        if (
-            not self.faults.on
-            or not member.up
-            or member.leaving
-            or not self._enough_without(member)
-        ):
+        member = self.places[switch.node]
+        if not self.faults.on or not member.up or member.leaving or not self.enough_without(member):
             return
         self.faults.strike(SWITCH)
         self._switching = member
@@ -311,13 +223,13 @@ class Run:
 
     def _go_on(self, switch: Switch) -> None:
         """Start the node of the other role, once the old one has ended."""
-        place, member = switch.node, self._places[switch.node]
+        place, member = switch.node, self.places[switch.node]
         if member.alive:
             self.loop.later(0.02, self._go_on, switch)
             return
         at_home = isinstance(member.node, PrefillNode) != (place < sum(self.scenario.groups))
-        group = self._numbers[place] if at_home else len(self._places) + place
-        self._places[place] = self.cluster.switch_role(member, group)
+        group = self._numbers[place] if at_home else len(self.places) + place
+        self.places[place] = self.cluster.switch_role(member, group)
         self._switching = None
         if not at_home:
             for request in switch.requests:
@@ -329,9 +241,9 @@ class Run:
         """Schedule a request for the node at `place`, whose role is not the usual one there, and
         for another node.
         """
-        if isinstance(self._places[place].node, PrefillNode):
+        if isinstance(self.places[place].node, PrefillNode):
             decodes = [
-                n for n, member in enumerate(self._places) if isinstance(member.node, DecodeNode)
+                n for n, member in enumerate(self.places) if isinstance(member.node, DecodeNode)
             ]
             self._schedule(request, (place,), group, decodes[request.room % len(decodes)])
         else:
@@ -339,56 +251,12 @@ class Run:
             other = others[request.room % len(others)]
             self._schedule(request, self._prefills[other], other, place)
 
-    async def _two_kinds_at_least(self) -> None:
-        """Halt a node or cut it off for a moment, until at least two kinds of fault struck."""
-        for kind in ("freeze", "partition"):
-            if len(self.faults.struck) >= 2:
-                return
-            while not (  # noqa: ASYNC110
-                up := [
-                    n
-                    for n, member in enumerate(
-                        self._places,
-                    )
-                    if member.up
-                ]
-            ):
-                # Every node is about to start again.
-                await asyncio.sleep(0.1)
-            self._happen(Accident(0.0, kind, up[-1], 0.2))
-            await asyncio.sleep(0.25)
-
-    def calm(self) -> None:
-        """End all faults. Dropped frames stay lost and late ones stay late, but no new fault
-        strikes.
-        """
-        self.oracle.trace(lambda: "calm")
-        self.faults.calm()
-        for member in self.cluster.members:
-            if member.alive:
-                self.cluster.resume(member)
-                self.cluster.mend(member)
-                self.cluster.unjam(member)
-                self.cluster.stall(member, 0.0)
-
     # --- rest
 
-    async def _until_rest(self, patience_s: float, when: str, *, doubts: bool) -> None:
-        deadline_s = self.loop.time() + patience_s
-        while still := self.still_left(doubts=doubts):
-            if self.loop.time() >= deadline_s:
-                return self.oracle.broken(
-                    "I5", f"{when}, after {patience_s:g} s: {'; '.join(still)}"
-                )
-            await asyncio.sleep(0.1)
-        return None
-
     def still_left(self, *, doubts: bool) -> list[str]:
-        """Return a line for everything that is not at rest."""
         return left(self.cluster.members, self.oracle, doubts=doubts)
 
     def counted(self) -> dict[str, int]:
-        """Return further counts for the report."""
         counts: dict[str, int] = {}
         if staged := self.cluster.staged.values():
             counts["waits for staging"] = sum(one.waits for one in staged)
@@ -401,13 +269,12 @@ class Run:
             counts["rooms of engines without a loop"] = sum(engine.handled for engine in engines)
         return counts
 
-    def at_the_end(self) -> None:
-        """Hook for further checks: all is at rest, and every living node has shown that it
-        works.
-        """
+    async def probe(self) -> None:
+        await self._probe()
+        while self.loop.steps < STEPS_MIN:
+            await self._probe()
 
     async def _probe(self) -> None:
-        """Verify that good rooms succeed for every pair that lives (I7)."""
         legs: list[tuple[Member, Job]] = []
         groups, decodes = (
             {m.group for m in self.cluster.living(PrefillNode)},
@@ -429,7 +296,7 @@ class Run:
                     # A decode with so much quarantine may refuse rooms.
                     continue
                 for number in range(count):
-                    self._probe_room = room = self._probe_room + 1
+                    self.probe_room = room = self.probe_room + 1
                     prompt = [room] * (sum(PROBE_CHUNKS) * PAGE_SIZE)
                     legs += [(member, Job(room, prompt, PROBE_CHUNKS)) for member in ranks]
                     named = partial(self.cluster.named, group, *self._names_for_probe(group, room))
@@ -452,12 +319,6 @@ class Run:
             return OWN_GROUP, None
         named = room % found.dp_size != found.dp_rank
         return WORD if room & 1 else EVERY_GROUP, found.dp_rank if named else None
-
-    def _check_counts(self) -> None:
-        for member in self.cluster.members:
-            if member.alive and member.node.counts.malformed != member.seen.malformed:
-                said, there = member.node.counts.malformed, member.seen.malformed
-                self.oracle.broken("I7", f"{member.name} counts {said} malformed frames of {there}")
 
 
 def simulate(
