@@ -86,8 +86,9 @@ def _nodes() -> Simulator:
 
 
 def _bare() -> Simulator:
-    from kvflow.proof.bare.plants import OF_NODES, PLANTS
+    from kvflow.proof.bare.plants import PLANTS
     from kvflow.proof.bare.run import simulate
+    from kvflow.proof.sim.plants import PLANTS as OF_NODES
 
     hidden = [plant for plant in OF_NODES if plant.unseen]
     return Simulator("bare", " --bare", simulate, PLANTS, TABLES, KINDS, 20_000, hidden)

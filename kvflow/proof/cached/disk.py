@@ -8,7 +8,6 @@ where it is, in the middle of a file.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import errno
 import os
 import random
@@ -16,101 +15,54 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from kvflow.aio import Job
-from kvflow.proof.sim.loop import VirtualLoop, VirtualThread
+from kvflow.proof.sim.loop import VirtualLoop, VirtualThread, current_process
 from kvflow.proof.sim.times import THREAD_S
+from kvflow.proof.sim.virtual_thread import LockStep
 from kvflow.serve.cache.storage.disk import Disk
 from kvflow.serve.cache.storage.record import HEADER_BYTES
 
 STEP_S = (0.00005, 0.001)
 HANG_S = (0.2, 2.0)
 ON_DISKS = ("disk error", "disk full", "disk hangs", "page torn", "page lost")
-_running = threading.local()
 
 
 class KilledError(BaseException):
     """The process ended, and this thread with it."""
 
 
-class Worker:
-    """One call of a store, under way in a thread."""
-
-    def __init__(
-        self, loop: VirtualLoop, done: asyncio.Future[Any], work: Callable[[], Any]
-    ) -> None:
-        self._loop, self._done, self._work = loop, done, work
-        self._goes, self._waits = threading.Semaphore(0), threading.Semaphore(0)
-        self._pause_s: float | None = None
-        self._result: Any = None
-        self._error: Exception | None = None
-        self._killed = False
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._body,), daemon=True)
-
-    def step(self) -> None:
-        """Run the thread until it pauses or ends. The loop calls this, and waits."""
-        self._pause_s = None
-        if self._thread.ident is None:
-            self._thread.start()
-        else:
-            self._goes.release()
-        self._waits.acquire()
-        if (pause_s := self._paused()) is not None:
-            self._loop.call_later(pause_s, self.step)
-        elif not self._done.done():
-            if self._error is not None:
-                self._done.set_exception(self._error)
-            else:
-                self._done.set_result(self._result)
-
-    def _paused(self) -> float | None:
-        """Return the pause as the thread left it.
-
-        A method, because a type checker sees only the None that `step` assigns.
-        """
-        return self._pause_s
-
-    def pause(self, for_s: float) -> None:
-        """Pause the thread, from within. Raises: KilledError."""
-        self._pause_s = for_s
-        self._waits.release()
-        self._goes.acquire()
-        if self._killed:
-            raise KilledError
-
-    def kill(self) -> None:
-        """End the thread, after the run."""
-        self._killed = True
-        if self._thread.is_alive():
-            self._goes.release()
-            self._thread.join()
-
-    def _body(self) -> None:
-        _running.worker = self
-        try:
-            self._result = self._work()
-        except KilledError:
-            pass
-        # The caller awaits the result and receives the error, as from any thread.
-        except Exception as error:  # noqa: BLE001
-            self._error = error
-        self._waits.release()
-
-
 class StoreThreads(VirtualThread):
-    """Replacement for a store's threads."""
+    """Replacement for a store's threads, each of which runs only while the loop waits for it."""
 
-    def __init__(self, loop: VirtualLoop, workers: list[Worker]) -> None:
-        self._loop, self._workers = loop, workers
+    def __init__(self, loop: VirtualLoop, steps: list[LockStep[Any]]) -> None:
+        self._loop, self._steps = loop, steps
 
     def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:
-        worker = Worker(self._loop, done, job.run)
-        self._workers.append(worker)
-        self._loop.call_later(self._loop.rng.uniform(*THREAD_S), worker.step)
+        self._loop.call_later(self._loop.rng.uniform(*THREAD_S), self._start, done, job.run)
+
+    def _start(self, done: asyncio.Future[Any], work: Callable[[], Any]) -> None:
+        process = current_process()
+        assert process is not None
+        step: LockStep[Any] = LockStep(self._loop, process, work)
+        self._steps.append(step)
+        step.answer.add_done_callback(partial(_pass_on, done))
+
+
+def _pass_on(done: asyncio.Future[Any], answer: asyncio.Future[Any]) -> None:
+    """Give the caller, which may be gone, the result or the error, as from any thread."""
+    if answer.cancelled() or done.done():
+        return
+    error = answer.exception()
+    if error is None:
+        done.set_result(answer.result())
+    elif isinstance(error, KilledError):
+        done.set_result(None)
+    else:
+        done.set_exception(error)
 
 
 class DiskFaults:
@@ -141,10 +93,10 @@ class FaultyDisk(Disk):
         self.whole: set[bytes] = set()
 
     def _takes_time(self) -> None:
-        worker: Worker | None = getattr(_running, "worker", None)
-        if worker is not None and threading.current_thread() is worker._thread:
+        thread = threading.current_thread()
+        if isinstance(thread, LockStep):
             hangs = self._faults.strikes("disk hangs")
-            worker.pause(self._faults.rng.uniform(*(HANG_S if hangs else STEP_S)))
+            thread.stand(self._faults.rng.uniform(*(HANG_S if hangs else STEP_S)))
         if self.dead:
             raise KilledError
 

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 from kvflow.memory.pool import PagedPool
 from kvflow.proof.cached.copies import CopyThread
-from kvflow.proof.cached.disk import DiskFaults, FaultyDisk, StoreThreads, Worker, files_in
+from kvflow.proof.cached.disk import DiskFaults, FaultyDisk, StoreThreads, files_in
 from kvflow.proof.cached.texts import Texts, page_bytes
 from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.oracle import Oracle
 from kvflow.proof.sim.pages import Books, watch
 from kvflow.proof.sim.variety import PAGE_SIZE
+from kvflow.proof.sim.virtual_thread import LockStep
 from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.nodes import PAGED, Node
 from kvflow.protocols.machines.cached_run import RunPhase
@@ -66,7 +67,7 @@ class NodeCache:
         oracle: Oracle,
         faults: Faults,
         disk_faults: DiskFaults,
-        workers: list[Worker],
+        workers: list[LockStep[Any]],
     ) -> None:
         self._who, self._books, self._texts, self._oracle = who, books, texts, oracle
         self._host_books: Books | None = None
@@ -99,7 +100,7 @@ class NodeCache:
         # The publisher is only notified that there are events, so this object can be one.
         self.cache.publisher = self  # type: ignore[assignment]
 
-    def _store(self, host: HostTier, workers: list[Worker]) -> GuardedStorage:
+    def _store(self, host: HostTier, workers: list[LockStep[Any]]) -> GuardedStorage:
         layout = host.memory.layout
         self._backend = backend = FileBackend(
             str(self.folder), identity_of(layout), layout.page_bytes, _STORE_BYTES, disk=self._disk

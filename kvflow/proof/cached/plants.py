@@ -99,8 +99,9 @@ OF_THE_WALK = {
     "chunk without pages lands at once": (1, "I4"),
 }
 """Plants of the walk that seeds must find, too."""
+_walked: list[Any] = [*OF_THE_INDEX, *WALKED]
 PLANTS += [
     Plant(plant.name, plant.text, plant.install, {"cache": OF_THE_WALK[plant.name]})
-    for plant in (*OF_THE_INDEX, *WALKED)
+    for plant in _walked
     if plant.name in OF_THE_WALK
 ]

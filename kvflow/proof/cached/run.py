@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvflow.proof.cached.disk import DiskFaults, Worker, empty_folder, spoil
+from kvflow.proof.cached.disk import DiskFaults, empty_folder, spoil
 from kvflow.proof.cached.node_cache import CachePlan, NodeCache, draw_plan
 from kvflow.proof.cached.scheduler import CachingScheduler
 from kvflow.proof.cached.texts import Library, Texts, page_bytes
@@ -34,6 +34,7 @@ from kvflow.proof.sim.scenario import (
 from kvflow.proof.sim.swap import swapped
 from kvflow.proof.sim.times import FAULTS_END_S
 from kvflow.proof.sim.variety import NUM_PAGES, PAGE_SIZE, Variety
+from kvflow.proof.sim.virtual_thread import LockStep
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.serve.cache.storage import call
@@ -68,7 +69,7 @@ class CachingCluster(Cluster):
         rng: random.Random,
     ) -> None:
         super().__init__(loop, oracle, faults, variety)
-        self.texts, self.counts, self.workers = Texts(), Counter[str](), list[Worker]()
+        self.texts, self.counts, self.workers = Texts(), Counter[str](), list[LockStep[Any]]()
         self.caches: dict[int, NodeCache] = {}
         self._folder = empty_folder()
         self.rng, self.disk_faults = rng, DiskFaults(rng, faults.struck)
@@ -109,8 +110,8 @@ class CachingCluster(Cluster):
     def close(self) -> None:
         for cache in self.caches.values():
             cache.die()
-        for worker in self.workers:
-            worker.kill()
+        for step in self.workers:
+            step.abandon()
         for cache in self.caches.values():
             cache.unmap()
         super().close()

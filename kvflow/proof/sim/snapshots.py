@@ -6,32 +6,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvflow.aio import Job
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
+from kvflow.proof.sim.copies import FAILED, Copy
 from kvflow.proof.sim.faults import Faults
-from kvflow.proof.sim.loop import VirtualLoop, VirtualThread
+from kvflow.proof.sim.loop import VirtualThread
 from kvflow.proof.sim.oracle import Oracle
 from kvflow.proof.sim.pages import Books, watch
-from kvflow.proof.sim.times import COPY_S, SLOW_COPY_S
-from kvflow.protocols.pages.layout import NO_PLACES, Places
 
 
 class CopyFailedError(Exception):
     """Failure of a copy, on purpose."""
 
     def __init__(self) -> None:
-        super().__init__("a copy fails half-way (on purpose)")
-
-
-def after_half_a_copy(
-    loop: VirtualLoop, fault: str, do: Callable[..., object], *arguments: object
-) -> None:
-    """Call `do` after the time that half of a copy with this fault takes."""
-    span = SLOW_COPY_S if fault == "slow copy" else COPY_S
-    loop.call_later(loop.rng.uniform(*span), do, *arguments)
+        super().__init__(FAILED)
 
 
 class Snapshots:
@@ -91,9 +82,7 @@ class Snapshots:
 
 
 class CopyThread(VirtualThread):
-    """Copies in two halves, with time before each. The places of a copy are in use from its begin
-    to its end.
-    """
+    """Thread of copies, all of which may run at once."""
 
     def __init__(self, pool: PagedPool, books: Books, oracle: Oracle, faults: Faults) -> None:
         self._pool, self._books, self._oracle, self._faults = pool, books, oracle, faults
@@ -106,56 +95,26 @@ class CopyThread(VirtualThread):
         self._after_next.append((turns, do))
 
     def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:
-        """Start a copy, and count it as a reader of its places on both sides."""
-        work, (pairing, source, target, *rest) = job.work, job.arguments
+        """Start a copy."""
         job.begin()
-        out = pairing.source is self._pool.layout
+        out, fault = job.arguments[0].source is self._pool.layout, self._faults.of_copy()
         assert self.host is not None
-        used = [
-            *_used(self._books, source if out else target),
-            *_used(self.host, target if out else source),
-        ]
-        for books, place in used:
-            books.readers[place] += 1
-        owner = self._books.owners[used[0][1]]
+        homes = (self._books, self.host) if out else (self.host, self._books)
+        copy = Copy(job, *homes, fault, lambda answer: self._end(done, owner, answer))
+        owner = next(books.owners[place] for books, place in copy.used if books is self._books)
         self.owners.append(owner)
-        fault = self._faults.of_copy()
+        count = len(job.arguments[1].pages)
         self._oracle.trace(
-            lambda: (
-                f"copies {len(source.pages)} pages {'out' if out else 'in'}, {fault or 'no fault'}"
-            )
+            lambda: f"copies {count} pages {'out' if out else 'in'}, {fault or 'no fault'}"
         )
-        self._next(
-            _Copy(
-                done,
-                lambda half: work(pairing, *half, *rest, job.is_cancelled),
-                _halves(source, target),
-                used,
-                owner,
-                fault,
-            )
-        )
+        copy.begin(self._oracle.loop)
 
-    def _next(self, copy: _Copy) -> None:
-        after_half_a_copy(self._oracle.loop, copy.fault, self._half, copy)
-
-    def _half(self, copy: _Copy) -> None:
-        whole = copy.work(copy.halves.pop(0))
-        if not whole or not copy.halves:
-            self._end(copy, whole)
-        elif copy.fault == "failed copy":
-            self._end(copy, CopyFailedError())
+    def _end(self, done: asyncio.Future[Any], owner: Hashable, answer: bool | None) -> None:
+        self.owners.remove(owner)
+        if answer is None:
+            done.set_exception(CopyFailedError())
         else:
-            self._next(copy)
-
-    def _end(self, copy: _Copy, result: bool | Exception) -> None:
-        for books, place in copy.used:
-            books.readers[place] -= 1
-        self.owners.remove(copy.owner)
-        if isinstance(result, Exception):
-            copy.done.set_exception(result)
-        else:
-            copy.done.set_result(result)
+            done.set_result(answer)
         waiting, self._after_next = self._after_next, []
         for turns, do in waiting:
             self._in_turns(turns, do)
@@ -165,31 +124,3 @@ class CopyThread(VirtualThread):
             self._oracle.loop.call_soon(self._in_turns, turns - 1, do)
         else:
             do()
-
-
-Half = tuple[Places, Places]
-"""Source and target of one half of a copy."""
-
-
-class _Copy(NamedTuple):
-    done: asyncio.Future[Any]
-    work: Callable[[Half], bool]
-    halves: list[Half]
-    used: list[tuple[Books, int]]
-    owner: Hashable
-    fault: str
-
-
-def _halves(source: Places, target: Places) -> list[Half]:
-    """Return the halves of a copy. A row, if there is one, is in the second half."""
-    half = len(source.pages) // 2
-    first, last = (
-        [Places(both.pages[part], both.rows if whole else NO_PLACES) for both in (source, target)]
-        for part, whole in ((slice(half), False), (slice(half, None), True))
-    )
-    return [(first[0], first[1]), (last[0], last[1])]
-
-
-def _used(books: Books, places: Places) -> list[tuple[Books, int]]:
-    rows = places.rows + books.num_pages
-    return [(books, place) for place in (*places.pages.tolist(), *rows.tolist())]

@@ -18,11 +18,12 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import StagedArrivals, Staging
 from kvflow.node import DecodeNode
 from kvflow.proof.rules.both_sides import OVER_AT_DECODE
+from kvflow.proof.sim.copies import after_half_a_copy
 from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.loop import Process, VirtualThread, current_process
 from kvflow.proof.sim.oracle import Oracle
 from kvflow.proof.sim.pages import Books, grant_of, watch
-from kvflow.proof.sim.snapshots import CopyFailedError, after_half_a_copy
+from kvflow.proof.sim.snapshots import CopyFailedError
 from kvflow.proof.sim.swap import swapped
 from kvflow.protocols.pages.plan import Blocks
 from kvflow.protocols.waiting import PASSED_FOR_S

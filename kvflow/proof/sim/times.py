@@ -32,6 +32,7 @@ LOOK_FOR_PAGES_S: Span = (0.01, 0.05)  # between two polls while it waits only f
 THREAD_S: Span = (0.0005, 0.02)  # work in an executor: a model step, a checksum
 COPY_S: Span = (0.0002, 0.01)  # half of a copy to host memory, or back
 SLOW_COPY_S: Span = (0.02, 0.15)
+HUNG_COPY_S: Span = (0.3, 1.5)
 
 # --- one run
 

@@ -1,0 +1,81 @@
+"""Copies in virtual time: in two halves, with time before each, and faults in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvflow.aio import Job
+from kvflow.proof.sim.loop import VirtualLoop
+from kvflow.proof.sim.pages import Books
+from kvflow.proof.sim.times import COPY_S, HUNG_COPY_S, SLOW_COPY_S
+from kvflow.protocols.pages.layout import NO_PLACES, Places
+
+FAILED = "a copy fails half-way (on purpose)"
+_SPANS = {"slow copy": SLOW_COPY_S, "hung copy": HUNG_COPY_S}
+
+
+def after_half_a_copy(
+    loop: VirtualLoop, fault: str, do: Callable[..., object], *arguments: object
+) -> None:
+    """Call `do` after the time that half of a copy with this fault takes."""
+    loop.call_later(loop.rng.uniform(*_SPANS.get(fault, COPY_S)), do, *arguments)
+
+
+class Copy:
+    """Copy between two pools. Its places are in use from its begin to its end, so that a place
+    that is freed too early shows.
+    """
+
+    def __init__(
+        self,
+        job: Job[Any],
+        source: Books,
+        target: Books,
+        fault: str,
+        ended: Callable[[bool | None], None],
+    ) -> None:
+        """`job` copies a half, and returns False if it gave up; `ended` receives the last answer,
+        or None for a copy that failed.
+        """
+        _, sources, targets, *_ = job.arguments
+        self.job, self.fault, self._ended = job, fault, ended
+        self.used = [*_used(source, sources), *_used(target, targets)]
+        self._halves = _halves(sources, targets)
+
+    def begin(self, loop: VirtualLoop) -> None:
+        for books, place in self.used:
+            books.readers[place] += 1
+        after_half_a_copy(loop, self.fault, self._half, loop)
+
+    def _half(self, loop: VirtualLoop) -> None:
+        pairing, _, _, *rest = self.job.arguments
+        whole = self.job.work(pairing, *self._halves.pop(0), *rest, self.job.is_cancelled)
+        if not whole or not self._halves:
+            self._end(whole)
+        elif self.fault == "failed copy":
+            self._end(None)
+        else:
+            after_half_a_copy(loop, self.fault, self._half, loop)
+
+    def _end(self, answer: bool | None) -> None:
+        for books, place in self.used:
+            books.readers[place] -= 1
+        self._ended(answer)
+
+
+def _halves(source: Places, target: Places) -> list[tuple[Places, Places]]:
+    """Return the halves of a copy. A row, if there is one, is in the second half."""
+    half = len(source.pages) // 2
+    return [
+        (
+            Places(source.pages[part], source.rows if rows else NO_PLACES),
+            Places(target.pages[part], target.rows if rows else NO_PLACES),
+        )
+        for part, rows in ((slice(half), False), (slice(half, None), True))
+    ]
+
+
+def _used(books: Books, places: Places) -> list[tuple[Books, int]]:
+    rows = places.rows + books.num_pages
+    return [(books, place) for place in (*places.pages.tolist(), *rows.tolist())]
