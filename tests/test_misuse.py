@@ -39,6 +39,10 @@ PROMPTS = [
 ]
 
 
+def misuse(text: str) -> pytest.RaisesExc[kvflow.MisuseError]:
+    return pytest.raises(kvflow.MisuseError, match=text)
+
+
 @pytest.mark.parametrize(("room", "text"), ROOM_IDS)
 async def test_what_is_not_a_room_id(kvflow_pair: Pair, room: Any, text: str) -> None:
     p, cause = kvflow_pair, kvflow.Cause(kvflow.Code.CAPACITY)
@@ -49,7 +53,7 @@ async def test_what_is_not_a_room_id(kvflow_pair: Pair, room: Any, text: str) ->
         lambda: p.decode.announce(room, p.ranks, PROMPT),
         lambda: p.decode.refuse(room, p.ranks, cause),
     ):
-        with pytest.raises(kvflow.MisuseError, match=text):
+        with misuse(text):
             call()
     await p.rest()
 
@@ -57,9 +61,9 @@ async def test_what_is_not_a_room_id(kvflow_pair: Pair, room: Any, text: str) ->
 @pytest.mark.parametrize(("prompt", "text"), PROMPTS)
 async def test_what_is_not_a_prompt(kvflow_pair: Pair, prompt: Any, text: str) -> None:
     p = kvflow_pair
-    with pytest.raises(kvflow.MisuseError, match=text):
+    with misuse(text):
         p.prefill.room(7, prompt)
-    with pytest.raises(kvflow.MisuseError, match=text):
+    with misuse(text):
         p.decode.room(7, p.ranks, prompt)
     await p.rest()
 
@@ -71,7 +75,7 @@ async def test_a_prefix_that_is_not_whole_pages(kvflow_pair: Pair, prefix: int) 
         f"prefix_tokens {prefix} is neither a whole number of 4-token pages nor all of the 10 "
         "tokens of the prompt"
     )
-    with pytest.raises(kvflow.MisuseError, match=text):
+    with misuse(text):
         p.decode.room(7, p.ranks, PROMPT, prefix_tokens=prefix)
     await p.rest()
 
@@ -90,22 +94,14 @@ async def test_a_prompt_of_more_pages_than_an_offer_may_have(kvflow_pair: Pair) 
 async def test_a_room_before_start_and_a_node_of_no_plane() -> None:
     pool = kvflow.PagedPool.allocate(small_layout(), shared=False)
     planes = FakeNetwork()
-    with pytest.raises(
-        kvflow.MisuseError, match=r"the prefill node is not started: .* or start\(\)"
-    ):
+    with misuse(r"the prefill node is not started: .* or start\(\)"):
         kvflow.PrefillNode(pool, FakePlane(planes)).room(7, PROMPT)
-    with pytest.raises(
-        kvflow.MisuseError, match=r"the decode node is not started: .* or start\(\)"
-    ):
+    with misuse(r"the decode node is not started: .* or start\(\)"):
         kvflow.DecodeNode(pool, FakePlane(planes)).room(7, [], PROMPT)
-    with pytest.raises(
-        kvflow.MisuseError, match="no data plane 'nvlink'; there are: local, mooncake"
-    ):
+    with misuse("no data plane 'nvlink'; there are: local, mooncake"):
         kvflow.DecodeNode(pool, "nvlink")
     for incarnation in (0, -1, 1 << 64):
-        with pytest.raises(
-            kvflow.MisuseError, match=f"incarnation {incarnation} is not a positive unsigned 64-bit"
-        ):
+        with misuse(f"incarnation {incarnation} is not a positive unsigned 64-bit"):
             kvflow.DecodeNode(pool, FakePlane(planes), incarnation=incarnation)
     pool.close()
 
@@ -113,9 +109,7 @@ async def test_a_room_before_start_and_a_node_of_no_plane() -> None:
 async def test_prefill_by_a_name_that_nothing_resolves(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     p.decode._resolve = None
-    with pytest.raises(
-        kvflow.MisuseError, match=r"prefill '10\.0\.0\.1:8998': this node was given no resolve\(\)"
-    ):
+    with misuse(r"prefill '10\.0\.0\.1:8998': this node was given no resolve\(\)"):
         p.decode.room(7, "10.0.0.1:8998", PROMPT)
 
 
@@ -142,7 +136,7 @@ async def test_a_chunk_that_cannot_be_sent(
     source, target = await p.open(7, PROMPT)
     await source.matched()
     mine = p.prefill.pages.take(4, "engine")
-    with pytest.raises(kvflow.MisuseError, match=f"room 7: {text}"):
+    with misuse(f"room 7: {text}"):
         source.send(pages, **more)
     # Nothing was queued, and a list is as good as an array.
     source.send(mine[:3].tolist(), last=True)
@@ -155,31 +149,27 @@ async def test_a_chunk_that_cannot_be_sent(
 async def test_send_too_early_too_late_and_of_pages_without_an_owner(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     source = p.prefill.room(7, PROMPT)
-    with pytest.raises(kvflow.MisuseError, match=r"room 7: send\(\) before matched\(\)"):
+    with misuse(r"room 7: send\(\) before matched\(\)"):
         source.send([0])
-    with pytest.raises(kvflow.MisuseError, match="room 7 is in use"):
+    with misuse("room 7 is in use"):
         p.prefill.room(7, PROMPT)
     target = await p.decode.room(7, p.ranks, PROMPT)
     await source.matched()
-    with pytest.raises(kvflow.MisuseError, match="hold: page 0 has no owner"):
+    with misuse("hold: page 0 has no owner"):
         source.send([0])
     with pytest.raises(
         kvflow.CapacityError, match="bytes of hand-over: asked for 104857600, limit"
     ):
         mine = p.prefill.pages.take(3, "engine")
         source.send(mine, last=True, handoff=bytes(100 << 20))
-    with pytest.raises(
-        kvflow.MisuseError, match=r"room 7: pages can be kept once, after landed\(\)"
-    ):
+    with misuse(r"room 7: pages can be kept once, after landed\(\)"):
         target.keep("too early")
     source.send(mine, last=True)
-    with pytest.raises(kvflow.MisuseError, match=r"room 7: send\(\) after the last chunk"):
+    with misuse(r"room 7: send\(\) after the last chunk"):
         source.send([0])
     await target.landed()
     kept = target.keep("sequence")
-    with pytest.raises(
-        kvflow.MisuseError, match=r"room 7: pages can be kept once, after landed\(\)"
-    ):
+    with misuse(r"room 7: pages can be kept once, after landed\(\)"):
         target.keep("again")
     p.decode.pages.give_back(kept, "sequence")
     p.prefill.pages.give_back(mine, "engine")
@@ -271,7 +261,7 @@ async def test_nothing_begins_at_a_node_that_is_closed(kvflow_pair: Pair) -> Non
         lambda: p.decode.refuse(7, p.ranks, cause),
         lambda: p.decode.refuse(7, "sim", cause),
     ):
-        with pytest.raises(kvflow.MisuseError, match="the decode node is closed"):
+        with misuse("the decode node is closed"):
             begin()
     with pytest.raises(kvflow.AbortedError, match="decode is shutting down"):
         p.decode.shell.endpoint.refuse_room(7, p.ranks, cause, 0.0)
@@ -281,23 +271,19 @@ async def test_nothing_begins_at_a_node_that_is_closed(kvflow_pair: Pair) -> Non
         and not len(p.decode.shell.endpoint.core.ledger)
     )
     await p.prefill.close()
-    with pytest.raises(kvflow.MisuseError, match="the prefill node is closed"):
+    with misuse("the prefill node is closed"):
         p.prefill.room(7, PROMPT)
-    with pytest.raises(kvflow.MisuseError, match="the prefill node is closed"):
+    with misuse("the prefill node is closed"):
         p.prefill.refuse(7, cause)
     for node in p.nodes:
-        with pytest.raises(
-            kvflow.MisuseError, match=f"the {node.role} node was started before: make a new one"
-        ):
+        with misuse(f"the {node.role} node was started before: make a new one"):
             await node.start()
 
 
 async def test_a_node_is_started_once(kvflow_pair: Pair) -> None:
     for node in kvflow_pair.nodes:
         shell = node.shell
-        with pytest.raises(
-            kvflow.MisuseError, match=f"the {node.role} node was started before: make a new one"
-        ):
+        with misuse(f"the {node.role} node was started before: make a new one"):
             await node.start()
         assert node.shell is shell
 
@@ -344,32 +330,21 @@ async def test_what_is_not_a_time(kvflow_pair: Pair, value: Any) -> None:
         (lambda: p.prefill.room(7, PROMPT, rendezvous_s=value), rendezvous),
         (lambda: kvflow.Timing(rendezvous_s=value), rendezvous),
         (
-            lambda: kvflow.Timing(heartbeat_s=value),
-            rf"^heartbeat_s {said} is .* between 0\.001 and 2592000$",
-        ),
-        (
-            lambda: kvflow.Timing(lost_after_s=value),
-            rf"^lost_after_s {said} is .* between 0\.001 and 2592000$",
-        ),
-        (
-            lambda: kvflow.Timing(repeat_after_s=value),
-            rf"^repeat_after_s {said} is .* between 0\.001 and 2592000$",
-        ),
-        (
-            lambda: kvflow.Timing(register_s=value),
-            rf"^register_s {said} is .* between 0\.001 and 2592000$",
-        ),
-        (
-            lambda: kvflow.RegistryClient(timeout_s=value),
-            rf"^timeout_s {said} is .* between 0\.001 and 2592000$",
-        ),
-        (
             lambda: kvflow.ExternalPages(8).wait_idle([1], value),
             rf"^timeout_s {said} is .* between 0 and 2592000$",
         ),
     ):
-        with pytest.raises(kvflow.MisuseError, match=text):
+        with misuse(text):
             call()
+    for made, name in (
+        (kvflow.Timing, "heartbeat_s"),
+        (kvflow.Timing, "lost_after_s"),
+        (kvflow.Timing, "repeat_after_s"),
+        (kvflow.Timing, "register_s"),
+        (kvflow.RegistryClient, "timeout_s"),
+    ):
+        with misuse(rf"^{name} {said} is .* between 0\.001 and 2592000$"):
+            made(**{name: value})
     await p.rest()
 
 
@@ -383,9 +358,7 @@ async def test_times_at_the_limits(kvflow_pair: Pair) -> None:
         await (await p.decode.room(7, p.ranks, PROMPT, deadline_s=0)).landed()
     with pytest.raises(kvflow.LostError, match="nothing more came for"):
         await p.prefill.room(8, PROMPT, rendezvous_s=0).matched()
-    with pytest.raises(
-        kvflow.MisuseError, match=r"heartbeat_s 0 is not a number of seconds between 0\.001 and"
-    ):
+    with misuse(r"heartbeat_s 0 is not a number of seconds between 0\.001 and"):
         kvflow.Timing(heartbeat_s=0)
     await p.rest()
 
@@ -400,5 +373,5 @@ async def test_times_at_the_limits(kvflow_pair: Pair) -> None:
     ],
 )
 def test_what_bounds_nothing(bounds: dict[str, Any], text: str) -> None:
-    with pytest.raises(kvflow.MisuseError, match=text):
+    with misuse(text):
         kvflow.Bounds(**bounds)

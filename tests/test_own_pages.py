@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.external import ExternalPages
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import (
@@ -42,32 +43,31 @@ async def external_pair(
             await node.close()
         common: dict[str, Any] = {"timing": Timing(lost_after_s=1.0), "verify_transfers": verify}
         clocks = Clock(), Clock()
-        prefill_pool, decode_pool = p.prefill.pool, p.decode.pool
+        first, second = (
+            common | {"pages": store, "now": clock.now}
+            for store, clock in zip(stores, clocks, strict=True)
+        )
         p.prefills[:] = [
-            PrefillNode(
-                prefill_pool,
-                FakePlane(p.planes),
-                bind=p.network.bind,
-                pages=stores[0],
-                now=clocks[0].now,
-                **common,
-            )
+            PrefillNode(p.prefill.pool, FakePlane(p.planes), bind=p.network.bind, **first)
         ]
         p.decodes[:] = [
-            DecodeNode(
-                decode_pool,
-                FakePlane(p.planes),
-                connect=p.network.connect,
-                pages=stores[1],
-                now=clocks[1].now,
-                **common,
-            )
+            DecodeNode(p.decode.pool, FakePlane(p.planes), connect=p.network.connect, **second)
         ]
         for node, clock in zip(p.nodes[::-1], clocks, strict=True):
             await node.start()
             clock.watch(node.shell.wake)
             p.clocks[node.incarnation] = clock
         yield p, *stores
+
+
+async def written(p: Pair) -> tuple[PrefillRoom, DecodeRoom]:
+    """Room 7, whose pages prefill writes and does not finish until its plane is released."""
+    p.plane(p.prefill).script(Fault.STUCK)
+    sending = p.prefill.room(7, PROMPT)
+    room = await p.decode.room(7, p.ranks, PROMPT, pages=MINE)
+    await sending.matched()
+    sending.send([1, 2, 3], last=True)
+    return sending, room
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -93,11 +93,7 @@ async def test_pages_of_the_engines_own_are_filled_and_let_go(verify: bool) -> N
 
 async def test_an_aborted_room_keeps_its_pages_until_the_proof() -> None:
     async with external_pair() as (p, _, targets):
-        p.plane(p.prefill).script(Fault.STUCK)
-        sending = p.prefill.room(7, PROMPT)
-        room = await p.decode.room(7, p.ranks, PROMPT, pages=MINE)
-        await sending.matched()
-        sending.send([1, 2, 3], last=True)
+        sending, room = await written(p)
         room.close()
         with pytest.raises(KvflowError):
             await room.landed()
@@ -129,11 +125,7 @@ async def test_a_room_that_never_opens_lets_its_pages_go() -> None:
 
 async def test_pages_without_proof_stay_busy_until_the_next_node_has_it() -> None:
     async with external_pair() as (p, _, targets):
-        p.plane(p.prefill).script(Fault.STUCK)
-        sending = p.prefill.room(7, PROMPT)
-        await p.decode.room(7, p.ranks, PROMPT, pages=MINE)
-        await sending.matched()
-        sending.send([1, 2, 3], last=True)
+        await written(p)
         (loan,) = await p.decode.close()
         assert list(loan.pages) == MINE and loan.incarnation == p.prefill.incarnation
         assert len(targets.busy(MINE)) == 3
@@ -282,11 +274,7 @@ async def test_pages_of_the_nodes_own_are_offered_once(kvflow_pair: Pair) -> Non
 
 async def test_pages_of_a_writer_that_is_declared_dead_are_let_go_and_it_is_told_to_stop() -> None:
     async with external_pair() as (p, _, targets):
-        p.plane(p.prefill).script(Fault.STUCK)
-        sending = p.prefill.room(7, PROMPT)
-        room = await p.decode.room(7, p.ranks, PROMPT, pages=MINE)
-        await sending.matched()
-        sending.send([1, 2, 3], last=True)
+        sending, room = await written(p)
         p.decode.declare_dead(p.prefill.incarnation, "a drill")
         with pytest.raises(LostError, match="was declared dead: a drill"):
             await room.landed()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from kvflow.memory.available import Available
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.staging import Staging
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.serve.config.settings import Settings
@@ -24,12 +27,18 @@ SLOTS = [StateKind("k", "bfloat16", (2, 16)), StateKind("v", "bfloat16", (2, 16)
 ROWS = [StateKind("conv", "bfloat16", (8, 4), ROW), StateKind("recurrent", "float32", (4, 16), ROW)]
 
 
-def sizes(streams: list[StateKind], **settings: Any) -> tuple[int, int]:
-    made = pool.make_pool(Settings(**settings), streams, "model", torch.device("cpu"))
-    try:
+@contextmanager
+def pool_of(
+    streams: list[StateKind], settings: Settings, *, ring_bytes: int = 0
+) -> Iterator[PagedPool]:
+    device = torch.device("cpu")
+    with closing(pool.make_pool(settings, streams, "model", device, ring_bytes=ring_bytes)) as made:
+        yield made
+
+
+def sizes(streams: list[StateKind], *, ring_bytes: int = 0, **settings: Any) -> tuple[int, int]:
+    with pool_of(streams, Settings(**settings), ring_bytes=ring_bytes) as made:
         return made.layout.num_pages, made.layout.num_rows
-    finally:
-        made.close()
 
 
 @pytest.mark.parametrize(
@@ -75,12 +84,8 @@ def test_fewer_rows_than_requests_are_told(caplog: pytest.LogCaptureFixture) -> 
     ],
 )
 def test_a_role_says_how_large_its_pool_is(streams: list[StateKind], said: str) -> None:
-    settings = Settings(num_pages=10, max_running_requests=32)
-    made = pool.make_pool(settings, streams, "model", torch.device("cpu"))
-    try:
+    with pool_of(streams, Settings(num_pages=10, max_running_requests=32)) as made:
         assert described(made) == f"the KV pool holds {said}"
-    finally:
-        made.close()
 
 
 def test_a_pool_below_the_context_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -148,21 +153,13 @@ def test_a_row_of_sliding_windows_may_be_kept_in_pages(caplog: pytest.LogCapture
     # 65,536 bytes.
     windows = StateKind("layer0.k.sliding_window_rows", "float32", (1024, 2, 8), ROW)
 
-    def made(pool_bytes: int) -> int:
-        settings = Settings(pool_bytes=pool_bytes)
-        found = pool.make_pool(
-            settings, [*SLOTS, windows], "model", torch.device("cpu"), ring_bytes=65536
-        )
-        found.close()
-        return found.layout.num_rows
-
-    with pytest.raises(
-        ConfigError, match=r"65536 bytes of 32768 .*--sliding-window-rows never"
-    ) as refusal:
-        made(1 << 16)
+    streams = [*SLOTS, windows]
+    said = r"65536 bytes of 32768 .*--sliding-window-rows never"
+    with pytest.raises(ConfigError, match=said) as refusal:
+        sizes(streams, ring_bytes=65536, pool_bytes=1 << 16)
     assert "\n" not in str(refusal.value)
     with caplog.at_level(logging.INFO, "kvflow.serve"):
-        assert made(1 << 20) == 8
+        assert sizes(streams, ring_bytes=65536, pool_bytes=1 << 20)[1] == 8
     assert "8 rows of 65536 bytes" in caplog.text and "--sliding-window-rows never" in caplog.text
 
 
@@ -170,11 +167,8 @@ def test_a_default_of_host_memory_that_is_too_small_ends_no_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As for models whose states take hundreds of megabytes a request: these are computed again."""
-    made = pool.make_pool(
-        Settings(num_pages=1, max_running_requests=1), [*SLOTS, *ROWS], "model", torch.device("cpu")
-    )
     monkeypatch.setattr(pool, "SnapshotStore", refusing)
-    try:
+    with pool_of([*SLOTS, *ROWS], Settings(num_pages=1, max_running_requests=1)) as made:
         with caplog.at_level(logging.WARNING, "kvflow.serve"):
             assert pool.make_snapshots(Settings(), made) is None
         assert "retracted requests are computed again" in caplog.text and "too small" in caplog.text
@@ -183,8 +177,6 @@ def test_a_default_of_host_memory_that_is_too_small_ends_no_start(
                 pool.make_snapshots(Settings(**chosen), made)
         assert pool.make_snapshots(Settings(new_token_ratio=1.0), made) is None
         assert pool.make_snapshots(Settings(host_memory_bytes=0), made) is None
-    finally:
-        made.close()
 
 
 def refusing(*_: object) -> None:
@@ -194,17 +186,15 @@ def refusing(*_: object) -> None:
 @pytest.mark.parametrize(
     ("plane", "shards", "staging", "staged"),
     [
-        *(("mooncake", 2, "auto", True), ("nixl", 2, "auto", True), ("mooncake", 4, "auto", True)),
-        *(
-            ("mooncake", 0, "auto", False),
-            ("mooncake", 1, "auto", False),
-            ("local", 2, "auto", False),
-        ),
-        *(
-            ("local", 2, "always", False),
-            ("mooncake", 2, "always", True),
-            ("mooncake", 3, "auto", False),
-        ),
+        ("mooncake", 2, "auto", True),
+        ("nixl", 2, "auto", True),
+        ("mooncake", 4, "auto", True),
+        ("mooncake", 0, "auto", False),
+        ("mooncake", 1, "auto", False),
+        ("local", 2, "auto", False),
+        ("local", 2, "always", False),
+        ("mooncake", 2, "always", True),
+        ("mooncake", 3, "auto", False),
     ],
 )
 def test_slices_that_would_be_tiny_land_in_staging(
@@ -213,35 +203,40 @@ def test_slices_that_would_be_tiny_land_in_staging(
     """Of two heads of 32 bytes: what a prefill of two or four shards would write; three cannot have
     as many each.
     """
+    with caplog.at_level(logging.INFO), staging_of(4, plane, shards, staging=staging) as found:
+        said = (
+            f"prefills of {shards} shards would write slices of 32 bytes on average over {plane}"
+            in caplog.text
+        )
+        assert said == staged and (found is not None) == (staged or staging == "always")
+        if found is not None:
+            assert len(found.host.layout.components) == len(SLOTS) * (2 if staged else 1)
+
+
+@contextmanager
+def staging_of(
+    num_pages: int,
+    plane: Any,
+    shards: int,
+    streams: list[StateKind] = SLOTS,
+    **more: Any,
+) -> Iterator[Staging | None]:
+    """What a decode makes for prefills of so many shards."""
     settings = Settings(
-        num_pages=4,
+        num_pages=num_pages,
         disaggregation_transfer_backend=plane,
         disaggregation_prefill_tp=shards,
-        staging=staging,
+        **more,
     )
-    made = pool.make_pool(settings, SLOTS, "model", torch.device("cpu"))
-    with caplog.at_level(logging.INFO):
-        found = pool.make_staging(settings, made, 0)
-    said = (
-        f"prefills of {shards} shards would write slices of 32 bytes on average over {plane}"
-        in caplog.text
-    )
-    assert said == staged and (found is not None) == (staged or staging == "always")
-    if found is not None:
-        assert len(found.host.layout.components) == len(SLOTS) * (2 if staged else 1)
-        found.close()
-    made.close()
+    with pool_of(streams, settings) as made, ExitStack() as stack:
+        if (found := pool.make_staging(settings, made, 0)) is not None:
+            stack.callback(found.close)
+        yield found
 
 
 def test_slices_of_large_heads_are_written_as_they_are() -> None:
-    settings = Settings(
-        num_pages=2, disaggregation_transfer_backend="nixl", disaggregation_prefill_tp=2
-    )
-    made = pool.make_pool(
-        settings, [StateKind("k", "bfloat16", (2, 4096))], "model", torch.device("cpu")
-    )
-    assert pool.make_staging(settings, made, 0) is None  # 8 KiB each
-    made.close()
+    with staging_of(2, "nixl", 2, [StateKind("k", "bfloat16", (2, 4096))]) as found:
+        assert found is None  # 8 KiB each
 
 
 def test_without_memory_for_staging_slices_are_written_as_they_are(
@@ -253,12 +248,11 @@ def test_without_memory_for_staging_slices_are_written_as_they_are(
         raise LayoutError("no memory for a pool")
 
     monkeypatch.setattr(pool, "Staging", refused)
-    settings = Settings(
-        num_pages=4, disaggregation_transfer_backend="mooncake", disaggregation_prefill_tp=2
-    )
-    made = pool.make_pool(settings, SLOTS, "model", torch.device("cpu"))
-    assert pool.make_staging(settings, made, 0) is None
+    with staging_of(4, "mooncake", 2) as found:
+        assert found is None
     assert "slices are written as they are: no memory for a pool" in caplog.text
-    with pytest.raises(ConfigError, match="--staging-bytes 0: no memory"):
-        pool.make_staging(msgspec.structs.replace(settings, staging="always"), made, 0)
-    made.close()
+    with (
+        pytest.raises(ConfigError, match="--staging-bytes 0: no memory"),
+        staging_of(4, "mooncake", 2, staging="always"),
+    ):
+        pass

@@ -280,6 +280,7 @@ async def ask(front: Front, path: str = COMPLETIONS, *, stream: bool = False, **
     the fakes.
     """
     document = {**REQUESTS[path], **more}
+    answer: Any
     if stream:
         answer = await front.events(path, document)
     else:

@@ -204,7 +204,7 @@ class Front(Server):
         **options: Any,
     ) -> None:
         urls = ([worker.url for worker in workers] for workers in (prefills, decodes))
-        self.router = Router(*urls, keys=keys, **{"poll_s": 3600, **options})
+        self.router = Router(*urls, keys=keys, **{"poll_s": 3600} | options)
         super().__init__(router_app(self.router), key=keys.of_operator)
 
     async def __aenter__(self) -> Self:

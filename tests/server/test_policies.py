@@ -42,8 +42,7 @@ class Pairs(Front):
         workers = AsyncExitStack()
         for role in self.roles:
             await workers.enter_async_context(role)
-        options = {"retry_timeout_s": 0, "policy": self._chosen}
-        super().__init__(self.roles[:2], self.roles[2:], **options)
+        super().__init__(self.roles[:2], self.roles[2:], retry_timeout_s=0, policy=self._chosen)
         self._stack.push_async_callback(workers.aclose)
         return await super().__aenter__()
 
