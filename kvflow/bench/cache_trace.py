@@ -50,11 +50,10 @@ def find_trace(name: str, folder: Path | None) -> Path:
         return Path(name)
     path = None if folder is None else folder / f"{name}_trace.jsonl"
     if path is None or not path.is_file():
-        missing = (
-            f"{path} is not there"
-            if path
-            else f"neither --traces DIR nor {TRACES_VARIABLE} is given"
-        )
+        if path:
+            missing = f"{path} is not there"
+        else:
+            missing = f"neither --traces DIR nor {TRACES_VARIABLE} is given"
         raise MisuseError(
             f"--trace {name}: {missing}; {name}_trace.jsonl is published in {PUBLISHED}"
         )

@@ -150,11 +150,10 @@ class GroupWorker:
 
     async def rest(self) -> dict[str, Any]:
         """Return the numbers of requests that this rank holds, and of errors in its handlers."""
-        leader = (
-            0
-            if self._leader is None
-            else len(self._leader.requests) + len(self._leader.leader.requests)
-        )
+        if self._leader is None:
+            leader = 0
+        else:
+            leader = len(self._leader.requests) + len(self._leader.leader.requests)
         errors = self._member.counts.handler_errors + (
             self._leader.counts.handler_errors if self._leader else 0
         )

@@ -77,11 +77,9 @@ async def _one_order(
     try:
         await asyncio.to_thread(_fill, pool)
         report = await _rounds(plan, order, pool, store, say)
-        return (
-            report
-            if steps is None
-            else report | {"beside_steps": await _beside_steps(plan, pool, store, steps)}
-        )
+        if steps is None:
+            return report
+        return report | {"beside_steps": await _beside_steps(plan, pool, store, steps)}
     finally:
         await store.close()
         pool.close()

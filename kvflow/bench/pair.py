@@ -86,11 +86,10 @@ class WorkerPair:
         Each process runs `module` with its role as the argument, over the checkout `tree` (empty:
         this one). `shape`: layers, heads, dim, page_size, pages, order.
         """
-        env = (
-            {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
-            if tree
-            else {}
-        )
+        if tree:
+            env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
+        else:
+            env = {}
         prefill, decode = [
             await Process.spawn(sys.executable, "-P", "-m", module, role, name=role, env=env)
             for role in ("prefill", "decode")

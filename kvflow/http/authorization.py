@@ -158,11 +158,9 @@ def _access(request: web.Request) -> Access:
     """
     resource = request.match_info.route.resource
     method = "GET" if request.method == "HEAD" else request.method
-    return (
-        Access.CLIENT
-        if resource is None
-        else _ACCESS_OF.get(f"{method} {resource.canonical}", Access.CLIENT)
-    )
+    if resource is None:
+        return Access.CLIENT
+    return _ACCESS_OF.get(f"{method} {resource.canonical}", Access.CLIENT)
 
 
 def _has_one_of(request: web.Request, *keys: str) -> bool:

@@ -174,11 +174,9 @@ def bounded_code(code: str) -> str:
     servers use; "other" for the rest.
     """
     # Another server chooses the code: without a bound each new one would add a time series.
-    return (
-        code
-        if code in _KNOWN_CODES or (len(code) == 3 and code.isascii() and code.isdigit())
-        else "other"
-    )
+    if code in _KNOWN_CODES or (len(code) == 3 and code.isascii() and code.isdigit()):
+        return code
+    return "other"
 
 
 def failure_of(error: BaseException) -> Failure:

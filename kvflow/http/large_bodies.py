@@ -92,11 +92,10 @@ class LongValues:
                 return ids if as_array else ids.tolist()
             # A flat list of numbers contains no marker, and may be long: it is not copied element
             # by element.
-            flat = (
-                bool(value) and isinstance(value[0], int)
-                if as_array
-                else {int}.issuperset(map(type, value))
-            )
+            if as_array:
+                flat = bool(value) and isinstance(value[0], int)
+            else:
+                flat = {int}.issuperset(map(type, value))
             return value if flat else [self._restored(v, as_array) for v in value]
         if isinstance(value, dict):
             return {key: self._restored(item, as_array) for key, item in value.items()}

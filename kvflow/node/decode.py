@@ -27,7 +27,7 @@ from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.links import DecodeIdentity
 from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import Cause, KvflowError, LostError, MisuseError
-from kvflow.protocols.limits import Bounds, Timing, check_time
+from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, DataPlane, PageStore
 from kvflow.protocols.waiting import Waits
@@ -227,11 +227,10 @@ class DecodeNode(Node[DecodeShell]):
         shell, number = self._open_shell, room_id(room)
         check_dp_rank(dp_rank)
         check_cause(cause)
-        every = (
-            self._ranks.get(prefill)
-            if isinstance(prefill, str)
-            else check_infos(prefill, "prefill")
-        )
+        if isinstance(prefill, str):
+            every = self._ranks.get(prefill)
+        else:
+            every = check_infos(prefill, "prefill")
         groups: list[Sequence[RankInfo]] | None = None
         # When the registry was last asked, it knew no rank of the group.
         with suppress(LostError):
@@ -271,11 +270,7 @@ class DecodeNode(Node[DecodeShell]):
         shell, number = self._open_shell, room_id(room)
         tokens, digest = check_prompt(prompt)
         wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
-        at_s = (
-            float("inf")
-            if deadline_s is None
-            else self._now() + check_time("deadline_s", deadline_s)
-        )
+        at_s = self._deadline_at(deadline_s)
         if dp_rank is not None:
             check_dp_rank(dp_rank)
         if not isinstance(prefill, str):

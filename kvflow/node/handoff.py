@@ -132,11 +132,9 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
         probabilities, ids = self.draft_probabilities, self.draft_token_ids
         if probabilities is None or ids is None:
             missing = "draft_probabilities" if probabilities is None else "draft_token_ids"
-            return (
-                ""
-                if probabilities is ids
-                else f"{missing}: missing; probabilities and token ids go together"
-            )
+            if probabilities is ids:
+                return ""
+            return f"{missing}: missing; probabilities and token ids go together"
         if probabilities.dtype != "float32" or ids.dtype not in ("int32", "int64"):
             wanted = "float32 and int32 or int64"
             return (

@@ -75,11 +75,9 @@ class PackedArray(msgspec.Struct, frozen=True):
         """Return the elements as float32, bfloat16 included."""
         found = self.array()
         # The upper half of a float32 is a bfloat16, so a shift converts it exactly.
-        return (
-            (found.astype("<u4") << 16).view("<f4")
-            if self.dtype == "bfloat16"
-            else found.astype("<f4")
-        )
+        if self.dtype == "bfloat16":
+            return (found.astype("<u4") << 16).view("<f4")
+        return found.astype("<f4")
 
     def tensor(self) -> torch.Tensor:
         """Return a copy as a torch tensor on the CPU."""

@@ -198,11 +198,9 @@ def source_of(
         _reached(events.get(name), host) for name in ("endpoint", "replay_endpoint")
     )
     needs_key = events.get("needs_key") is True
-    return (
-        None
-        if endpoint is None
-        else Source(endpoint, replay, block_size, needs_key, key if needs_key else None)
-    )
+    if endpoint is None:
+        return None
+    return Source(endpoint, replay, block_size, needs_key, key if needs_key else None)
 
 
 def _reached(address: object, host: str) -> str | None:

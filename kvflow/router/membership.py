@@ -78,11 +78,9 @@ class Membership:
             )
         async with self._one_at_a_time:
             known = next((worker for worker in self._workers.all if worker.url == url), None)
-            return (
-                await self._join_anew(url, request.worker_type)
-                if known is None
-                else self._join_again(known, request)
-            )
+            if known is None:
+                return await self._join_anew(url, request.worker_type)
+            return self._join_again(known, request)
 
     def leave(self, worker: Worker, incarnation: str | None = None) -> None:
         """Send this worker no more requests.

@@ -115,11 +115,9 @@ def _operations(router: Router) -> list[web.RouteDef]:
             answer = await router.ask_as_operator(worker, http.path)
             if answer is not None:
                 sides[worker.role] = answer
-        return (
-            json_response(sides)
-            if sides
-            else Failure(404, "unknown_room", "no worker knows this room").response()
-        )
+        if sides:
+            return json_response(sides)
+        return Failure(404, "unknown_room", "no worker knows this room").response()
 
     return [
         web.get("/get_load", load),

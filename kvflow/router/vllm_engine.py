@@ -128,11 +128,9 @@ class VllmEngine:
         None where the request has to be sequential.
         """
         learned = prefill.learned
-        return (
-            learned.address
-            if self._together and isinstance(learned, _Learned) and not learned.varies
-            else None
-        )
+        if self._together and isinstance(learned, _Learned) and not learned.varies:
+            return learned.address
+        return None
 
     def note_alone(self, reason: str) -> None:
         self._decoded_alone[reason] += 1

@@ -28,11 +28,9 @@ def routes(router: Router) -> list[web.RouteDef]:
 
     async def one(http: web.Request) -> web.StreamResponse:
         worker = membership.find(http.match_info["worker_id"])
-        return (
-            _unknown(http)
-            if worker is None
-            else json_response(described(worker, router.workers.trouble(worker)))
-        )
+        if worker is None:
+            return _unknown(http)
+        return json_response(described(worker, router.workers.trouble(worker)))
 
     async def join(http: web.Request) -> web.StreamResponse:
         worker = await membership.join(decoded(await http.read(), JoinRequest))

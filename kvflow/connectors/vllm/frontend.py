@@ -131,11 +131,10 @@ def _telling(process_outputs: Any) -> Any:
     @wraps(process_outputs)
     def telling(self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         for output in engine_core_outputs:
-            text = (
-                (output.trace_headers or {}).get(REASON)
-                if output.finish_reason is not None
-                else None
-            )
+            if output.finish_reason is not None:
+                text = (output.trace_headers or {}).get(REASON)
+            else:
+                text = None
             state = self.request_states.get(output.request_id) if text else None
             if (
                 text

@@ -112,11 +112,10 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         The pages are busy when it returns, unless the room ended.
         """
         layout = self.pool.layout
-        wanted = (
-            room.num_pages
-            if prefix_tokens is None
-            else pages_wanted(layout, room.tokens, prefix_tokens)
-        )
+        if prefix_tokens is None:
+            wanted = room.num_pages
+        else:
+            wanted = pages_wanted(layout, room.tokens, prefix_tokens)
         mine = own_pages(pages, layout, room.room, wanted)
         self.check_places(mine)
 

@@ -80,15 +80,14 @@ class DecodeThreadRoom(ThreadRoom):
         self.handoff: bytes | None = None  # prefill's, once it landed
 
     def __repr__(self) -> str:
-        state = (
-            "released"
-            if self.released
-            else "failed"
-            if self.error
-            else "landed"
-            if self.landed
-            else "open"
-        )
+        if self.released:
+            state = "released"
+        elif self.error:
+            state = "failed"
+        elif self.landed:
+            state = "landed"
+        else:
+            state = "open"
         return f"<DecodeThreadRoom {self.room}: {state}, {len(self.pages)} pages>"
 
     @property

@@ -101,11 +101,9 @@ class _OpenAICall:
 
     def closing(self, completions: list[Completion]) -> list[Any]:
         """Return the usage event if the body asks for it."""
-        return (
-            [{**self._chunk([]), "usage": self._usage(completions)}]
-            if self._options.include_usage
-            else []
-        )
+        if self._options.include_usage:
+            return [{**self._chunk([]), "usage": self._usage(completions)}]
+        return []
 
     def _chunk(self, choices: list[Any]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_kind, "choices": choices}

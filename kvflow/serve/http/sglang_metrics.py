@@ -194,11 +194,10 @@ def _transfers(report: Report, role: str, values: tuple[str, ...]) -> Iterator[M
         return
     sent = role == "prefill"
     # A prefill waits for pages in which it computes, a decode for pages that it lends.
-    alloc = (
-        report.queue_seconds
-        if sent and report.queue_seconds is not None
-        else measures.allocation_seconds
-    )
+    if sent and report.queue_seconds is not None:
+        alloc = report.queue_seconds
+    else:
+        alloc = measures.allocation_seconds
     for name, histogram, unit, bounds, filled in (
         ("latency_ms", measures.transfer_seconds, _MS, _LATENCY_MS, sent),
         ("speed_gb_s", measures.transfer_bytes_per_second, _GB, _SPEED_GB_S, sent),

@@ -53,11 +53,10 @@ class ThreadedTokenizer:
 
     def __init__(self, tokenizer: Any | None, context_length: int = 1 << 20) -> None:
         self._tokenizer = tokenizer
-        longest = (
-            max((len(entry) for entry in tokenizer.get_vocab()), default=1)
-            if tokenizer is not None
-            else 1
-        )
+        if tokenizer is not None:
+            longest = max((len(entry) for entry in tokenizer.get_vocab()), default=1)
+        else:
+            longest = 1
         self._context_length = context_length
         # A longer text cannot fit the context, and encoding it could take gigabytes of memory.
         self._max_characters = context_length * longest

@@ -234,11 +234,10 @@ async def _storage_tier(
             settings.model_name,
         )
         return None
-    where = (
-        f"--l3-dir {settings.l3_dir}"
-        if settings.l3 == "file"
-        else f"--mooncake-master {settings.mooncake_master}"
-    )
+    if settings.l3 == "file":
+        where = f"--l3-dir {settings.l3_dir}"
+    else:
+        where = f"--mooncake-master {settings.mooncake_master}"
     try:
         return StorageTier(await GuardedStorage.open(_backend(settings, host.memory.layout)), host)
     except (MisuseError, OSError) as error:

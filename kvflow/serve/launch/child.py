@@ -158,11 +158,10 @@ class Child:
                 self.last_lines.append(text)
             # The supervisor reports this line in its own error, so it is not relayed.
             if not self._quiet and not text.startswith(f"kvflow {self.role}{_ERROR_MARK}"):
-                shown = (
-                    relayed(text, self.role, self.name)
-                    if self._log_format == "json"
-                    else f"[{self.name}] {text}"
-                )
+                if self._log_format == "json":
+                    shown = relayed(text, self.role, self.name)
+                else:
+                    shown = f"[{self.name}] {text}"
                 sys.stderr.write(f"{shown}\n")
                 sys.stderr.flush()
 

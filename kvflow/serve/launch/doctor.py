@@ -357,13 +357,12 @@ def run_doctor(*, as_json: bool) -> int:
         return 1 if bad else 0
     console = Console(highlight=False)
     for finding in found:
-        mark = (
-            "[green]ok  [/]"
-            if finding.ok
-            else "[red]bad [/]"
-            if finding.needed
-            else "[yellow]none[/]"
-        )
+        if finding.ok:
+            mark = "[green]ok  [/]"
+        elif finding.needed:
+            mark = "[red]bad [/]"
+        else:
+            mark = "[yellow]none[/]"
         advice = f"  -> {escape(finding.advice)}" if finding.advice and not finding.ok else ""
         console.print(f"{mark} {finding.name:<20} {escape(finding.detail)}{advice}", soft_wrap=True)
     return 1 if bad else 0

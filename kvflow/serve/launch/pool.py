@@ -217,11 +217,10 @@ def _check_memory(settings: Settings, sized: PoolLayout, device: torch.device) -
             "them"
         )
     else:
-        flag = (
-            f"--num-pages {settings.num_pages}"
-            if settings.num_pages
-            else f"--pool-bytes {settings.pool_bytes}"
-        )
+        if settings.num_pages:
+            flag = f"--num-pages {settings.num_pages}"
+        else:
+            flag = f"--pool-bytes {settings.pool_bytes}"
         fits = f"at most {(available.size_bytes - rows_bytes) // sized.page_bytes} pages fit"
     raise ConfigError(
         f"{flag}: the pool needs {needed} bytes of memory ({sized.num_pages} pages of "

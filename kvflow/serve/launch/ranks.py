@@ -145,11 +145,10 @@ class RankProcesses:
             for rank in ranks:
                 self.children[rank].kill()
             await asyncio.gather(*(self.children[rank].stop(STOP_S) for rank in ranks))
-            pause_s = (
-                FIRST_PAUSE_S
-                if loop.time() - began_s > STEADY_S
-                else min(2 * pause_s, LONGEST_PAUSE_S)
-            )
+            if loop.time() - began_s > STEADY_S:
+                pause_s = FIRST_PAUSE_S
+            else:
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             log.error("%s; starting %s again in %g s", error, _names(ranks), pause_s)
             await asyncio.sleep(pause_s)
             attempt += 1

@@ -113,11 +113,9 @@ class FakeAdapter(Adapter):
         self._network = FakeNetwork()
 
     def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
-        return (
-            FakePlane(self._network)
-            if rate_bytes_per_s is None
-            else _SlowFake(self._network, rate_bytes_per_s)
-        )
+        if rate_bytes_per_s is None:
+            return FakePlane(self._network)
+        return _SlowFake(self._network, rate_bytes_per_s)
 
     def under_way(self, plane: DataPlane) -> Mapping[str, int]:
         assert isinstance(plane, FakePlane)

@@ -64,16 +64,14 @@ async def closed_in_every_state(bench: Bench) -> str:
         for state in _STATES:
             side = Side(bench.adapter.open)
             # A side exports its plane at once, so "new" needs a second plane over the pool.
-            planes = (
-                [side.plane]
-                if state != "new"
-                else [bench.adapter.open(side.pool, None), side.plane]
-            )
-            route = (
-                await side.plane.connect(peer.address, peer.layout)
-                if state in ("connected", "used")
-                else None
-            )
+            if state != "new":
+                planes = [side.plane]
+            else:
+                planes = [bench.adapter.open(side.pool, None), side.plane]
+            if state in ("connected", "used"):
+                route = await side.plane.connect(peer.address, peer.layout)
+            else:
+                route = None
             if route is not None and state == "used":
                 await asyncio.wait_for(
                     asyncio.shield(route.write(pages(0), pages(0)).done), WITHIN_S

@@ -142,11 +142,9 @@ class _Connections:
         method, path, headers = await _head(reader)
         document = self._documents.get(path) if method == "GET" else None
         if (method, path) == ("GET", "/health"):
-            return (
-                json_answer({"status": "ok"})
-                if document is None
-                else await self._threads.ask(document)
-            )
+            if document is None:
+                return json_answer({"status": "ok"})
+            return await self._threads.ask(document)
         given = (headers["Authorization"] or "").encode("utf-8", "surrogateescape")
         if self._key and not hmac.compare_digest(given, self._key):
             raise _Refused(HTTPStatus.UNAUTHORIZED, "missing or wrong API key")

@@ -129,11 +129,10 @@ class _Handshakes:
     """Handshakes of one DEALER's connections."""
 
     def __init__(self, key: ControlKey | None) -> None:
-        self._why = (
-            "it has another control key, or none"
-            if key
-            else "it requires a control key (--control-key-file)"
-        )
+        if key:
+            self._why = "it has another control key, or none"
+        else:
+            self._why = "it requires a control key (--control-key-file)"
         self._failed = 0
 
     def note(self, event: int) -> None:

@@ -228,11 +228,10 @@ class FakeWrite:
         if self.cancelled:
             self.end(WriteOutcome.CANCELLED)
             return
-        stop_at = (
-            self.total_bytes // self.page_bytes // 2 * self.page_bytes
-            if self.fault
-            else self.total_bytes
-        )
+        if self.fault:
+            stop_at = self.total_bytes // self.page_bytes // 2 * self.page_bytes
+        else:
+            stop_at = self.total_bytes
         self.landed_bytes += self.copy(min(max_bytes, stop_at - self.landed_bytes))
         if self._blocks.left_bytes == 0:
             self.end(WriteOutcome.LANDED)

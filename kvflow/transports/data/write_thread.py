@@ -120,13 +120,12 @@ class ThreadWrite:
         self._thread, self._cancelled = thread, False
 
     def __repr__(self) -> str:
-        state = (
-            self.outcome.value
-            if self.done.done()
-            else "cancelled, draining"
-            if self._cancelled
-            else "under way"
-        )
+        if self.done.done():
+            state = self.outcome.value
+        elif self._cancelled:
+            state = "cancelled, draining"
+        else:
+            state = "under way"
         return (
             f"<ThreadWrite of {len(self.source_pages)} pages: {self.landed_bytes} of "
             f"{self.total_bytes} bytes, {state}>"
@@ -174,11 +173,10 @@ class WriteThread:
         if rate is not None and not rate > 0:
             raise MisuseError(f"rate limit {rate} bytes/s is not above 0")
         self.rate = rate
-        self.slice_bytes = (
-            slice_bytes
-            if rate is None
-            else int(max(_SMALLEST_SLICE, min(slice_bytes, rate * _LIMITED_SLICE_S)))
-        )
+        if rate is None:
+            self.slice_bytes = slice_bytes
+        else:
+            self.slice_bytes = int(max(_SMALLEST_SLICE, min(slice_bytes, rate * _LIMITED_SLICE_S)))
         self.loop: asyncio.AbstractEventLoop
         self._name = name
         self._thread: threading.Thread | None = None

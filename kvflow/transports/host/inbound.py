@@ -220,11 +220,10 @@ class InboundConnections:
         known = self._others | self._connections.keys()
         new = [(inode, fd) for inode, fd in ours.items() if inode not in known]
         addresses = own_addresses() if new else set()
-        far_ends = (
-            {row.ends.reversed() for row in rows(ports=self._ports) if row.inode in ours}
-            if new
-            else set()
-        )
+        if new:
+            far_ends = {row.ends.reversed() for row in rows(ports=self._ports) if row.inode in ours}
+        else:
+            far_ends = set()
         for inode, fd in new:
             found = self._inspect(inode, fd, addresses)
             if found is None or found.ends in far_ends:

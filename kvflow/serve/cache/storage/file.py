@@ -182,11 +182,10 @@ class FileBackend:
             self._index.drop(entry)
             return Result.ABSENT
         expected = HEADER_BYTES + self.value_bytes
-        flaw = (
-            f"{size} bytes"
-            if size != expected
-            else flaw_in(bytes(header), self.identity, key, value)
-        )
+        if size != expected:
+            flaw = f"{size} bytes"
+        else:
+            flaw = flaw_in(bytes(header), self.identity, key, value)
         if not flaw:
             return Result.DONE
         # Only the thread that drops the entry removes the file: several may find the damage.

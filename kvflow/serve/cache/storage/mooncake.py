@@ -293,11 +293,10 @@ class MooncakeBackend:
         except OSError as error:
             raise OSError(f"the master {self._master} does not answer: {error}") from None
         if status != 0:
-            ended = (
-                f"has not ended within {ASK_S:g} s"
-                if status is None
-                else f"ended with status {status}"
-            )
+            if status is None:
+                ended = f"has not ended within {ASK_S:g} s"
+            else:
+                ended = f"ended with status {status}"
             raise OSError(
                 f"nobody can be a client of the master {self._master} with the metadata server "
                 f"{self._metadata_server}: a child that tried to {ended}"

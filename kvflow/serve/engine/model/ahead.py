@@ -134,11 +134,9 @@ class DecodeSteps(Step):
     ) -> torch.Tensor | None:
         """Gather `rows` of `slots` into memory of the plan; None where no more may be kept."""
         memory = self._memory.of(stream, rows.numel() * slots.shape[1], slots)
-        return (
-            None
-            if memory is None
-            else torch.index_select(slots, 0, rows, out=memory.view(rows.numel(), -1))
-        )
+        if memory is None:
+            return None
+        return torch.index_select(slots, 0, rows, out=memory.view(rows.numel(), -1))
 
     def _make_rings(self, window: int, rows: list[int]) -> Rings:
         found = DecodeRings(

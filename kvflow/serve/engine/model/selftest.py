@@ -99,11 +99,9 @@ def _candidates(layers: Layers, requested: str, rings: RingChoice) -> list[tuple
     """Return the modes with the layers' streams in each, the best first."""
     modes: list[Mode] = ["packed", "pad"]
     found = [(mode, layers) for mode in modes if requested in (mode, "auto")]
-    return (
-        found
-        if rings == "never"
-        else [("packed", with_rings(layers)), *(found if rings == "try" else [])]
-    )
+    if rings == "never":
+        return found
+    return [("packed", with_rings(layers)), *(found if rings == "try" else [])]
 
 
 def _try(

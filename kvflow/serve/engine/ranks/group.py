@@ -211,11 +211,10 @@ class PrefillGroup:
                 if (token := first.result()) is not None:
                     self.first_token(ticket, token)
             else:
-                cause = (
-                    error.cause()
-                    if isinstance(error, KvflowError)
-                    else Cause(Code.ENGINE_ERROR, str(error))
-                )
+                if isinstance(error, KvflowError):
+                    cause = error.cause()
+                else:
+                    cause = Cause(Code.ENGINE_ERROR, str(error))
                 room.close(cause)
 
         asked.computing.first.add_done_callback(known)

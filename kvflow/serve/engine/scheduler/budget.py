@@ -310,11 +310,9 @@ class PageBudget:
         return sum(a.outstanding(ratio, ahead) for a in admissions)
 
     def _spare_rows(self) -> int:
-        return (
-            1
-            if self._rows is None
-            else self._rows.free_pages - sum(not a.row_taken for a in self._live)
-        )
+        if self._rows is None:
+            return 1
+        return self._rows.free_pages - sum(not a.row_taken for a in self._live)
 
     def _recheck(self) -> None:
         self._timer = None

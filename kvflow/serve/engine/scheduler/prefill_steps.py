@@ -112,11 +112,12 @@ class PrefillRequest:
 
     def _begin(self) -> None:
         params, start = self.params, self.params.prompt_logprobs_from
-        self.scorer = (
-            None
-            if start is None
-            else PromptScorer(self.sequence, start, params.logprobs or 0, params.logprob_token_ids)
-        )
+        if start is None:
+            self.scorer = None
+        else:
+            self.scorer = PromptScorer(
+                self.sequence, start, params.logprobs or 0, params.logprob_token_ids
+            )
         self.hidden_states: PackedArray | None = None  # at the last token of the prompt
         self.has_begun = False  # True once a step named it
         self.choice: Choice | None = None  # once the prompt is computed, where this rank chooses
@@ -164,11 +165,10 @@ class PrefillSteps:
         if cache is not None and (
             model.whole_prompts or (cache.states is None and pool.layout.num_rows)
         ):
-            what = (
-                "computes every prompt as a whole"
-                if model.whole_prompts
-                else "needs a cache with states"
-            )
+            if model.whole_prompts:
+                what = "computes every prompt as a whole"
+            else:
+                what = "needs a cache with states"
             raise MisuseError(f"prefixes of {model.name} cannot be cached so: the model {what}")
         self.runner = model.runner(pool)
         self.layout, self.places, self.pages = pool.layout, pool.places_over(pages), pages

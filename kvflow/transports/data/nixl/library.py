@@ -79,11 +79,10 @@ def environment(host: str, device: str) -> Iterator[None]:
 
     They name the interface that has the address `host`, or an RDMA device.
     """
-    chosen = (
-        {"UCX_NET_DEVICES": device}
-        if device
-        else {"UCX_TLS": ",".join(PROVABLE), **_interface(host)}
-    )
+    if device:
+        chosen = {"UCX_NET_DEVICES": device}
+    else:
+        chosen = {"UCX_TLS": ",".join(PROVABLE), **_interface(host)}
     with _loading:
         added = {name: value for name, value in chosen.items() if name not in os.environ}
         os.environ.update(added)
