@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
-from kvflow.protocols.machines.story import Line
+from kvflow.protocols.machinery import Line
 
 log = logging.getLogger("kvflow.rooms")
 

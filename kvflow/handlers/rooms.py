@@ -20,9 +20,9 @@ from kvflow.protocols.arguments import (
 )
 from kvflow.protocols.decode.records import DecodeRoomRecord
 from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError
+from kvflow.protocols.machinery import Line
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
 from kvflow.protocols.machines.prefill_room import PrefillPhase, PrefillRoomState
-from kvflow.protocols.machines.story import Line
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.ports import PageStore, Quarantine, Write
 from kvflow.protocols.prefill.records import PrefillRoomRecord

@@ -22,6 +22,7 @@ from kvflow.protocols.arguments import (
     check_cause,
     check_prompt,
     pages_wanted,
+    room_id,
 )
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.links import DecodeIdentity
@@ -31,7 +32,6 @@ from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, DataPlane, PageStore
 from kvflow.protocols.waiting import Waits
-from kvflow.protocols.wire.messages import room_id
 from kvflow.protocols.wire.ranks import (
     RankInfo,
     check_dp_rank,
@@ -252,7 +252,7 @@ class DecodeNode(Node[DecodeShell]):
                 self.shell.refuse(room, ranks, cause)
 
     def _all_linked(self, groups: Sequence[Sequence[RankInfo]]) -> bool:
-        find = self.shell.endpoint.core.links.find
+        find = self.shell.endpoint.link_to
         return all(find(info) is not None for ranks in groups for info in ranks)
 
     def _open(
@@ -309,11 +309,7 @@ class DecodeNode(Node[DecodeShell]):
             return None
         one_group = not every or (every[0].dp_size == 1 and dp_rank is None)
         ranks = every if one_group else group_for(every, room, dp_rank)
-        links = self.shell.endpoint.core.links
-        for info in ranks:
-            if links.find(info) is None:
-                return None
-        return ranks
+        return ranks if self._all_linked([ranks]) else None
 
     async def _ask_group(self, prefill: str, room: int, dp_rank: int | None) -> Sequence[RankInfo]:
         return group_for(await self._ask(prefill), room, dp_rank)

@@ -4,6 +4,7 @@ limit.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, names_twice
 from kvflow.protocols.wire.codec import prompt_digest
-from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, MAX_PAGES_PER_ROOM
+from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, MAX_PAGES_PER_ROOM, RoomId
 
 
 class CheckedPrompt(NamedTuple):
@@ -30,6 +31,17 @@ class CheckedPrompt(NamedTuple):
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 NO_PAGES: PageIndices = np.empty(0, np.int32)
 _CLIENT_GONE = Cause(Code.CLIENT_GONE)
+
+
+def room_id(value: object) -> RoomId:
+    """Return a user's room id, of any integer type, as a RoomId. Raises: MisuseError."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise MisuseError(f"room id {value!r} is not an integer") from None
+    if not 0 <= number < 1 << 64:
+        raise MisuseError(f"room id {number} is not an unsigned 64-bit integer")
+    return RoomId(number)
 
 
 def check_cause(cause: Cause | None) -> Cause:

@@ -13,8 +13,8 @@ import pytest
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.commands import PeerKey
-from kvflow.protocols.decode.core import Timer
 from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.machinery import Timer
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.wire.codec import encode, routing_id

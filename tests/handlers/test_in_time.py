@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvflow.protocols.decode.core import Timer
 from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.machinery import Timer
 from kvflow.protocols.wire.messages import Abort, Bootstrap, ChunkDone, RoomFailed
 from kvflow.testing.pair import Pair
 from kvflow.transports.data.fake import Fault

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from kvflow.protocols.errors import Code, LostError
-from kvflow.protocols.machines.story import STORY_LINES
+from kvflow.protocols.machinery import STORY_LINES
 from kvflow.telemetry.requests import CURRENT, RequestTrace
 from kvflow.testing.pair import Pair
 from tests.handlers.scenes import PROMPT, WHY

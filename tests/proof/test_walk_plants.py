@@ -8,13 +8,14 @@ from kvflow.proof.walk import run
 from kvflow.proof.walk.plants import PLANTS
 from kvflow.proof.walk.plants_tables import Plant
 from kvflow.protocols.decode import core as decode_core
-from kvflow.protocols.decode import inbox as decode_inbox
+from kvflow.protocols.decode import endpoint as decode_endpoint
 from kvflow.protocols.machines import decode_room, grants, link, peer, prefill_room
 from kvflow.protocols.machines import loan as loans
-from kvflow.protocols.prefill import inbox as prefill_inbox
+from kvflow.protocols.prefill import core as prefill_core
+from kvflow.protocols.prefill import endpoint as prefill_endpoint
 
 MODULES = (decode_room, grants, link, loans, peer, prefill_room)
-PATCHED = (decode_core, decode_inbox, prefill_inbox)
+PATCHED = (decode_core, decode_endpoint, prefill_core, prefill_endpoint)
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)

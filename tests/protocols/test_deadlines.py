@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvflow.protocols.machines.deadlines import Deadlines
+from kvflow.protocols.machinery import Deadlines
 
 NEVER = float("inf")
 

@@ -15,9 +15,9 @@ from kvflow.protocols.commands import (
     RoomLanded,
     StopWatch,
 )
-from kvflow.protocols.decode.endpoint import TICK_WORK
 from kvflow.protocols.decode.records import DecodeRoomRecord
 from kvflow.protocols.errors import AbortedError, Cause, Code
+from kvflow.protocols.machinery import TICK_WORK
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire.codec import encode

@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 
 from kvflow.protocols.commands import Dial, FreePages, HangUp, Linked, StopWatch, WatchWriter
-from kvflow.protocols.decode.endpoint import TICK_WORK
 from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, PeerError
 from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machinery import TICK_WORK
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo

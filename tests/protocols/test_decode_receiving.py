@@ -241,8 +241,8 @@ class TestChunks:
         record = two.lent(ranks=TWO)
         two.hear(chunk_done(0, 2, grant=record.grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY)
         assert (
-            record.next_seq(0),
-            record.next_seq(1),
+            record.next_seq[0],
+            record.next_seq[1],
             record.first_page(0),
             record.first_page(1),
         ) == (0, 1, 0, 2)
@@ -332,9 +332,9 @@ class TestVerifiedChunks:
             (1, 1),
         ]
         assert (
-            record.next_seq(0),
+            record.next_seq[0],
             record.first_page(0),
-            record.next_seq(1),
+            record.next_seq[1],
             record.first_page(1),
         ) == (2, 2, 2, 3)
         assert summed(decode, 0, b"c", 1, grant) == [] == summed(decode, 1, b"b", 0, grant)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvflow.protocols.commands import Dial, FreePages, HangUp, RoomFailed, StopWatch
-from kvflow.protocols.decode.endpoint import TICK_WORK
 from kvflow.protocols.errors import Cause, Code, LostError, MisuseError
+from kvflow.protocols.machinery import TICK_WORK
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire import messages as wire
 from tests.protocols.alone import (

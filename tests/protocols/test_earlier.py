@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from kvflow.protocols.commands import FreePages, StopEarlierWatch, WatchEarlierWriter
-from kvflow.protocols.decode.endpoint import TICK_WORK, DecodeEndpoint
+from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.links import DecodeIdentity
 from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.machinery import TICK_WORK
 from kvflow.protocols.machines.ledger import Ledger
 from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.pages.layout import build_layout

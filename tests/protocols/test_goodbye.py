@@ -19,7 +19,7 @@ from kvflow.protocols.errors import AbortedError, Cause, Code, LostError
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.ports import WriteOutcome
-from kvflow.protocols.prefill import core as prefill_core
+from kvflow.protocols.prefill import peers as prefill_peers
 from kvflow.protocols.wire.messages import Goodbye, GoodbyeAck, GrantId, Incarnation
 from tests.protocols.alone import (
     AT,
@@ -129,7 +129,7 @@ class TestPrefillSaysGoodbye:
     def test_it_is_withheld_where_it_would_prove_too_much(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(prefill_core, "MAX_UNPROVEN", 1)
+        monkeypatch.setattr(prefill_peers, "MAX_UNPROVEN", 1)
         prefill = LonePrefill().up(DECODE, OTHER_DECODE)
         for room, target in ((1, DECODE), (2, DECODE), (3, OTHER_DECODE)):
             prefill.hear(bootstrap(room, room, target))

@@ -9,9 +9,9 @@ import pytest
 from kvflow.protocols.commands import CloseRoute, RoomReleased, RoomStopped
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machinery import TICK_WORK
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
-from kvflow.protocols.prefill.endpoint import TICK_WORK
 from kvflow.protocols.wire import messages as wire
 from tests.protocols.alone import (
     DECODE,

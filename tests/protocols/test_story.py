@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from kvflow.protocols.machines.story import STORY_LINES, Story
+from kvflow.protocols.machinery import STORY_LINES, Story
 
 
 class Phase(IntEnum):

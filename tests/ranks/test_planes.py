@@ -35,7 +35,7 @@ from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import NO_PLACES, Order, PageIndices, Places, build_layout
 from kvflow.protocols.ports import ChecksumTask
-from kvflow.protocols.prefill import core as prefill_core
+from kvflow.protocols.prefill import peers as prefill_peers
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.conformance.bench import SETTLE_S
 from kvflow.testing.pair import until
@@ -364,7 +364,7 @@ async def test_a_rank_that_says_more_than_it_sends_is_found_by_the_checksum(
     monkeypatch.setattr(layout_module, "served", forgetful)
     right = coverage.served_of
     monkeypatch.setattr(
-        prefill_core,
+        prefill_peers,
         "served_of",
         lambda layout: right(whole if layout.components[0].start else layout),
     )

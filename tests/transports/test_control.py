@@ -520,7 +520,7 @@ async def test_a_prefill_that_restarts_at_the_same_port_over_zmq(n: Nodes) -> No
     BOUND.pop()[0].close()
     second = PrefillNode(n.pools[0], plane, port=port, timing=QUICK)
     await until_started(second)
-    await until(lambda: n.decode.shell.endpoint.core.links.find(old) is None)
+    await until(lambda: n.decode.shell.endpoint.link_to(old) is None)
     with pytest.raises(LostError):
         await n.decode.room(2, [old], range(12))
     first, n.prefill = n.prefill, second

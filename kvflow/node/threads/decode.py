@@ -22,12 +22,12 @@ from kvflow.protocols.arguments import (
     check_prompt,
     own_pages,
     pages_wanted,
+    room_id,
 )
 from kvflow.protocols.errors import Cause, MisuseError
 from kvflow.protocols.limits import check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane
-from kvflow.protocols.wire.messages import room_id
 from kvflow.protocols.wire.ranks import RankInfo, check_dp_rank, check_infos
 
 

@@ -16,12 +16,11 @@ from kvflow.node import PrefillNode
 from kvflow.node.threads.loop import LoopThread
 from kvflow.node.threads.node import LoopFactory, MakeThread, NodeThread
 from kvflow.node.threads.rooms import PrefillThreadRoom, RoomEvent
-from kvflow.protocols.arguments import NO_PAGES, TokenIds, check_cause, check_prompt
+from kvflow.protocols.arguments import NO_PAGES, TokenIds, check_cause, check_prompt, room_id
 from kvflow.protocols.errors import Cause, RoomInUseError
 from kvflow.protocols.limits import check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane, UnprovenLoan
-from kvflow.protocols.wire.messages import room_id
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.transports.control.rank_server import serve_ranks
 from kvflow.transports.control.registry import RankTable

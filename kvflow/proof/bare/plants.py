@@ -14,7 +14,7 @@ from kvflow.proof.sim.plants import PLANTS as OF_NODES
 from kvflow.proof.sim.swap import swapped, swapped_item
 from kvflow.proof.walk.plants import PLANTS as WALKED
 from kvflow.protocols.commands import Linked, RoomBegun
-from kvflow.protocols.decode import inbox as decode_inbox
+from kvflow.protocols.decode import endpoint as decode_endpoint
 from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.links import PrefillPeer
 from kvflow.protocols.decode.records import DecodeRoomRecord
@@ -42,7 +42,7 @@ def _begun_told(when: Callable[[DecodeRoomRecord, int], bool]) -> Installed:
                 core.outbox.append(RoomBegun(record.grant))
             record.begun = begun
 
-    return swapped_item(decode_inbox.HANDLERS, Begun, on_begun)
+    return swapped_item(decode_endpoint.HANDLERS, Begun, on_begun)
 
 
 def _everyone(record: DecodeRoomRecord) -> int:

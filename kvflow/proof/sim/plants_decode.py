@@ -15,7 +15,7 @@ from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.loop import Process, current_process
 from kvflow.proof.sim.swap import swapped, swapped_item
 from kvflow.protocols.commands import QuarantinePages, WatchEarlierWriter
-from kvflow.protocols.decode import inbox as decode_inbox
+from kvflow.protocols.decode import endpoint as decode_endpoint
 from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.links import PrefillPeer
 from kvflow.protocols.decode.records import DecodeRoomRecord
@@ -77,7 +77,7 @@ def no_grant_check() -> Installed:
             (r for r in core.rooms.values() if r.room == message.room and peer in r.peers), None
         )
 
-    return swapped(decode_inbox, "_room_of", room_of)
+    return swapped(decode_endpoint, "_room_of", room_of)
 
 
 @bug("success before all ranks", nodes=(5, "I8"), bare=(1, "I8"))
@@ -119,7 +119,7 @@ def doubt_taken_for_proof() -> Installed:
         if lease is not None:
             core.feed_loan(lease, peer, LoanKind.DRAINED, now)
 
-    return swapped_item(decode_inbox.HANDLERS, AbortAck, on_abort_ack)
+    return swapped_item(decode_endpoint.HANDLERS, AbortAck, on_abort_ack)
 
 
 @bug("heartbeat counts queueing", nodes=(1, "I4"), bare=(86, "I7"))
@@ -131,7 +131,7 @@ def heartbeat_counts_queueing() -> Installed:
         as dead.
         """
 
-    return swapped_item(decode_inbox.HANDLERS, Heartbeat, on_heartbeat)
+    return swapped_item(decode_endpoint.HANDLERS, Heartbeat, on_heartbeat)
 
 
 @bug("handoff slot shared", nodes=(0, "I9"), bare=(0, "I9"))

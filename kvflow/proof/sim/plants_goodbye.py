@@ -11,7 +11,7 @@ import msgspec
 from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.swap import swapped, swapped_item
 from kvflow.protocols.decode import endpoint as decode
-from kvflow.protocols.decode import inbox as decode_inbox
+from kvflow.protocols.decode import endpoint as decode_endpoint
 from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.links import PrefillPeer
 from kvflow.protocols.machines.grants import GrantTable
@@ -70,9 +70,9 @@ def goodbye_of_another_incarnation() -> Installed:
 @bug("goodbye proves what it names", nodes=(18, "I2"), bare=(27, "I2"))
 def goodbye_proves_what_it_names() -> Installed:
     """Decode ends the loans that prefill cannot vouch for."""
-    original = decode_inbox.HANDLERS[Goodbye]
+    original = decode_endpoint.HANDLERS[Goodbye]
 
     def on_goodbye(core: DecodeCore, peer: PrefillPeer, message: Goodbye, now: float) -> None:
         original(core, peer, Goodbye(source=message.source, target=message.target), now)
 
-    return swapped_item(decode_inbox.HANDLERS, Goodbye, on_goodbye)
+    return swapped_item(decode_endpoint.HANDLERS, Goodbye, on_goodbye)

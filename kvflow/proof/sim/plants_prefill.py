@@ -26,7 +26,7 @@ from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane, Write, WriteOutcome
 from kvflow.protocols.prefill import core as prefill_core
 from kvflow.protocols.prefill import endpoint as prefill
-from kvflow.protocols.prefill import inbox as prefill_inbox
+from kvflow.protocols.prefill import endpoint as prefill_endpoint
 from kvflow.protocols.prefill.core import PrefillCore
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.prefill.peers import DecodePeer
@@ -73,7 +73,7 @@ def ack_before_drain() -> Installed:
 
     def cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
         cancel(core, record, now)
-        prefill_core._send_ack(core, record, True)
+        prefill_core._send(core, record, AbortAck, drained=True)
 
     return swapped_item(prefill_core._RUN, PrefillCommand.CANCEL_WRITES, cancel_writes)
 
@@ -81,20 +81,20 @@ def ack_before_drain() -> Installed:
 @bug("ack popped before send", nodes=(0, "I5"), bare=(15, "I5"))
 def ack_popped_before_send() -> Installed:
     """An Abort that is repeated gets no answer."""
-    original = prefill_inbox.HANDLERS[Abort]
+    original = prefill_endpoint.HANDLERS[Abort]
 
     def on_abort(core: PrefillCore, peer: DecodePeer, message: Abort, now: float) -> None:
         # An ended grant was answered once, so the bug sees no reason to answer again.
         if peer.grants.phase(message.grant) not in _ENDED:
             original(core, peer, message, now)
 
-    return swapped_item(prefill_inbox.HANDLERS, Abort, on_abort)
+    return swapped_item(prefill_endpoint.HANDLERS, Abort, on_abort)
 
 
 @bug("no grant check at prefill", nodes=(42, "I4"), bare=(0, "I4"))
 def abort_by_room() -> Installed:
     """An Abort ends the room of that id, whatever its grant."""
-    original = prefill_inbox.HANDLERS[Abort]
+    original = prefill_endpoint.HANDLERS[Abort]
 
     def on_abort(core: PrefillCore, peer: DecodePeer, message: Abort, now: float) -> None:
         record = core.rooms.get(message.room)
@@ -105,7 +105,7 @@ def abort_by_room() -> Installed:
         else:
             original(core, peer, message, now)
 
-    return swapped_item(prefill_inbox.HANDLERS, Abort, on_abort)
+    return swapped_item(prefill_endpoint.HANDLERS, Abort, on_abort)
 
 
 @bug("nothing said again", nodes=(25, "I5"), bare=(15, "I5"))
@@ -115,13 +115,13 @@ def nothing_said_again() -> Installed:
     def on_resync(core: PrefillCore, peer: DecodePeer, message: Resync, now: float) -> None:
         """Ignore the question, as if a message that was sent could not be lost."""
 
-    return swapped_item(prefill_inbox.HANDLERS, Resync, on_resync)
+    return swapped_item(prefill_endpoint.HANDLERS, Resync, on_resync)
 
 
 @bug("resurrect on late metadata", nodes=(5, "I6"), bare=(0, "I6"))
 def resurrect_on_late_metadata() -> Installed:
     """Prefill keeps no tombstones."""
-    original = prefill_inbox.HANDLERS[Bootstrap]
+    original = prefill_endpoint.HANDLERS[Bootstrap]
 
     def on_bootstrap(core: PrefillCore, peer: DecodePeer, message: Bootstrap, now: float) -> None:
         grants = peer.grants
@@ -133,7 +133,7 @@ def resurrect_on_late_metadata() -> Installed:
         original(core, peer, message, now)
         grants.low_water = low_water
 
-    return swapped_item(prefill_inbox.HANDLERS, Bootstrap, on_bootstrap)
+    return swapped_item(prefill_endpoint.HANDLERS, Bootstrap, on_bootstrap)
 
 
 @bug("tombstone unbounded", nodes=(0, "I5"), bare=(0, "I5"))

@@ -26,14 +26,13 @@ from kvflow.proof.walk.world import (
     World,
     described,
 )
-from kvflow.protocols.decode.core import Timer as DecodeTimer
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
+from kvflow.protocols.machinery import Timer
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.machines.tables import TransitionError
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
-from kvflow.protocols.prefill.tasks import Timer as PrefillTimer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.messages import Incarnation
 
@@ -543,28 +542,28 @@ def _broken(error: Exception) -> str:
     )
 
 
-def _stalled(side: DecodeSide, timer: DecodeTimer) -> None:
+def _stalled(side: DecodeSide, timer: Timer) -> None:
     side.core.rooms[timer.key].progress_at_s = AGED
     side.due(timer)
 
 
-def _repeat(side: DecodeSide, timer: DecodeTimer) -> None:
+def _repeat(side: DecodeSide, timer: Timer) -> None:
     side.core.links.peers[timer.key].sent_at_s = AGED
     side.due(timer)
 
 
-def _long(side: DecodeSide, timer: DecodeTimer) -> None:
+def _long(side: DecodeSide, timer: Timer) -> None:
     peer = side.core.links.peers[timer.key]
     peer.received_at_s = peer.tried_at_s = AGED
     side.due(timer)
 
 
-def _silent(side: PrefillSide, timer: PrefillTimer) -> None:
+def _silent(side: PrefillSide, timer: Timer) -> None:
     side.core.peers[Incarnation(timer.key)].received_at_s = AGED
     side.due(timer)
 
 
-def _outcome(side: PrefillSide, timer: PrefillTimer) -> None:
+def _outcome(side: PrefillSide, timer: Timer) -> None:
     # Outcomes expire in the order in which they were added, so only the oldest one may age.
     outcomes = side.core.rendezvous._outcomes
     for oldest in list(outcomes)[:1]:

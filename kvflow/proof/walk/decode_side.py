@@ -22,10 +22,10 @@ from kvflow.proof.walk.world import (
     word_of,
 )
 from kvflow.protocols import commands as c
-from kvflow.protocols.decode.core import Timer
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.machinery import Timer
 from kvflow.protocols.machines.decode_room import TERMINAL
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.machines.loan import LoanPhase

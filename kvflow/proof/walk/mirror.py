@@ -9,9 +9,9 @@ import msgspec
 from kvflow.proof.walk.decode_side import Decode
 from kvflow.proof.walk.world import World
 from kvflow.protocols.commands import PeerKey
-from kvflow.protocols.decode.core import Timer
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.links import PrefillPeer
+from kvflow.protocols.machinery import Timer
 
 
 def mirrored(decode: Decode, world: World) -> Decode:
@@ -42,7 +42,7 @@ def _swap(endpoint: DecodeEndpoint) -> None:
         peer.info, peer.key = _other(peer.info), _key(peer.key)
     core.links.peers = {peer.key: peer for peer in endpoint.peers}
     for record in core.rooms.values():
-        record.peers = record.peers[::-1]
+        record.peers, record.next_seq = record.peers[::-1], record.next_seq[::-1]
         state = record.state
         finished = state.finished >> 1 | (state.finished & 1) << 1
         swapped: dict[str, Any] = {"next_seq": state.next_seq[::-1], "filled": state.filled[::-1]}

@@ -15,7 +15,7 @@ from kvflow.proof.walk.plants_tables import (
     _item,
 )
 from kvflow.protocols.decode import core as decode_core
-from kvflow.protocols.decode import inbox as decode_inbox
+from kvflow.protocols.decode import endpoint as decode_endpoint
 from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.links import DecodeLinks
@@ -28,7 +28,9 @@ from kvflow.protocols.machines.ledger import Ledger
 from kvflow.protocols.machines.link import LinkCommand, LinkKind, LinkPhase
 from kvflow.protocols.machines.tables import Move
 from kvflow.protocols.ports import WriteOutcome
-from kvflow.protocols.prefill import inbox as prefill_inbox
+from kvflow.protocols.prefill import core as prefill_core
+from kvflow.protocols.prefill import endpoint as prefill_endpoint
+from kvflow.protocols.prefill.core import PrefillCore
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.wire import messages as wire
 
@@ -47,7 +49,7 @@ def _refusal_accepted() -> AbstractContextManager[object]:
     return stack
 
 
-_hear_goodbye = decode_inbox.HANDLERS[wire.Goodbye]
+_hear_goodbye = decode_endpoint.HANDLERS[wire.Goodbye]
 
 
 def _believes_all(core: Any, peer: Any, message: wire.Goodbye, now: float) -> None:
@@ -62,11 +64,11 @@ def _abort_forgotten() -> AbstractContextManager[object]:
 
     def end_other_half(core: Any, peer: Any, message: Any, now: float) -> None:
         if peer.grants.phase(message.grant) is not GrantPhase.UNKNOWN:
-            prefill_inbox._end_other_half(core, peer, message, now)
+            prefill_core._end_other_half(core, peer, message, now)
         else:
             core.end_engine_half(message.room, message.cause, now)
 
-    stack.enter_context(_item(prefill_inbox._RUN, GrantCommand.END_OTHER_HALF, end_other_half))
+    stack.enter_context(_item(prefill_core.GRANT_RUN, GrantCommand.END_OTHER_HALF, end_other_half))
     return stack
 
 
@@ -94,7 +96,7 @@ def _any_grant_asked(core: Any, peer: Any, message: Any, now: float) -> None:
     for belief in message.rooms:
         for command in peer.grants.feed(belief.grant, GrantKind.ASK):
             if command is GrantCommand.RESEND:
-                prefill_inbox.resend(core, peer, belief.grant, belief.next_seq)
+                core.resend(peer, belief.grant, belief.next_seq)
             else:
                 core.send(peer, wire.Resync(rooms=(belief,), **core.lives(peer.incarnation)))
 
@@ -194,14 +196,14 @@ ENDPOINTS: tuple[Plant, ...] = (
     Plant(
         "lost bootstrap not reported",
         "prefill takes a grant that was only announced for one it has told everything",
-        lambda: _item(prefill_inbox.HANDLERS, wire.Resync, _any_grant_asked),
+        lambda: _item(prefill_endpoint.HANDLERS, wire.Resync, _any_grant_asked),
         "rest",
         LOSSY._replace(announce=True),
     ),
     Plant(
         "nothing sent again",
         "what decode missed is not sent again",
-        _attribute(prefill_inbox, "resend", _resends_nothing),
+        _attribute(PrefillCore, "resend", _resends_nothing),
         "rest",
         LOSSY,
     ),
@@ -236,7 +238,7 @@ ENDPOINTS: tuple[Plant, ...] = (
     Plant(
         "goodbye ends every loan",
         "decode ends the loans that prefill cannot vouch for",
-        lambda: _item(decode_inbox.HANDLERS, wire.Goodbye, _believes_all),
+        lambda: _item(decode_endpoint.HANDLERS, wire.Goodbye, _believes_all),
         "I2",
         TINY._replace(leaves=1, doubts=1),
     ),

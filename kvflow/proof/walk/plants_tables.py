@@ -14,7 +14,7 @@ import msgspec
 from kvflow.proof.sim.swap import swapped_cells
 from kvflow.proof.walk.world import Bounds
 from kvflow.protocols.decode import core as decode_core
-from kvflow.protocols.decode import inbox as decode_inbox
+from kvflow.protocols.decode import endpoint as decode_endpoint
 from kvflow.protocols.machines import decode_room, prefill_room
 from kvflow.protocols.machines.decode_room import (
     DecodeCommand,
@@ -88,17 +88,17 @@ def _all_said(
 
 def _gap_ignored() -> AbstractContextManager[object]:
     """Count every chunk as the next one, whatever its number."""
-    on_chunk_done = decode_inbox.HANDLERS[wire.ChunkDone]
+    on_chunk_done = decode_endpoint.HANDLERS[wire.ChunkDone]
 
     def any_order(core: Any, peer: Any, message: Any, now: float) -> None:
         record = core.rooms.get(message.grant)
         if record is not None:
             message = msgspec.structs.replace(
-                message, seq=record.next_seq(record.peers.index(peer))
+                message, seq=record.next_seq[record.peers.index(peer)]
             )
         on_chunk_done(core, peer, message, now)
 
-    return _item(decode_inbox.HANDLERS, wire.ChunkDone, any_order)
+    return _item(decode_endpoint.HANDLERS, wire.ChunkDone, any_order)
 
 
 def _taken_for_landed(

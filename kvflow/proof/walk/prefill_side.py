@@ -25,12 +25,12 @@ from kvflow.proof.walk.world import (
 )
 from kvflow.protocols import commands as c
 from kvflow.protocols.errors import KvflowError, MisuseError
+from kvflow.protocols.machinery import Timer
 from kvflow.protocols.machines.grants import GrantPhase
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import TERMINAL
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
-from kvflow.protocols.prefill.tasks import Timer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import parse_at_decode, prompt_digest, routing_id
 from kvflow.protocols.wire.messages import Incarnation, RoomId

@@ -24,8 +24,7 @@ from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.links import DecodeIdentity, PrefillPeer
 from kvflow.protocols.earlier import EarlierWriter
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.machines.deadlines import Deadlines
-from kvflow.protocols.machines.story import Story
+from kvflow.protocols.machinery import Deadlines, Story
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.prefill.peers import PrefillIdentity

@@ -6,28 +6,26 @@ is therefore entered twice at once.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
-
-import msgspec
 
 from kvflow.protocols.commands import (
     DecodeCommand,
     FreePages,
     Linked,
+    PeerKey,
     QuarantinePages,
     RoomEnded,
     RoomFailed,
     RoomLanded,
+    SendToPrefill,
     StopVerifying,
 )
 from kvflow.protocols.decode.links import DecodeIdentity, DecodeLinks, PrefillPeer
 from kvflow.protocols.decode.records import DecodeRoomRecord
-from kvflow.protocols.earlier import EarlierLoans
-from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.errors import CapacityError, Cause, Code
 from kvflow.protocols.limits import Bounds, Timing
-from kvflow.protocols.machines.deadlines import Deadlines
+from kvflow.protocols.machinery import Core, Task, Timer
 from kvflow.protocols.machines.decode_room import DecodeCommand as RoomCommand
 from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase, step
 from kvflow.protocols.machines.ledger import Change, Lease, Ledger
@@ -35,35 +33,20 @@ from kvflow.protocols.machines.link import LinkCommand, LinkKind, LinkPhase
 from kvflow.protocols.machines.loan import WRITABLE, LoanCommand, LoanKind, LoanPhase
 from kvflow.protocols.ports import Observer
 from kvflow.protocols.wire import messages as wire
+from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import GrantId
 
 MAX_REPEAT_AFTER_S = 8.0  # upper bound of the interval between repetitions
 
 
-class Timer(msgspec.Struct, frozen=True, gc=False):
-    """The purpose of a deadline.
+class DecodeCore(Core):
+    """The state of one decode. Each kind of state is changed by one `feed_*` method only.
 
-    `key` is a grant for "deadline" and "stalled", and a PeerKey for "link" and "repeat".
+    Timers: "deadline" and "stalled" of a grant, "link" and "repeat" of a PeerKey.
     """
 
-    kind: str
-    key: Any
-
-
-class Task:
-    """Work on many rooms or loans, done one grant at a time so that no tick takes long."""
-
-    __slots__ = ("cause", "grants", "peer", "run")
-
-    def __init__(
-        self, run: str, grants: Iterable[GrantId], peer: PrefillPeer | None, cause: Cause | None
-    ) -> None:
-        self.run, self.peer, self.cause = run, peer, cause
-        self.grants = deque(grants)
-
-
-class DecodeCore:
-    """The state of one decode. Each kind of state is changed by one `feed_*` method only."""
+    outbox: list[DecodeCommand]
+    ledger: Ledger[PrefillPeer]
 
     def __init__(
         self,
@@ -74,18 +57,10 @@ class DecodeCore:
         verify: bool,
         staged: bool,
     ) -> None:
-        self.identity, self.observer, self.timing, self.verify = identity, observer, timing, verify
-        self.staged = staged
-        self.next_grant = GrantId(1)
-        self.outbox: list[DecodeCommand] = []
-        self.links = DecodeLinks(identity, timing, bounds, self.outbox)
-        self.ledger: Ledger[PrefillPeer] = Ledger(
-            int(bounds.quarantine_share * identity.layout.num_pages)
-        )
-        self.earlier = EarlierLoans(self.ledger, self.outbox, self.take_grant)
+        super().__init__(identity.layout, observer, timing, bounds)
+        self.identity, self.verify, self.staged = identity, verify, staged
+        self.links = DecodeLinks(identity, timing, self.outbox)
         self.rooms: dict[GrantId, DecodeRoomRecord] = {}
-        self.deadlines: Deadlines[Timer] = Deadlines()
-        self.tasks: deque[Task] = deque()
 
     def feed_room(self, record: DecodeRoomRecord, event: DecodeEvent, now: float) -> None:
         """Feed one event to a room and run the commands that follow. No other code changes a room's
@@ -114,6 +89,11 @@ class DecodeCore:
         drained = drained or lease.loans[peer] not in WRITABLE
         self.feed_loan(lease, peer, LoanKind.DRAINED if drained else LoanKind.UNPROVEN, now)
 
+    def abort(self, lease: Lease[PrefillPeer], peer: PrefillPeer, cause: Cause) -> None:
+        abort = wire.Abort(room=lease.room, grant=lease.grant, cause=cause, **self.between(peer))
+        # Pages wait for the answer, so it leaves at once.
+        self.outbox.append(SendToPrefill(peer.key, encode(abort), at_once=True))
+
     def loan_changed(self, change: Change[PrefillPeer], now: float) -> None:
         """Run the commands that follow from a change of one loan, and end a room that waited for
         it.
@@ -123,10 +103,7 @@ class DecodeCore:
         # only fill its send queue.
         if LoanCommand.SEND_ABORT in change.commands and (peer.usable or peer.asked_again):
             assert lease.cause is not None
-            abort = wire.Abort(
-                room=lease.room, grant=lease.grant, cause=lease.cause, **self.between(peer)
-            )
-            self.links.send(peer, abort)
+            self.abort(lease, peer, lease.cause)
             if (repeat := Timer("repeat", peer.key)) not in self.deadlines:
                 self.deadlines.set(repeat, now + peer.repeat_after_s)
         if (
@@ -173,6 +150,42 @@ class DecodeCore:
         self.deadlines.set(Timer("link", peer.key), self.links.due_at_s(peer))
         self.drop_if_idle(peer, now)
 
+    def registered(self, peer: PrefillPeer, message: wire.Registered, now: float) -> None:
+        """Accept, refuse or replace the link whose Register this message answers."""
+        # Two incarnations may share an address, one of them gone. `asked` names the incarnation
+        # that decode addressed, so the answer belongs to that link and not to the sender's.
+        key = PeerKey(message.asked or peer.key.incarnation, peer.key.control)
+        asked = self.links.peers.get(key)
+        if asked is None:
+            self.observer.message_dropped("stale")
+            return
+        kind, cause = self.links.registered(asked, message)
+        if kind is None:
+            self.observer.message_dropped("stale")
+            return
+        if kind is LinkKind.ACCEPTED:
+            asked.received_at_s = now
+            asked.address = asked.address or message.address
+            asked.served = message.served if asked.served is None else asked.served
+            self.ledger.note_known(asked, asked.fresh_from)
+        self.feed_link(asked, kind, now, cause)
+
+    def make_place(self, now: float) -> None:
+        """Close the least recently used link if the limit of open links is reached.
+
+        Idle links go first, then silent ones, whose loans then wait for the fence or an operator.
+        Raises: CapacityError if every link is in use.
+        """
+        # A closed link stays in the table while it owes loans, but it holds no connection.
+        open_ = [peer for peer in self.links.peers.values() if peer.phase is not LinkPhase.GONE]
+        if len(open_) < self.bounds.links:
+            return
+        idle = [peer for peer in open_ if not self.ledger.owes(peer)]
+        idle = idle or [peer for peer in open_ if peer.phase is LinkPhase.SILENT]
+        if not idle:
+            raise CapacityError("links to prefill ranks", len(open_) + 1, self.bounds.links)
+        self.feed_link(min(idle, key=lambda peer: peer.used_at_s), LinkKind.CLOSED, now)
+
     def land(
         self, record: DecodeRoomRecord, rank: int, message: wire.ChunkDone, now: float
     ) -> None:
@@ -183,9 +196,21 @@ class DecodeCore:
 
     def announce(self, record: DecodeRoomRecord) -> None:
         for peer in record.peers:
-            self.links.send(
-                peer, wire.Announce(room=record.room, grant=record.grant, **self.between(peer))
-            )
+            announce = wire.Announce(room=record.room, grant=record.grant, **self.between(peer))
+            self.outbox.append(SendToPrefill(peer.key, encode(announce)))
+
+    def lend(self, record: DecodeRoomRecord, peer: PrefillPeer) -> None:
+        """Send the Bootstrap that lends a room's pages to one rank."""
+        bootstrap = wire.Bootstrap(
+            room=record.room,
+            grant=record.grant,
+            pages=record.packed_pages,
+            prompt_tokens=record.prompt.tokens,
+            prompt_digest=record.prompt.digest,
+            prefix_tokens=record.prompt.prefix_tokens,
+            **self.between(peer),
+        )
+        self.outbox.append(SendToPrefill(peer.key, encode(bootstrap)))
 
     def link_if_ready(self, record: DecodeRoomRecord, now: float) -> None:
         """Issue `Linked` once every rank is up, or end the room if the ranks do not cover our
@@ -253,34 +278,60 @@ class DecodeCore:
         """Queue the task `run` over every loan of a peer."""
         self.add_task(Task(run, self.ledger.grants_of(peer), peer, cause))
 
-    def add_task(self, task: Task) -> None:
-        """Queue a task, unless it has no grants."""
-        if task.grants:
-            self.tasks.append(task)
-
-    def work(self, limit: float, now: float) -> None:
-        """Run queued tasks for up to `limit` grants in all."""
-        while self.tasks and limit > 0:
-            limit -= 1
-            task = self.tasks[0]
-            grant = task.grants.popleft()
-            if not task.grants:
-                self.tasks.popleft()
-            _TASKS[task.run](self, task, grant, now)
-        self.earlier.work(limit)
-
-    @property
-    def work_left(self) -> bool:
-        """True while `work` has more to do."""
-        return bool(self.tasks or self.earlier.tasks)
-
-    def take_grant(self) -> GrantId:
-        """Take the next grant, for pages that an earlier node lent. No room has it."""
-        grant = self.next_grant
-        self.next_grant = GrantId(grant + 1)
-        return grant
+    def run_task(self, task: Task, item: Any, now: float) -> None:
+        _TASKS[task.run](self, task, item, now)
 
     # --- time
+
+    def expire(
+        self, timer: Timer, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
+    ) -> None:
+        """Act on a timer that is due; questions about rooms go to `beliefs`, by peer."""
+        if timer.kind == "link":
+            self.link_due(self.links.peers[timer.key], now)
+        elif timer.kind == "repeat":
+            self.repeat_aborts(timer, now)
+        else:
+            self._room_due(timer, self.rooms[timer.key], now, beliefs)
+
+    def _room_due(
+        self,
+        timer: Timer,
+        record: DecodeRoomRecord,
+        now: float,
+        beliefs: dict[PrefillPeer, list[wire.Belief]],
+    ) -> None:
+        if record.state.phase is DecodePhase.DRAINING:
+            # The user has its error, and the ledger's own timer repeats the Aborts.
+            return
+        if timer.kind == "deadline":
+            # The deadline counts from the arrival of the request, slightly before `opened_at_s`:
+            # the difference is negative for a deadline of 0 s.
+            given_s = max(0.0, round(record.deadline_at_s - record.opened_at_s, 2))
+            text = f"room {record.room}: deadline of {given_s:g} s has passed"
+            cause = Cause(Code.DEADLINE, text)
+            self.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause), now)
+        elif (due_at_s := record.progress_at_s + record.resync_after_s) > now:
+            self.deadlines.set(timer, due_at_s)
+        else:
+            self._ask_about(record, now, beliefs)
+
+    def _ask_about(
+        self, record: DecodeRoomRecord, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
+    ) -> None:
+        """Ask prefill about a room that stands still, because a message may be lost.
+
+        The interval doubles each time, up to a limit.
+        """
+        record.resync_after_s = self.back_off(record.resync_after_s)
+        self.deadlines.set(Timer("stalled", record.grant), now + record.resync_after_s)
+        if record.phase is DecodePhase.BOOTSTRAPPING:
+            self.announce(record)
+            return
+        for rank, peer in enumerate(record.peers):
+            if peer.phase is LinkPhase.UP and peer in record.lease.loans:
+                belief = wire.Belief(record.room, record.grant, record.next_seq[rank])
+                beliefs.setdefault(peer, []).append(belief)
 
     def link_due(self, peer: PrefillPeer, now: float) -> None:
         """Feed a link everything that is due at `now`, and set its next deadline."""
@@ -317,7 +368,7 @@ def _send_bootstrap(core: DecodeCore, record: DecodeRoomRecord, now: float) -> N
     for peer in record.peers:
         # LEND yields no command, so `feed_loan` is not needed to act on the change.
         core.ledger.feed(record.lease, peer, LoanKind.LEND)
-        core.links.send(peer, record.bootstrap(peer, core.identity.incarnation))
+        core.lend(record, peer)
 
 
 def _recall_loans(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:

@@ -1,51 +1,57 @@
 """The endpoint of one decode: rooms by grant, links by prefill rank, loans, deadlines.
 
 It decides and does not act: it uses no asyncio, clock, socket or thread. Each method receives the
-time as an argument, and `commands()` returns the work for the shell. Read on in inbox.py
-(messages), core.py (the machines) and ../machines/ (their tables).
+time as an argument, and `commands()` returns the work for the shell. Read on in core.py (the
+machines) and ../machines/ (their tables).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from kvflow.protocols.arguments import pages_wanted
-from kvflow.protocols.commands import DecodeCommand, PeerKey
-from kvflow.protocols.decode.core import DecodeCore, Task, Timer
-from kvflow.protocols.decode.inbox import HANDLERS, on_registered
+import msgspec
+
+from kvflow.protocols.arguments import pages_wanted, room_id
+from kvflow.protocols.commands import (
+    DecodeCommand,
+    PeerKey,
+    RoomBegun,
+    SendToPrefill,
+    VerifyChunk,
+)
+from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.links import DecodeIdentity, PrefillPeer
-from kvflow.protocols.decode.records import DecodeRoomRecord, Prompt
-from kvflow.protocols.earlier import EarlierLoans
+from kvflow.protocols.decode.records import ChunkCheck, DecodeRoomRecord, Prompt
 from kvflow.protocols.errors import (
-    CapacityError,
     Cause,
     Code,
     KvflowError,
+    LostError,
     MisuseError,
-    WireError,
+    PeerError,
     room_error,
 )
 from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machinery import TICK_WORK, RoomsEndpoint, Task, Timer, parsed
 from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase
 from kvflow.protocols.machines.ledger import Lease
 from kvflow.protocols.machines.link import LinkKind, LinkPhase
+from kvflow.protocols.machines.loan import LoanKind, LoanPhase
 from kvflow.protocols.pages.layout import PageIndices, pack_pages
 from kvflow.protocols.ports import Observer
 from kvflow.protocols.wire import messages as wire
-from kvflow.protocols.wire.codec import parse_at_decode
-from kvflow.protocols.wire.messages import GrantId, Incarnation
-from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.protocols.wire.codec import encode
+from kvflow.protocols.wire.messages import GrantId, Incarnation, ToDecode
+from kvflow.protocols.wire.ranks import RankInfo, check_ranks
 
-# Rooms and loans handled in one tick. The bound keeps a tick to a millisecond or two, so that the
-# loss of a peer with thousands of rooms does not block the event loop (I11).
-TICK_WORK = 32
+_MESSAGES = msgspec.msgpack.Decoder(ToDecode)
 
 
-class DecodeEndpoint:
-    """The protocol endpoint of one decode incarnation.
+class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
+    """The protocol endpoint of one decode incarnation."""
 
-    After each call, run what `commands()` returns; call `tick` at `next_tick()`.
-    """
+    core: DecodeCore
 
     def __init__(
         self,
@@ -64,9 +70,8 @@ class DecodeEndpoint:
         memory that the engine uses.
         """
         self.bounds = bounds or Bounds()
-        # Public so that shells and reports can read it; only the endpoint's methods change it.
         self.core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify, staged)
-        self.outbox = self.core.outbox  # the commands that `commands` returns next
+        self.outbox = self.core.outbox
         self._leaving: Cause | None = None
         self._closed = False
 
@@ -77,12 +82,6 @@ class DecodeEndpoint:
             "loans"
         )
         return f"<DecodeEndpoint {core.identity.incarnation:016x}: {known}>"
-
-    def commands(self) -> list[DecodeCommand]:
-        """Return the commands issued since the last call, in the order to run them."""
-        found = self.outbox[:]
-        self.outbox.clear()
-        return found
 
     # --- what is known
 
@@ -96,10 +95,10 @@ class DecodeEndpoint:
         """Links to prefill ranks, including those that are closed and still owe loans."""
         return self.core.links.peers.values()
 
-    @property
-    def earlier(self) -> EarlierLoans:
-        """The loans of earlier nodes over the same pool."""
-        return self.core.earlier
+    def link_to(self, info: RankInfo) -> PrefillPeer | None:
+        """Return the usable link to exactly this rank, or None."""
+        peer = self.core.links.peers.get(PeerKey(Incarnation(info.incarnation), info.control))
+        return peer if peer is not None and peer.info.rank == info.rank and peer.usable else None
 
     # --- rooms
 
@@ -249,9 +248,8 @@ class DecodeEndpoint:
         (I7).
         """
         core = self.core
-        try:
-            message = parse_at_decode(frame)
-        except WireError:
+        message = parsed(_MESSAGES, frame)
+        if message is None:
             core.observer.message_dropped("malformed")
             return
         peer = core.links.peers.get(key)
@@ -260,7 +258,7 @@ class DecodeEndpoint:
         # Registered comes before the check of its source: an answer from another incarnation is how
         # decode learns that prefill restarted.
         elif type(message) is wire.Registered:
-            on_registered(core, peer, message, now)
+            core.registered(peer, message, now)
         elif (
             message.source != key.incarnation
             or getattr(message, "rank", peer.info.rank) != peer.info.rank
@@ -314,10 +312,7 @@ class DecodeEndpoint:
             for grant in core.ledger.grants_of(peer):
                 lease = core.ledger.find(peer, grant)
                 assert lease is not None
-                abort = wire.Abort(
-                    room=lease.room, grant=grant, cause=lease.cause or cause, **core.between(peer)
-                )
-                core.links.send(peer, abort)
+                core.abort(lease, peer, lease.cause or cause)
             core.feed_link(peer, LinkKind.DECLARED_DEAD, now, cause)
             owed = core.ledger.owed_by(peer)
             loans, pages = loans + owed[0], pages + owed[1]
@@ -327,7 +322,7 @@ class DecodeEndpoint:
     def leave(self, now: float) -> None:
         """Abort all rooms and open no more; loans end when prefills prove it."""
         self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
-        self.core.add_task(Task("close", self.rooms, None, self._leaving))
+        self.core.add_task(Task("close", self.rooms, cause=self._leaving))
         self.core.work(TICK_WORK, now)
 
     def part(self, now: float) -> None:
@@ -374,13 +369,6 @@ class DecodeEndpoint:
 
     # --- time
 
-    def next_tick(self) -> float:
-        """Return the earliest time at which `tick` may have work; infinity without a deadline."""
-        # Shells call this after every batch of commands, so the expression of `work_left` is
-        # repeated here to save a call.
-        core = self.core
-        return float("-inf") if core.tasks or core.earlier.tasks else core.deadlines.not_before_s
-
     def tick(self, now: float) -> None:
         """Act on deadlines, repetitions and silence that are due at `now`.
 
@@ -393,7 +381,7 @@ class DecodeEndpoint:
             timer = core.deadlines.pop_due(now)
             if timer is None:
                 break
-            self._expire(timer, now, beliefs)
+            core.expire(timer, now, beliefs)
         else:
             # The tick's work is used up, and under load the links' timers could wait for many
             # ticks. A prefill that receives no heartbeat meanwhile would not answer and be taken
@@ -401,57 +389,8 @@ class DecodeEndpoint:
             for peer in [peer for peer in self.peers if core.links.due_at_s(peer) <= now]:
                 core.link_due(peer, now)
         for peer, rooms in beliefs.items():
-            core.links.send(peer, wire.Resync(rooms=tuple(rooms), **core.between(peer)))
-
-    def _expire(
-        self, timer: Timer, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
-    ) -> None:
-        core = self.core
-        if timer.kind == "link":
-            core.link_due(core.links.peers[timer.key], now)
-        elif timer.kind == "repeat":
-            core.repeat_aborts(timer, now)
-        else:
-            self._room_due(timer, core.rooms[timer.key], now, beliefs)
-
-    def _room_due(
-        self,
-        timer: Timer,
-        record: DecodeRoomRecord,
-        now: float,
-        beliefs: dict[PrefillPeer, list[wire.Belief]],
-    ) -> None:
-        if record.state.phase is DecodePhase.DRAINING:
-            # The user has its error, and the ledger's own timer repeats the Aborts.
-            return
-        if timer.kind == "deadline":
-            # The deadline counts from the arrival of the request, slightly before `opened_at_s`:
-            # the difference is negative for a deadline of 0 s.
-            given_s = max(0.0, round(record.deadline_at_s - record.opened_at_s, 2))
-            text = f"room {record.room}: deadline of {given_s:g} s has passed"
-            self.close_room(record.grant, Cause(Code.DEADLINE, text), now)
-        elif (due_at_s := record.progress_at_s + record.resync_after_s) > now:
-            self.core.deadlines.set(timer, due_at_s)
-        else:
-            self._ask_about(record, now, beliefs)
-
-    def _ask_about(
-        self, record: DecodeRoomRecord, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
-    ) -> None:
-        """Ask prefill about a room that stands still, because a message may be lost.
-
-        The interval doubles each time, up to a limit.
-        """
-        core = self.core
-        record.resync_after_s = core.back_off(record.resync_after_s)
-        core.deadlines.set(Timer("stalled", record.grant), now + record.resync_after_s)
-        if record.phase is DecodePhase.BOOTSTRAPPING:
-            core.announce(record)
-            return
-        for rank, peer in enumerate(record.peers):
-            if peer.phase is LinkPhase.UP and peer in record.lease.loans:
-                belief = wire.Belief(record.room, record.grant, record.next_seq(rank))
-                beliefs.setdefault(peer, []).append(belief)
+            resync = wire.Resync(rooms=tuple(rooms), **core.between(peer))
+            core.outbox.append(SendToPrefill(peer.key, encode(resync)))
 
     # --- opening a room, step by step
 
@@ -464,33 +403,42 @@ class DecodeEndpoint:
         if self._closed:
             assert self._leaving is not None
             raise room_error(self._leaving)
-        core.links.check(ranks)
+        self._check_ranks(ranks)
         peers = []
         for info in ranks:
-            peer = core.links.find(info)
+            peer = self.link_to(info)
             if peer is None:
-                self._make_place(now)
+                core.make_place(now)
                 peer = core.links.dial(info, core.next_grant, now)
                 core.deadlines.set(Timer("link", peer.key), core.links.due_at_s(peer))
             peers.append(peer)
         return tuple(peers)
 
-    def _make_place(self, now: float) -> None:
-        """Close the least recently used link if the limit of open links is reached.
+    def _check_ranks(self, ranks: Sequence[RankInfo]) -> None:
+        """Check the ranks that a registry returned or a user passed.
 
-        Idle links go first, then silent ones, whose loans then wait for the fence or an operator.
-        Raises: CapacityError if every link is in use.
+        Raises: LostError (no ranks, or one was declared dead), PeerError (ranks that do not fit
+        together).
         """
-        core = self.core
-        # A closed link stays in the table while it owes loans, but it holds no connection.
-        open_ = [peer for peer in self.peers if peer.phase is not LinkPhase.GONE]
-        if len(open_) < self.bounds.links:
-            return
-        idle = [peer for peer in open_ if not core.ledger.owes(peer)]
-        idle = idle or [peer for peer in open_ if peer.phase is LinkPhase.SILENT]
-        if not idle:
-            raise CapacityError("links to prefill ranks", len(open_) + 1, self.bounds.links)
-        core.feed_link(min(idle, key=lambda peer: peer.used_at_s), LinkKind.CLOSED, now)
+        if not ranks:
+            raise LostError("no rank of that prefill is known")
+        if len(ranks) > self.bounds.ranks_per_room:
+            limit = self.bounds.ranks_per_room
+            raise PeerError(
+                f"prefill {ranks[0].control} has {len(ranks)} ranks; one room takes {limit} at most"
+            )
+        # Almost every room has one rank; testing for it here saves a call per room.
+        if len(ranks) != 1 or ranks[0].world_size != 1 or ranks[0].rank:
+            check_ranks(ranks)
+        if len(ranks) > 1 and len({info.incarnation for info in ranks}) < len(ranks):
+            raise PeerError(
+                f"the registry names one incarnation for two ranks of {ranks[0].control}"
+            )
+        for info in ranks if self.core.links.declared_dead else ():
+            if info.incarnation in self.core.links.declared_dead:
+                raise LostError(
+                    f"prefill {info.incarnation:016x} at {info.control} was declared dead"
+                )
 
     def _lease(self, room: int, peers: tuple[PrefillPeer, ...], now: float) -> Lease[PrefillPeer]:
         """Create the lease of a new room under the next grant, with an announced loan per rank.
@@ -498,9 +446,143 @@ class DecodeEndpoint:
         Raises: MisuseError if `room` is not a room id.
         """
         core = self.core
-        lease: Lease[PrefillPeer] = Lease(core.next_grant, wire.room_id(room))
-        core.next_grant = GrantId(core.next_grant + 1)
+        number = room_id(room)
+        lease: Lease[PrefillPeer] = Lease(core.take_grant(), number)
         for peer in peers:
             peer.used_at_s = now
             core.ledger.open(lease, peer)
         return lease
+
+
+# --- messages of prefills
+
+
+def _on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: wire.Heartbeat, now: float) -> None:
+    peer.received_at_s = now
+    core.feed_link(peer, LinkKind.HEARD, now)
+
+
+def _on_begun(core: DecodeCore, peer: PrefillPeer, message: wire.Begun, now: float) -> None:
+    """Issue `RoomBegun` once, when the last rank of the room begins.
+
+    Once pages are lent the message has no effect: the room's user no longer waits for it.
+    """
+    record = _room_of(core, peer, message)
+    if record is None or record.phase is not DecodePhase.BOOTSTRAPPING:
+        return
+    everyone = (1 << len(record.peers)) - 1
+    begun = record.begun | 1 << record.peers.index(peer)
+    if begun == everyone != record.begun:
+        core.outbox.append(RoomBegun(record.grant))
+    record.begun = begun
+
+
+def _on_chunk_done(
+    core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone, now: float
+) -> None:
+    """Land an in-order chunk; if transfers are verified or staged, request that work first."""
+    record = _room_of(core, peer, message)
+    if record is None:
+        return
+    rank, lease = record.peers.index(peer), record.lease
+    phase, is_next = lease.loans.get(peer), message.seq == record.next_seq[rank]
+    if not is_next or phase is not LoanPhase.LENT:
+        # The chunk is a repetition, or follows a lost one that Resync will bring, or its loan is
+        # no longer lent. The last chunk of a recalled loan cannot help the room, but it proves that
+        # every write landed.
+        if is_next and phase is LoanPhase.RECALLED and message.last:
+            core.feed_loan(lease, peer, LoanKind.LANDED, now)
+        else:
+            core.observer.message_dropped("stale")
+        return
+    record.next_seq[rank] += 1
+    record.progress_at_s = now
+    if record.resync_after_s > core.timing.repeat_after_s:
+        core.ask_as_at_first(record, now)
+    if core.verify or core.staged:
+        first = record.first_page(rank)
+        record.checks.append(ChunkCheck(rank, message, core.verify))
+        core.outbox.append(
+            VerifyChunk(record.grant, rank, message.seq, first, message.pages, peer.served or ())
+        )
+    # The loan ends before the checksum is known: the writes are over even if the bytes differ.
+    if message.last:
+        core.feed_loan(lease, peer, LoanKind.LANDED, now)
+    if not (core.verify or core.staged):
+        core.land(record, rank, message, now)
+
+
+def _on_room_failed(
+    core: DecodeCore, peer: PrefillPeer, message: wire.RoomFailed, now: float
+) -> None:
+    if record := _room_of(core, peer, message):
+        core.feed_room(record, DecodeEvent(DecodeKind.ROOM_FAILED, cause=message.cause), now)
+
+
+def _on_abort_ack(core: DecodeCore, peer: PrefillPeer, message: wire.AbortAck, now: float) -> None:
+    lease = core.ledger.find(peer, message.grant)
+    if lease is None or lease.room != message.room:
+        core.observer.message_dropped("stale")
+        return
+    core.feed_answer(lease, peer, message.drained, now)
+
+
+def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: float) -> None:
+    """Send Bootstrap again for grants that prefill does not know, or end their rooms.
+
+    Such a Bootstrap was lost, or prefill ended the grant so long ago that it forgot it.
+    """
+    # A message may name a grant many times; one answer to each bounds the work.
+    for belief in {belief.grant: belief for belief in message.rooms}.values():
+        record = core.rooms.get(belief.grant)
+        if record is None or peer not in record.lease.loans or not record.receiving:
+            # A rank whose loan ended may forget the grant.
+            continue
+        # `next_seq` is the value that decode asked with. If it is not 0, chunks of this grant
+        # landed, and prefill forgot it since: sending Bootstrap again would repeat their writes.
+        if belief.next_seq:
+            cause = Cause(Code.STALE_GRANT, f"room {record.room}: prefill remembers nothing of it")
+            core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause), now)
+        # This rank landed no chunk; other ranks of the room may have.
+        elif record.next_seq[record.peers.index(peer)] == 0:
+            core.lend(record, peer)
+
+
+def _on_goodbye(core: DecodeCore, peer: PrefillPeer, message: wire.Goodbye, now: float) -> None:
+    """End the link to a prefill that closed.
+
+    Its Goodbye proves that every write for this decode landed, except under the grants it names
+    (I2, I6).
+    """
+    peer.unproven, peer.asked_again = frozenset(message.unproven), False
+    cause = Cause(Code.SHUTDOWN, f"prefill at {peer.info.control} has shut down")
+    core.feed_link(peer, LinkKind.GOODBYE, now, cause)
+
+
+def _on_goodbye_ack(
+    core: DecodeCore, peer: PrefillPeer, message: wire.GoodbyeAck, now: float
+) -> None:
+    core.feed_link(peer, LinkKind.ACKNOWLEDGED, now)
+
+
+def _room_of(
+    core: DecodeCore, peer: PrefillPeer, message: wire.Begun | wire.ChunkDone | wire.RoomFailed
+) -> DecodeRoomRecord | None:
+    """Return the open room that a message is about; count the message as stale if there is none."""
+    record = core.rooms.get(message.grant)
+    if record is None or record.room != message.room or peer not in record.peers:
+        core.observer.message_dropped("stale")
+        return None
+    return record
+
+
+HANDLERS: dict[type, Callable[[DecodeCore, PrefillPeer, Any, float], None]] = {
+    wire.Heartbeat: _on_heartbeat,
+    wire.Begun: _on_begun,
+    wire.ChunkDone: _on_chunk_done,
+    wire.RoomFailed: _on_room_failed,
+    wire.AbortAck: _on_abort_ack,
+    wire.Resync: _on_resync,
+    wire.Goodbye: _on_goodbye,
+    wire.GoodbyeAck: _on_goodbye_ack,
+}

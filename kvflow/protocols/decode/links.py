@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ from kvflow.protocols.commands import (
     WatchWriter,
 )
 from kvflow.protocols.errors import Cause, Code, LostError, PeerError
-from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.limits import Timing
 from kvflow.protocols.machines.ledger import Ledger
 from kvflow.protocols.machines.link import TABLE, LinkCommand, LinkKind, LinkPhase
 from kvflow.protocols.pages.coverage import Served, uncovered
@@ -27,7 +26,6 @@ from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import (
     MAX_SETTLED_RANGES,
     WIRE_VERSION,
-    Abort,
     Goodbye,
     GoodbyeAck,
     GrantId,
@@ -37,7 +35,7 @@ from kvflow.protocols.wire.messages import (
     Register,
     Registered,
 )
-from kvflow.protocols.wire.ranks import RankInfo, check_ranks
+from kvflow.protocols.wire.ranks import RankInfo
 
 
 class DecodeIdentity(msgspec.Struct, frozen=True):
@@ -104,43 +102,12 @@ class DecodeLinks:
     """
 
     def __init__(
-        self, identity: DecodeIdentity, timing: Timing, bounds: Bounds, outbox: list[DecodeCommand]
+        self, identity: DecodeIdentity, timing: Timing, outbox: list[DecodeCommand]
     ) -> None:
-        self._identity, self._timing, self._bounds, self._outbox = identity, timing, bounds, outbox
+        self._identity, self._timing, self._outbox = identity, timing, outbox
         self.peers: dict[PeerKey, PrefillPeer] = {}
         self.declared_dead: set[Incarnation] = set()
         self.coverage: dict[tuple[PrefillPeer, ...], str] = {}  # results of `check_coverage`
-
-    def check(self, ranks: Sequence[RankInfo]) -> None:
-        """Check the ranks that a registry returned or a user passed.
-
-        Raises: LostError (no ranks, or one was declared dead), PeerError (ranks that do not fit
-        together).
-        """
-        if not ranks:
-            raise LostError("no rank of that prefill is known")
-        if len(ranks) > self._bounds.ranks_per_room:
-            limit = self._bounds.ranks_per_room
-            raise PeerError(
-                f"prefill {ranks[0].control} has {len(ranks)} ranks; one room takes {limit} at most"
-            )
-        # Almost every room has one rank; testing for it here saves a call per room.
-        if len(ranks) != 1 or ranks[0].world_size != 1 or ranks[0].rank:
-            check_ranks(ranks)
-        if len(ranks) > 1 and len({info.incarnation for info in ranks}) < len(ranks):
-            raise PeerError(
-                f"the registry names one incarnation for two ranks of {ranks[0].control}"
-            )
-        for info in ranks if self.declared_dead else ():
-            if info.incarnation in self.declared_dead:
-                raise LostError(
-                    f"prefill {info.incarnation:016x} at {info.control} was declared dead"
-                )
-
-    def find(self, info: RankInfo) -> PrefillPeer | None:
-        """Return the usable link to exactly this rank, or None."""
-        peer = self.peers.get(PeerKey(Incarnation(info.incarnation), info.control))
-        return peer if peer is not None and peer.info.rank == info.rank and peer.usable else None
 
     def check_coverage(self, peers: tuple[PrefillPeer, ...]) -> str:
         """Return why these linked ranks together do not send every byte of our pool exactly once;
@@ -178,10 +145,6 @@ class DecodeLinks:
         self._register(peer, now)
         return peer
 
-    def send(self, peer: PrefillPeer, message: Message) -> None:
-        """Queue a message. Pages wait for the answer to an Abort, so it leaves at once."""
-        self._outbox.append(SendToPrefill(peer.key, encode(message), type(message) is Abort))
-
     def feed(
         self,
         peer: PrefillPeer,
@@ -206,7 +169,7 @@ class DecodeLinks:
                 self._register(peer, now)
             elif command is LinkCommand.SEND_HEARTBEAT:
                 peer.sent_at_s = now
-                self.send(peer, self._heartbeat(peer, ledger))
+                self._send(peer, self._heartbeat(peer, ledger))
             elif command is LinkCommand.REDIAL:
                 peer.tried_at_s = now
                 self._outbox += (HangUp(peer.key), Dial(peer.key))
@@ -217,14 +180,14 @@ class DecodeLinks:
                     self._outbox.append(WatchWriter(peer.key, peer.address))
             elif command is LinkCommand.SEND_GOODBYE:
                 peer.sent_at_s = now
-                self.send(peer, Goodbye(**self._lives(peer)))
+                self._send(peer, Goodbye(**self._lives(peer)))
             elif command is LinkCommand.ACKNOWLEDGE:
-                self.send(peer, GoodbyeAck(**self._lives(peer)))
+                self._send(peer, GoodbyeAck(**self._lives(peer)))
             elif command is LinkCommand.HANG_UP:
                 # A last heartbeat lets prefill forget grants that are settled, since this decode
                 # will not ask about them again. A Goodbye has the same effect.
                 if left is LinkPhase.SILENT and kind not in (LinkKind.LEAVE, LinkKind.GOODBYE):
-                    self.send(peer, self._heartbeat(peer, ledger))
+                    self._send(peer, self._heartbeat(peer, ledger))
                 self._outbox.append(HangUp(peer.key))
             else:
                 theirs.append(command)
@@ -315,10 +278,13 @@ class DecodeLinks:
             return None
         return (LinkKind.REPEAT_DUE, None) if now >= peer.sent_at_s + repeat_s else None
 
+    def _send(self, peer: PrefillPeer, message: Message) -> None:
+        self._outbox.append(SendToPrefill(peer.key, encode(message)))
+
     def _register(self, peer: PrefillPeer, now: float) -> None:
         peer.sent_at_s = now
         identity = self._identity
-        self.send(
+        self._send(
             peer,
             Register(
                 source=peer.key.incarnation,

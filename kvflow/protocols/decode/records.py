@@ -6,11 +6,11 @@ import msgspec
 
 from kvflow.protocols.decode.links import PrefillPeer
 from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.machinery import Story
 from kvflow.protocols.machines.decode_room import DecodePhase, opened
 from kvflow.protocols.machines.ledger import Lease
-from kvflow.protocols.machines.story import Story
 from kvflow.protocols.ports import RoomEnding
-from kvflow.protocols.wire.messages import Bootstrap, ChunkDone, Incarnation
+from kvflow.protocols.wire.messages import ChunkDone
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
@@ -79,6 +79,7 @@ class DecodeRoomRecord:
             "lease",
             "lent",
             "linked",
+            "next_seq",
             "num_pages",
             "opened_at_s",
         ),
@@ -108,6 +109,9 @@ class DecodeRoomRecord:
         self.room, self.grant = lease.room, lease.grant
         self.lease, self.peers, self.prompt, self.num_pages = lease, peers, prompt, num_pages
         self.state = opened(num_pages, len(peers))
+        # The number of each rank's first chunk that decode did not receive yet. The machine counts
+        # a chunk that waits for a checksum only when it landed.
+        self.next_seq = [0] * len(peers)
         self.packed_pages = b""
         self.linked = False  # `Linked` was issued: the shell is to take pages
         self.lent = False  # the shell lent them
@@ -155,27 +159,8 @@ class DecodeRoomRecord:
             moving_at_s=self.moving_at_s,
         )
 
-    def next_seq(self, rank: int) -> int:
-        """Return the number of the first chunk of `rank` that decode did not receive yet."""
-        # Chunks that wait for a checksum are received but not counted by the machine yet.
-        seq = self.state.next_seq[rank]
-        return seq + sum(check.rank == rank for check in self.checks) if self.checks else seq
-
     def first_page(self, rank: int) -> int:
         """Return the index in the room's pages at which the next chunk of `rank` begins."""
         return self.state.filled[rank] + sum(
             check.message.pages for check in self.checks if check.rank == rank
-        )
-
-    def bootstrap(self, peer: PrefillPeer, target: Incarnation) -> Bootstrap:
-        """Return the message that lends this room's pages to one rank."""
-        return Bootstrap(
-            room=self.room,
-            grant=self.grant,
-            source=peer.key.incarnation,
-            target=target,
-            pages=self.packed_pages,
-            prompt_tokens=self.prompt.tokens,
-            prompt_digest=self.prompt.digest,
-            prefix_tokens=self.prompt.prefix_tokens,
         )

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvflow.protocols.arguments import room_id
 from kvflow.protocols.errors import (
     CapacityError,
     Cause,
@@ -21,10 +22,10 @@ from kvflow.protocols.errors import (
     LostError,
     MisuseError,
     RoomInUseError,
-    WireError,
 )
 from kvflow.protocols.group.member import RefuseRoom
 from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machinery import TICK_WORK, Endpoint, parsed
 from kvflow.protocols.machines.group import (
     LEADER,
     LEADER_TERMINAL,
@@ -36,11 +37,11 @@ from kvflow.protocols.machines.ordered import Ordered
 from kvflow.protocols.machines.tables import ERROR
 from kvflow.protocols.ports import ProcessIdentity
 from kvflow.protocols.wire import group as wire
-from kvflow.protocols.wire.codec import encode, parse_at_leader, routing_id
+from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.group import Ruling, Ticket, Vote
-from kvflow.protocols.wire.messages import MAX_RANKS, Incarnation, Rank, RoomId, room_id
+from kvflow.protocols.wire.messages import MAX_RANKS, Incarnation, Rank, RoomId
 
-TICK_WORK = 32  # requests ended in one tick after a rank is lost
+_MESSAGES = msgspec.msgpack.Decoder(wire.ToLeader)
 # No request has more decisions than this. A member may leave this number, times the requests that
 # may be open, unconfirmed.
 _DECISIONS = 4
@@ -100,7 +101,7 @@ class Membership:
         self.link: Ordered[wire.Decision] = Ordered()
 
 
-class GroupLeader:
+class GroupLeader(Endpoint[LeaderOutput]):
     """One incarnation of a leader.
 
     Call a method, then run what `commands()` returns; call `tick` at `next_tick()`.
@@ -162,12 +163,6 @@ class GroupLeader:
         if not missing:
             return ""
         return f"rank {', '.join(missing)} of the group's {self.world_size} is missing"
-
-    def commands(self) -> list[LeaderOutput]:
-        """Return the commands issued since the last call, in the order to run them."""
-        found = self.outbox[:]
-        self.outbox.clear()
-        return found
 
     # --- requests
 
@@ -231,9 +226,8 @@ class GroupLeader:
         """Handle a frame from the member whose routing id is `peer_id`; a malformed or foreign
         frame is counted and dropped (I7).
         """
-        try:
-            message = parse_at_leader(frame)
-        except WireError:
+        message = parsed(_MESSAGES, frame)
+        if message is None:
             self.dropped += 1
             return
         if peer_id != routing_id(message.member):

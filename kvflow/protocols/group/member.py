@@ -15,17 +15,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvflow.protocols.errors import Cause, Code, WireError
+from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Timing
+from kvflow.protocols.machinery import TICK_WORK, Endpoint, parsed
 from kvflow.protocols.machines.group import MEMBER, MemberCommand, MemberKind, MemberPhase
 from kvflow.protocols.machines.ordered import Ordered
 from kvflow.protocols.ports import ProcessIdentity
 from kvflow.protocols.wire import group as wire
-from kvflow.protocols.wire.codec import encode, parse_at_member
+from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.group import Ruling, Ticket, Vote
 from kvflow.protocols.wire.messages import Incarnation, Rank, RoomId
 
-TICK_WORK = 32  # requests ended in one tick after a session ends
+_MESSAGES = msgspec.msgpack.Decoder(wire.ToMember)
 _REFUSED = Cause(Code.REFUSED, "the group does not open this room")
 
 
@@ -137,7 +138,7 @@ class Session:
         self.link: Ordered[wire.RankVote] = Ordered()
 
 
-class GroupMember:
+class GroupMember(Endpoint[MemberOutput]):
     """One incarnation of one rank.
 
     Call a method, then run what `commands()` returns; call `tick` at `next_tick()`.
@@ -183,12 +184,6 @@ class GroupMember:
             "requests>"
         )
 
-    def commands(self) -> list[MemberOutput]:
-        """Return the commands issued since the last call, in the order to run them."""
-        found = self.outbox[:]
-        self.outbox.clear()
-        return found
-
     # --- what happens to this rank's half of a room
 
     def matched(self, key: TicketKey) -> None:
@@ -214,9 +209,8 @@ class GroupMember:
 
     def receive(self, frame: bytes, now: float) -> None:
         """Handle a frame from the leader; a bad or stale frame is counted and dropped (I7)."""
-        try:
-            message = parse_at_member(frame)
-        except WireError:
+        message = parsed(_MESSAGES, frame)
+        if message is None:
             self.dropped += 1
             return
         if message.member != self.incarnation:

@@ -1,4 +1,4 @@
-"""The machines of one prefill rank (peers, their grants, rooms), and the events between them.
+"""The machines of one prefill rank's rooms and their grants, and the events between them.
 
 A table never calls back: it returns commands, and running them feeds the next machine. No machine
 is therefore entered twice at once.
@@ -6,132 +6,55 @@ is therefore entered twice at once.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from kvflow.protocols.commands import (
     CancelWrite,
-    CloseRoute,
-    PrefillCommand,
     RoomDone,
     RoomMatched,
     RoomReleased,
     RoomStopped,
     SendToDecode,
     StartWrite,
-    WatchProcess,
 )
-from kvflow.protocols.earlier import EarlierLoans, EarlierWriter
-from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, PeerError
 from kvflow.protocols.limits import Bounds, Timing
-from kvflow.protocols.machines.deadlines import Deadlines
-from kvflow.protocols.machines.grants import KeptBytes
-from kvflow.protocols.machines.ledger import Ledger
-from kvflow.protocols.machines.peer import TABLE as PEER_TABLE
-from kvflow.protocols.machines.peer import PeerCommand, PeerKind, PeerPhase
+from kvflow.protocols.machinery import Task, Timer
+from kvflow.protocols.machines.grants import GrantCommand, GrantKind
+from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillCommand as RoomCommand
 from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase, step
 from kvflow.protocols.machines.rendezvous import Announcement, Rendezvous, Side
-from kvflow.protocols.pages.coverage import served_of
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import PageIndices, unpack_pages
 from kvflow.protocols.ports import Observer, WriteOutcome
-from kvflow.protocols.prefill.former import FormerDecodes
-from kvflow.protocols.prefill.peers import DecodePeer, PrefillIdentity
-from kvflow.protocols.prefill.records import Chunk, PrefillRoomRecord
-from kvflow.protocols.prefill.tasks import Task, Timer
+from kvflow.protocols.prefill.peers import WITHDRAWN, DecodePeer, PrefillIdentity, PrefillPeers
+from kvflow.protocols.prefill.records import Chunk, PrefillRoomRecord, pinned_pages
 from kvflow.protocols.wire import messages as wire
-from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import (
-    MAX_TEXT,
-    MAX_UNPROVEN,
-    WIRE_VERSION,
-    GrantId,
-    Incarnation,
-    RoomId,
-)
+from kvflow.protocols.wire.codec import encode
+from kvflow.protocols.wire.messages import GrantId, RoomId
 
-_NO_GRANT = GrantId(0)
-WITHDRAWN = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
-_NO_CAUSE = Cause(Code.PEER_LOST)  # for peer events that end no room
+DRAINS = "room {} is in use: writes of the last room of that id still run"
 
 
-class PrefillCore:
-    """The state of one prefill rank. Each kind of state is changed by one `feed_*` method only."""
+class PrefillCore(PrefillPeers):
+    """The state of one prefill rank. Each kind of state is changed by one `feed_*` method only.
+
+    Timers: "room" of a room id, "silence" and "goodbye" of an incarnation, "outcomes" and
+    "announced".
+    """
 
     def __init__(
         self, identity: PrefillIdentity, observer: Observer, timing: Timing, bounds: Bounds
     ) -> None:
-        self.identity, self.observer, self.timing, self.bounds = identity, observer, timing, bounds
-        self.outbox: list[PrefillCommand] = []
-        # A prefill lends no pages: its ledger holds the loans of decodes that closed over the same
-        # pool.
-        self.ledger: Ledger[EarlierWriter] = Ledger(
-            int(bounds.quarantine_share * identity.layout.num_pages)
-        )
-        self.earlier = EarlierLoans(self.ledger, self.outbox, self._take_grant)
-        self._last_grant = _NO_GRANT
+        super().__init__(identity, observer, timing, bounds)
         self.rooms: dict[RoomId, PrefillRoomRecord] = {}
-        self.peers: dict[Incarnation, DecodePeer] = {}
-        self.kept = KeptBytes()
-        # Causes for rooms that a decode announced before it received its refusal.
-        self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()
-        self.former = FormerDecodes(bounds.closed_grants)
         self.rendezvous: Rendezvous[DecodePeer] = Rendezvous(bounds.ended_halves)
         self.writes: dict[int, tuple[PrefillRoomRecord, Chunk]] = {}
-        self.deadlines: Deadlines[Timer] = Deadlines()
-        self.tasks: deque[Task] = deque()
-        self.leaving: Cause | None = None
-        self.stalled_s = 0.0
-        self._served = served_of(identity.layout)
         self._serial = self._write = 0
 
-    @property
-    def unavailable_reason(self) -> str:
-        """The reason, as text, why this prefill cannot move pages now; empty when it can.
-
-        A long queue is no such reason, only a data plane that stands still.
-        """
-        if self.stalled_s <= self.timing.lost_after_s:
-            return ""
-        how = (
-            "has died"
-            if self.stalled_s == float("inf")
-            else f"has not moved for {self.stalled_s:.0f} s"
-        )
-        return f"the worker of the {self.identity.address.backend} data plane {how}"
-
-    # --- sending
-
-    def send(self, peer: DecodePeer, message: wire.Message) -> None:
-        """Queue a message. Pages wait for an AbortAck, so it leaves at once."""
-        self.outbox.append(
-            SendToDecode(peer.routing_id, encode(message), type(message) is wire.AbortAck)
-        )
-
-    def answer_register(
-        self, target: Incarnation, asked: Incarnation, refusal: str, fresh_from: GrantId = _NO_GRANT
-    ) -> None:
-        """Accept (`refusal` empty) or refuse decode `target`, whose Register names `asked`."""
-        answer = wire.Registered(
-            source=self.identity.incarnation,
-            target=target,
-            wire_version=WIRE_VERSION,
-            rank=self.identity.rank,
-            refusal=refusal[:MAX_TEXT],
-            address=self.identity.address,
-            asked=asked,
-            fresh_from=fresh_from,
-            served=() if refusal else self._served,
-        )
-        self.outbox.append(SendToDecode(routing_id(target), encode(answer)))
-
-    def say_goodbye(self, target: Incarnation, unproven: tuple[GrantId, ...]) -> None:
-        """Send Goodbye, if it can name all unproven grants."""
-        # A Goodbye proves the end of every grant that it does not name.
-        if len(unproven) <= MAX_UNPROVEN:
-            goodbye = wire.Goodbye(unproven=unproven, **self.lives(target))
-            self.outbox.append(SendToDecode(routing_id(target), encode(goodbye)))
+    def run_task(self, task: Task, item: Any, now: float) -> None:
+        _TASKS[task.run](self, task, item, now)
 
     def header(self, room: RoomId, grant: GrantId, peer: DecodePeer) -> dict[str, Any]:
         me = self.identity
@@ -142,9 +65,6 @@ class PrefillCore:
             "source": me.incarnation,
             "target": peer.incarnation,
         }
-
-    def lives(self, target: Incarnation) -> dict[str, Any]:
-        return {"source": self.identity.incarnation, "target": target}
 
     # --- rooms
 
@@ -264,71 +184,6 @@ class PrefillCore:
         elif (timer := Timer("announced", 0)) not in self.deadlines:
             self.deadlines.set(timer, oldest[1].until_s)
 
-    # --- peers
-
-    def feed_peer(
-        self, peer: DecodePeer, kind: PeerKind, now: float, cause: Cause = _NO_CAUSE
-    ) -> None:
-        """Feed one event to a peer, and run the commands; rooms that it ends receive `cause`. No
-        other code changes a peer's phase.
-        """
-        move = PEER_TABLE.moves[peer.phase, kind]
-        if move is None:
-            return
-        peer.phase = move.phase
-        if peer.phase is PeerPhase.UP:
-            self.deadlines.set(Timer("silence", peer.incarnation), now + self.timing.lost_after_s)
-        for command in move.commands:
-            _PEER_RUN[command](self, peer, cause, now)
-        self.forget_if_idle(peer, now)
-
-    def forget_if_idle(self, peer: DecodePeer, now: float) -> None:
-        """Forget a decode that is gone, once its rooms ended and its announcements are void."""
-        if (
-            peer.phase is PeerPhase.GONE
-            and not peer.grants.rooms
-            and not peer.grants.announcements.rooms
-        ):
-            self.feed_peer(peer, PeerKind.IDLE, now)
-
-    def make_place(self, among: Iterable[DecodePeer], now: float) -> bool:
-        """Forget one of the silent decodes without open grants.
-
-        Returns False if there is none, or if too many grants in doubt would be remembered.
-        """
-        # The death of a process on another host may never be observed, so silent decodes would
-        # otherwise fill the table.
-        if (peer := self.former.displace(among)) is None:
-            return False
-        self.feed_peer(peer, PeerKind.DISPLACED, now)
-        return True
-
-    def work(self, limit: float, now: float) -> None:
-        """Run queued tasks for up to `limit` items in all."""
-        while self.tasks and limit > 0:
-            limit -= 1
-            task = self.tasks[0]
-            item = task.items.popleft()
-            if not task.items:
-                self.tasks.popleft()
-            _TASKS[task.run](self, task, item, now)
-        self.earlier.work(limit)
-
-    @property
-    def work_left(self) -> bool:
-        """True while `work` has more to do."""
-        return bool(self.tasks or self.earlier.tasks)
-
-    def _take_grant(self) -> GrantId:
-        """Return a new name for pages of an earlier node."""
-        self._last_grant = GrantId(self._last_grant + 1)
-        return self._last_grant
-
-    def add_task(self, task: Task) -> None:
-        """Queue a task, unless it has no items."""
-        if task.items:
-            self.tasks.append(task)
-
     def end_engine_half(self, room: RoomId, cause: Cause, now: float) -> None:
         """End the engine's half of a room, now or when it arrives: decode's will not arrive."""
         record = self.rooms.get(room)
@@ -370,6 +225,13 @@ class PrefillCore:
             return found
         return None
 
+    def resend(self, peer: DecodePeer, grant: GrantId, next_seq: int) -> None:
+        """Send the messages about one grant again, without the chunks below `next_seq`."""
+        record = peer.grants.rooms.get(grant)
+        for message in peer.grants.last_messages(grant) if record is None else record.sent:
+            if type(message) is not wire.ChunkDone or message.seq >= next_seq:
+                self.send(peer, message)
+
 
 # --- what a room's table asks for
 
@@ -393,47 +255,30 @@ def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> No
 
 
 def _send_chunk_done(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
-    chunk, peer = record.report, record.peer
-    assert chunk is not None and peer is not None
-    me = core.identity
-    done = wire.ChunkDone(
-        room=record.room,
-        grant=record.grant,
-        source=me.incarnation,
-        target=peer.incarnation,
-        rank=me.rank,
+    chunk = record.report
+    assert chunk is not None
+    _send(
+        core,
+        record,
+        wire.ChunkDone,
         seq=chunk.seq,
         pages=chunk.num_pages,
         last=chunk.last,
         handoff=chunk.handoff,
         checksum=chunk.checksum,
     )
-    _send(core, record, done)
 
 
-def _send_failed(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
-    assert record.peer is not None
-    header = core.header(record.room, record.grant, record.peer)
-    _send(core, record, wire.RoomFailed(cause=record.first_cause, **header))
-
-
-def _send_ack(core: PrefillCore, record: PrefillRoomRecord, drained: bool) -> None:
-    assert record.peer is not None
-    _send(
-        core,
-        record,
-        wire.AbortAck(drained=drained, **core.header(record.room, record.grant, record.peer)),
-    )
-
-
-def _send(core: PrefillCore, record: PrefillRoomRecord, message: wire.Message) -> None:
+def _send(
+    core: PrefillCore, record: PrefillRoomRecord, kind: type[wire.Message], **fields: Any
+) -> None:
+    """Send decode a message about a room's grant, and keep it in case decode asks for it again."""
     peer = record.peer
     assert peer is not None
+    message = kind(**core.header(record.room, record.grant, peer), **fields)
     record.sent.append(message)
     if peer.phase is not PeerPhase.GONE:
-        core.outbox.append(
-            SendToDecode(peer.routing_id, encode(message), type(message) is wire.AbortAck)
-        )
+        core.outbox.append(SendToDecode(peer.routing_id, encode(message), kind is wire.AbortAck))
 
 
 def _cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
@@ -465,7 +310,8 @@ def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
         # The decode with the most kept bytes gives way, so that one does not crowd out the others.
         while core.kept.total > core.bounds.kept_bytes:
             max(core.peers.values(), key=lambda known: known.grants.kept_bytes).grants.evict()
-        core.forget_if_idle(peer, now)
+        if peer.phase is PeerPhase.GONE:
+            core.forget_if_idle(peer, now)
 
 
 _RUN: dict[RoomCommand, Callable[[PrefillCore, PrefillRoomRecord, float], None]] = {
@@ -473,9 +319,15 @@ _RUN: dict[RoomCommand, Callable[[PrefillCore, PrefillRoomRecord, float], None]]
     RoomCommand.START_WRITE: _start_write,
     RoomCommand.SEND_CHUNK_DONE: _send_chunk_done,
     RoomCommand.CANCEL_WRITES: _cancel_writes,
-    RoomCommand.SEND_FAILED: _send_failed,
-    RoomCommand.SEND_DRAINED: lambda core, record, now: _send_ack(core, record, True),
-    RoomCommand.SEND_UNPROVEN: lambda core, record, now: _send_ack(core, record, False),
+    RoomCommand.SEND_FAILED: lambda core, record, now: _send(
+        core, record, wire.RoomFailed, cause=record.first_cause
+    ),
+    RoomCommand.SEND_DRAINED: lambda core, record, now: _send(
+        core, record, wire.AbortAck, drained=True
+    ),
+    RoomCommand.SEND_UNPROVEN: lambda core, record, now: _send(
+        core, record, wire.AbortAck, drained=False
+    ),
     RoomCommand.TELL_SUCCESS: _tell_success,
     RoomCommand.TELL_ENDED: _tell_ended,
     RoomCommand.END: _end,
@@ -531,64 +383,206 @@ _TASKS: dict[str, Callable[[PrefillCore, Task, Any, float], None]] = {
 }
 
 
-# --- what a peer's table asks for
+# --- what a grant's table asks for
 
 
-def _accept(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.answer_register(
-        peer.incarnation, core.identity.incarnation, core.unavailable_reason, peer.fresh_from
+def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: float) -> None:
+    """Keep the announcement of a room, join it with the engine's half, or refuse it.
+
+    The engine's half of an announced room waits as long as this decode lives.
+    """
+    record, grant = core.rooms.get(message.room), message.grant
+    peer.grants.announcements.add(grant, message.room)
+    if _refuse_pinned(core, peer, message, now):
+        return
+    if core.leaving is not None:
+        core.refuse_grant(peer, message.room, grant, core.leaving)
+    elif record is not None and record.phase is PrefillPhase.EXPECTED:
+        peer.grants.feed(grant, GrantKind.JOIN)
+        core.bind(record, peer, grant)
+        core.feed_room(record, PrefillEvent(PrefillKind.ANNOUNCED), now)
+        core.tell_begun(record)
+    elif record is not None or core.announced(message.room, now) is not None:
+        core.refuse_grant(peer, message.room, grant, _in_use(core, message, record, now))
+    elif cause := core.rendezvous.take(message.room, Side.DECODE):
+        core.refuse_grant(peer, message.room, grant, cause)
+    elif len(core.rendezvous.announced) >= core.bounds.rooms:
+        full = CapacityError(
+            "announced rooms at prefill", len(core.rendezvous.announced) + 1, core.bounds.rooms
+        )
+        core.refuse_grant(peer, message.room, grant, full.cause())
+    else:
+        core.rendezvous.announced[message.room] = Announcement(
+            peer, grant, now + core.timing.announced_s
+        )
+        core.time_announcements()
+
+
+def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: float) -> None:
+    """Admit decode's half of a room, or refuse it at once."""
+    if message.grant in peer.grants.announcements.rooms:
+        core.forget_announcement(peer, message.grant)
+    if _refuse_pinned(core, peer, message, now):
+        return
+    record = core.rooms.get(message.room)
+    try:
+        pages = _offered(core, peer, message)
+        cause = _unwelcome(core, message, record, now)
+    except KvflowError as error:
+        core.refuse_grant(peer, message.room, message.grant, error.cause())
+        return
+    if cause is not None:
+        core.refuse_grant(peer, message.room, message.grant, cause)
+        return
+    if record is None:
+        record = core.new_room(
+            message.room, PrefillPhase.BOOTSTRAPPED, core.timing.rendezvous_s, now
+        )
+    core.bind(record, peer, message.grant)
+    core.offer(record, message, pages, now)
+
+
+def _refuse_pinned(
+    core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float
+) -> bool:
+    """Refuse a room of a decode whose earlier writes hold too many of our pages.
+
+    Both halves receive the cause. Returns True if the room is refused.
+    """
+    if core.bounds.pinned_share == 1:
+        return False
+    # Writes that were cancelled a moment ago do not count: on a healthy route they end within
+    # milliseconds.
+    limit = core.bounds.pinned_limit(core.identity.layout.num_pages)
+    pinned = pinned_pages(core.writes.values(), peer, now - core.timing.repeat_after_s)
+    if pinned <= limit:
+        return False
+    cause = CapacityError(
+        "pages held by writes to this decode that do not end", pinned, limit
+    ).cause()
+    core.refuse_grant(peer, message.room, message.grant, cause)
+    # If the room is announced by another decode, the engine's half waits for that one.
+    if message.room not in core.rendezvous.announced:
+        core.end_engine_half(message.room, cause, now)
+    return True
+
+
+def _unwelcome(
+    core: PrefillCore, message: wire.Bootstrap, record: PrefillRoomRecord | None, now: float
+) -> Cause | None:
+    """Return why no room can begin with this offer, or None if one can. Raises: CapacityError."""
+    if core.leaving is not None:
+        return core.leaving
+    if message.room in core.rendezvous.announced and core.announced(message.room, now) is not None:
+        return _in_use(core, message, record, now)
+    if record is not None:
+        return (
+            None if record.phase is PrefillPhase.EXPECTED else _in_use(core, message, record, now)
+        )
+    if cause := core.rendezvous.take(message.room, Side.DECODE):
+        return cause
+    if len(core.rooms) >= core.bounds.rooms:
+        raise CapacityError("rooms at prefill", len(core.rooms) + 1, core.bounds.rooms)
+    return None
+
+
+def _offered(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap) -> PageIndices:
+    """Return the pages of an offer. Raises: KvflowError if they do not fit the prompt or pool."""
+    layout, prefix = core.identity.layout, message.prefix_tokens
+    if prefix > message.prompt_tokens or (
+        prefix % layout.page_size and prefix != message.prompt_tokens
+    ):
+        raise PeerError(
+            f"prefix of {prefix} tokens for a prompt of {message.prompt_tokens}, "
+            f"{layout.page_size} a page"
+        )
+    pages = unpack_pages(message.pages, peer.layout.num_places)
+    wanted = layout.places_for(message.prompt_tokens, prefix)
+    if len(pages) != wanted or not message.prompt_tokens:
+        raise MisuseError(f"{len(pages)} pages lent, {message.prompt_tokens} tokens need {wanted}")
+    if peer.layout.num_rows:
+        peer.layout.check_places(pages)
+    return pages
+
+
+def _in_use(
+    core: PrefillCore,
+    message: wire.Announce | wire.Bootstrap,
+    record: PrefillRoomRecord | None,
+    now: float,
+) -> Cause:
+    """Return the cause for a decode whose room is in use."""
+    if record is None or not record.ended:
+        return Cause(Code.ROOM_IN_USE, f"room {message.room} has a decode already")
+    cause = Cause(Code.ROOM_IN_USE, DRAINS.format(message.room))
+    # The engine's half of the refused room did not arrive yet; it receives the same cause then.
+    core.record_outcome(message.room, Side.DECODE, cause, now)
+    return cause
+
+
+def _tell_room(
+    core: PrefillCore,
+    peer: DecodePeer,
+    message: wire.Announce | wire.Bootstrap | wire.Abort,
+    now: float,
+) -> None:
+    """Pass a message to the room that answers for its grant: an Abort, a repeated announcement, or
+    the pages of an announced room.
+    """
+    record = peer.grants.rooms[message.grant]
+    if isinstance(message, wire.Announce):
+        core.tell_begun(record)
+    elif isinstance(message, wire.Abort):
+        core.feed_room(record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=message.cause), now)
+    elif record.bootstrap is None and record.room == message.room:
+        try:
+            pages = _offered(core, peer, message)
+        except KvflowError as error:
+            core.feed_room(record, PrefillEvent(PrefillKind.MISMATCHED, cause=error.cause()), now)
+        else:
+            core.offer(record, message, pages, now)
+
+
+def _resend_all(
+    core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float
+) -> None:
+    core.resend(peer, message.grant, 0)
+
+
+def _refuse_stale(
+    core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float
+) -> None:
+    text = f"grant {message.grant} is below {peer.grants.low_water}: it has ended"
+    header = core.header(message.room, message.grant, peer)
+    core.send(peer, wire.RoomFailed(cause=Cause(Code.STALE_GRANT, text), **header))
+    core.send(peer, wire.AbortAck(drained=peer.grants.is_drained(message.grant), **header))
+
+
+def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
+    """End a grant that decode aborts and that has no room here, and the engine's half with it.
+
+    Decode offered no pages, or its Bootstrap was lost.
+    """
+    core.forget_announcement(peer, message.grant)
+    peer.grants.end(message.grant, ())
+    # If another decode announced the room since, the engine's half waits for that one.
+    if message.room not in core.rendezvous.announced:
+        core.end_engine_half(message.room, message.cause, now)
+
+
+def _acknowledge(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
+    drained = peer.grants.is_drained(message.grant)
+    core.send(
+        peer, wire.AbortAck(drained=drained, **core.header(message.room, message.grant, peer))
     )
 
 
-def _refuse(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.answer_register(peer.incarnation, core.identity.incarnation, cause.text)
-    core.former.remember_doubts(peer)
-    core.refused[peer.incarnation] = cause
-    if len(core.refused) > core.bounds.targets:
-        core.refused.popitem(last=False)
-
-
-def _beat(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.send(peer, wire.Heartbeat(**core.lives(peer.incarnation)))
-
-
-def _watch(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.outbox.append(WatchProcess(peer.incarnation, peer.address))
-
-
-def _lose_rooms(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    """Queue the end of a peer's rooms and announcements."""
-    core.add_task(Task("void", peer.grants.announcements.rooms.items(), cause, peer))
-    core.add_task(Task("lose", peer.grants.rooms.values(), cause, peer))
-
-
-def _close_route(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.outbox.append(CloseRoute(peer.incarnation))
-
-
-def _forget(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    # A stranger without grants leaves no record. A decode that parted is recorded already, and none
-    # of its grants begins again.
-    if peer.has_had_grants and peer.incarnation not in core.former.parted:
-        core.former.remember_grants(peer)
-    core.deadlines.cancel(Timer("silence", peer.incarnation))
-    core.deadlines.cancel(Timer("goodbye", peer.incarnation))
-    peer.grants.forget()
-    del core.peers[peer.incarnation]
-
-
-def _say_goodbye(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.say_goodbye(peer.incarnation, peer.grants.unproven())
-    core.deadlines.set(Timer("goodbye", peer.incarnation), now + core.timing.repeat_after_s)
-
-
-_PEER_RUN: dict[PeerCommand, Callable[[PrefillCore, DecodePeer, Cause, float], None]] = {
-    PeerCommand.SEND_ACCEPTED: _accept,
-    PeerCommand.SEND_REFUSED: _refuse,
-    PeerCommand.SEND_HEARTBEAT: _beat,
-    PeerCommand.WATCH_PROCESS: _watch,
-    PeerCommand.LOSE_ROOMS: _lose_rooms,
-    PeerCommand.CLOSE_ROUTE: _close_route,
-    PeerCommand.FORGET: _forget,
-    PeerCommand.SEND_GOODBYE: _say_goodbye,
+GRANT_RUN: dict[GrantCommand, Callable[[PrefillCore, DecodePeer, Any, float], None]] = {
+    GrantCommand.EXPECT: _expect,
+    GrantCommand.ADMIT: _admit,
+    GrantCommand.TELL_ROOM: _tell_room,
+    GrantCommand.RESEND: _resend_all,
+    GrantCommand.REFUSE_STALE: _refuse_stale,
+    GrantCommand.END_OTHER_HALF: _end_other_half,
+    GrantCommand.ACKNOWLEDGE: _acknowledge,
 }

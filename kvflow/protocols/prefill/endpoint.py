@@ -1,49 +1,42 @@
 """The endpoint of one prefill rank: rooms, decodes and their grants, rendezvous, deadlines.
 
 It decides and does not act: it uses no asyncio, clock, socket or thread. Each method receives the
-time as an argument, and `commands()` returns the work for the shell. Read on in inbox.py
-(messages), core.py (the machines) and ../machines/ (their tables).
+time as an argument, and `commands()` returns the work for the shell. Read on in core.py
+(rooms), peers.py (decodes) and ../machines/ (their tables).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
-from kvflow.protocols.arguments import check_chunk
+import msgspec
+
+from kvflow.protocols.arguments import check_chunk, room_id
 from kvflow.protocols.commands import OpenRoute, PrefillCommand
-from kvflow.protocols.earlier import EarlierLoans
-from kvflow.protocols.errors import Cause, Code, MisuseError, RoomInUseError, WireError, room_error
+from kvflow.protocols.errors import Cause, Code, MisuseError, RoomInUseError, room_error
 from kvflow.protocols.limits import Bounds, Timing
-from kvflow.protocols.machines.grants import GrantKind
+from kvflow.protocols.machinery import TICK_WORK, RoomsEndpoint, Task, Timer, parsed
+from kvflow.protocols.machines.grants import GrantCommand, GrantKind
 from kvflow.protocols.machines.peer import PeerKind, PeerPhase
 from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillEvent, PrefillKind, PrefillPhase
 from kvflow.protocols.machines.rendezvous import Side
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Observer, WriteOutcome
-from kvflow.protocols.prefill.core import PrefillCore
-from kvflow.protocols.prefill.inbox import (
-    DRAINS,
-    HANDLERS,
-    note_alive,
-    on_goodbye,
-    on_register,
-    on_room_of_refused,
-)
+from kvflow.protocols.prefill.core import DRAINS, GRANT_RUN, PrefillCore
 from kvflow.protocols.prefill.peers import DecodePeer, PrefillIdentity
 from kvflow.protocols.prefill.records import Chunk, PrefillRoomRecord
-from kvflow.protocols.prefill.tasks import Task, Timer
 from kvflow.protocols.wire import messages as wire
-from kvflow.protocols.wire.codec import parse_at_prefill, routing_id
-from kvflow.protocols.wire.messages import Incarnation, RoomId
+from kvflow.protocols.wire.codec import routing_id
+from kvflow.protocols.wire.messages import Incarnation, RoomId, ToPrefill
 
-TICK_WORK = 32  # rooms one tick deals with: a millisecond or two; the rest follows in the next
+_MESSAGES = msgspec.msgpack.Decoder(ToPrefill)
 
 
-class PrefillEndpoint:
-    """The protocol endpoint of one prefill incarnation.
+class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
+    """The protocol endpoint of one prefill incarnation."""
 
-    After each call, run what `commands()` returns; call `tick` at `next_tick()`.
-    """
+    core: PrefillCore
 
     def __init__(
         self,
@@ -53,20 +46,13 @@ class PrefillEndpoint:
         timing: Timing | None = None,
         bounds: Bounds | None = None,
     ) -> None:
-        # Public so that shells and reports can read it; only the endpoint's methods change it.
         self.core = PrefillCore(identity, observer, timing or Timing(), bounds or Bounds())
-        self.outbox = self.core.outbox  # the commands that `commands` returns next
+        self.outbox = self.core.outbox
 
     def __repr__(self) -> str:
         core = self.core
         known = f"{len(core.rooms)} rooms, {len(core.peers)} decodes, {len(core.writes)} writes"
         return f"<PrefillEndpoint {core.identity.incarnation:016x}: {known}>"
-
-    def commands(self) -> list[PrefillCommand]:
-        """Return the commands issued since the last call, in the order to run them."""
-        found = self.outbox[:]
-        self.outbox.clear()
-        return found
 
     # --- what is known
 
@@ -79,11 +65,6 @@ class PrefillEndpoint:
     def peers(self) -> Iterable[DecodePeer]:
         """Decodes that are not forgotten, including silent and closed ones."""
         return self.core.peers.values()
-
-    @property
-    def earlier(self) -> EarlierLoans:
-        """The loans of decodes that closed over the same pool."""
-        return self.core.earlier
 
     @property
     def unavailable_reason(self) -> str:
@@ -116,7 +97,7 @@ class PrefillEndpoint:
         id is open or drains (if it drains, decode's half of this one receives the same cause when
         it arrives), AbortedError while shutting down.
         """
-        core, number = self.core, wire.room_id(room)
+        core, number = self.core, room_id(room)
         if core.leaving is not None:
             raise room_error(core.leaving)
         record = core.rooms.get(number)
@@ -162,7 +143,7 @@ class PrefillEndpoint:
         """Refuse decode's half of a room whose engine's half will never arrive, now or when decode
         sends it.
         """
-        core, number = self.core, wire.room_id(room)
+        core, number = self.core, room_id(room)
         record = core.rooms.get(number)
         announced = core.announced(number, now)
         if record is not None:
@@ -256,9 +237,8 @@ class PrefillEndpoint:
         known. It is called only for a decode that is new.
         """
         core = self.core
-        try:
-            message = parse_at_prefill(frame)
-        except WireError:
+        message = parsed(_MESSAGES, frame)
+        if message is None:
             core.observer.message_dropped("malformed")
             return
         peer = core.peers.get(message.target)
@@ -271,15 +251,17 @@ class PrefillEndpoint:
                 message.target, message.source, "another incarnation serves here now"
             )
         elif type(message) is wire.Register:
-            on_register(core, message, now, sender_address)
+            core.register(message, now, sender_address)
         elif type(message) is wire.Goodbye:
-            on_goodbye(core, message, now)
+            core.goodbye_received(message, now)
         elif peer is None and isinstance(message, wire.Announce | wire.Abort):
-            on_room_of_refused(core, message, now)
+            _on_room_of_refused(core, message, now)
         elif peer is None or type(message) not in _READ_IN[peer.phase]:
             core.observer.message_dropped("stale")
         else:
-            note_alive(core, peer, now)
+            peer.received_at_s = now
+            if peer.phase is PeerPhase.SILENT:
+                core.feed_peer(peer, PeerKind.HEARD, now)
             HANDLERS[type(message)](core, peer, message, now)
         if core.tasks:
             core.work(TICK_WORK, now)
@@ -294,7 +276,7 @@ class PrefillEndpoint:
             return False
         if peer.phase is PeerPhase.OPENING:
             self.core.feed_peer(peer, PeerKind.ROUTE_OPENED, now)
-            note_alive(self.core, peer, now)
+            peer.received_at_s = now
         return True
 
     def route_refused(self, incarnation: Incarnation, reason: str, now: float) -> None:
@@ -347,8 +329,8 @@ class PrefillEndpoint:
         """End all rooms and open no more; `rooms` is empty after their writes end."""
         core = self.core
         why = core.leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
-        core.add_task(Task("end", core.rooms.values(), why))
-        core.add_task(Task("refuse", core.rendezvous.announced.items(), why))
+        core.add_task(Task("end", core.rooms.values(), cause=why))
+        core.add_task(Task("refuse", core.rendezvous.announced.items(), cause=why))
         core.work(TICK_WORK, now)
 
     def part(self, now: float) -> None:
@@ -389,13 +371,6 @@ class PrefillEndpoint:
             )
 
     # --- time
-
-    def next_tick(self) -> float:
-        """Return the earliest time at which `tick` may have work; infinity without a deadline."""
-        # Shells call this after every batch of commands, so the expression of `work_left` is
-        # repeated here to save a call.
-        core = self.core
-        return float("-inf") if core.tasks or core.earlier.tasks else core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
         """Act on deadlines and silence that are due at `now`.
@@ -454,6 +429,86 @@ class PrefillEndpoint:
             core.refuse_grant(announced.peer, room, announced.grant, Cause(Code.RENDEZVOUS, text))
         core.time_announcements()
 
+
+# --- messages of decodes
+
+
+def _on_room_of_refused(core: PrefillCore, message: wire.Announce | wire.Abort, now: float) -> None:
+    """End the engine's half of a room that a refused decode announces or aborts."""
+    cause = core.refused.get(message.target)
+    if cause is None:
+        core.observer.message_dropped("stale")
+        return
+    if isinstance(message, wire.Announce):
+        if core.rendezvous.has_ended(message.room, Side.ENGINE):
+            # The engine's outcome is kept: if this decode is accepted later, it announces the room
+            # again and then receives it.
+            return
+        core.end_engine_half(
+            message.room, Cause(cause.code, f"prefill refused this decode: {cause.text}"), now
+        )
+    else:
+        core.end_engine_half(message.room, message.cause, now)
+
+
+def _on_grant(kind: GrantKind) -> Callable[[PrefillCore, DecodePeer, Any, float], None]:
+    """Return a handler that feeds `kind` to the message's grant and runs the commands."""
+
+    def handle(core: PrefillCore, peer: DecodePeer, message: Any, now: float) -> None:
+        for command in peer.grants.feed(message.grant, kind):
+            GRANT_RUN[command](core, peer, message, now)
+
+    return handle
+
+
+def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: float) -> None:
+    """Repeat the messages that decode missed, and name the grants that are unknown here."""
+    unknown: list[wire.Belief] = []
+    # A message may name a grant many times; one answer to each bounds the work.
+    for belief in {belief.grant: belief for belief in message.rooms}.values():
+        record = peer.grants.rooms.get(belief.grant)
+        # A room without a Bootstrap is only announced: its grant is reported as unknown, so that
+        # decode sends the Bootstrap.
+        offered = record is None or record.bootstrap is not None
+        for command in peer.grants.feed(belief.grant, GrantKind.ASK):
+            if command is GrantCommand.RESEND and offered:
+                core.resend(peer, belief.grant, belief.next_seq)
+            else:
+                unknown.append(belief)
+    if unknown:
+        core.send(peer, wire.Resync(rooms=tuple(unknown), **core.lives(peer.incarnation)))
+
+
+def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, now: float) -> None:
+    withdrawn = peer.grants.settle(message.settled_below, message.settled)
+    if withdrawn is None:
+        # It settles grants that this decode never sent here, so it cannot be genuine.
+        core.observer.message_dropped("foreign")
+        return
+    core.end_withdrawn(peer, withdrawn)
+    # Without an answer decode takes this prefill for silent and ends its rooms. That is intended
+    # while the data plane stands still.
+    if not core.unavailable_reason:
+        core.send(peer, wire.Heartbeat(**core.lives(peer.incarnation)))
+
+
+def _on_goodbye_ack(
+    core: PrefillCore, peer: DecodePeer, message: wire.GoodbyeAck, now: float
+) -> None:
+    if peer.phase is PeerPhase.PARTING:
+        core.part(peer, now)
+    else:
+        core.observer.message_dropped("stale")
+
+
+HANDLERS: dict[type, Callable[[PrefillCore, DecodePeer, Any, float], None]] = {
+    wire.Announce: _on_grant(GrantKind.ANNOUNCE),
+    wire.Bootstrap: _on_grant(GrantKind.BOOTSTRAP),
+    wire.Abort: _on_grant(GrantKind.ABORT),
+    wire.Resync: _on_resync,
+    wire.Heartbeat: _on_heartbeat,
+    wire.GoodbyeAck: _on_goodbye_ack,
+}
 
 _READ_IN: dict[PeerPhase, Collection[type]] = {
     PeerPhase.OPENING: (wire.Announce, wire.Abort, wire.Heartbeat),  # messages that need no route

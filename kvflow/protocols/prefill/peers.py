@@ -1,19 +1,48 @@
-"""Prefill's view of a registered decode incarnation: the route into its pool, and its grants."""
+"""Prefill's decodes: the route into the pool of each, its grants, and the memory of those that are
+forgotten.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
-from kvflow.protocols.errors import KvflowError, LayoutError
+from kvflow.protocols.commands import (
+    CloseRoute,
+    OpenRoute,
+    PrefillCommand,
+    SendToDecode,
+    WatchProcess,
+)
+from kvflow.protocols.earlier import EarlierWriter
+from kvflow.protocols.errors import Cause, Code, KvflowError, LayoutError
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machinery import Core, Task, Timer
 from kvflow.protocols.machines.grants import GrantTable, KeptBytes
-from kvflow.protocols.machines.peer import PeerPhase
+from kvflow.protocols.machines.ledger import Ledger
+from kvflow.protocols.machines.peer import TABLE, PeerCommand, PeerKind, PeerPhase
+from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import PlaneAddress
-from kvflow.protocols.wire.codec import routing_id
-from kvflow.protocols.wire.messages import GrantId, Incarnation, Rank, Register
+from kvflow.protocols.ports import Observer, PlaneAddress
+from kvflow.protocols.wire import messages as wire
+from kvflow.protocols.wire.codec import encode, routing_id
+from kvflow.protocols.wire.messages import (
+    MAX_TEXT,
+    MAX_UNPROVEN,
+    WIRE_VERSION,
+    GrantId,
+    Incarnation,
+    Rank,
+    RoomId,
+)
+
+WITHDRAWN = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
+_NO_GRANT = GrantId(0)
+_NO_CAUSE = Cause(Code.PEER_LOST)  # for peer events that end no room
 
 
 class PrefillIdentity(msgspec.Struct, frozen=True):
@@ -49,7 +78,7 @@ class DecodePeer:
 
     def __init__(
         self,
-        message: Register,
+        message: wire.Register,
         closed_grants: int,
         kept: KeptBytes,
         now: float,
@@ -113,3 +142,354 @@ class DecodePeer:
         except KvflowError as error:
             return str(error)
         return ""
+
+
+class FormerDecodes:
+    """Records of forgotten decodes, each kind bounded by `most`.
+
+    The oldest records are dropped first, except grants in doubt: while those fill their bound, no
+    more decodes with grants in doubt are displaced.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        # For each decode, the bound below which no grant begins again. A message that it sent
+        # before it was forgotten may still arrive.
+        self.displaced: OrderedDict[Incarnation, GrantId] = OrderedDict()
+        # Grants in doubt of some of those decodes. If they were forgotten, a later acknowledgement
+        # would call them drained and end loans without proof (I2).
+        self.in_doubt: dict[Incarnation, tuple[GrantId, ...]] = {}
+        # Decodes that parted. Any message of theirs that still arrives is late and has no effect.
+        self.parted: OrderedDict[Incarnation, None] = OrderedDict()
+
+    def remember_grants(self, peer: DecodePeer) -> None:
+        """Remember which grants of a decode must not begin again, before it is forgotten (I6)."""
+        # A silent decode may register again, and late messages of a dead one may arrive.
+        self.displaced[peer.incarnation] = peer.grants.seen_below
+        if len(self.displaced) > self._most:
+            self.displaced.popitem(last=False)
+
+    def remember_doubts(self, peer: DecodePeer) -> None:
+        """Remember the grants of a decode under which bytes may still arrive."""
+        if doubts := peer.grants.unproven():
+            self.in_doubt[peer.incarnation] = doubts
+
+    def remember_parted(self, incarnation: Incarnation) -> None:
+        """Remember that a decode parted, so that late messages of it are dropped."""
+        self.parted[incarnation] = None
+        self.displaced.pop(incarnation, None)
+        self.in_doubt.pop(incarnation, None)
+        if len(self.parted) > self._most:
+            self.parted.popitem(last=False)
+
+    def displace(self, among: Iterable[DecodePeer]) -> DecodePeer | None:
+        """Choose a silent decode without open grants, record its grants, and return it.
+
+        Returns None if there is none, or if the grants in doubt would exceed the bound.
+        """
+        found = [(len(peer.grants.unproven()), peer) for peer in among if peer.displaceable]
+        if not found:
+            return None
+        # Grants in doubt must be kept for good, so the decode with the fewest of them goes.
+        doubts, peer = min(found, key=lambda one: one[0])
+        if doubts and doubts + sum(map(len, self.in_doubt.values())) > self._most:
+            return None
+        self.remember_grants(peer)
+        self.remember_doubts(peer)
+        return peer
+
+
+class PrefillPeers(Core):
+    """The decodes of one prefill rank, and the machine of each.
+
+    Rooms are above this: what ends them is queued as a task.
+    """
+
+    outbox: list[PrefillCommand]
+    ledger: Ledger[EarlierWriter]  # a prefill lends no pages
+
+    def __init__(
+        self, identity: PrefillIdentity, observer: Observer, timing: Timing, bounds: Bounds
+    ) -> None:
+        super().__init__(identity.layout, observer, timing, bounds)
+        self.identity = identity
+        self.peers: dict[Incarnation, DecodePeer] = {}
+        self.kept = KeptBytes()
+        # Causes for rooms that a decode announced before it received its refusal.
+        self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()
+        self.former = FormerDecodes(bounds.closed_grants)
+        self.leaving: Cause | None = None
+        self.stalled_s = 0.0
+        self._served = served_of(identity.layout)
+
+    @property
+    def unavailable_reason(self) -> str:
+        """The reason, as text, why this prefill cannot move pages now; empty when it can.
+
+        A long queue is no such reason, only a data plane that stands still.
+        """
+        if self.stalled_s <= self.timing.lost_after_s:
+            return ""
+        how = (
+            "has died"
+            if self.stalled_s == float("inf")
+            else f"has not moved for {self.stalled_s:.0f} s"
+        )
+        return f"the worker of the {self.identity.address.backend} data plane {how}"
+
+    # --- sending
+
+    def send(self, peer: DecodePeer, message: wire.Message) -> None:
+        """Queue a message. Pages wait for an AbortAck, so it leaves at once."""
+        self.outbox.append(
+            SendToDecode(peer.routing_id, encode(message), type(message) is wire.AbortAck)
+        )
+
+    def answer_register(
+        self, target: Incarnation, asked: Incarnation, refusal: str, fresh_from: GrantId = _NO_GRANT
+    ) -> None:
+        """Accept (`refusal` empty) or refuse decode `target`, whose Register names `asked`."""
+        answer = wire.Registered(
+            source=self.identity.incarnation,
+            target=target,
+            wire_version=WIRE_VERSION,
+            rank=self.identity.rank,
+            refusal=refusal[:MAX_TEXT],
+            address=self.identity.address,
+            asked=asked,
+            fresh_from=fresh_from,
+            served=() if refusal else self._served,
+        )
+        self.outbox.append(SendToDecode(routing_id(target), encode(answer)))
+
+    def say_goodbye(self, target: Incarnation, unproven: tuple[GrantId, ...]) -> None:
+        """Send Goodbye, if it can name all unproven grants."""
+        # A Goodbye proves the end of every grant that it does not name.
+        if len(unproven) <= MAX_UNPROVEN:
+            goodbye = wire.Goodbye(unproven=unproven, **self.lives(target))
+            self.outbox.append(SendToDecode(routing_id(target), encode(goodbye)))
+
+    def lives(self, target: Incarnation) -> dict[str, Any]:
+        return {"source": self.identity.incarnation, "target": target}
+
+    # --- what a decode sends
+
+    def register(
+        self, message: wire.Register, now: float, sender_address: Callable[[], str] = str
+    ) -> None:
+        """Register a decode: refuse it, or ask the shell to open a route into its pool."""
+        peer = self.peers.get(message.target)
+        # `make_place` below may push this decode's own entry out of the bounded memory, so it is
+        # read first.
+        seen_below = self.former.displaced.get(message.target)
+        if message.target in self.former.parted:
+            self.observer.message_dropped("stale")
+        elif message.wire_version != WIRE_VERSION:
+            self.answer_register(
+                message.target,
+                message.source,
+                f"wire version {message.wire_version}, this prefill speaks {WIRE_VERSION}",
+            )
+        elif peer is not None:
+            self.note_alive(peer, now)
+            peer.fresh_from = max(peer.fresh_from, message.fresh_from)
+            self.end_withdrawn(peer, peer.grants.begin_from(message.fresh_from))
+            self.feed_peer(peer, PeerKind.REGISTERED, now)
+        # No grant of this decode was begun here, and none will be, so a Goodbye answers it for
+        # good.
+        elif self.leaving is not None:
+            self.say_goodbye(message.target, self.former.in_doubt.get(message.target, ()))
+        elif self.unavailable_reason:
+            self.answer_register(message.target, message.source, self.unavailable_reason)
+        elif len(self.peers) >= self.bounds.targets and not self.make_place(
+            self.peers.values(), now
+        ):
+            self.answer_register(
+                message.target,
+                message.source,
+                f"{self.bounds.targets} decodes are registered already",
+            )
+        elif len(
+            siblings := self._of_process(message)
+        ) >= self.bounds.decodes_per_process and not self.make_place(siblings, now):
+            refusal = (
+                f"{len(siblings)} decodes of process {message.address.process.pid} are registered "
+                "already"
+            )
+            self.answer_register(message.target, message.source, refusal)
+        elif (
+            (sender := sender_address())
+            and len(neighbours := self._at_address(sender)) >= self.bounds.decodes_per_address
+            and not self.make_place(neighbours, now)
+        ):
+            limit = self.bounds.decodes_per_address
+            refusal = (
+                f"{len(neighbours)} decodes at {sender} are registered already, of at most {limit} "
+                "for one address"
+            )
+            self.answer_register(message.target, message.source, refusal)
+        else:
+            peer = self.peers[message.target] = DecodePeer(
+                message, self.bounds.closed_grants, self.kept, now, sender, seen_below
+            )
+            peer.grants.remember_doubts(self.former.in_doubt.pop(message.target, ()))
+            self.former.displaced.pop(message.target, None)
+            if refusal := peer.mismatch(self.identity):
+                self.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, refusal))
+            else:
+                self.refused.pop(message.target, None)
+                self.outbox.append(OpenRoute(peer.incarnation, peer.address, peer.layout))
+
+    def _of_process(self, message: wire.Register) -> list[DecodePeer]:
+        """Return the registered decodes that named the same process as this one."""
+
+        def process_of(address: PlaneAddress) -> tuple[str, str, int, int]:
+            # The other fields of the identity do not tell processes apart, and a decode could vary
+            # them to pass for another process.
+            process = address.process
+            return process.boot_id, process.pid_namespace, process.pid, process.start_ticks
+
+        named = process_of(message.address)
+        return [peer for peer in self.peers.values() if process_of(peer.address) == named]
+
+    def _at_address(self, sender_address: str) -> list[DecodePeer]:
+        """Return the registered decodes whose connection comes from one network address."""
+        return [peer for peer in self.peers.values() if peer.sender_address == sender_address]
+
+    def note_alive(self, peer: DecodePeer, now: float) -> None:
+        """Record that a peer sent a message; a silent peer is up again."""
+        peer.received_at_s = now
+        if peer.phase is PeerPhase.SILENT:
+            self.feed_peer(peer, PeerKind.HEARD, now)
+
+    def goodbye_received(self, message: wire.Goodbye, now: float) -> None:
+        """Acknowledge the Goodbye of a decode, and forget the decode when its rooms end.
+
+        Every Goodbye is acknowledged, also one from a decode that is forgotten already.
+        """
+        peer = self.peers.get(message.target)
+        self.outbox.append(
+            SendToDecode(
+                routing_id(message.target), encode(wire.GoodbyeAck(**self.lives(message.target)))
+            )
+        )
+        if peer is not None and peer.phase is not PeerPhase.GONE:
+            self.note_alive(peer, now)
+            self.part(peer, now)
+        elif message.target in self.former.displaced or message.target in self.former.in_doubt:
+            self.former.remember_parted(message.target)
+
+    def part(self, peer: DecodePeer, now: float) -> None:
+        self.former.remember_parted(peer.incarnation)
+        cause = self.leaving or Cause(
+            Code.SHUTDOWN, f"decode {peer.incarnation:016x} has shut down"
+        )
+        self.feed_peer(peer, PeerKind.PARTED, now, cause)
+
+    def end_withdrawn(self, peer: DecodePeer, withdrawn: list[tuple[GrantId, RoomId]]) -> None:
+        """Queue the end of announcements that ended at decode, and whose Abort did not arrive
+        yet.
+        """
+        self.add_task(Task("withdraw", withdrawn, peer, WITHDRAWN))
+
+    # --- the machine of a peer
+
+    def feed_peer(
+        self, peer: DecodePeer, kind: PeerKind, now: float, cause: Cause = _NO_CAUSE
+    ) -> None:
+        """Feed one event to a peer, and run the commands; rooms that it ends receive `cause`. No
+        other code changes a peer's phase.
+        """
+        move = TABLE.moves[peer.phase, kind]
+        if move is None:
+            return
+        peer.phase = move.phase
+        if peer.phase is PeerPhase.UP:
+            self.deadlines.set(Timer("silence", peer.incarnation), now + self.timing.lost_after_s)
+        for command in move.commands:
+            _RUN[command](self, peer, cause, now)
+        self.forget_if_idle(peer, now)
+
+    def forget_if_idle(self, peer: DecodePeer, now: float) -> None:
+        """Forget a decode that is gone, once its rooms ended and its announcements are void."""
+        if (
+            peer.phase is PeerPhase.GONE
+            and not peer.grants.rooms
+            and not peer.grants.announcements.rooms
+        ):
+            self.feed_peer(peer, PeerKind.IDLE, now)
+
+    def make_place(self, among: Iterable[DecodePeer], now: float) -> bool:
+        """Forget one of the silent decodes without open grants.
+
+        Returns False if there is none, or if too many grants in doubt would be remembered.
+        """
+        # The death of a process on another host may never be observed, so silent decodes would
+        # otherwise fill the table.
+        if (peer := self.former.displace(among)) is None:
+            return False
+        self.feed_peer(peer, PeerKind.DISPLACED, now)
+        return True
+
+
+# --- what a peer's table asks for
+
+
+def _accept(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> None:
+    core.answer_register(
+        peer.incarnation, core.identity.incarnation, core.unavailable_reason, peer.fresh_from
+    )
+
+
+def _refuse(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> None:
+    core.answer_register(peer.incarnation, core.identity.incarnation, cause.text)
+    core.former.remember_doubts(peer)
+    core.refused[peer.incarnation] = cause
+    if len(core.refused) > core.bounds.targets:
+        core.refused.popitem(last=False)
+
+
+def _beat(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> None:
+    core.send(peer, wire.Heartbeat(**core.lives(peer.incarnation)))
+
+
+def _watch(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> None:
+    core.outbox.append(WatchProcess(peer.incarnation, peer.address))
+
+
+def _lose_rooms(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> None:
+    """Queue the end of a peer's rooms and announcements."""
+    core.add_task(Task("void", peer.grants.announcements.rooms.items(), peer, cause))
+    core.add_task(Task("lose", peer.grants.rooms.values(), peer, cause))
+
+
+def _close_route(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> None:
+    core.outbox.append(CloseRoute(peer.incarnation))
+
+
+def _forget(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> None:
+    # A stranger without grants leaves no record. A decode that parted is recorded already, and none
+    # of its grants begins again.
+    if peer.has_had_grants and peer.incarnation not in core.former.parted:
+        core.former.remember_grants(peer)
+    core.deadlines.cancel(Timer("silence", peer.incarnation))
+    core.deadlines.cancel(Timer("goodbye", peer.incarnation))
+    peer.grants.forget()
+    del core.peers[peer.incarnation]
+
+
+def _part(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> None:
+    core.say_goodbye(peer.incarnation, peer.grants.unproven())
+    core.deadlines.set(Timer("goodbye", peer.incarnation), now + core.timing.repeat_after_s)
+
+
+_RUN: dict[PeerCommand, Callable[[PrefillPeers, DecodePeer, Cause, float], None]] = {
+    PeerCommand.SEND_ACCEPTED: _accept,
+    PeerCommand.SEND_REFUSED: _refuse,
+    PeerCommand.SEND_HEARTBEAT: _beat,
+    PeerCommand.WATCH_PROCESS: _watch,
+    PeerCommand.LOSE_ROOMS: _lose_rooms,
+    PeerCommand.CLOSE_ROUTE: _close_route,
+    PeerCommand.FORGET: _forget,
+    PeerCommand.SEND_GOODBYE: _part,
+}

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.machinery import Story
 from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillPhase, PrefillRoomState
-from kvflow.protocols.machines.story import Story
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import RoomEnding, WriteOutcome
 from kvflow.protocols.prefill.peers import DecodePeer

@@ -18,13 +18,12 @@ names this part, and decode checks that all ranks together have all of the pool.
 
 from __future__ import annotations
 
-import operator
 from typing import Annotated, NewType
 
 import msgspec
 from msgspec import Meta
 
-from kvflow.protocols.errors import Cause, MisuseError
+from kvflow.protocols.errors import Cause
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import MAX_COMPONENTS, PoolLayout
 from kvflow.protocols.ports import PlaneAddress
@@ -53,17 +52,6 @@ the same number has another grant.
 Incarnation = NewType("Incarnation", int)
 """One life of one process, a random number."""
 Rank = NewType("Rank", int)
-
-
-def room_id(value: object) -> RoomId:
-    """Return a user's room id, of any integer type, as a RoomId. Raises: MisuseError."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise MisuseError(f"room id {value!r} is not an integer") from None
-    if not 0 <= number < 1 << 64:
-        raise MisuseError(f"room id {number} is not an unsigned 64-bit integer")
-    return RoomId(number)
 
 
 # msgpack integers end at 2**64 - 1, so a room needs no upper bound.

@@ -1,0 +1,307 @@
+"""The machinery that endpoints share: the commands of every endpoint, and of those that have rooms
+the deadlines, the work that is put off, the story of a room, and the loans of earlier nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from enum import IntEnum
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from kvflow.protocols.earlier import EarlierLoans
+from kvflow.protocols.errors import Cause
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machines.ledger import Ledger
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.ports import Observer
+from kvflow.protocols.wire.codec import UNDECODABLE
+from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, GrantId
+
+M = TypeVar("M")  # a command
+T = TypeVar("T")  # a message
+K = TypeVar("K", bound=Hashable)
+GRAIN_S = 0.01
+STORY_LINES = 64
+# Rooms and loans handled in one tick. The bound keeps a tick to a millisecond or two, so that the
+# loss of a peer with thousands of rooms does not block the event loop (I11).
+TICK_WORK = 32
+
+
+def parsed(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T | None:
+    """Return the message in a frame that an endpoint received; None for a malformed one (I7)."""
+    if len(frame) > MAX_FRAME_BYTES:
+        return None
+    try:
+        return decoder.decode(frame)
+    except UNDECODABLE:
+        return None
+
+
+class Endpoint(Generic[M]):
+    """The output of an endpoint.
+
+    After each call, run what `commands()` returns; call `tick` at `next_tick()`.
+    """
+
+    outbox: list[M]  # the commands that `commands` returns next
+
+    def commands(self) -> list[M]:
+        """Return the commands issued since the last call, in the order to run them."""
+        found = self.outbox[:]
+        self.outbox.clear()
+        return found
+
+
+class RoomsEndpoint(Endpoint[M]):
+    """The endpoint of one side of rooms.
+
+    After each call, run what `commands()` returns; call `tick` at `next_tick()`.
+    """
+
+    core: Core  # public so that shells and reports can read it; only the endpoint changes it
+
+    @property
+    def earlier(self) -> EarlierLoans:
+        """The loans of earlier nodes over the same pool."""
+        return self.core.earlier
+
+    def next_tick(self) -> float:
+        """Return the earliest time at which `tick` may have work; infinity without a deadline."""
+        # Shells call this after every batch of commands, so the expression of `work_left` is
+        # repeated here to save a call.
+        core = self.core
+        return float("-inf") if core.tasks or core.earlier.tasks else core.deadlines.not_before_s
+
+
+class Timer(msgspec.Struct, frozen=True, gc=False):
+    """The purpose of a deadline, and the grant, room or peer that it is for."""
+
+    kind: str
+    key: Any
+
+
+class Task:
+    """Work on many items, done one at a time so that no tick takes long.
+
+    `run` names the function for each item, and `peer` is the peer they belong to, if any. An item
+    may change between the time it is queued and its turn. `cause` is that of the rooms it ends.
+    """
+
+    __slots__ = ("cause", "items", "peer", "run")
+
+    def __init__(
+        self, run: str, items: Iterable[Any], peer: Any = None, cause: Cause | None = None
+    ) -> None:
+        self.run, self.peer = run, peer
+        self.cause: Any = cause
+        self.items: deque[Any] = deque(items)
+
+
+class Core:
+    """The state that decode and prefill have in common, and its work."""
+
+    def __init__(
+        self, layout: PoolLayout, observer: Observer, timing: Timing, bounds: Bounds
+    ) -> None:
+        self.observer, self.timing, self.bounds = observer, timing, bounds
+        self.outbox: list[Any] = []
+        # Both sides have loans of decodes that closed over the same pool; a decode has its own,
+        # too.
+        self.ledger: Ledger[Any] = Ledger(int(bounds.quarantine_share * layout.num_pages))
+        self.earlier = EarlierLoans(self.ledger, self.outbox, self.take_grant)
+        self.next_grant = GrantId(1)
+        self.deadlines: Deadlines[Timer] = Deadlines()
+        self.tasks: deque[Task] = deque()
+
+    def take_grant(self) -> GrantId:
+        """Take the next grant; an earlier node's pages get one that no room has."""
+        grant = self.next_grant
+        self.next_grant = GrantId(grant + 1)
+        return grant
+
+    def add_task(self, task: Task) -> None:
+        """Queue a task, unless it has no items."""
+        if task.items:
+            self.tasks.append(task)
+
+    def work(self, limit: float, now: float) -> None:
+        """Run queued tasks for up to `limit` items in all."""
+        while self.tasks and limit > 0:
+            limit -= 1
+            task = self.tasks[0]
+            item = task.items.popleft()
+            if not task.items:
+                self.tasks.popleft()
+            self.run_task(task, item, now)
+        self.earlier.work(limit)
+
+    def run_task(self, task: Task, item: Any, now: float) -> None:
+        """Do the work of a task on one item."""
+        raise NotImplementedError
+
+    @property
+    def work_left(self) -> bool:
+        """True while `work` has more to do."""
+        return bool(self.tasks or self.earlier.tasks)
+
+
+class _Bucket(Generic[K]):
+    """The deadlines within one grain of time."""
+
+    __slots__ = ("keys", "order")
+
+    def __init__(self) -> None:
+        self.keys: dict[K, float] = {}
+        # Entries of `keys`, latest first, or None until they are needed: most keys are cancelled
+        # before their bucket comes first, so sorting early would be wasted. An entry that `keys`
+        # does not confirm is stale.
+        self.order: list[tuple[float, K]] | None = None
+
+    def first(self) -> tuple[float, K]:
+        """Return the earliest deadline and its key; call only while there is a key."""
+        if self.order is None:
+            self.order = sorted(((at_s, key) for key, at_s in self.keys.items()), key=_at_s)[::-1]
+        while self.keys.get(self.order[-1][1]) != self.order[-1][0]:
+            self.order.pop()
+        return self.order[-1]
+
+
+def _at_s(entry: tuple[float, object]) -> float:
+    return entry[0]
+
+
+class Deadlines(Generic[K]):
+    """A set of deadlines, at most one per key.
+
+    Setting and cancelling a deadline cost O(1); taking one that is due costs O(log n) in the size
+    of its bucket. A cancelled key is removed at once, and its bucket when it comes first.
+    """
+
+    def __init__(self) -> None:
+        self._where: dict[K, int] = {}
+        self._buckets: dict[int, _Bucket[K]] = {}
+        # Numbers of buckets. An empty bucket stays until it comes first, because a heap cannot drop
+        # an inner entry cheaply.
+        self._heap: list[int] = []
+        # Lower bound of every deadline: cheaper than `next_at_s`, and exact after each `pop_due`.
+        self.not_before_s = float("inf")
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __iter__(self) -> Iterator[K]:
+        """Iterate over the keys that have a deadline, in no order of time."""
+        return iter(self._where)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._where
+
+    def set(self, key: K, at_s: float) -> None:
+        """Make `key` due at `at_s`, and drop its former deadline; infinity cancels it."""
+        if key in self._where:
+            self.cancel(key)
+        if at_s == float("inf"):
+            return
+        if at_s < self.not_before_s:
+            self.not_before_s = at_s
+        number = int(at_s / GRAIN_S)
+        bucket = self._buckets.get(number)
+        if bucket is None:
+            bucket = self._buckets[number] = _Bucket()
+            heapq.heappush(self._heap, number)
+        bucket.keys[key] = at_s
+        bucket.order = None
+        self._where[key] = number
+
+    def advance(self, key: K, at_s: float) -> None:
+        """Make `key` due at `at_s` if it has a later deadline."""
+        number = self._where.get(key)
+        if number is not None and self._buckets[number].keys[key] > at_s:
+            self.set(key, at_s)
+
+    def cancel(self, key: K) -> None:
+        """Drop the deadline of `key`, if it has one."""
+        number = self._where.pop(key, None)
+        if number is not None:
+            del self._buckets[number].keys[key]
+
+    def next_at_s(self) -> float:
+        """Return the time of the next deadline; infinity if there is none."""
+        bucket = self._first()
+        return float("inf") if bucket is None else bucket.first()[0]
+
+    def pop_due(self, now: float) -> K | None:
+        """Remove and return the earliest key that is due at `now`, or None."""
+        bucket = self._first()
+        if bucket is None:
+            self.not_before_s = float("inf")
+            return None
+        self.not_before_s, key = bucket.first()
+        if self.not_before_s > now:
+            return None
+        self.cancel(key)
+        return key
+
+    def _first(self) -> _Bucket[K] | None:
+        """Return the earliest bucket that has a key, and drop the empty ones before it."""
+        while self._heap:
+            bucket = self._buckets[self._heap[0]]
+            if bucket.keys:
+                return bucket
+            del self._buckets[heapq.heappop(self._heap)]
+        return None
+
+
+# --- for people
+
+
+class Line(NamedTuple):
+    """One line of a story.
+
+    `at_s` is by the node's clock. `text` holds details beyond the name of the event, if any.
+    """
+
+    at_s: float
+    what: str
+    phase: str
+    text: str
+
+
+class Story:
+    """The first and the latest lines of a room; lines dropped in between are counted."""
+
+    __slots__ = ("_dropped", "_lines", "follower")
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[float, IntEnum | str, IntEnum, object]] = []
+        self._dropped = 0
+        self.follower: Callable[[Line], None] | None = None  # called with every new line
+
+    def tell(self, at_s: float, what: IntEnum | str, phase: IntEnum, detail: object = None) -> None:
+        """Add a line. `detail` becomes text only when the line is read."""
+        if len(self._lines) >= STORY_LINES:
+            del self._lines[STORY_LINES // 2]
+            self._dropped += 1
+        self._lines.append((at_s, what, phase, detail))
+        if self.follower is not None:
+            self.follower(_readable(at_s, what, phase, detail))
+
+    def lines(self) -> Sequence[Line]:
+        """Return the kept lines, with one that counts those left out in the middle."""
+        told = [_readable(*line) for line in self._lines]
+        if self._dropped:
+            middle = told[STORY_LINES // 2]
+            told.insert(
+                STORY_LINES // 2,
+                Line(middle.at_s, f"{self._dropped} lines left out", middle.phase, ""),
+            )
+        return told
+
+
+def _readable(at_s: float, what: IntEnum | str, phase: IntEnum, detail: object) -> Line:
+    name = what if isinstance(what, str) else what.name.lower()
+    return Line(at_s, name, phase.name, "" if detail is None else str(detail))
