@@ -39,15 +39,9 @@ class Connections:
         self, shell: Shell, endpoint: DecodeEndpoint, plane: DataPlane, connect: Connect
     ) -> None:
         self._shell, self._endpoint, self._plane, self._connect = shell, endpoint, plane, connect
-        self._open: dict[PeerKey, _Connection] = {}
+        self.open: dict[PeerKey, _Connection] = {}
         self._watches: dict[PeerKey, asyncio.Task[None]] = {}
         self._polled_at_s = 0.0
-
-    def send(self, command: c.SendToPrefill) -> None:
-        connection = self._open.get(command.peer)
-        if connection is None or not connection.socket.send(command.frame, at_once=command.at_once):
-            # A lost frame is no error: rooms that stand still ask again (`Resync`).
-            self._shell.counts.undelivered += 1
 
     def dial(self, command: c.Dial) -> None:
         key, shell = command.peer, self._shell
@@ -59,32 +53,17 @@ class Connections:
             error = shell.explained(problem, f"connecting to {key.control}")
             self._endpoint.locked_out(key, str(error), shell.now())
             return
-        reader = shell.spawn(self._read(key, socket), f"kvflow-link-{key.control}")
-        self._open[key] = _Connection(socket, reader)
+        whose = f"prefill {key.incarnation:016x}"
+        read = shell.consume(
+            socket, lambda _, frame: self._endpoint.receive(key, frame, shell.now()), whose
+        )
+        self.open[key] = _Connection(socket, shell.spawn(read, f"kvflow-link-{key.control}"))
 
     def hang_up(self, command: c.HangUp) -> None:
-        connection = self._open.pop(command.peer, None)
+        connection = self.open.pop(command.peer, None)
         if connection is not None:
             connection.reader.cancel()
             connection.socket.close()
-
-    async def _read(self, key: PeerKey, socket: ControlSocket) -> None:
-        """Consume one link's messages until cancelled.
-
-        A message that fails is counted, and the loop continues (I7).
-        """
-        endpoint, shell = self._endpoint, self._shell
-        async for burst in shell.bursts(socket):
-            for _, frame in burst:
-                try:
-                    endpoint.receive(key, frame, shell.now())
-                except Exception:
-                    shell.counts.handler_errors += 1
-                    log.exception("a message of prefill %016x failed", key.incarnation)
-            shell.run()
-            # This link was hung up, or dialled again, by a command that ran just now.
-            if (connection := self._open.get(key)) is None or connection.socket is not socket:
-                break
 
     def poll(self, now: float) -> None:
         """Report to the endpoint every socket that prefill does not let in.
@@ -94,7 +73,7 @@ class Connections:
         """
         if now - self._polled_at_s >= POLL_S:
             self._polled_at_s = now
-            for key, connection in list(self._open.items()):
+            for key, connection in list(self.open.items()):
                 try:
                     reason = connection.socket.lockout_reason
                 except BaseException as problem:  # noqa: BLE001 - `explained` raises what must pass

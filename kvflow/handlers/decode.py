@@ -98,7 +98,7 @@ class DecodeShell(Shell):
         self.rooms: dict[GrantId, DecodeRoom] = {}
         self.connections = Connections(self, endpoint, plane, connect)
         self.runners = {
-            c.SendToPrefill: self.connections.send,
+            c.SendToPrefill: self._send,
             c.Dial: self.connections.dial,
             c.HangUp: self.connections.hang_up,
             c.WatchWriter: self.connections.watch_writer,
@@ -363,6 +363,12 @@ class DecodeShell(Shell):
 
     # --- commands
 
+    def _send(self, command: c.SendToPrefill) -> None:
+        link = self.connections.open.get(command.peer)
+        if link is None or not link.socket.send(command.frame, at_once=command.at_once):
+            # A lost frame is no error: rooms that stand still ask again (`Resync`).
+            self.counts.undelivered += 1
+
     def _linked(self, command: c.Linked) -> None:
         room = self.rooms[command.grant]
         room.linked = True
@@ -512,7 +518,7 @@ class DecodeShell(Shell):
         self.rooms[command.grant].tell_landed(command.handoff)
 
     def _failed(self, command: c.RoomFailed) -> None:
-        self.rooms[command.grant].tell_failed(room_error(command.cause))
+        self.rooms[command.grant].tell_failed(command.cause)
 
     def _ended_room(self, command: c.RoomEnded) -> None:
         room = self.rooms[command.grant]

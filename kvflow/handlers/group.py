@@ -103,7 +103,10 @@ class LeaderShell(Shell):
             group_leader.WatchMember: self._watch,
             group_leader.UnwatchMember: self._unwatch,
         }
-        self.spawn(self._read(), "kvflow-group-leader-read")
+        read = self.consume(
+            socket, lambda sender, frame: leader.receive(sender, frame, now()), "a rank"
+        )
+        self.spawn(read, "kvflow-group-leader-read")
         self.run()
 
     def open(self, room: int, request: bytes) -> GroupRequest:
@@ -158,21 +161,7 @@ class LeaderShell(Shell):
         await super().stop()
         # A stopped shell reads no more messages, so no decision can arrive for these requests.
         for request in self.requests.values():
-            request.when_decided.give(None, room_error(_LEAVING))
-
-    async def _read(self) -> None:
-        """Consume messages until cancelled.
-
-        A message that fails is counted, and the loop continues (I7).
-        """
-        async for burst in self.bursts(self.socket):
-            for peer_id, frame in burst:
-                try:
-                    self.leader.receive(peer_id, frame, self.now())
-                except Exception:
-                    self.counts.handler_errors += 1
-                    log.exception("a message of a rank failed")
-            self.run()
+            request.when_decided.give(None, _LEAVING)
 
     async def _until_dead(self, command: group_leader.WatchMember) -> None:
         rank = f"rank {command.member:016x}"
@@ -193,11 +182,9 @@ class LeaderShell(Shell):
 
     def _decided(self, command: group_leader.RequestDecided) -> None:
         request = self.requests.pop(command.ticket)
-        if command.cause is None:
-            request.when_decided.give(None)
-        else:
+        if command.cause is not None:
             log.info("room %d failed on every rank: %s", command.room, command.cause)
-            request.when_decided.give(None, room_error(command.cause))
+        request.when_decided.give(None, command.cause)
 
     def _watch(self, command: group_leader.WatchMember) -> None:
         self._watches[command.member] = self.spawn(
@@ -258,7 +245,8 @@ class MemberShell(Shell):
             group_member.WatchLeader: self._watch,
             group_member.UnwatchLeader: self._unwatch,
         }
-        self.spawn(self._read(), "kvflow-group-member-read")
+        read = self.consume(socket, lambda _, frame: self._receive(frame), "the group's leader")
+        self.spawn(read, "kvflow-group-member-read")
         self.run()
 
     async def started(self) -> RankRequest:
@@ -281,19 +269,11 @@ class MemberShell(Shell):
         gone = Cause(Code.SHUTDOWN, f"rank {self.member.rank} of the group is shutting down")
         # A stopped shell reads no more messages, so no decision can arrive for these requests.
         for request in self.requests.values():
-            request.when_settled.give(None, room_error(gone))
+            request.when_settled.give(None, gone)
 
-    async def _read(self) -> None:
-        """Consume messages until cancelled, as the leader does."""
-        async for burst in self.bursts(self.socket):
-            for _, frame in burst:
-                try:
-                    self.member.receive(frame, self.now())
-                except Exception:
-                    self.counts.handler_errors += 1
-                    log.exception("a message of the group's leader failed")
-            self._log_refusal()
-            self.run()
+    def _receive(self, frame: bytes) -> None:
+        self.member.receive(frame, self.now())
+        self._log_refusal()
 
     def _log_refusal(self) -> None:
         """Log each new refusal once: a rank that is refused keeps asking."""
@@ -384,7 +364,7 @@ class MemberShell(Shell):
     def _settled(self, command: group_member.RequestSettled) -> None:
         request = self.requests.get(command.key)
         if request is not None:
-            request.when_settled.give(None, room_error(command.cause) if command.cause else None)
+            request.when_settled.give(None, command.cause)
 
     def _ended_here(self, command: group_member.TicketEnded) -> None:
         self.requests.pop(command.key, None)

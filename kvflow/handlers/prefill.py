@@ -7,7 +7,7 @@ import errno
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvflow.aio import ENDS_PROCESS
 from kvflow.handlers.earlier import EarlierShell, log_declared
@@ -15,15 +15,17 @@ from kvflow.handlers.room_log import follow
 from kvflow.handlers.room_log import log as room_log
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.handlers.shell import Shell, fenced
-from kvflow.handlers.verify import ChecksummedWrite, begun, write_report
+from kvflow.handlers.verify import begun
 from kvflow.protocols import commands as c
-from kvflow.protocols.errors import CapacityError, Cause, TransferError, room_error
+from kvflow.protocols.errors import CapacityError, Cause, TransferError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import (
     Checksums,
+    ChecksumTask,
     ControlSocket,
     DataPlane,
     PageStore,
+    Pending,
     Quarantine,
     Route,
     Write,
@@ -61,6 +63,82 @@ class _EndedWrite:
 
     def cancel(self) -> None:
         """Return at once: the write is over from the start."""
+
+
+def write_report(write: Write) -> tuple[WriteOutcome, str, int]:
+    """Return the outcome of a write whose `done` resolved, its error, and the bytes proven to have
+    landed.
+
+    A write that breaks the contract of `ports.Write` proves nothing: it is unproven.
+    """
+    outcome: Any
+    error: Any
+    landed_bytes: Any
+    try:
+        outcome, error, landed_bytes = write.done.result(), write.error, write.landed_bytes
+        if (
+            isinstance(outcome, WriteOutcome)
+            and isinstance(error, str)
+            and isinstance(landed_bytes, int)
+        ):
+            return outcome, error, landed_bytes
+        text = (
+            f"the data plane reported {outcome!r}, {error!r} and {landed_bytes!r} bytes of a write"
+        )
+    except ENDS_PROCESS:
+        raise
+    except BaseException as problem:
+        log.exception("a write broke its contract")
+        text = f"the data plane reported no outcome of a write: {type(problem).__name__}: {problem}"
+    return WriteOutcome.UNPROVEN, text, 0
+
+
+class ChecksummedWrite:
+    """A write together with the sum of its source pages; it ends when both do.
+
+    Implements `protocols.ports.Write`. Without a sum the write counts as cancelled: its bytes
+    landed, but no checksum vouches for them.
+    """
+
+    def __init__(self, write: Write, task: ChecksumTask) -> None:
+        self._write, self._task = write, task
+        self._broken = ""  # the error of the write's report, once it is done
+        self.done: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
+        write.done.add_done_callback(self._part_ended)
+        task.done.add_done_callback(self._part_ended)
+
+    @property
+    def checksum(self) -> bytes:
+        """The sum of the source pages, once the write is done."""
+        return self._task.done.result()
+
+    @property
+    def released(self) -> Pending[None]:
+        """Resolves when the sum no longer reads the source pages."""
+        return self._task.released
+
+    @property
+    def landed_bytes(self) -> int:
+        return self._write.landed_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self._write.total_bytes
+
+    @property
+    def error(self) -> str:
+        return self._broken or self._task.error
+
+    def cancel(self) -> None:
+        self._write.cancel()
+        self._task.cancel()
+
+    def _part_ended(self, _: object) -> None:
+        if self._write.done.done() and self._task.done.done() and not self.done.done():
+            outcome, self._broken, _ = write_report(self._write)
+            if self._task.error and outcome is WriteOutcome.LANDED:
+                outcome = WriteOutcome.CANCELLED
+            self.done.set_result(outcome)
 
 
 def _is_short(error: BaseException | None) -> bool:
@@ -126,7 +204,13 @@ class PrefillShell(Shell):
         self.quarantine = stores[0][0]
         self.earlier = EarlierShell(self, endpoint.earlier, plane, stores)
         self.runners[c.FreePages] = self.earlier.free
-        self.spawn(self._read(), "kvflow-prefill-read")
+        read = self.consume(
+            socket,
+            lambda sender, frame: endpoint.receive(sender, frame, now(), socket.sender_address),
+            "a decode",
+            before=self._note_stall,
+        )
+        self.spawn(read, "kvflow-prefill-read")
 
     # --- rooms
 
@@ -197,22 +281,6 @@ class PrefillShell(Shell):
         self.earlier.check_unseen(incarnation)
         log_declared(incarnation, why, self.endpoint.declare_dead(Incarnation(incarnation)))
         self.run()
-
-    async def _read(self) -> None:
-        """Consume messages until cancelled.
-
-        A message that fails is counted, and the loop continues (I7).
-        """
-        endpoint = self.endpoint
-        async for burst in self.bursts(self.socket):
-            self._note_stall()
-            for peer_id, frame in burst:
-                try:
-                    endpoint.receive(peer_id, frame, self.now(), self.socket.sender_address)
-                except Exception:
-                    self.counts.handler_errors += 1
-                    log.exception("a message of a decode failed")
-            self.run()
 
     def _note_stall(self) -> None:
         try:
@@ -424,7 +492,7 @@ class PrefillShell(Shell):
 
     def _stopped(self, command: c.RoomStopped) -> None:
         room = self.rooms[command.serial]
-        room.tell_stopped(room_error(command.cause))
+        room.tell_stopped(command.cause)
         if room.callbacks:
             self.call_back_later(room.callbacks)
 

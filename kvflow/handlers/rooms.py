@@ -19,7 +19,7 @@ from kvflow.protocols.arguments import (
     pages_wanted,
 )
 from kvflow.protocols.decode.records import DecodeRoomRecord
-from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError
+from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, room_error
 from kvflow.protocols.machinery import Line
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
 from kvflow.protocols.machines.prefill_room import PrefillPhase, PrefillRoomState
@@ -45,7 +45,7 @@ class Answer(Generic[T]):
     def __init__(self) -> None:
         self.given = False
         self._result: Any = None
-        self._error: BaseException | None = None
+        self._error: BaseException | Cause | None = None
         self._waiting: tuple[asyncio.Future[None], ...] = ()
 
     async def get(self) -> T:
@@ -58,14 +58,19 @@ class Answer(Generic[T]):
             except asyncio.CancelledError:
                 self._waiting = tuple(other for other in self._waiting if other is not waiter)
                 raise
+        if isinstance(self._error, Cause):
+            raise room_error(self._error)
         if self._error is not None:
             # Several users may raise this one object: its traceback would grow with each of them.
             raise self._error.with_traceback(None)
         result: T = self._result
         return result
 
-    def give(self, result: T | None, error: BaseException | None = None) -> None:
-        """Set the result or the error; no effect if one was given before."""
+    def give(self, result: T | None, error: BaseException | Cause | None = None) -> None:
+        """Set the result or the error; no effect if one was given before.
+
+        A cause becomes an error where a user asks: most users of a room that failed never do.
+        """
         if self.given:
             return
         self.given, self._result, self._error = True, result, error
@@ -283,7 +288,7 @@ class DecodeRoom:
     def tell_landed(self, handoff: bytes) -> None:
         self.when_landed.give(handoff)
 
-    def tell_failed(self, error: KvflowError) -> None:
+    def tell_failed(self, error: KvflowError | Cause) -> None:
         if self.held_back:
             self.when_begun.give(None, error)
         self.when_opened.give(None, error)
@@ -463,6 +468,6 @@ class PrefillRoom:
 
     # --- called by the shell
 
-    def tell_stopped(self, error: KvflowError) -> None:
-        self.when_matched.give(None, error)
-        self.when_done.give(None, error)
+    def tell_stopped(self, cause: Cause) -> None:
+        self.when_matched.give(None, cause)
+        self.when_done.give(None, cause)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -226,12 +226,23 @@ class Shell:
             task.cancel()
         return task
 
-    async def bursts(self, socket: ControlSocket) -> AsyncIterator[list[tuple[bytes, bytes]]]:
-        """Yield the bursts that a socket receives, until cancelled.
+    async def consume(
+        self,
+        socket: ControlSocket,
+        receive: Callable[[bytes, bytes], None],
+        whose: str,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        """Feed the endpoint what a socket receives, until cancelled: `receive` takes the sender and
+        the frame, and `before` is called before each burst.
 
-        A failure is counted, and receiving is tried again (I7).
+        A failure is counted, and the loop continues (I7).
         """
-        while True:
+        this = asyncio.current_task()
+        assert this is not None
+        # A command that ran for the last burst may have hung up this link: the task is then
+        # cancelled, and the socket closed.
+        while not this.cancelling():
             try:
                 if not (burst := await socket.receive()):
                     raise RuntimeError(f"{socket!r} received nothing, and did not wait")
@@ -241,8 +252,16 @@ class Shell:
                 self.counts.handler_errors += 1
                 log.exception("receiving failed; it is tried again")
                 await asyncio.sleep(self.timing.heartbeat_s)
-            else:
-                yield burst
+                continue
+            if before is not None:
+                before()
+            for sender, frame in burst:
+                try:
+                    receive(sender, frame)
+                except Exception:
+                    self.counts.handler_errors += 1
+                    log.exception("a message of %s failed", whose)
+            self.run()
 
     async def stop(self) -> None:
         """Cancel the timer and every task, and await their end."""

@@ -20,40 +20,9 @@ from kvflow.protocols.ports import (
     Checksums,
     ChecksumTask,
     PageStore,
-    Pending,
-    Write,
-    WriteOutcome,
 )
 
 log = logging.getLogger(__name__)
-
-
-def write_report(write: Write) -> tuple[WriteOutcome, str, int]:
-    """Return the outcome of a write whose `done` resolved, its error, and the bytes proven to have
-    landed.
-
-    A write that breaks the contract of `ports.Write` proves nothing: it is unproven.
-    """
-    outcome: Any
-    error: Any
-    landed_bytes: Any
-    try:
-        outcome, error, landed_bytes = write.done.result(), write.error, write.landed_bytes
-        if (
-            isinstance(outcome, WriteOutcome)
-            and isinstance(error, str)
-            and isinstance(landed_bytes, int)
-        ):
-            return outcome, error, landed_bytes
-        text = (
-            f"the data plane reported {outcome!r}, {error!r} and {landed_bytes!r} bytes of a write"
-        )
-    except ENDS_PROCESS:
-        raise
-    except BaseException as problem:
-        log.exception("a write broke its contract")
-        text = f"the data plane reported no outcome of a write: {type(problem).__name__}: {problem}"
-    return WriteOutcome.UNPROVEN, text, 0
 
 
 class NoSum:
@@ -83,54 +52,6 @@ def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
     except BaseException as error:
         log.exception("a checksum or copy could not be begun")
         return NoSum(f"it could not be begun: {type(error).__name__}: {error}")
-
-
-class ChecksummedWrite:
-    """A write together with the sum of its source pages; it ends when both do.
-
-    Implements `protocols.ports.Write`. Without a sum the write counts as cancelled: its bytes
-    landed, but no checksum vouches for them.
-    """
-
-    def __init__(self, write: Write, task: ChecksumTask) -> None:
-        self._write, self._task = write, task
-        self._broken = ""  # the error of the write's report, once it is done
-        self.done: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
-        write.done.add_done_callback(self._part_ended)
-        task.done.add_done_callback(self._part_ended)
-
-    @property
-    def checksum(self) -> bytes:
-        """The sum of the source pages, once the write is done."""
-        return self._task.done.result()
-
-    @property
-    def released(self) -> Pending[None]:
-        """Resolves when the sum no longer reads the source pages."""
-        return self._task.released
-
-    @property
-    def landed_bytes(self) -> int:
-        return self._write.landed_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        return self._write.total_bytes
-
-    @property
-    def error(self) -> str:
-        return self._broken or self._task.error
-
-    def cancel(self) -> None:
-        self._write.cancel()
-        self._task.cancel()
-
-    def _part_ended(self, _: object) -> None:
-        if self._write.done.done() and self._task.done.done() and not self.done.done():
-            outcome, self._broken, _ = write_report(self._write)
-            if self._task.error and outcome is WriteOutcome.LANDED:
-                outcome = WriteOutcome.CANCELLED
-            self.done.set_result(outcome)
 
 
 class ChunkVerifier:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
-from kvflow.protocols.pages.layout import MANY_PAGES, PageIndices, ascends, names_twice
+from kvflow.protocols.pages.layout import MANY_PAGES, PageIndices, ascends
 
 _FREE, _RESERVED, _RETURNING, _NOBODYS = -1, -2, -3, -4  # the last one marks no page
 
@@ -408,12 +408,10 @@ class PageAllocator:
         if foreign.any():
             page = self._named(where, foreign)
             raise OwnershipError(f"{self._unit} {page} is {self._whose(page)}, not {owner!r}'s")
-        if not once and names_twice(pages, int(pages.min()), int(pages.max())):
+        if not once:
             ascending = np.sort(pages)
-            raise OwnershipError(
-                f"{self._unit} {ascending[np.argmax(ascending[1:] == ascending[:-1])]} is named "
-                "twice"
-            )
+            if (twice := ascending[1:] == ascending[:-1]).any():
+                raise OwnershipError(f"{self._unit} {ascending[np.argmax(twice)]} is named twice")
         return pages, where
 
     @staticmethod

@@ -4,6 +4,7 @@ limit.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 
 from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, names_twice
-from kvflow.protocols.wire.codec import prompt_digest
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, MAX_PAGES_PER_ROOM, RoomId
 
 
@@ -61,6 +61,14 @@ def check_handoff(handoff: bytes) -> bytes:
     if not isinstance(handoff, bytes):
         raise MisuseError(f"the hand-over must be bytes, not {type(handoff).__name__}: encode it")
     return handoff
+
+
+def prompt_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
+    """Return SHA-256 over the token ids as little-endian u32, by which the two halves of a room
+    agree on the prompt (I8).
+    """
+    # `data` passes the array to the hash without a copy: a prompt may have a million tokens.
+    return hashlib.sha256(np.ascontiguousarray(token_ids, dtype="<u4").data).digest()
 
 
 def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:

@@ -119,9 +119,11 @@ class RoomEnding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Observer(Protocol):
-    """Counters for the events of one node."""
+    """Counters for the events of one node, to which its endpoint adds."""
 
-    def room_opened(self) -> None: ...
+    rooms_opened: int
+    mismatched: int  # chunks whose checksum differs from prefill's
+    declared_dead: int  # peers
 
     def room_ended(self, ending: RoomEnding, now: float) -> None: ...
 
@@ -130,14 +132,6 @@ class Observer(Protocol):
 
         `why`: "malformed", "foreign" (another peer's), "stale" (too late).
         """
-
-    def pages_moved(self, count: int) -> None:
-        """Count the pages of a room that succeeded."""
-
-    def chunk_mismatched(self) -> None:
-        """Count a chunk whose checksum differs from prefill's."""
-
-    def peer_declared_dead(self) -> None: ...
 
 
 class Write(Protocol):

@@ -145,26 +145,28 @@ class Counts:
             "undelivered": self.undelivered,
         }
 
-    def room_opened(self) -> None:
-        self.rooms_opened += 1
-
     def room_ended(self, ending: RoomEnding, now: float) -> None:
+        # The shell of a prefill counts its bytes as they land, also those of rooms that fail.
+        if ending.offers_pages and ending.cause is None:
+            self.bytes_moved += self._bytes_of(ending)
         self._ended.append((ending, now))
         if len(self._ended) >= COUNTED_AT_ONCE:
             self._count_ended()
 
     def _count_ended(self) -> None:
-        page_bytes, last_differs = self._page_bytes, self._last_differs
         rooms: list[tuple[RoomEnding, float, int]] = []
         for ending, ended_at_s in self._ended:
             cause = ending.cause
             self._endings[ending.phase, None if cause is None else cause.code] += 1
             if cause is not None and (where := failed_in(ending)):
                 self._failures[where, cause.code] += 1
-            size_bytes = ending.num_pages * page_bytes + (last_differs if ending.num_pages else 0)
-            rooms.append((ending, ended_at_s, size_bytes))
+            rooms.append((ending, ended_at_s, self._bytes_of(ending)))
         self._transfers.observe(rooms)
         self._ended.clear()
+
+    def _bytes_of(self, ending: RoomEnding) -> int:
+        count = ending.num_pages
+        return count * self._page_bytes + (self._last_differs if count else 0)
 
     def room_refused(self, cause: Cause) -> None:
         """Count a request that ended before the endpoint knew its room."""
@@ -178,12 +180,3 @@ class Counts:
 
     def message_dropped(self, why: str) -> None:
         setattr(self, why, getattr(self, why) + 1)
-
-    def pages_moved(self, count: int) -> None:
-        self.bytes_moved += count * self._page_bytes + (self._last_differs if count else 0)
-
-    def chunk_mismatched(self) -> None:
-        self.mismatched += 1
-
-    def peer_declared_dead(self) -> None:
-        self.declared_dead += 1

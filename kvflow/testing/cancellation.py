@@ -69,19 +69,23 @@ class Steps(Generic[T]):
 
 
 @contextmanager
-def stepping(name: str, *at: int) -> Iterator[list[Steps[Any]]]:
-    """Drive the first new task whose coroutine is called `name` ("PrefillHandlers._serve").
+def stepping(name: str, *at: int, nth: int = 0) -> Iterator[list[Steps[Any]]]:
+    """Drive one new task whose coroutine is called `name` ("PrefillHandlers._serve"): the first
+    one, or the one that `nth` others precede.
 
     The yielded list then holds the `Steps` that drive it.
     """
     found: list[Steps[Any]] = []
     loop = asyncio.get_running_loop()
-    before = loop.get_task_factory()
+    before, passed = loop.get_task_factory(), 0
 
     def factory(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        nonlocal passed
         if not found and getattr(work, "__qualname__", "") == name:
-            found.append(Steps(work, *at))
-            work = found[0].run()
+            if passed == nth:
+                found.append(Steps(work, *at))
+                work = found[0].run()
+            passed += 1
         return asyncio.Task(work, loop=loop, **options)
 
     loop.set_task_factory(factory)

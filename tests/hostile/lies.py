@@ -22,6 +22,7 @@ import psutil
 import zmq
 import zmq.asyncio
 
+from kvflow.protocols.arguments import prompt_digest
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.pages.layout import pack_pages
@@ -31,7 +32,6 @@ from kvflow.protocols.wire.codec import (
     encode,
     parse_at_decode,
     parse_at_prefill,
-    prompt_digest,
     routing_id,
 )
 from kvflow.protocols.wire.messages import WIRE_VERSION, Incarnation

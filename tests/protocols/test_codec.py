@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvflow.protocols.arguments import prompt_digest
 from kvflow.protocols.errors import WireError
 from kvflow.protocols.wire.codec import (
     encode,
     parse_at_decode,
     parse_at_prefill,
-    prompt_digest,
     routing_id,
 )
 from kvflow.protocols.wire.messages import (

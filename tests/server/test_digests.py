@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvflow.protocols import arguments
-from kvflow.protocols.arguments import check_prompt
-from kvflow.protocols.wire.codec import prompt_digest
+from kvflow.protocols.arguments import check_prompt, prompt_digest
 from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.serve.http.completion_service import GenerationRequest
 from kvflow.serve.http.generation_requests import LONG_PROMPT, with_digests

@@ -27,8 +27,8 @@ from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.scenario import Accident, Leg, Request, Scenario
 from kvflow.proof.sim.times import RECOVER_S, REST_S
 from kvflow.proof.sim.variety import PAGE_SIZE
+from kvflow.protocols.arguments import prompt_digest
 from kvflow.protocols.decode.core import MAX_REPEAT_AFTER_S
-from kvflow.protocols.wire.codec import prompt_digest
 
 PROBE_TOKENS = sum(PROBE_CHUNKS) * PAGE_SIZE
 

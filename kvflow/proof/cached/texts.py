@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from kvflow.proof.sim.content import content
 from kvflow.proof.sim.variety import PAGE_SIZE
-from kvflow.protocols.wire.codec import prompt_digest
+from kvflow.protocols.arguments import prompt_digest
 from kvflow.testing.subscriber import block_hash, digests_of_prompt
 
 

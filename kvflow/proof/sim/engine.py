@@ -13,9 +13,9 @@ from kvflow.proof.rules.transfers import handoff_of
 from kvflow.proof.sim.pages import books_of
 from kvflow.proof.sim.residence import Residence
 from kvflow.proof.sim.stay import Stay
+from kvflow.protocols.arguments import prompt_digest
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.wire.codec import prompt_digest
 from kvflow.protocols.wire.ranks import DpRankError, RankInfo
 
 

@@ -48,8 +48,8 @@ from kvflow.proof.sim.thread_engine import loans_observed
 from kvflow.proof.sim.times import A_MOMENT_S, REST_S
 from kvflow.proof.sim.variety import NEVER, PAGE_SIZE
 from kvflow.proof.sim.watch import nodes_observed
+from kvflow.protocols.arguments import prompt_digest
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.protocols.wire.codec import prompt_digest
 
 STEPS_MIN = 200
 # At most so many run at once at a node, so that they fit beside any quarantine.

@@ -29,12 +29,11 @@ from kvflow.proof.sim.pages import Books, Borrower, WatchedExternalPages
 from kvflow.proof.sim.swap import swapped
 from kvflow.proof.sim.times import HEAR_S, LOOK_FOR_PAGES_S, POLL_S
 from kvflow.proof.sim.virtual_thread import LockStep, VirtualLoopThread
-from kvflow.protocols.arguments import NO_PAGES, pages_wanted
+from kvflow.protocols.arguments import NO_PAGES, pages_wanted, prompt_digest
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane, UnprovenLoan
-from kvflow.protocols.wire.codec import prompt_digest
 from kvflow.protocols.wire.messages import GrantId
 from kvflow.protocols.wire.ranks import DpRankError
 

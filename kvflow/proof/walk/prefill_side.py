@@ -24,6 +24,7 @@ from kvflow.proof.walk.world import (
     word_of,
 )
 from kvflow.protocols import commands as c
+from kvflow.protocols.arguments import prompt_digest
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.protocols.machinery import Timer
 from kvflow.protocols.machines.grants import GrantPhase
@@ -32,7 +33,7 @@ from kvflow.protocols.machines.prefill_room import TERMINAL
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.wire import messages as wire
-from kvflow.protocols.wire.codec import parse_at_decode, prompt_digest, routing_id
+from kvflow.protocols.wire.codec import parse_at_decode, routing_id
 from kvflow.protocols.wire.messages import Incarnation, RoomId
 
 

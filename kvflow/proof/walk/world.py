@@ -10,6 +10,7 @@ import numpy as np
 
 from kvflow.proof.walk.shelf import Shelf, tidy_decode, tidy_prefill
 from kvflow.protocols import limits
+from kvflow.protocols.arguments import prompt_digest
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.links import DecodeIdentity
 from kvflow.protocols.errors import Cause, Code
@@ -19,7 +20,7 @@ from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.prefill.peers import PrefillIdentity
 from kvflow.protocols.wire import messages as wire
-from kvflow.protocols.wire.codec import encode, prompt_digest
+from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import Incarnation, Rank
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.shards import shard_layout
@@ -140,6 +141,8 @@ class Act(NamedTuple, Generic[S]):
 
 class Silent:
     """An observer whose methods have no effect."""
+
+    rooms_opened = mismatched = declared_dead = 0
 
     def __getattr__(self, name: str) -> Any:
         # pickle asks for special methods, and must not find them here.

@@ -396,18 +396,12 @@ def _end(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
     if record.deadline_at_s < float("inf"):
         core.deadlines.cancel(Timer("deadline", grant))
     core.deadlines.cancel(Timer("stalled", grant))
-    phase = record.state.phase
-    succeeded = phase is DecodePhase.SUCCESS
     core.observer.room_ended(record.ending, now)
-    if succeeded:
-        core.observer.pages_moved(record.num_pages)
-    elif not record.lent:
-        # No page was offered, so no rank can write: the pages need no proof.
-        core.outbox.append(FreePages(grant))
-    elif core.ledger.room_ended(lease):
-        core.outbox.append(FreePages(grant))
-    else:
-        core.outbox.append(QuarantinePages(grant))
+    # The pages of a room that succeeded are its user's. If none was offered, no rank can write, and
+    # the pages need no proof.
+    if record.state.phase is not DecodePhase.SUCCESS:
+        free = not record.lent or core.ledger.room_ended(lease)
+        core.outbox.append(FreePages(grant) if free else QuarantinePages(grant))
     core.outbox.append(RoomEnded(grant))
 
 

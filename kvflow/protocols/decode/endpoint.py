@@ -145,7 +145,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         record = DecodeRoomRecord(lease, peers, prompt, num_pages, deadline_at_s, now)
         record.resync_after_s = core.timing.repeat_after_s
         core.rooms[lease.grant] = record
-        core.observer.room_opened()
+        core.observer.rooms_opened += 1
         if deadline_at_s < float("inf"):
             core.deadlines.set(Timer("deadline", lease.grant), deadline_at_s)
         core.deadlines.set(Timer("stalled", lease.grant), now + record.resync_after_s)
@@ -235,7 +235,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
             check = record.checks[0]
             if (difference := check.difference()) is not None:
                 if self.core.verify:
-                    self.core.observer.chunk_mismatched()
+                    self.core.observer.mismatched += 1
                 self.close_room(grant, difference, now)
             else:
                 record.checks.pop(0)
@@ -301,7 +301,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
                 f"no prefill {incarnation:016x} is linked here, and none of that incarnation owes "
                 "a loan"
             )
-        core.observer.peer_declared_dead()
+        core.observer.declared_dead += 1
         core.links.declared_dead.add(incarnation)
         loans, pages = core.earlier.declare_dead(incarnation)
         for peer in found:

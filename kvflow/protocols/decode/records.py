@@ -17,7 +17,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     """The prompt as both legs must agree on it, and the length of the prefix that decode has."""
 
     tokens: int
-    digest: bytes  # see `wire.codec.prompt_digest`
+    digest: bytes  # see `arguments.prompt_digest`
     prefix_tokens: int = 0  # a whole number of pages, or the whole prompt
 
 

@@ -73,7 +73,7 @@ class PrefillCore(PrefillPeers):
     ) -> PrefillRoomRecord:
         self._serial += 1
         record = self.rooms[room] = PrefillRoomRecord(self._serial, room, phase, rendezvous_s, now)
-        self.observer.room_opened()
+        self.observer.rooms_opened += 1
         return record
 
     def set_deadline(self, record: PrefillRoomRecord) -> None:

@@ -322,7 +322,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
             raise MisuseError(
                 f"no prefill {incarnation:016x} owes a loan of an earlier node over this pool"
             )
-        self.core.observer.peer_declared_dead()
+        self.core.observer.declared_dead += 1
         return earlier.declare_dead(incarnation)
 
     def leave(self, now: float) -> None:

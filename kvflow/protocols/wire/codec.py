@@ -5,13 +5,10 @@ Parsing is strict: a frame that this side may not receive is a WireError.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from kvflow.protocols.errors import WireError
 from kvflow.protocols.wire.group import ToLeader, ToMember
@@ -49,14 +46,6 @@ parse_at_prefill: Callable[[bytes], ToPrefill] = parser(ToPrefill)
 parse_at_decode: Callable[[bytes], ToDecode] = parser(ToDecode)
 parse_at_leader: Callable[[bytes], ToLeader] = parser(ToLeader)
 parse_at_member: Callable[[bytes], ToMember] = parser(ToMember)
-
-
-def prompt_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
-    """Return SHA-256 over the token ids as little-endian u32, by which the two halves of a room
-    agree on the prompt (I8).
-    """
-    # `data` passes the array to the hash without a copy: a prompt may have a million tokens.
-    return hashlib.sha256(np.ascontiguousarray(token_ids, dtype="<u4").data).digest()
 
 
 def routing_id(incarnation: Incarnation) -> bytes:
