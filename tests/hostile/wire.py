@@ -170,11 +170,11 @@ async def attack_decode(n: Nodes, count: int, rng: random.Random) -> None:
             source=source, target=n.decode.incarnation, address=n.prefill.exported[0], **answer
         )
         router.send_multipart([peer, encode(accepted)])
-        links = n.decode.shell.endpoint.core.links
+        link_to = n.decode.shell.endpoint.link_to
         await until(lambda: room.linked, 20)
         room.close()  # nothing was lent: the link is up, and has no room
         await asyncio.to_thread(_send_frames, router, peer, frames, count, rng)
-        await until(lambda: END in n.taps["decode"].ends or links.find(info) is None, 20)
+        await until(lambda: END in n.taps["decode"].ends or link_to(info) is None, 20)
 
 
 def says_goodbye(frame: bytes, source: int) -> bool:
