@@ -1,5 +1,5 @@
-"""Checks of the arguments that a user passes; each error names the field, the value and the
-limit.
+"""Checks of what a user or a peer passes: prompts, and lists of pages. Each error names the field,
+the value and the limit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError
+from kvflow.protocols.errors import CapacityError, Cause, Code, LayoutError, MisuseError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, names_twice
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, MAX_PAGES_PER_ROOM, RoomId
 
@@ -106,7 +106,9 @@ def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
             f"prefix_tokens {prefix_tokens} is neither a whole number of {layout.page_size}-token "
             f"pages nor all of the {tokens} tokens of the prompt"
         )
-    if (wanted := layout.places_for(tokens, prefix_tokens)) > MAX_PAGES_PER_ROOM:
+    size = layout.page_size
+    wanted = -(-tokens // size) - -(-prefix_tokens // size) + bool(layout.num_rows)
+    if wanted > MAX_PAGES_PER_ROOM:
         most = MAX_PAGES_PER_ROOM * layout.page_size
         raise CapacityError("tokens of one room, in whole pages", wanted * layout.page_size, most)
     return wanted
@@ -194,3 +196,35 @@ def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str)
         )
     # `astype` copies: the caller may change its array while the room uses these numbers.
     return array.astype(np.int32) if array.size else NO_PAGES
+
+
+def pack_pages(pages: PageIndices) -> bytes:
+    """Return page indices in the format of the wire: little-endian int32, packed."""
+    return np.ascontiguousarray(pages, dtype="<i4").tobytes()
+
+
+def unpack_pages(packed: bytes, num_pages: int) -> PageIndices:
+    """Return the indices in `packed`, checked against the pool.
+
+    Raises: LayoutError for a ragged length, an index outside 0..num_pages-1, or a page named twice.
+    """
+    if len(packed) % 4:
+        raise LayoutError(f"pages: {len(packed)} bytes are not a list of int32 indices")
+    pages = np.frombuffer(packed, dtype="<i4")
+    # Rooms of one page are common, and the checks below cost several times as much.
+    if pages.size == 1 and 0 <= pages[0] < num_pages:
+        return pages
+    if pages.size:
+        # Decode's allocator hands out ascending pages where it can. Then the ends are the bounds,
+        # and no page is named twice.
+        ascending = bool((pages[1:] > pages[:-1]).all())
+        low, high = (
+            (int(pages[0]), int(pages[-1])) if ascending else (int(pages.min()), int(pages.max()))
+        )
+        if low < 0 or high >= num_pages:
+            raise LayoutError(
+                f"pages: index {low if low < 0 else high} is outside 0..{num_pages - 1}"
+            )
+        if not ascending and names_twice(pages, low, high):
+            raise LayoutError("pages: a page is named twice")
+    return pages

@@ -16,6 +16,7 @@ from kvflow.aio import Threads
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
+from kvflow.protocols.arguments import pages_wanted
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.pages.layout import Order, PageIndices, build_layout
 from kvflow.serve.cache.host import HostTier
@@ -100,7 +101,7 @@ class FakeRoom:
         self._source, self._target = source, target
         self._owner: Hashable = ("room", id(self))
         self._prefix_tokens = prefix_tokens
-        places = target.pool.layout.places_for(prompt_tokens, prefix_tokens)
+        places = pages_wanted(target.pool.layout, prompt_tokens, prefix_tokens)
         self.pages: PageIndices = (target.places.take_room if places else target.places.take)(
             places, self._owner
         )

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from kvflow.aio import Threads, all_ended
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
+from kvflow.protocols.arguments import pages_wanted
 from kvflow.protocols.errors import Cause, Code, room_error
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import PageStore
@@ -125,7 +126,9 @@ class SingleEngine:
         admission = await self.decode.admit(prompt, params)
         try:
             room = SharedRoom(
-                self._places, self._layout.places_for(len(prompt)), ("shared", next(self._numbers))
+                self._places,
+                pages_wanted(self._layout, len(prompt), 0),
+                ("shared", next(self._numbers)),
             )
         except BaseException:
             admission.release()

@@ -10,6 +10,7 @@ import pytest
 from kvflow.aio import Threads
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
+from kvflow.protocols.arguments import pages_wanted
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.serve.engine.model.sequence import Sequence
@@ -23,7 +24,7 @@ async def test_pages_and_row_of_a_step_are_free_when_it_has_ended(rows: int) -> 
     layout = build_layout(KINDS if rows else KINDS[:1], page_size=2, num_pages=8, num_rows=rows)
     pool = PagedPool.allocate(layout, shared=False)
     sequence = Sequence("mine", [1, 2, 3], 0, 2)
-    sequence.add(layout.split(pool.places.take_room(layout.places_for(3), "mine")))
+    sequence.add(layout.split(pool.places.take_room(pages_wanted(layout, 3, 0), "mine")))
     gate = threading.Event()
     with Threads("model") as executor:
         step = asyncio.ensure_future(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvflow.protocols.arguments import pack_pages
 from kvflow.protocols.errors import Code
-from kvflow.protocols.pages.layout import pack_pages
 from kvflow.protocols.wire.messages import Abort, Announce, Begun, Bootstrap
 from kvflow.testing.pair import Pair, pair, until
 from tests.handlers.scenes import (

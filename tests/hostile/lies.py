@@ -22,10 +22,9 @@ import psutil
 import zmq
 import zmq.asyncio
 
-from kvflow.protocols.arguments import prompt_digest
+from kvflow.protocols.arguments import pack_pages, prompt_digest
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.pages.coverage import served_of
-from kvflow.protocols.pages.layout import pack_pages
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import (

@@ -19,9 +19,9 @@ import msgspec
 import psutil
 
 from kvflow.node import DecodeNode
+from kvflow.protocols.arguments import pack_pages
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds
-from kvflow.protocols.pages.layout import pack_pages
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import (
     WIRE_VERSION,

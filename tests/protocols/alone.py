@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvflow.protocols.arguments import pack_pages
 from kvflow.protocols.commands import (
     FreePages,
     PeerKey,
@@ -26,7 +27,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.pages.coverage import served_of
-from kvflow.protocols.pages.layout import PageIndices, build_layout, pack_pages
+from kvflow.protocols.pages.layout import PageIndices, build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, WriteOutcome
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.prefill.peers import PrefillIdentity

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvflow.protocols.arguments import pack_pages, unpack_pages
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.layout import (
@@ -19,8 +20,6 @@ from kvflow.protocols.pages.layout import (
     build_layout,
     names_twice,
     opaque_layout,
-    pack_pages,
-    unpack_pages,
 )
 
 STREAMS = [("0.k", "bfloat16", (8, 16)), ("0.v", "bfloat16", (8, 4)), ("0.scale", "uint8", (3,))]

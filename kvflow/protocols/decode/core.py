@@ -122,7 +122,8 @@ class DecodeCore(Core):
             elif lease.doubtful:
                 cause = Cause(Code.TRANSFER_ERROR, "prefill cannot prove where its writes went")
                 self.feed_room(record, DecodeEvent(DecodeKind.LOANS_DOUBTFUL, cause=cause), now)
-        self.drop_if_idle(peer, now)
+        if not peer.usable:
+            self.drop_if_idle(peer, now)
 
     def feed_link(
         self, peer: PrefillPeer, kind: LinkKind, now: float, cause: Cause | None = None
@@ -379,10 +380,6 @@ def _recall_loans(core: DecodeCore, record: DecodeRoomRecord, now: float) -> Non
         core.feed_room(record, DecodeEvent(DecodeKind.LOANS_ENDED), now)
 
 
-def _tell_landed(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
-    core.outbox.append(RoomLanded(record.grant, record.handoff))
-
-
 def _tell_failed(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
     if record.checks:
         core.outbox.append(StopVerifying(record.grant))
@@ -408,7 +405,9 @@ def _end(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
 _RUN: dict[RoomCommand, Callable[[DecodeCore, DecodeRoomRecord, float], None]] = {
     RoomCommand.SEND_BOOTSTRAP: _send_bootstrap,
     RoomCommand.RECALL_LOANS: _recall_loans,
-    RoomCommand.TELL_LANDED: _tell_landed,
+    RoomCommand.TELL_LANDED: lambda core, record, now: core.outbox.append(
+        RoomLanded(record.grant, record.handoff)
+    ),
     RoomCommand.TELL_FAILED: _tell_failed,
     RoomCommand.END: _end,
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.protocols.arguments import pages_wanted, room_id
+from kvflow.protocols.arguments import pack_pages, pages_wanted, room_id
 from kvflow.protocols.commands import (
     DecodeCommand,
     PeerKey,
@@ -38,7 +38,7 @@ from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, Decod
 from kvflow.protocols.machines.ledger import Lease
 from kvflow.protocols.machines.link import LinkKind, LinkPhase
 from kvflow.protocols.machines.loan import LoanKind, LoanPhase
-from kvflow.protocols.pages.layout import PageIndices, pack_pages
+from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Observer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import encode

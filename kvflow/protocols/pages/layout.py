@@ -136,15 +136,10 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
             return Places(indices, NO_PLACES)
         return Places(indices[~in_rows], indices[in_rows] - np.int32(self.num_pages))
 
-    def places_for(self, tokens: int, prefix_tokens: int = 0) -> int:
-        """Return how many places a room lends for `tokens` tokens: the pages, and a row where the
-        pool has rows.
-        """
-        size = self.page_size
-        return -(-tokens // size) - -(-prefix_tokens // size) + bool(self.num_rows)
-
     def room_bytes(self, count: int) -> int:
-        """Return the bytes of a room that lends `count` places, as `places_for` counts them."""
+        """Return the bytes of a room that lends `count` places, the last a row where there are
+        rows.
+        """
         rows = bool(self.num_rows and count)
         return (count - rows) * self.page_bytes + rows * self.row_bytes
 
@@ -345,38 +340,6 @@ def _placed(sized: list[Component], order: Order, empty: PoolLayout) -> PoolLayo
     layout = msgspec.structs.replace(empty, components=tuple(components), buffers=sized_buffers)
     layout.check()
     return layout
-
-
-def pack_pages(pages: PageIndices) -> bytes:
-    """Return page indices in the format of the wire: little-endian int32, packed."""
-    return np.ascontiguousarray(pages, dtype="<i4").tobytes()
-
-
-def unpack_pages(packed: bytes, num_pages: int) -> PageIndices:
-    """Return the indices in `packed`, checked against the pool.
-
-    Raises: LayoutError for a ragged length, an index outside 0..num_pages-1, or a page named twice.
-    """
-    if len(packed) % 4:
-        raise LayoutError(f"pages: {len(packed)} bytes are not a list of int32 indices")
-    pages = np.frombuffer(packed, dtype="<i4")
-    # Rooms of one page are common, and the checks below cost several times as much.
-    if pages.size == 1 and 0 <= pages[0] < num_pages:
-        return pages
-    if pages.size:
-        # Decode's allocator hands out ascending pages where it can. Then the ends are the bounds,
-        # and no page is named twice.
-        ascending = bool((pages[1:] > pages[:-1]).all())
-        low, high = (
-            (int(pages[0]), int(pages[-1])) if ascending else (int(pages.min()), int(pages.max()))
-        )
-        if low < 0 or high >= num_pages:
-            raise LayoutError(
-                f"pages: index {low if low < 0 else high} is outside 0..{num_pages - 1}"
-            )
-        if not ascending and names_twice(pages, low, high):
-            raise LayoutError("pages: a page is named twice")
-    return pages
 
 
 def names_twice(pages: PageIndices, low: int, high: int) -> bool:

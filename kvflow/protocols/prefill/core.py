@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvflow.protocols.arguments import pages_wanted, unpack_pages
 from kvflow.protocols.commands import (
     CancelWrite,
     RoomDone,
@@ -26,7 +27,7 @@ from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillCommand as RoomCommand
 from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase, step
 from kvflow.protocols.machines.rendezvous import Announcement, Rendezvous, Side
-from kvflow.protocols.pages.layout import PageIndices, unpack_pages
+from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Observer, WriteOutcome
 from kvflow.protocols.prefill.peers import WITHDRAWN, DecodePeer, PrefillIdentity, PrefillPeers
 from kvflow.protocols.prefill.records import Chunk, PrefillRoomRecord, pinned_pages
@@ -236,10 +237,6 @@ class PrefillCore(PrefillPeers):
 # --- what a room's table asks for
 
 
-def _tell_matched(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
-    core.outbox.append(RoomMatched(record.serial, record.prefix_tokens))
-
-
 def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
     """Start the write of the newest chunk, onto the target pages that follow the earlier ones."""
     chunk = record.chunks[-1]
@@ -286,14 +283,6 @@ def _cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> 
     core.outbox.extend(CancelWrite(chunk.write) for chunk in record.chunks if chunk.outcome is None)
 
 
-def _tell_success(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
-    core.outbox.append(RoomDone(record.serial))
-
-
-def _tell_ended(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
-    core.outbox.append(RoomStopped(record.serial, record.first_cause))
-
-
 def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
     """Drop an ended room from every table; its last messages stay for a decode that missed them."""
     del core.rooms[record.room]
@@ -315,7 +304,9 @@ def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
 
 
 _RUN: dict[RoomCommand, Callable[[PrefillCore, PrefillRoomRecord, float], None]] = {
-    RoomCommand.TELL_MATCHED: _tell_matched,
+    RoomCommand.TELL_MATCHED: lambda core, record, now: core.outbox.append(
+        RoomMatched(record.serial, record.prefix_tokens)
+    ),
     RoomCommand.START_WRITE: _start_write,
     RoomCommand.SEND_CHUNK_DONE: _send_chunk_done,
     RoomCommand.CANCEL_WRITES: _cancel_writes,
@@ -328,8 +319,10 @@ _RUN: dict[RoomCommand, Callable[[PrefillCore, PrefillRoomRecord, float], None]]
     RoomCommand.SEND_UNPROVEN: lambda core, record, now: _send(
         core, record, wire.AbortAck, drained=False
     ),
-    RoomCommand.TELL_SUCCESS: _tell_success,
-    RoomCommand.TELL_ENDED: _tell_ended,
+    RoomCommand.TELL_SUCCESS: lambda core, record, now: core.outbox.append(RoomDone(record.serial)),
+    RoomCommand.TELL_ENDED: lambda core, record, now: core.outbox.append(
+        RoomStopped(record.serial, record.first_cause)
+    ),
     RoomCommand.END: _end,
 }
 
@@ -488,16 +481,11 @@ def _unwelcome(
 
 def _offered(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap) -> PageIndices:
     """Return the pages of an offer. Raises: KvflowError if they do not fit the prompt or pool."""
-    layout, prefix = core.identity.layout, message.prefix_tokens
-    if prefix > message.prompt_tokens or (
-        prefix % layout.page_size and prefix != message.prompt_tokens
-    ):
-        raise PeerError(
-            f"prefix of {prefix} tokens for a prompt of {message.prompt_tokens}, "
-            f"{layout.page_size} a page"
-        )
+    try:
+        wanted = pages_wanted(core.identity.layout, message.prompt_tokens, message.prefix_tokens)
+    except MisuseError as error:
+        raise PeerError(str(error)) from None
     pages = unpack_pages(message.pages, peer.layout.num_places)
-    wanted = layout.places_for(message.prompt_tokens, prefix)
     if len(pages) != wanted or not message.prompt_tokens:
         raise MisuseError(f"{len(pages)} pages lent, {message.prompt_tokens} tokens need {wanted}")
     if peer.layout.num_rows:

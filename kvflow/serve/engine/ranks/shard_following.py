@@ -11,9 +11,9 @@ import numpy as np
 from kvflow.aio import Threads, all_ended
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
+from kvflow.protocols.arguments import unpack_pages
 from kvflow.protocols.errors import LostError, WireError
 from kvflow.protocols.limits import Timing
-from kvflow.protocols.pages.layout import unpack_pages
 from kvflow.protocols.ports import ProcessIdentity
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.runner import Runner
