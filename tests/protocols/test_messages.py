@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvflow.protocols.errors import WireError
+from kvflow.protocols.machinery import parsed
 from kvflow.protocols.wire import messages
 from kvflow.protocols.wire.codec import encode, parse_at_decode, parse_at_prefill
 from kvflow.protocols.wire.messages import (
@@ -36,6 +37,7 @@ from kvflow.protocols.wire.messages import (
     Registered,
     Resync,
     RoomFailed,
+    ToPrefill,
 )
 from tests.protocols.wire import ALL, GOOD, U64
 
@@ -132,6 +134,22 @@ def test_limits_hold_and_can_be_reached(
 def test_frames_over_the_limit_are_refused_before_they_are_read() -> None:
     with pytest.raises(WireError, match=str(MAX_FRAME_BYTES)):
         parse_at_prefill(b"\0" * (MAX_FRAME_BYTES + 1))
+
+
+def test_an_endpoint_reads_no_frame_over_the_limit() -> None:
+    """A newer peer may append fields to a message, so a longer frame could be decoded."""
+    message = GoodbyeAck(source=1, target=2)
+    fields, decoder = msgspec.msgpack.decode(encode(message)), msgspec.msgpack.Decoder(ToPrefill)
+
+    def padded(size: int) -> bytes:
+        longest = msgspec.msgpack.encode([*fields, bytes(MAX_FRAME_BYTES)])
+        more = bytes(MAX_FRAME_BYTES - len(longest) + size)
+        frame = msgspec.msgpack.encode([*fields, more])
+        assert len(frame) == size
+        return frame
+
+    assert parsed(decoder, padded(MAX_FRAME_BYTES)) == message
+    assert parsed(decoder, padded(MAX_FRAME_BYTES + 1)) is None
 
 
 def test_the_largest_messages_fit_in_a_frame() -> None:
