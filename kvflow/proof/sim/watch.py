@@ -13,7 +13,7 @@ from kvflow.proof.rules.watch import Swap, observed, swaps
 from kvflow.proof.sim.loop import current_process
 from kvflow.proof.sim.oracle import Oracle
 from kvflow.protocols import commands as c
-from kvflow.protocols.errors import Cause
+from kvflow.protocols.errors import Cause, KvflowError
 
 
 def nodes_observed(oracle: Oracle) -> AbstractContextManager[None]:
@@ -40,9 +40,9 @@ def _at_decode(oracle: Oracle) -> Iterator[Swap]:
         told(self, None)
         oracle.landed(self, handoff)
 
-    def failed(self: DecodeRoom, error: Any) -> None:
+    def failed(self: DecodeRoom, error: KvflowError | Cause) -> None:
         tell_failed(self, error)
-        told(self, error.cause())
+        told(self, error if isinstance(error, Cause) else error.cause())
 
     def begun(self: DecodeShell, command: c.RoomBegun) -> None:
         begin(self, command)
