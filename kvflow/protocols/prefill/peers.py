@@ -299,38 +299,11 @@ class PrefillPeers(Core):
         # good.
         elif self.leaving is not None:
             self.say_goodbye(message.target, self.former.in_doubt.get(message.target, ()))
-        elif self.unavailable_reason:
-            self.answer_register(message.target, message.source, self.unavailable_reason)
-        elif len(self.peers) >= self.bounds.targets and not self.make_place(
-            self.peers.values(), now
-        ):
-            self.answer_register(
-                message.target,
-                message.source,
-                f"{self.bounds.targets} decodes are registered already",
-            )
-        elif len(
-            siblings := self._of_process(message)
-        ) >= self.bounds.decodes_per_process and not self.make_place(siblings, now):
-            refusal = (
-                f"{len(siblings)} decodes of process {message.address.process.pid} are registered "
-                "already"
-            )
-            self.answer_register(message.target, message.source, refusal)
-        elif (
-            (sender := sender_address())
-            and len(neighbours := self._at_address(sender)) >= self.bounds.decodes_per_address
-            and not self.make_place(neighbours, now)
-        ):
-            limit = self.bounds.decodes_per_address
-            refusal = (
-                f"{len(neighbours)} decodes at {sender} are registered already, of at most {limit} "
-                "for one address"
-            )
+        elif refusal := self.unavailable_reason or self._no_place(message, sender_address, now):
             self.answer_register(message.target, message.source, refusal)
         else:
             peer = self.peers[message.target] = DecodePeer(
-                message, self.bounds.closed_grants, self.kept, now, sender, seen_below
+                message, self.bounds.closed_grants, self.kept, now, sender_address(), seen_below
             )
             peer.grants.remember_doubts(self.former.in_doubt.pop(message.target, ()))
             self.former.displaced.pop(message.target, None)
@@ -340,8 +313,10 @@ class PrefillPeers(Core):
                 self.refused.pop(message.target, None)
                 self.outbox.append(OpenRoute(peer.incarnation, peer.address, peer.layout))
 
-    def _of_process(self, message: wire.Register) -> list[DecodePeer]:
-        """Return the registered decodes that named the same process as this one."""
+    def _no_place(
+        self, message: wire.Register, sender_address: Callable[[], str], now: float
+    ) -> str:
+        """Return why there is no place for a new decode; empty if there is, or one was made."""
 
         def process_of(address: PlaneAddress) -> tuple[str, str, int, int]:
             # The other fields of the identity do not tell processes apart, and a decode could vary
@@ -349,12 +324,21 @@ class PrefillPeers(Core):
             process = address.process
             return process.boot_id, process.pid_namespace, process.pid, process.start_ticks
 
-        named = process_of(message.address)
-        return [peer for peer in self.peers.values() if process_of(peer.address) == named]
-
-    def _at_address(self, sender_address: str) -> list[DecodePeer]:
-        """Return the registered decodes whose connection comes from one network address."""
-        return [peer for peer in self.peers.values() if peer.sender_address == sender_address]
+        bounds, peers, process = self.bounds, self.peers.values(), process_of(message.address)
+        if len(peers) >= bounds.targets and not self.make_place(peers, now):
+            return f"{bounds.targets} decodes are registered already"
+        siblings = [peer for peer in peers if process_of(peer.address) == process]
+        if len(siblings) >= bounds.decodes_per_process and not self.make_place(siblings, now):
+            pid = message.address.process.pid
+            return f"{len(siblings)} decodes of process {pid} are registered already"
+        sender = sender_address()
+        neighbours = [peer for peer in peers if sender and peer.sender_address == sender]
+        if len(neighbours) >= bounds.decodes_per_address and not self.make_place(neighbours, now):
+            return (
+                f"{len(neighbours)} decodes at {sender} are registered already, of at most "
+                f"{bounds.decodes_per_address} for one address"
+            )
+        return ""
 
     def note_alive(self, peer: DecodePeer, now: float) -> None:
         """Record that a peer sent a message; a silent peer is up again."""
