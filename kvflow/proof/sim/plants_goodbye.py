@@ -5,6 +5,7 @@ than they prove.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
 import msgspec
 
@@ -14,10 +15,10 @@ from kvflow.protocols.decode import endpoint as decode
 from kvflow.protocols.decode import endpoint as decode_endpoint
 from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.links import PrefillPeer
+from kvflow.protocols.machinery import parsed
 from kvflow.protocols.machines.grants import GrantTable
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
-from kvflow.protocols.wire.codec import parse_at_decode
-from kvflow.protocols.wire.messages import Goodbye, ToDecode
+from kvflow.protocols.wire.messages import Goodbye
 
 PLANTS: list[Plant] = []
 bug = planting(PLANTS)
@@ -55,13 +56,13 @@ def goodbye_of_another_incarnation() -> Installed:
     def receive_any(self: decode.DecodeEndpoint, key: object, frame: bytes, now: float) -> None:
         peer = self.core.links.peers.get(key)  # type: ignore[call-overload]
 
-        def parse(data: bytes) -> ToDecode:
-            message = parse_at_decode(data)
+        def parse(decoder: Any, data: bytes) -> Any:
+            message = parsed(decoder, data)
             if type(message) is Goodbye and peer is not None:
                 return msgspec.structs.replace(message, source=peer.key.incarnation)
             return message
 
-        with swapped(decode, "parse_at_decode", parse):
+        with swapped(decode, "parsed", parse):
             receive(self, key, frame, now)  # type: ignore[arg-type]
 
     return swapped(decode.DecodeEndpoint, "receive", receive_any)

@@ -20,12 +20,12 @@ from kvflow.proof.sim.swap import swapped, swapped_item
 from kvflow.protocols.commands import SendToDecode
 from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import WireError
+from kvflow.protocols.machinery import parsed
 from kvflow.protocols.machines.grants import GrantPhase, GrantTable
 from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillEvent, PrefillKind
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane, Write, WriteOutcome
 from kvflow.protocols.prefill import core as prefill_core
-from kvflow.protocols.prefill import endpoint as prefill
 from kvflow.protocols.prefill import endpoint as prefill_endpoint
 from kvflow.protocols.prefill.core import PrefillCore
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
@@ -39,7 +39,6 @@ from kvflow.protocols.wire.messages import (
     GrantId,
     Message,
     Resync,
-    ToPrefill,
 )
 from kvflow.transports.data.fake import FakeRoute
 
@@ -253,15 +252,14 @@ def garbage_ends_the_loop() -> Installed:
     # End the task that reads, as by an exception that is not caught.
     # A CancelledError alone counts as any other error: it ends only a task that was cancelled.
 
-    def parse(frame: bytes) -> ToPrefill:
-        try:
-            return parse_at_prefill(frame)
-        except WireError:
-            if (reader := asyncio.current_task()) is not None:
-                reader.cancel()
-            raise asyncio.CancelledError from None
+    def parse(decoder: Any, frame: bytes) -> Any:
+        if (message := parsed(decoder, frame)) is not None:
+            return message
+        if (reader := asyncio.current_task()) is not None:
+            reader.cancel()
+        raise asyncio.CancelledError
 
-    return swapped(prefill, "parse_at_prefill", parse)
+    return swapped(prefill_endpoint, "parsed", parse)
 
 
 def _writes(wrap: Any) -> Installed:

@@ -11,10 +11,10 @@ from kvflow.protocols.machines.tables import Table
 
 @contextmanager
 def swapped(owner: object, name: str, replacement: object) -> Iterator[None]:
-    """Replace `owner.name` while the context lasts."""
+    """Replace `owner.name` while the context lasts. Raises: AttributeError if there is none."""
     # An inherited name must vanish again, or the owner would keep a copy of it.
     mine = name in vars(owner)
-    original = vars(owner).get(name, getattr(owner, name, None))
+    original = getattr(owner, name) if not mine else vars(owner)[name]
     setattr(owner, name, replacement)
     try:
         yield
