@@ -13,7 +13,7 @@ import kvflow
 from kvflow.connectors.vllm import decode_worker
 from kvflow.connectors.vllm.messages import Computed, Offer
 from kvflow.protocols.errors import Cause, Code
-from tests.connectors.vllm.worker_pair import NAME, PAGES, ROOM, Pair, pair
+from tests.connectors.vllm.worker_pair import NAME, ROOM, Pair, pair
 
 
 def fail_at_prefill(each: Pair) -> None:
@@ -25,10 +25,9 @@ def test_one_leg_after_the_other() -> None:
         each.send_all(3, 1, 2)
         assert not each.sent
         each.load(9, 4, 7)
-        assert sorted(each.decode.thread.pages.busy(range(PAGES))) == [4, 7, 9]
-        each.until_rest()
-        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.target_pages.sum() == 9
-        assert each.received == each.sent == {NAME: 1} and not each.failed and not each.failures
+        assert each.lent == [4, 7, 9]
+        each.ends("sent received")
+        each.assert_loaded()
         moved = each.decode.stats.take()
         assert moved is not None and moved["received_bytes"] == [3 * 64]
 
@@ -38,12 +37,8 @@ def test_a_room_that_is_announced_first() -> None:
         each.step_decode(targets=[each.target()])
         each.send_all(3, 1, 2)
         each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
-        each.until_rest()
-        assert (
-            list(each.target_pages[[9, 4, 7]]) == [4, 2, 3]
-            and each.received == {NAME: 1}
-            and not each.failed
-        )
+        each.ends("sent received")
+        each.assert_loaded()
 
 
 def test_an_announced_load_is_ready_when_its_prefill_has_begun() -> None:
@@ -58,8 +53,7 @@ def test_an_announced_load_is_ready_when_its_prefill_has_begun() -> None:
         assert not each.decode._due_s, "no deadline before anything is lent"
         each.step_prefill(computed={NAME: Computed([3, 1, 2], True)}, finished={NAME: False})
         each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
-        each.until_rest()
-        assert each.received == each.sent == {NAME: 1} and not each.failures
+        each.ends("sent received")
 
 
 def test_an_announced_load_that_fails_at_one_worker_waits_for_none() -> None:
@@ -101,9 +95,8 @@ def test_what_decode_has_does_not_travel(
         else:
             each.step_decode(targets=[each.target()], offers=offers)
         each.send_all(3, 1, 2)
-        each.until_rest()
+        each.ends("sent received" if blocks else "sent")
         assert list(each.target_pages[blocks]) == [2, 3][2 - len(blocks) :]
-        assert each.sent == {NAME: 1} and each.received == ({NAME: 1} if blocks else {})
         moved = each.prefill.stats.take()
         assert moved is not None and moved["sent_bytes"] == [64 * len(blocks)]
 
@@ -119,32 +112,26 @@ def test_it_is_over_while_only_announced(is_sent: bool) -> None:
         if not is_sent:
             each.until(lambda: not each.decode.is_busy)
             each.send_all(3, 1, 2)
-        each.until_rest()
-        assert each.sent == {NAME: 1} and not each.received and not each.failures
+        each.ends("sent")
 
 
 def test_it_is_over_at_once() -> None:
     with pair() as each:
         offers = {NAME: Offer([9, 4, 7], 0)}
         each.step_decode(targets=[each.target()], offers=offers, abandoned=[NAME])
-        each.until_rest()
-        assert each.received == {NAME: 1} and not each.failed and not each.failures
+        each.ends("received")
 
 
 def test_it_is_over_while_it_is_written() -> None:
     """vLLM has its blocks back when nothing writes them, and no sooner."""
     with pair() as each:
-        each.gate.open.clear()
-        each.send_all(3, 1, 2)
-        each.load(9, 4, 7)
-        assert each.gate.reached.wait(20)
+        each.load_halfway()
         each.step_decode(abandoned=[NAME])
         each.until(lambda: each.decode._targets[NAME].cause is not None)
         assert not each.received and each.decode.quarantined_blocks == 3
-        assert sorted(each.decode.thread.pages.busy(range(PAGES))) == [4, 7, 9]
+        assert each.lent == [4, 7, 9]
         each.gate.open.set()
-        each.until_rest()
-        assert each.received == {NAME: 1} and not each.failed and not each.failures
+        each.ends("sent received")
 
 
 def test_it_is_over_when_it_has_landed() -> None:
@@ -153,7 +140,7 @@ def test_it_is_over_when_it_has_landed() -> None:
         each.load(9, 4, 7)
         each.until(lambda: not each.decode._targets)
         each.step_decode(abandoned=[NAME])
-        assert each.received == {NAME: 1} and not each.failed
+        each.ends("sent received")
 
 
 def test_it_fails_while_only_announced() -> None:
@@ -164,10 +151,8 @@ def test_it_fails_while_only_announced() -> None:
         assert not each.failures, "nobody waits for it yet"
         each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
         each.hold()
-        each.until_rest()
-        assert (
-            each.received == each.failed == {NAME: 1} and each.causes[NAME].code == Code.CLIENT_GONE
-        )
+        each.ends("sent received failed")
+        assert each.causes[NAME].code == Code.CLIENT_GONE
 
 
 def test_it_fails_while_only_announced_and_is_over_or_has_all() -> None:
@@ -211,17 +196,13 @@ def test_it_is_over_after_it_was_told_and_before_it_is_held() -> None:
         each.load(9, 4, 7)
         each.until(lambda: each.failures[NAME] and each.released[NAME])
         each.step_decode(abandoned=[NAME])
-        each.until_rest()
-        assert each.received == {NAME: 1} and not each.failed
+        each.ends("sent received failures")
 
 
 @pytest.mark.parametrize("is_over", [False, True])
 def test_held_blocks_are_released_when_nothing_writes_them(is_over: bool) -> None:
     with pair(load_deadline_s=60) as each:
-        each.gate.open.clear()
-        each.send_all(3, 1, 2)
-        each.load(9, 4, 7)
-        assert each.gate.reached.wait(20)
+        each.load_halfway()
         each.pass_deadline()
         each.hold()
         assert each.received == each.failed == {NAME: 1} and each.causes[NAME].code == Code.DEADLINE
@@ -231,8 +212,7 @@ def test_held_blocks_are_released_when_nothing_writes_them(is_over: bool) -> Non
         each.step_decode(held={NAME: {0}})
         assert not each.released and list(each.decode.thread.pages.busy([4])) == [4]
         each.gate.open.set()
-        each.until_rest()
-        assert each.received == each.failed == each.failures == each.released == {NAME: 1}
+        each.ends("sent received failed")
 
 
 @pytest.mark.parametrize("is_announced", [False, True])
@@ -248,9 +228,8 @@ def test_what_is_refused_is_told_to_both_sides(is_announced: bool) -> None:
         else:
             each.step_decode(targets=targets, offers=offers)
         each.hold()
-        each.until_rest()
-        assert each.causes == {NAME: refusal} and each.failed == each.sent == {NAME: 1}
-        assert not each.target_pages.any()
+        each.ends("sent received failed")
+        assert each.causes == {NAME: refusal} and not each.target_pages.any()
 
 
 @pytest.mark.parametrize("refusal", [None, Cause(Code.REFUSED, "too many workers")])
@@ -261,8 +240,7 @@ def test_what_a_node_will_not_take_fails(refusal: Cause | None) -> None:
         each.step_decode(targets=[target], offers={NAME: Offer([9, 4, 7], 0)})
         each.hold()
         assert each.causes[NAME].code == Code.BAD_REQUEST and "room id -1" in each.causes[NAME].text
-        each.until_rest()
-        assert each.failed == {NAME: 1}
+        each.ends("received failed")
 
 
 def test_an_offer_that_does_not_fit_fails() -> None:
@@ -270,10 +248,8 @@ def test_an_offer_that_does_not_fit_fails() -> None:
         each.step_decode(targets=[each.target()])
         each.step_decode(offers={NAME: Offer([9], 0)})
         each.hold()
-        each.until_rest()
-        assert "1 pages given, its prompt needs 3" in each.causes[NAME].text and each.failed == {
-            NAME: 1
-        }
+        each.ends("received failed")
+        assert "1 pages given, its prompt needs 3" in each.causes[NAME].text
 
 
 def test_a_room_that_is_in_use_fails() -> None:
@@ -285,9 +261,8 @@ def test_a_room_that_is_in_use_fails() -> None:
         assert each.causes["again"].code == Code.ROOM_IN_USE
         each.step_decode(held={"again": {0}})
         each.send_all(3, 1, 2)
-        each.until_rest()
-        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.target_pages.sum() == 9
-        assert each.failed == {"again": 1} and each.received == {NAME: 1, "again": 1}
+        each.ends("sent received", again="received failed")
+        each.assert_loaded()
 
 
 def test_a_prefill_that_is_closed() -> None:
@@ -297,10 +272,8 @@ def test_a_prefill_that_is_closed() -> None:
         each.until(lambda: each.room().matched)
         each.prefill.close()
         each.hold()
-        each.until_rest()
-        assert each.causes[NAME].code in (Code.SHUTDOWN, Code.PEER_LOST) and each.failed == {
-            NAME: 1
-        }
+        each.ends("received failed")
+        assert each.causes[NAME].code in (Code.SHUTDOWN, Code.PEER_LOST)
 
 
 def test_a_prefill_that_is_silent() -> None:
@@ -309,21 +282,15 @@ def test_a_prefill_that_is_silent() -> None:
     """
     awake = threading.Event()
     with pair(lost_after_s=0.8) as each:
-        each.gate.open.clear()
-        each.send_all(3, 1, 2)
-        each.load(9, 4, 7)
-        assert each.gate.reached.wait(20)
+        each.load_halfway()
         loop = each.prefill.thread._running()
         loop.post(lambda: (awake.wait(20), None)[1])
         each.hold()
         assert each.causes[NAME].code == Code.PEER_LOST and not each.released
-        assert sorted(each.decode.thread.pages.busy(range(PAGES))) == [4, 7, 9] and each.failed == {
-            NAME: 1
-        }
+        assert each.lent == [4, 7, 9]
         awake.set()
         each.gate.open.set()
-        each.until_rest()
-        assert each.released == {NAME: 1}
+        each.ends("sent received failed")
 
 
 def test_a_prefill_that_is_not_there() -> None:
@@ -332,7 +299,7 @@ def test_a_prefill_that_is_not_there() -> None:
         target.prefill = ["127.0.0.1:1"]
         each.step_decode(targets=[target], offers={NAME: Offer([9, 4, 7], 0)})
         each.hold()
-        each.until_rest()
+        each.ends("received failed")
         assert each.causes[NAME].code == Code.PEER_LOST
 
 
@@ -349,10 +316,7 @@ def test_closing_ends_what_is_under_way() -> None:
 def test_blocks_held_for_another_worker_are_not_held_for_this_one() -> None:
     """Its own failure is not counted yet: vLLM would free what may still be written."""
     with pair(load_deadline_s=60) as each:
-        each.gate.open.clear()
-        each.send_all(3, 1, 2)
-        each.load(9, 4, 7)
-        assert each.gate.reached.wait(20)
+        each.load_halfway()
         each.pass_deadline()
         each.until(lambda: each.failures[NAME])
         each.step_decode(held={NAME: {1}})

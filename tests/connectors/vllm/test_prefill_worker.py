@@ -32,12 +32,11 @@ def test_blocks_stream_as_they_are_computed() -> None:
         assert not each.received and each.room().left == 2
         each.step_prefill(computed=computed(3))  # a step that fills no block
         each.step_prefill(computed=computed(3, 1, 2, is_all=True))
-        each.until_rest()
-        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.received == {NAME: 1}
-        assert not each.sent, "vLLM has not asked yet"
+        each.ends("received")
+        each.assert_loaded()
         each.step_prefill(computed=computed(3, 1, 2, is_all=True))  # all of it was sent before
-        each.step_prefill(finished={NAME: False})
-        assert each.sent == {NAME: 1}
+        each.step_prefill(finished={NAME: False})  # vLLM has not asked before
+        each.ends("sent received")
 
 
 def test_what_was_computed_before_decode_came_is_sent_when_it_comes() -> None:
@@ -46,8 +45,8 @@ def test_what_was_computed_before_decode_came_is_sent_when_it_comes() -> None:
         each.load(9, 4, 7)
         each.until(lambda: each.target_pages[4] == 2)
         each.step_prefill(computed=computed(3, 1, 2, is_all=True), finished={NAME: False})
-        each.until_rest()
-        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.sent == {NAME: 1}
+        each.ends("sent received")
+        each.assert_loaded()
 
 
 def test_what_decode_had_is_neither_sent_nor_counted() -> None:
@@ -58,10 +57,8 @@ def test_what_decode_had_is_neither_sent_nor_counted() -> None:
         each.step_decode(offers={NAME: Offer([4, 7], prefix)})
         each.until(lambda: each.room().matched)
         each.step_prefill(computed=computed(3, 1, 2, is_all=True), finished={NAME: False})
-        each.until_rest()
-        assert list(each.target_pages[[9, 4, 7]]) == [0, 2, 3] and each.sent == each.received == {
-            NAME: 1
-        }
+        each.ends("sent received")
+        assert list(each.target_pages[[9, 4, 7]]) == [0, 2, 3]
         moved = each.prefill.stats.take()
         assert moved is not None and moved["sent_bytes"] == [
             2 * each.prefill.thread.pool.layout.page_bytes
@@ -70,17 +67,13 @@ def test_what_decode_had_is_neither_sent_nor_counted() -> None:
 
 def test_blocks_stay_until_nothing_reads_them() -> None:
     with pair() as each:
-        each.gate.open.clear()
-        each.load(9, 4, 7)
-        each.send_all(3, 1, 2)
-        assert each.gate.reached.wait(20)
+        each.load_halfway()
         each.step_decode(abandoned=[NAME])
         each.until(lambda: each.room().error is not None)
         each.step_prefill()
         assert not each.sent and busy_sources(each) == [1, 2, 3]
         each.gate.open.set()
-        each.until_rest()
-        assert each.sent == {NAME: 1}
+        each.ends("sent received")
 
 
 @pytest.mark.parametrize("has_started", [False, True])
@@ -93,8 +86,7 @@ def test_vllm_aborts_the_request(has_started: bool) -> None:
             each.step_prefill(computed=computed(3))
         each.step_prefill(finished={NAME: True})
         each.hold()
-        each.until_rest()
-        assert each.sent == each.failed == {NAME: 1}
+        each.ends("sent received failed")
         assert not (each.prefill.stats.take() or {"failed": {}})["failed"], (
             "a client that leaves is no failure"
         )
@@ -103,14 +95,13 @@ def test_vllm_aborts_the_request(has_started: bool) -> None:
 def test_no_decode_comes_before_the_deadline() -> None:
     with pair(source_deadline_s=0.1) as each:
         each.send_all(3, 1, 2)
-        each.until_rest()
-        assert each.sent == {NAME: 1}
+        each.ends("sent")
         moved = each.prefill.stats.take()
         assert moved is not None and moved["failed"] == {Code.RENDEZVOUS: 1}
         each.load(9, 4, 7)  # too late: it is told so, and does not wait for prefill's end
         each.hold()
-        each.until_rest()
-        assert each.failed == {NAME: 1} and not each.target_pages.any()
+        each.ends("sent received failed")
+        assert not each.target_pages.any()
 
 
 def test_one_that_decode_has_announced_is_kept_for_it() -> None:
@@ -128,8 +119,7 @@ def test_one_that_decode_has_announced_is_kept_for_it() -> None:
         each.until(lambda: each.sent["other"])
         assert not each.sent[NAME]
         each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
-        each.until_rest()
-        assert each.received == {NAME: 1} and each.sent == {NAME: 1, "other": 1} and not each.failed
+        each.ends("sent received", other="sent")
 
 
 def test_a_room_that_is_in_use_is_not_sent() -> None:
@@ -144,11 +134,8 @@ def test_a_room_that_is_in_use_is_not_sent() -> None:
         assert each.sent == {"again": 1}
         each.load(9, 4, 7)
         each.step_prefill(computed=computed(3, 1, 2, is_all=True), finished={NAME: False})
-        each.until_rest()
-        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.sent == {
-            NAME: 1,
-            "again": 1,
-        }
+        each.ends("sent received", again="sent")
+        each.assert_loaded()
 
 
 def test_too_few_blocks_fail_the_room() -> None:
@@ -157,9 +144,8 @@ def test_too_few_blocks_fail_the_room() -> None:
         each.load(9, 4, 7)
         each.send_all()
         each.hold()
-        each.until_rest()
+        each.ends("sent received failed")
         assert "chunk of 0 pages, 3 of decode's are left" in each.causes[NAME].text
-        assert each.failed == each.sent == {NAME: 1}
 
 
 # --- preemption
@@ -177,12 +163,8 @@ def test_what_was_sent_before_a_preemption_is_not_sent_again() -> None:
         each.step_prefill(computed=computed(10))
         each.step_prefill(computed=computed(10, 11))
         each.step_prefill(computed=computed(10, 11, 12, is_all=True), finished={NAME: False})
-        each.until_rest()
-        assert (
-            list(each.target_pages[[9, 4, 7]]) == [4, 2, 13]
-            and each.received == {NAME: 1}
-            and not each.failed
-        )
+        each.ends("sent received")
+        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 13]
 
 
 def test_a_write_that_outlasts_a_preemption_ends_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,8 +182,8 @@ def test_a_write_that_outlasts_a_preemption_ends_its_room(monkeypatch: pytest.Mo
         each.hold()
         assert each.failed == each.received == {NAME: 1} and each.causes[NAME].code == Code.CAPACITY
         each.step_prefill(finished={NAME: False})
-        each.until_rest()
-        assert each.sent == {NAME: 1} and each.decode.stats.take() is not None
+        each.ends("sent received failed")
+        assert each.decode.stats.take() is not None
 
 
 def test_decodes_half_comes_in_the_middle_of_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,9 +216,5 @@ def test_decodes_half_comes_in_the_middle_of_a_preemption(monkeypatch: pytest.Mo
         each.source_pages[[3, 1, 2]] = 99
         each.gate.open.set()
         each.step_prefill(computed=computed(10, 11, 12, is_all=True), finished={NAME: False})
-        each.until_rest()
-        assert (
-            list(each.target_pages[[9, 4, 7]]) == [11, 12, 13]
-            and each.received == {NAME: 1}
-            and not each.failed
-        )
+        each.ends("sent received")
+        assert list(each.target_pages[[9, 4, 7]]) == [11, 12, 13]

@@ -1,5 +1,5 @@
 """What a worker answers over HTTP, over real nodes, asked by a client of its own kind and by
-aiohttp.
+that of the tests.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
-import aiohttp
 import pytest
 
 import kvflow
 from kvflow.connectors.vllm import status
-from kvflow.connectors.vllm.messages import Offer
 from kvflow.connectors.vllm.status import StatusServer
 from tests.connectors.vllm.worker_pair import NAME, Pair, pair
+from tests.server.servers import Client
 
 KEY = "sesame"
 
@@ -29,77 +28,52 @@ def each() -> Iterator[Pair]:
 
 
 @asynccontextmanager
-async def served(each: Pair, *roles: str, api_key: str = "") -> AsyncIterator[str]:
-    """URL of the status server of a worker with these roles."""
+async def served(each: Pair, *roles: str, api_key: str = "") -> AsyncIterator[Client]:
+    """The status server of a worker with these roles."""
     prefill = each.prefill.thread if "prefill" in roles else None
     server = StatusServer(
         prefill, each.decode.thread if "decode" in roles else None, engine="e-1", dp_rank=2
     )
     port = server.start("127.0.0.1", 0, api_key)
     try:
-        yield f"http://127.0.0.1:{port}"
+        async with Client(port) as client:
+            yield client
     finally:
         server.close()
 
 
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as found:
-        yield found
-
-
-async def test_a_decode_finds_the_prefill_and_a_proxy_its_engine(
-    each: Pair, session: aiohttp.ClientSession
-) -> None:
-    async with served(each, "prefill") as url:
-        (info,) = await kvflow.RegistryClient().resolve(url.removeprefix("http://"))
+async def test_a_decode_finds_the_prefill_and_a_proxy_its_engine(each: Pair) -> None:
+    async with served(each, "prefill") as worker:
+        (info,) = await kvflow.RegistryClient().resolve(worker.url.removeprefix("http://"))
         assert info == each.prefill.thread.info
-        async with session.get(f"{url}/query") as answer:
-            assert await answer.json() == {"2": {"engine_id": "e-1"}}
-        async with session.get(f"{url}/elsewhere") as answer:
-            assert answer.status == 404 and "GET /metrics" in await answer.text()
+        assert await worker.get("/query") == {"2": {"engine_id": "e-1"}}
+        answer = await worker.call("GET", "/elsewhere")
+        assert answer.status == 404 and "GET /metrics" in answer.text
 
 
-async def test_a_key_is_needed_for_all_but_health(
-    each: Pair, session: aiohttp.ClientSession
-) -> None:
-    async with served(each, "prefill", api_key=KEY) as url:
+async def test_a_key_is_needed_for_all_but_health(each: Pair) -> None:
+    async with (
+        served(each, "prefill", api_key=KEY) as stranger,
+        Client(stranger.port, KEY) as friend,
+    ):
         for path, status in (("/health", 200), ("/ranks", 401), ("/query", 401), ("/metrics", 401)):
-            async with session.get(url + path) as answer:
-                assert answer.status == status, path
-            async with session.get(
-                url + path, headers={"Authorization": f"Bearer {KEY}"}
-            ) as answer:
-                assert answer.status == 200, path
+            assert (await stranger.call("GET", path)).status == status, path
+            assert (await friend.call("GET", path)).status == 200, path
 
 
-async def test_health_counts_what_is_lent_and_metrics_are_of_each_role(
-    each: Pair, session: aiohttp.ClientSession
-) -> None:
+async def test_health_counts_what_is_lent_and_metrics_are_of_each_role(each: Pair) -> None:
     each.gate.open.clear()
     each.step_prefill(sources=[each.source()])
-    each.step_decode(targets=[each.target()], offers={NAME: Offer([9, 4, 7], 0)})
-    async with served(each, "prefill", "decode") as url:
-        async with session.get(f"{url}/health") as answer:
-            found = await answer.json()
-        assert answer.status == 200 and found["status"] == "ok"
-        assert found.keys() == {
-            "status",
-            "pinned_blocks",
-            "quarantined_blocks",
-            "overdue_blocks",
-            "limit",
-        }
-        assert found["quarantined_blocks"] == 0
-        texts = {}
-        for path in ("", "/prefill", "/decode"):
-            async with session.get(f"{url}/metrics{path}") as answer:
-                assert answer.status == 200 and answer.content_type == "text/plain"
-                texts[path] = await answer.text()
+    each.load(9, 4, 7)
+    async with served(each, "prefill", "decode") as worker:
+        found = await worker.get("/health")
+        counted = {"pinned_blocks", "quarantined_blocks", "overdue_blocks", "limit"}
+        assert found.keys() == {"status"} | counted
+        assert (found["status"], found["quarantined_blocks"]) == ("ok", 0)
         for path, lent in (("", 0), ("/prefill", 0), ("/decode", 3)):
-            assert f'kvflow_pages{{owner="transfer"}} {lent:.1f}' in texts[path].splitlines(), (
-                texts[path]
-            )
+            answer = await worker.call("GET", f"/metrics{path}")
+            assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/plain")
+            assert f'kvflow_pages{{owner="transfer"}} {lent:.1f}' in answer.text.splitlines(), path
     each.gate.open.set()
     each.step_decode(abandoned=[NAME])
     each.step_prefill(finished={NAME: True})
@@ -121,22 +95,20 @@ def test_a_port_that_is_taken_is_refused_and_nothing_is_left(each: Pair) -> None
     ("role", "counted"),
     [("prefill", {"pinned_blocks"}), ("decode", {"quarantined_blocks", "overdue_blocks", "limit"})],
 )
-async def test_health_counts_what_its_roles_have(
-    each: Pair, session: aiohttp.ClientSession, role: str, counted: set[str]
-) -> None:
-    async with served(each, role) as url, session.get(f"{url}/health") as answer:
-        assert (await answer.json()).keys() == {"status"} | counted
+async def test_health_counts_what_its_roles_have(each: Pair, role: str, counted: set[str]) -> None:
+    async with served(each, role) as worker:
+        assert (await worker.get("/health")).keys() == {"status"} | counted
 
 
 async def test_health_says_why_a_worker_cannot_serve(
-    each: Pair, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    each: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = status._state
     monkeypatch.setattr(
         status, "_state", lambda thread: ("its quarantine is full", state(thread)[1])
     )
-    async with served(each, "decode") as url, session.get(f"{url}/health") as answer:
-        assert (answer.status, (await answer.json())["status"]) == (503, "its quarantine is full")
+    async with served(each, "decode") as worker:
+        assert (await worker.get("/health", status=503))["status"] == "its quarantine is full"
 
 
 def test_a_rank_that_its_leader_refuses_asks_again(

@@ -127,6 +127,33 @@ class Pair:
         self.step_prefill()
         self.step_decode()
 
+    def ends(self, told: str, **others: str) -> None:
+        """Both come to rest, and have reported a request once by each counter that is named, and
+        by no other one. A failure was told of before.
+        """
+        self.until_rest()
+        words = {name: set(said.split()) for name, said in {NAME: told, **others}.items()}
+        for counter in ("sent", "received", "failed", "failures"):
+            named = {counter, "failed"} if counter == "failures" else {counter}
+            expected = Counter(name for name, said in words.items() if said & named)
+            assert getattr(self, counter) == expected, (counter, vars(self))
+
+    def assert_loaded(self) -> None:
+        """Blocks 9, 4 and 7 hold what 3, 1 and 2 hold, and no other one holds anything."""
+        assert list(self.target_pages[[9, 4, 7]]) == [4, 2, 3] and self.target_pages.sum() == 9
+
+    def load_halfway(self) -> None:
+        """Blocks are being written, and the gate is shut."""
+        self.gate.open.clear()
+        self.send_all(3, 1, 2)
+        self.load(9, 4, 7)
+        assert self.gate.reached.wait(PATIENCE_S)
+
+    @property
+    def lent(self) -> list[int]:
+        """Blocks of decode that may be written."""
+        return sorted(self.decode.thread.pages.busy(range(PAGES)))
+
     def pass_deadline(self) -> None:
         """That of decode's load is over, whatever was set; the next look at the clock sees it."""
         with self.decode._lock:
