@@ -17,18 +17,8 @@ import kvflow
 from kvflow.serve.config.catalog import FIELDS_OF_ROLE, GROUPS, describe, env_of, flag_of
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
 
-COMMANDS = (
-    "prefill",
-    "decode",
-    "router",
-    "up",
-    "demo",
-    "bench",
-    "sim",
-    "doctor",
-    "keygen",
-    "declare-dead",
-)
+ROLES = ("prefill", "decode", "router", "up")
+COMMANDS = (*ROLES, "demo", "bench", "sim", "doctor", "keygen", "declare-dead")
 HEAVY = ("torch", "transformers", "aiohttp", "zmq", "mooncake", "nixl_cu12")
 MODEL = ("--model-path", str(DEMO_MODEL_DIR), "--port", "0", "--num-pages", "16")
 PREFILL = ("prefill", *MODEL, "--disaggregation-bootstrap-port", "0")
@@ -48,6 +38,12 @@ def run(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess[st
         "import main; main()"
     )
     return start(code, cwd="/")
+
+
+def refused(said: str, *arguments: str, before: str = "pass") -> None:
+    """`kvflow ARGUMENTS` ends with status 2, and says this and nothing else."""
+    done = run(*arguments, before=before)
+    assert (done.stderr, done.returncode) == (f"kvflow {arguments[0]}: error: {said}\n", 2)
 
 
 @functools.cache
@@ -84,7 +80,7 @@ def test_the_list_of_commands_is_not_cut_off_in_80_columns() -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode", "router", "up"])
+@pytest.mark.parametrize("role", ROLES)
 def test_no_flag_and_no_word_is_cut_off_in_80_columns(role: str) -> None:
     shown = help_of(role)
     words = set(shown.replace(",", " ").split())
@@ -97,7 +93,7 @@ def test_no_flag_and_no_word_is_cut_off_in_80_columns(role: str) -> None:
         assert f"env {env_of(name)})" in text
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode", "router", "up"])
+@pytest.mark.parametrize("role", ROLES)
 def test_flags_stand_in_groups(role: str) -> None:
     shown = help_of(role)
     headings = ["Usage", *re.findall(r"^([A-Z][a-z]+):$", shown, re.MULTILINE)]
@@ -118,17 +114,8 @@ def test_flags_stand_in_groups(role: str) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "demo",
-        "doctor",
-        "keygen",
-        "declare-dead",
-        "sim",
-        "bench",
-        "bench rooms",
-        "bench transfer",
-        "bench abort",
-        "bench compare",
-        "bench profile",
+        *("demo", "doctor", "keygen", "declare-dead", "sim", "bench"),
+        *(f"bench {name}" for name in ("rooms", "transfer", "abort", "compare", "profile")),
     ],
 )
 def test_the_help_of_other_commands_fits_80_columns(command: str) -> None:
@@ -165,23 +152,12 @@ def test_familiar_flags_exist() -> None:
         .stdout.replace(",", " ")
         .split()
     )
-    assert words >= {
-        "--host",
-        "--port",
-        "--model-path",
-        "--model",
-        "--served-model-name",
-        "--api-key",
-        "--log-level",
-        "--page-size",
-        "--disaggregation-mode",
-        "--disaggregation-bootstrap-port",
-        "--disaggregation-transfer-backend",
-        "--disaggregation-ib-device",
-        "--kv-events-config",
-        "--config",
-        "--threads",
-    }
+    familiar = """
+        host port model-path model served-model-name api-key log-level page-size config threads
+        disaggregation-mode disaggregation-bootstrap-port disaggregation-transfer-backend
+        disaggregation-ib-device kv-events-config
+    """
+    assert words >= {f"--{name}" for name in familiar.split()}
 
 
 @pytest.mark.parametrize(
@@ -225,23 +201,14 @@ def test_a_port_in_use(role: str) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         rest = ("--prefill", "http://x", "--decode", "http://y") if role == "router" else MODEL[:2]
-        done = run(role, "--port", port, *rest)
-    assert done.returncode == 2
-    assert (
-        f"kvflow {role}: error: port {port} on 127.0.0.1 is in use; choose another one with "
-        "--port\n"
-    ) == done.stderr
+        said = f"port {port} on 127.0.0.1 is in use; choose another one with --port"
+        refused(said, role, "--port", port, *rest)
 
 
 def test_a_missing_mooncake() -> None:
-    done = run(
-        "decode", *MODEL, "--transfer-backend", "mooncake", before="sys.modules['mooncake'] = None"
-    )
-    assert (
-        done.stderr
-        == "kvflow decode: error: mooncake is not installed: pip install 'kvflow[mooncake]'\n"
-    )
-    assert done.returncode == 2
+    said = "mooncake is not installed: pip install 'kvflow[mooncake]'"
+    missing = "sys.modules['mooncake'] = None"
+    refused(said, "decode", *MODEL, "--transfer-backend", "mooncake", before=missing)
 
 
 def test_up_without_mooncake_is_one_line(tmp_path: Path) -> None:
@@ -260,12 +227,8 @@ def test_a_control_port_in_use_is_known_before_a_model_is_loaded() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = run(*PREFILL, "--control-port", str(port))
-    assert (
-        done.stderr
-        == f"kvflow prefill: error: control port 127.0.0.1:{port}: Address already in use\n"
-    )
-    assert done.returncode == 2
+        said = f"control port 127.0.0.1:{port}: Address already in use"
+        refused(said, *PREFILL, "--control-port", str(port))
 
 
 def test_a_name_no_hub_knows_is_one_line() -> None:

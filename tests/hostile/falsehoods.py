@@ -15,43 +15,13 @@ from kvflow.protocols.errors import WireError
 from kvflow.protocols.wire.codec import encode
 
 Path = tuple[str | int, ...]
-NUMBERS = (
-    0,
-    1,
-    2,
-    3,
-    7,
-    16,
-    255,
-    4096,
-    2**31 - 1,
-    2**31,
-    2**32,
-    2**40,
-    2**62,
-    2**63 - 1,
-    2**63,
-    2**64 - 1,
-    -1,
-    -(2**63),
-)
-WORDS = (
-    "",
-    "x",
-    "fd:0",
-    "fd:1",
-    "fd:999999999",
-    "127.0.0.1:1",
-    "127.0.0.1:22",
-    "localhost:65535",
-    "local",
-    "mooncake",
-    "uint8",
-    "opaque",
-    "\0",
-    "../../etc/passwd",
-    "x" * 4000,
-)
+SMALL = (0, 1, 2, 3, 7, 16, 255, 4096)
+LARGE = (2**31, 2**32, 2**40, 2**62, 2**63)
+LIMITS = (2**31 - 1, 2**63 - 1, 2**64 - 1, -1, -(2**63))
+NUMBERS = SMALL + LARGE + LIMITS
+ADDRESSES = ("fd:0", "fd:1", "fd:999999999", "127.0.0.1:1", "127.0.0.1:22", "localhost:65535")
+WORDS = ("", "x", "\0", "x" * 4000, "../../etc/passwd", "local", "mooncake", "uint8", "opaque")
+WORDS += ADDRESSES
 
 
 def paths(value: Any, at: Path = ()) -> Iterator[Path]:

@@ -14,40 +14,14 @@ from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
 
 U64 = 2**64 - 1
-ODD: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    0,
-    1,
-    2**31,
-    2**32 + 1,
-    2**53,
-    U64,
-    -(2**63),
-    0.0,
-    -0.0,
-    float("nan"),
-    float("inf"),
-    1e300,
-    "",
-    "x",
-    "\0",
-    "\ud7ff",
-    "x" * 5000,
-    b"",
-    b"\0" * 3,
-    b"\xff" * 5,
-    b"\0" * 40_000,
-    [],
-    [[]],
-    [1] * 5000,
-    {},
-    {1: 2},
-    msgspec.msgpack.Ext(5, b"x"),
-    msgspec.msgpack.Ext(-1, b"\0" * 12),
-    msgspec.msgpack.Ext(-1, b""),
-)
+NUMBERS = (-1, 0, 1, 2**31, 2**32 + 1, 2**53, U64, -(2**63))
+FLOATS = (0.0, -0.0, float("nan"), float("inf"), 1e300)
+TEXTS = ("", "x", "\0", "\ud7ff", "x" * 5000)
+RAW = (b"", b"\0" * 3, b"\xff" * 5, b"\0" * 40_000)
+NESTED: tuple[Any, ...] = ([], [[]], [1] * 5000, {}, {1: 2})
+EXTENSIONS = [(5, b"x"), (-1, b"\0" * 12), (-1, b"")]
+ODD: tuple[Any, ...] = (None, True, *NUMBERS, *FLOATS, *TEXTS, *RAW, *NESTED)
+ODD += tuple(msgspec.msgpack.Ext(*each) for each in EXTENSIONS)
 """Values that stand in no message, or only elsewhere; msgpack's -1 extension is a timestamp."""
 
 Bend = Callable[[random.Random, bytes], bytes]
@@ -104,16 +78,7 @@ def bombed(rng: random.Random, frame: bytes) -> bytes:
 
 def noise(rng: random.Random, frame: bytes) -> bytes:
     """What has nothing to do with us; the ASCII ones are what SGLang's ports were sent."""
-    words = (
-        b"hello",
-        b"None",
-        b"ABORT",
-        b"WATERMARK",
-        b"STAGING_RSP",
-        b"AUX_DATA",
-        b"CHUNK_READY",
-        b"12x",
-    )
+    words = b"hello None ABORT WATERMARK STAGING_RSP AUX_DATA CHUNK_READY 12x".split()
     others = (
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x16\x03\x01\x02\0",

@@ -32,21 +32,9 @@ LANES = 32
 ANSWER_S = 0.5  # what has no answer by then waits for bytes that never come
 ROUTES = (b"/generate", b"/v1/chat/completions", b"/v1/completions")
 PATHS = (b"/ranks/0", b"/rooms/x", b"/../etc", b"/%00", b"/\xff", b"*", b"/" + b"a" * 9000)
-ODD: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    2**70,
-    "",
-    "\0",
-    [],
-    [[]],
-    {},
-    {"a": [{}]},
-    [None],
-    [-1],
-    "x" * 10_000,
-)
+SHALLOW: tuple[Any, ...] = (None, True, -1, 2**70, "", "\0", "x" * 10_000)
+NESTED: tuple[Any, ...] = ([], [[]], {}, {"a": [{}]}, [None], [-1])
+ODD = SHALLOW + NESTED
 MEETING = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1}
 SAMPLING = {"temperature": 0, "max_new_tokens": 1, "stop": ["x"], "n": 1}
 GOOD: dict[str, Any] = {

@@ -30,29 +30,16 @@ from tests.protocols.wire import GOOD, to_decode, to_prefill
 
 GREETING = b"\xff" + bytes(7) + b"\1\x7f\3\0NULL" + bytes(48)
 READY = GREETING + b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\6DEALER"
+NO_GREETING = (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\0\1\0", b"\xff" * 100)
+GREETED = (b"\x04\x05\x05READY", b"\x02" + b"\xff" * 8)
+AFTER_READY = (b"", b"\0\1x" * 50, b"\2" + b"\xff" * 8, b"\1\0" * 50 + b"\0\0")
 RAW = (
-    *(
-        b"",
-        b"\0",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\x16\x03\x01\x02\0\1\0",
-        b"\xff" * 100,
-        b"\1\0" * 500,
-    ),
-    *(
-        GREETING[:10],
-        GREETING[:40],
-        GREETING,
-        GREETING + b"\x04\x05\x05READY",
-        GREETING + b"\x02" + b"\xff" * 8,
-    ),
-    *(
-        READY,
-        READY[:-7],
-        READY + b"\0\1x" * 50,
-        READY + b"\2" + b"\xff" * 8,
-        READY + b"\1\0" * 50 + b"\0\0",
-    ),
+    *NO_GREETING,
+    b"\1\0" * 500,
+    *(GREETING[:size] for size in (10, 40, None)),
+    *(GREETING + more for more in GREETED),
+    READY[:-7],
+    *(READY + more for more in AFTER_READY),
 )
 
 

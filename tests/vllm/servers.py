@@ -79,29 +79,12 @@ class Server:
         self.status_url = f"http://127.0.0.1:{self.bootstrap_port}"
         self.log = logs / f"{self.name}.log"
         self._environment = {**os.environ, **_ENVIRONMENT, **(environment or {})}
-        self._command = [
-            str(VENV / "bin/vllm"),
-            "serve",
-            str(model),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-            "--served-model-name",
-            MODEL,
-            "--enforce-eager",
-            "--dtype",
-            "float32",
-            "--max-model-len",
-            "2304",
-            "--max-num-seqs",
-            "16",
-            "--max-num-batched-tokens",
-            "256",
-            "--block-size",
-            str(block_size),
-            *words,
-        ]
+        served = f"--host 127.0.0.1 --port {self.port} --served-model-name {MODEL} --dtype float32"
+        small = (
+            "--enforce-eager --max-model-len 2304 --max-num-seqs 16 --max-num-batched-tokens 256"
+        )
+        settings = f"{served} {small} --block-size {block_size}".split()
+        self._command = [str(VENV / "bin/vllm"), "serve", str(model), *settings, *words]
         if role in KV_ROLES:
             port = "bootstrap_port" if role == "prefill" else "status_port"
             config = {
