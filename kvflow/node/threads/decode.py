@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
@@ -169,11 +167,9 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         loop.
         """
         self._running()
-        # The loop reads the prompt later, and the caller may change its array meanwhile.
-        number, ids = room_id(room), np.array(prompt)
-        tokens, _ = check_prompt(ids)
-        wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
-        handle = DecodeThreadRoom(self, number, tokens, wanted, context)
+        number, checked = room_id(room), check_prompt(prompt)
+        wanted = pages_wanted(self.pool.layout, checked.tokens, prefix_tokens)
+        handle = DecodeThreadRoom(self, number, checked.tokens, wanted, context)
         ranks = self._prefill(prefill, dp_rank)
         if deadline_s is not None:
             check_time("deadline_s", deadline_s)
@@ -182,7 +178,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
             return method(
                 number,
                 ranks,
-                ids,
+                checked,
                 deadline_s=deadline_s,
                 prefix_tokens=prefix_tokens,
                 dp_rank=dp_rank,

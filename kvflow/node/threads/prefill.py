@@ -7,8 +7,6 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
@@ -79,9 +77,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         Raises: MisuseError (room in use, empty prompt ...).
         """
         thread = self._running()
-        # The loop reads the prompt later, and the caller may change its array meanwhile.
-        number, ids = room_id(room), np.array(prompt)
-        check_prompt(ids)
+        number, checked = room_id(room), check_prompt(prompt)
         for name, value_s in (("deadline_s", deadline_s), ("rendezvous_s", rendezvous_s)):
             if value_s is not None:
                 check_time(name, value_s)
@@ -98,7 +94,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
             raise error
 
         def opened(node: PrefillNode) -> PrefillRoom:
-            return node.room(number, ids, deadline_s=deadline_s, rendezvous_s=rendezvous_s)
+            return node.room(number, checked, deadline_s=deadline_s, rendezvous_s=rendezvous_s)
 
         try:
             self._post_open(handle, opened, NO_PAGES)
