@@ -17,7 +17,7 @@ from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import Staging
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.limits import Bounds, Timing, check_time
+from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import (
     Arrivals,
@@ -142,12 +142,6 @@ class Node(Generic[S]):
         if self._closing is not None and self._closing.done():
             raise MisuseError(f"the {self.role} node is closed")
         return self.shell
-
-    def _deadline_at(self, deadline_s: float | None) -> float:
-        """Return when a room ends that may take `deadline_s`. Raises: MisuseError."""
-        if deadline_s is None:
-            return float("inf")
-        return self._now() + check_time("deadline_s", deadline_s)
 
     def _check_start(self) -> None:
         if self._shell is not None or self._closing is not None:

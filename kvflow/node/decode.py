@@ -28,7 +28,7 @@ from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.links import DecodeIdentity
 from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import Cause, KvflowError, LostError, MisuseError
-from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, DataPlane, PageStore
 from kvflow.protocols.waiting import Waits
@@ -270,7 +270,10 @@ class DecodeNode(Node[DecodeShell]):
         shell, number = self._open_shell, room_id(room)
         tokens, digest = check_prompt(prompt)
         wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
-        at_s = self._deadline_at(deadline_s)
+        if deadline_s is None:
+            at_s = float("inf")
+        else:
+            at_s = self._now() + check_time("deadline_s", deadline_s)
         if dp_rank is not None:
             check_dp_rank(dp_rank)
         if not isinstance(prefill, str):

@@ -151,7 +151,10 @@ class PrefillNode(Node[PrefillShell]):
         use, empty prompt, not a room id ...).
         """
         shell, (tokens, digest) = self._open_shell, check_prompt(prompt)
-        at_s = self._deadline_at(deadline_s)
+        if deadline_s is None:
+            at_s = float("inf")
+        else:
+            at_s = self._now() + check_time("deadline_s", deadline_s)
         if rendezvous_s is not None:
             check_time("rendezvous_s", rendezvous_s)
         return shell.open(room, tokens, digest, rendezvous_s=rendezvous_s, deadline_at_s=at_s)
