@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from enum import IntEnum
 from typing import Any
 
 import pytest
 
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Table, TransitionError
+
+
+def cells(table: Table[Any, Any, Any]) -> pytest.MarkDecorator:
+    """Run the test for every `phase` and `kind` of the table."""
+    every = list(itertools.product(table.phases, table.kinds))
+    return pytest.mark.parametrize(("phase", "kind"), every, ids=lambda value: value.name)
 
 
 def check_cell(table: Table[Any, Any, Any], phase: IntEnum, kind: IntEnum, wanted: object) -> None:

@@ -14,23 +14,12 @@ from hypothesis import strategies as st
 
 from kvflow.protocols.arguments import prompt_digest
 from kvflow.protocols.errors import WireError
+from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import (
     encode,
     parse_at_decode,
     parse_at_prefill,
     routing_id,
-)
-from kvflow.protocols.wire.messages import (
-    Abort,
-    AbortAck,
-    Announce,
-    Begun,
-    Bootstrap,
-    ChunkDone,
-    Heartbeat,
-    Message,
-    Registered,
-    RoomFailed,
 )
 from tests.protocols.wire import ALL, GOOD, to_decode, to_prefill
 
@@ -48,7 +37,7 @@ some = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @some
 @given(data=st.data())
 def test_round_trip(
-    kind: type, made: st.SearchStrategy[Message], decode: Any, data: st.DataObject
+    kind: type, made: st.SearchStrategy[wire.Message], decode: Any, data: st.DataObject
 ) -> None:
     message = data.draw(made)
     found = decode(encode(message))
@@ -61,9 +50,15 @@ def test_round_trip(
     [
         *(
             (kind, parse_at_prefill)
-            for kind in (Registered, Begun, ChunkDone, RoomFailed, AbortAck)
+            for kind in (
+                wire.Registered,
+                wire.Begun,
+                wire.ChunkDone,
+                wire.RoomFailed,
+                wire.AbortAck,
+            )
         ),
-        *((kind, parse_at_decode) for kind in (Announce, Bootstrap, Abort)),
+        *((kind, parse_at_decode) for kind in (wire.Announce, wire.Bootstrap, wire.Abort)),
     ],
     ids=lambda value: value.__name__,
 )
@@ -75,7 +70,7 @@ def test_a_message_for_the_other_side_is_refused(kind: type, decode: Any) -> Non
 @pytest.mark.parametrize("decode", BOTH, ids=lambda value: value.__name__)
 @pytest.mark.parametrize("tag", [0, 14, -1, 2**64 - 1, "3", None, 3.0, [3], b"3"], ids=repr)
 def test_unknown_tags(decode: Any, tag: object) -> None:
-    body = msgspec.msgpack.decode(encode(GOOD[Heartbeat]))
+    body = msgspec.msgpack.decode(encode(GOOD[wire.Heartbeat]))
     with pytest.raises(WireError):
         decode(msgspec.msgpack.encode([tag, *body[1:]]))
 

@@ -4,8 +4,6 @@ it (I4, I8).
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,10 +21,9 @@ from kvflow.protocols.machines.decode_room import (
     step,
 )
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move
-from tests.protocols.cells import check_cell
+from tests.protocols.cells import cells, check_cell
 
 P, K, C = DecodePhase, DecodeKind, DecodeCommand
-CELLS = list(itertools.product(P, K))
 CHUNKS = {K.CHUNK_LANDED, K.ALL_LANDED}
 LOANS = {K.LOANS_ENDED, K.LOANS_DOUBTFUL}
 ENDINGS = {K.ROOM_FAILED, K.ENDED_LOCALLY, K.SOURCE_LOST}
@@ -65,12 +62,12 @@ def expected(phase: DecodePhase, kind: DecodeKind) -> object:
     )
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_cell(phase: DecodePhase, kind: DecodeKind) -> None:
     check_cell(TABLE, phase, kind, expected(phase, kind))
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_rules(phase: DecodePhase, kind: DecodeKind) -> None:
     cell = TABLE.cell(phase, kind)
     if not isinstance(cell, Move):

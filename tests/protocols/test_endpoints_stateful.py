@@ -105,91 +105,67 @@ class Joined(RuleBasedStateMachine):
 
     def run_both(self) -> None:
         while (mine := self.decode.commands()) or self.prefill.core.outbox:
-            for command in (*mine, *self.prefill.commands()):
-                if (run := RUN.get(type(command))) is not None:
-                    run(self, command)
+            for command in mine:
+                self._run_for_decode(command)
+            for command in self.prefill.commands():
+                self._run_for_prefill(command)
 
-    def _dial(self, command: c.Dial) -> None:
-        self.dialled.append(command.peer)
+    def _run_for_decode(self, command: Any) -> None:
+        match command:
+            case c.Dial():
+                self.dialled.append(command.peer)
+            case c.HangUp() if command.peer in self.dialled:
+                self.dialled.remove(command.peer)
+            case c.WatchWriter():
+                self.watched.add(command.peer)
+            case c.StopWatch():
+                self.watched.discard(command.peer)
+            case c.SendToPrefill():
+                self.to_prefill.append(command.frame)
+            case c.Linked():
+                self.linked.append(command.grant)
+            case c.RoomLanded():
+                assert command.grant not in self.told, "I4: decode's user is told twice"
+                self.told[command.grant] = None
+                pages = self.lent[command.grant]
+                assert command.handoff == b"handoff", "I9"
+                assert self.landed[command.grant] >= set(pages), "I8: success without all pages"
+                for page in pages:
+                    self.owners[page] = -command.grant
+            case c.RoomFailed():
+                assert command.grant not in self.told, "I4: decode's user is told twice"
+                assert command.cause.code is not Code.PROTOCOL_ERROR, command.cause
+                self.told[command.grant] = command.cause
+            case c.RoomEnded():
+                assert command.grant in self.told, "I4: a room ends, and its user is not told"
+            case c.FreePages():
+                for page in self.lent.pop(command.grant, ()):
+                    owner = self.owners.pop(page)
+                    assert owner == command.grant, "I1: pages are given back that are not lent"
+                    self.free.append(page)
 
-    def _hang_up(self, command: c.HangUp) -> None:
-        if command.peer in self.dialled:
-            self.dialled.remove(command.peer)
-
-    def _watch_writer(self, command: c.WatchWriter) -> None:
-        self.watched.add(command.peer)
-
-    def _stop_watch(self, command: c.StopWatch) -> None:
-        self.watched.discard(command.peer)
-
-    def _send_to_prefill(self, command: c.SendToPrefill) -> None:
-        self.to_prefill.append(command.frame)
-
-    def _linked(self, command: c.Linked) -> None:
-        self.linked.append(command.grant)
-
-    def _room_landed(self, command: c.RoomLanded) -> None:
-        assert command.grant not in self.told, "I4: decode's user is told twice"
-        self.told[command.grant] = None
-        pages = self.lent[command.grant]
-        assert command.handoff == b"handoff", "I9"
-        assert self.landed[command.grant] >= set(pages), "I8: success without all pages"
-        for page in pages:
-            self.owners[page] = -command.grant
-
-    def _room_failed(self, command: c.RoomFailed) -> None:
-        assert command.grant not in self.told, "I4: decode's user is told twice"
-        assert command.cause.code is not Code.PROTOCOL_ERROR, command.cause
-        self.told[command.grant] = command.cause
-
-    def _room_ended(self, command: c.RoomEnded) -> None:
-        assert command.grant in self.told, "I4: a room ends, and its user is not told"
-
-    def _free_pages(self, command: c.FreePages) -> None:
-        for page in self.lent.pop(command.grant, ()):
-            assert self.owners.pop(page) == command.grant, (
-                "I1: pages are given back that are not lent"
-            )
-            self.free.append(page)
-
-    def _send_to_decode(self, command: c.SendToDecode) -> None:
-        self.to_decode.append(command.frame)
-
-    def _open_route(self, command: c.OpenRoute) -> None:
-        self.routes.append(Incarnation(self.lives))
-
-    def _start_write(self, command: c.StartWrite) -> None:
-        record = self.legs[command.serial]
-        targets = command.target_pages.tolist()
-        for page in targets:
-            assert self.owners.get(page) == record.grant, (
-                "I2: a write begins on pages that are not lent"
-            )
-        self.writes.append(Write(command.write, record.grant, command.serial, self.lives, targets))
-
-    def _room_matched(self, command: c.RoomMatched) -> None:
-        assert command.serial not in self.matched
-        self.matched.add(command.serial)
-
-    def _tell(self, serial: int, cause: Cause | None) -> None:
-        assert serial not in self.stopped, "I4: the engine is told twice"
-        self.stopped[serial] = cause
-
-    def _room_done(self, command: c.RoomDone) -> None:
-        self._tell(command.serial, None)
-
-    def _room_stopped(self, command: c.RoomStopped) -> None:
-        self._tell(command.serial, command.cause)
-
-    def _room_released(self, command: c.RoomReleased) -> None:
-        if command.serial in self.legs:
-            assert command.serial in self.stopped, (
-                "I4: a room ends at prefill, and its engine is not told"
-            )
-            assert not any(
-                w.serial == command.serial and w.outcome is None for w in self._running()
-            ), "I12"
-            del self.legs[command.serial]
+    def _run_for_prefill(self, command: Any) -> None:
+        match command:
+            case c.SendToDecode():
+                self.to_decode.append(command.frame)
+            case c.OpenRoute():
+                self.routes.append(Incarnation(self.lives))
+            case c.StartWrite():
+                grant, targets = self.legs[command.serial].grant, command.target_pages.tolist()
+                owners = {self.owners.get(page) for page in targets}
+                assert owners <= {grant}, "I2: a write begins on pages that are not lent"
+                self.writes.append(Write(command.write, grant, command.serial, self.lives, targets))
+            case c.RoomMatched():
+                assert command.serial not in self.matched
+                self.matched.add(command.serial)
+            case c.RoomDone() | c.RoomStopped():
+                assert command.serial not in self.stopped, "I4: the engine is told twice"
+                self.stopped[command.serial] = getattr(command, "cause", None)
+            case c.RoomReleased() if command.serial in self.legs:
+                told = command.serial in self.stopped
+                assert told, "I4: a room ends at prefill, and its engine is not told"
+                assert not any(w.serial == command.serial for w in self._running()), "I12"
+                del self.legs[command.serial]
 
     def _running(self) -> list[Write]:
         return [
@@ -445,26 +421,6 @@ class Joined(RuleBasedStateMachine):
             "a loan has not ended"
         )
 
-
-RUN: dict[type, Any] = {
-    c.Dial: Joined._dial,
-    c.HangUp: Joined._hang_up,
-    c.WatchWriter: Joined._watch_writer,
-    c.StopWatch: Joined._stop_watch,
-    c.SendToPrefill: Joined._send_to_prefill,
-    c.Linked: Joined._linked,
-    c.RoomLanded: Joined._room_landed,
-    c.RoomFailed: Joined._room_failed,
-    c.RoomEnded: Joined._room_ended,
-    c.FreePages: Joined._free_pages,
-    c.SendToDecode: Joined._send_to_decode,
-    c.OpenRoute: Joined._open_route,
-    c.StartWrite: Joined._start_write,
-    c.RoomMatched: Joined._room_matched,
-    c.RoomDone: Joined._room_done,
-    c.RoomStopped: Joined._room_stopped,
-    c.RoomReleased: Joined._room_released,
-}
 
 SETTINGS: dict[str, Any] = {
     "deadline": None,

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -21,10 +20,9 @@ from kvflow.protocols.machines.grants import (
 )
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move
 from kvflow.protocols.wire.messages import AbortAck, ChunkDone, GrantId, Message, Rank, RoomId
-from tests.protocols.cells import check_cell
+from tests.protocols.cells import cells, check_cell
 
 P, K, C = GrantPhase, GrantKind, GrantCommand
-CELLS = list(itertools.product(P, K))
 BEGUN = (P.ANNOUNCED, P.OPEN)
 ENDED = (P.CLOSED, P.DOUBTFUL)  # remembered, with their last messages
 BELOW = (P.BELOW, P.BELOW_DOUBTFUL)
@@ -70,12 +68,12 @@ def answer(phase: GrantPhase, kind: GrantKind) -> object:
     return Move(P.OPEN, (C.TELL_ROOM if phase is P.OPEN else C.ADMIT,))
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_cell(phase: GrantPhase, kind: GrantKind) -> None:
     check_cell(TABLE, phase, kind, expected(phase, kind))
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_rules(phase: GrantPhase, kind: GrantKind) -> None:
     cell = TABLE.cell(phase, kind)
     if kind in FROM_DECODE:

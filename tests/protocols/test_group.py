@@ -78,6 +78,12 @@ class Group:
         for rank in range(1, ranks):
             self.start_member(rank)
 
+    @property
+    def lead(self) -> GroupLeader:
+        """The leader, which runs."""
+        assert self.leader is not None
+        return self.leader
+
     # --- processes
 
     def life(self) -> Incarnation:
@@ -325,17 +331,67 @@ def test_a_storm_over_lossy_links(block: int, request: pytest.FixtureRequest) ->
 def joined(ranks: int = 2) -> Group:
     group = Group(1, ranks)
     group.step(3.0)
-    assert group.leader is not None
-    assert not group.leader.unavailable_reason
+    assert not group.lead.unavailable_reason
     return group
 
 
 def opened(group: Group, room: int = 7) -> TicketKey:
-    assert group.leader is not None
-    ticket = group.leader.open(room, b"prompt")
+    ticket = group.lead.open(room, b"prompt")
     group.run_leader()
     group.step(group.now + 0.1)
-    return TicketKey(group.leader.incarnation, ticket)
+    return TicketKey(group.lead.incarnation, ticket)
+
+
+def drained(group: Group) -> bool:
+    """Rooms come to their ends by themselves; true when nothing of a request is left then."""
+    while group.rooms:
+        group.happen(0.0)
+    return not any(member.tickets for member in group.members.values())
+
+
+JOIN = {
+    "member": Incarnation(50),
+    "rank": Rank(1),
+    "world_size": 2,
+    "last_leader": Incarnation(0),
+    "last_session": 0,
+}
+
+
+def join(leader: GroupLeader, life: int = 50, now: float = 0.0, **changes: Any) -> None:
+    """A process asks to be a rank: the last one of two, unless it says otherwise."""
+    asked = wire.Join(**JOIN | {"member": Incarnation(life)} | changes)
+    leader.receive(routing_id(Incarnation(life)), encode(asked), now)
+
+
+def heading(member: GroupMember) -> dict[str, Any]:
+    """What every word between a member and its leader begins with."""
+    session = member.session
+    assert session is not None
+    return {"leader": session.leader, "member": member.incarnation, "session": session.number}
+
+
+def heading_of(leader: GroupLeader, held: Any) -> dict[str, Any]:
+    """As `heading`, from what the leader holds of a member."""
+    return {"leader": leader.incarnation, "member": held.incarnation, "session": held.session}
+
+
+def vote(
+    leader: GroupLeader,
+    sent: dict[str, Any],
+    ticket: int,
+    each: Vote,
+    seq: int = 0,
+    now: float = 0.0,
+) -> None:
+    frame = encode(wire.RankVote(**sent, seq=seq, ticket=Ticket(ticket), vote=each))
+    leader.receive(routing_id(sent["member"]), frame, now)
+
+
+def words(leader: GroupLeader) -> list[Any]:
+    """What it says to members since the last call."""
+    sent = [command for command in leader.commands() if isinstance(command, SendToMember)]
+    return [parse_at_member(command.frame) for command in sent]
 
 
 def test_a_failure_reaches_every_rank_at_once_with_its_cause() -> None:
@@ -358,18 +414,15 @@ def test_a_failure_reaches_every_rank_at_once_with_its_cause() -> None:
     group.step(group.now + 0.2)
     assert group.decided[key] == cause
     assert {group.settled[member.incarnation, key] for member in group.members.values()} == {cause}
-    while group.rooms:
-        group.happen(0.0)
-    assert not any(member.tickets for member in group.members.values())
+    assert drained(group)
     assert group.now - before < 1.0
 
 
 def test_no_request_while_a_rank_is_missing() -> None:
     group = joined(3)
-    assert group.leader is not None
-    group.leader.member_died(group.members[2].incarnation)
+    group.lead.member_died(group.members[2].incarnation)
     with pytest.raises(LostError, match="rank 2 of the group's 3 is missing"):
-        group.leader.open(7, b"")
+        group.lead.open(7, b"")
 
 
 def test_what_is_too_much_is_refused() -> None:
@@ -394,8 +447,7 @@ def test_what_is_too_much_is_refused() -> None:
 
 def test_a_request_that_is_refused_is_refused_at_every_rank() -> None:
     group = joined(3)
-    leader = group.leader
-    assert leader is not None
+    leader = group.lead
     with pytest.raises(MisuseError, match="room id -1"):
         leader.open(-1, b"")
     with pytest.raises(CapacityError) as too_large:
@@ -413,8 +465,7 @@ def test_a_request_that_is_refused_is_refused_at_every_rank() -> None:
 
 def test_a_request_that_comes_while_a_rank_is_missing_is_refused_at_the_others() -> None:
     group = joined(3)
-    leader = group.leader
-    assert leader is not None
+    leader = group.lead
     for rank, told in ((2, {0, 1}), (0, {0, 1, 2})):  # rank 0 is in this process, and is told here
         group.refused.clear()
         group.step(group.now + 1.0)
@@ -429,8 +480,7 @@ def test_a_request_that_comes_while_a_rank_is_missing_is_refused_at_the_others()
 
 def test_a_room_is_in_use_until_its_request_is_decided() -> None:
     group = joined(2)
-    leader = group.leader
-    assert leader is not None
+    leader = group.lead
     key = opened(group)
     with pytest.raises(RoomInUseError, match="room 7 is in use") as error:
         leader.open(7, b"")
@@ -447,11 +497,7 @@ def test_what_a_decision_must_have_and_has_not() -> None:
     group = joined(1)
     member = group.members[0]
     assert member.session is not None
-    sent = {
-        "leader": member.session.leader,
-        "member": member.incarnation,
-        "session": member.session.number,
-    }
+    sent = heading(member)
     for seq, ruling in enumerate((Ruling.OPEN, Ruling.REFUSE)):  # no room
         member.receive(
             encode(wire.Decision(**sent, seq=seq, number=seq, ticket=Ticket(5), ruling=ruling)),
@@ -467,15 +513,6 @@ def test_what_a_decision_must_have_and_has_not() -> None:
     ]
 
 
-JOIN = {
-    "member": Incarnation(50),
-    "rank": Rank(1),
-    "world_size": 2,
-    "last_leader": Incarnation(0),
-    "last_session": 0,
-}
-
-
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [
@@ -486,26 +523,17 @@ JOIN = {
     ],
 )
 def test_a_rank_that_does_not_belong_here_is_told_why(change: dict[str, Any], refusal: str) -> None:
-    leader = joined(2).leader
-    assert leader is not None
-    leader.receive(routing_id(Incarnation(50)), encode(wire.Join(**(JOIN | change))), 0.0)
-    (answer,) = leader.commands()
-    assert isinstance(answer, SendToMember)
-    assert parse_at_member(answer.frame).refusal == refusal  # type: ignore[union-attr]
+    leader = joined(2).lead
+    join(leader, **change)
+    (answer,) = words(leader)
+    assert answer.refusal == refusal
 
 
 def test_a_process_is_one_rank() -> None:
     leader = GroupLeader(Incarnation(1), 2, now=0.0)
     for rank in (1, 0):
-        leader.receive(
-            routing_id(Incarnation(50)), encode(wire.Join(**JOIN | {"rank": Rank(rank)})), 0.0
-        )
-    answers = [
-        parse_at_member(command.frame)
-        for command in leader.commands()
-        if isinstance(command, SendToMember)
-    ]
-    refusals = [answer.refusal for answer in answers if isinstance(answer, wire.Joined)]
+        join(leader, rank=Rank(rank))
+    refusals = [answer.refusal for answer in words(leader)]
     assert refusals == ["", "this process is rank 1 already, and cannot be rank 0 too"]
     assert set(leader.members) == {Rank(1)}
 
@@ -527,56 +555,37 @@ def test_a_rank_that_has_left_asks_at_once_and_watches_nobody_any_more() -> None
 
 def test_bad_foreign_and_stale_frames_change_nothing() -> None:
     group = joined(2)
-    leader, member = group.leader, group.members[1]
-    assert leader is not None
-    assert member.session is not None
+    leader, member = group.lead, group.members[1]
     key = opened(group)
-    sent = {
-        "leader": leader.incarnation,
-        "member": member.incarnation,
-        "session": member.session.number,
-    }
-    vote = wire.RankVote(**sent, seq=0, ticket=key.ticket, vote=Vote.READY)
+    sent = heading(member)
+    good = encode(wire.RankVote(**sent, seq=0, ticket=key.ticket, vote=Vote.READY))
     before = repr(leader), leader.requests[key.ticket].missing
-    leader.receive(b"somebody", encode(vote), 0.0)
+    leader.receive(b"somebody", good, 0.0)
     leader.receive(routing_id(member.incarnation), b"\x93\x01", 0.0)
-    leader.receive(routing_id(member.incarnation), encode(vote)[:-1], 0.0)
+    leader.receive(routing_id(member.incarnation), good[:-1], 0.0)
     assert leader.dropped == 3
     assert (repr(leader), leader.requests[key.ticket].missing) == before
     member.receive(b"\xc1", 0.0)
-    other = wire.Decision(
-        **sent | {"member": Incarnation(99)}, seq=1, number=1, ticket=key.ticket, ruling=Ruling.FAIL
-    )
-    member.receive(encode(other), 0.0)
-    stale = wire.Decision(
-        **sent | {"session": 77}, seq=1, number=1, ticket=key.ticket, ruling=Ruling.FAIL
-    )
-    member.receive(encode(stale), 0.0)
+    fail = {"seq": 1, "number": 1, "ticket": key.ticket, "ruling": Ruling.FAIL}
+    for wrong in ({"member": Incarnation(99)}, {"session": 77}):
+        member.receive(encode(wire.Decision(**sent | fail | wrong)), 0.0)
     assert member.dropped == 3
     assert key in member.tickets
 
 
-@pytest.mark.parametrize("vote", [Vote.DONE, Vote.READY])
-def test_a_rank_that_votes_out_of_turn_is_out_of_the_group(vote: Vote) -> None:
+@pytest.mark.parametrize("voted", [Vote.DONE, Vote.READY])
+def test_a_rank_that_votes_out_of_turn_is_out_of_the_group(voted: Vote) -> None:
     group = joined(2)
-    leader, member = group.leader, group.members[1]
-    assert leader is not None
-    assert member.session is not None
+    leader, member = group.lead, group.members[1]
     key = opened(group)
-    sent = {
-        "leader": leader.incarnation,
-        "member": member.incarnation,
-        "session": member.session.number,
-    }
-    votes = [vote] if vote is Vote.DONE else [vote, vote]
+    votes = [voted] if voted is Vote.DONE else [voted, voted]
     for seq, each in enumerate(votes):
-        frame = encode(wire.RankVote(**sent, seq=seq, ticket=key.ticket, vote=each))
-        leader.receive(routing_id(member.incarnation), frame, 0.0)
+        vote(leader, heading(member), key.ticket, each, seq)
     assert leader.unavailable_reason
     group.run_leader()
     group.step(group.now + 0.2)
     assert group.decided[key] == Cause(
-        Code.PEER_LOST, f"rank 1 voted {vote.name} for request 1 out of turn"
+        Code.PEER_LOST, f"rank 1 voted {voted.name} for request 1 out of turn"
     )
     group.settle()
     group.check_rest()  # it has joined again
@@ -585,16 +594,8 @@ def test_a_rank_that_votes_out_of_turn_is_out_of_the_group(vote: Vote) -> None:
 @pytest.mark.parametrize("ticket", [1, 5])  # the next one, and one far from it
 def test_a_vote_for_a_request_there_is_not(ticket: int) -> None:
     group = joined(2)
-    leader, member = group.leader, group.members[1]
-    assert leader is not None
-    assert member.session is not None
-    sent = {
-        "leader": leader.incarnation,
-        "member": member.incarnation,
-        "session": member.session.number,
-    }
-    frame = encode(wire.RankVote(**sent, seq=0, ticket=Ticket(ticket), vote=Vote.READY))
-    leader.receive(routing_id(member.incarnation), frame, 0.0)
+    leader, member = group.lead, group.members[1]
+    vote(leader, heading(member), ticket, Vote.READY)
     assert leader.unavailable_reason == "rank 1 of the group's 2 is missing"
 
 
@@ -611,18 +612,12 @@ def test_a_stale_session_is_told_at_once() -> None:
     assert {cause.text for cause in causes if cause} == {
         f"rank {rank} left the group: this session of the group is over" for rank in (0, 1)
     }
-    while group.rooms:
-        group.happen(0.0)
-    assert not any(member.tickets for member in group.members.values())
+    assert drained(group)
 
 
 def test_a_member_that_confirms_nothing_is_lost() -> None:
     leader = GroupLeader(Incarnation(1), 1, now=0.0, bounds=Bounds(rooms=2))
-    leader.receive(
-        routing_id(Incarnation(50)),
-        encode(wire.Join(**JOIN | {"rank": Rank(0), "world_size": 1})),
-        0.0,
-    )
+    join(leader, rank=Rank(0), world_size=1)
     for _ in range(5):
         leader.close(leader.open(7, b""), GONE)
     leader.tick(1.0)
@@ -631,8 +626,7 @@ def test_a_member_that_confirms_nothing_is_lost() -> None:
 
 def test_a_loss_is_dealt_with_in_bounded_ticks() -> None:
     group = joined(2)
-    leader = group.leader
-    assert leader is not None
+    leader = group.lead
     for room in range(100):
         leader.open(room, b"")
     group.run_leader()
@@ -652,8 +646,7 @@ def test_a_loss_is_dealt_with_in_bounded_ticks() -> None:
 
 def test_a_stall_of_our_own_is_no_silence() -> None:
     group = joined(2)
-    leader, member = group.leader, group.members[1]
-    assert leader is not None
+    leader, member = group.lead, group.members[1]
     late = group.now + 20.0
     leader.credit_stall(20.0, late)
     member.credit_stall(20.0, late)
@@ -711,17 +704,10 @@ def test_a_join_that_is_repeated_begins_one_session() -> None:
     one.
     """
     leader = GroupLeader(Incarnation(1), 2, now=0.0)
-    join = encode(wire.Join(**JOIN | {"last_leader": Incarnation(9), "last_session": 30}))
     for _ in range(2):
-        leader.receive(routing_id(Incarnation(50)), join, 0.0)
-    answers = [
-        parse_at_member(command.frame)
-        for command in leader.commands()
-        if isinstance(command, SendToMember)
-    ]
-    assert [answer.session for answer in answers] == [1, 1]
-    again = encode(wire.Join(**JOIN | {"last_leader": Incarnation(1), "last_session": 1}))
-    leader.receive(routing_id(Incarnation(50)), again, 0.0)
+        join(leader, last_leader=Incarnation(9), last_session=30)
+    assert [answer.session for answer in words(leader)] == [1, 1]
+    join(leader, last_leader=Incarnation(1), last_session=1)
     assert leader.members[Rank(1)].session == 2
 
 
@@ -730,11 +716,8 @@ def test_rank_0_is_the_member_beside_the_leader() -> None:
     mine, earlier = Incarnation(50), Incarnation(40)
     leader = GroupLeader(Incarnation(1), 2, now=0.0, first=mine)
     for member in (earlier, mine):
-        asked = wire.Join(**JOIN | {"member": member, "rank": Rank(0)})
-        leader.receive(routing_id(member), encode(asked), 0.0)
-    told, taken = (
-        parse_at_member(c.frame) for c in leader.commands() if isinstance(c, SendToMember)
-    )
+        join(leader, member, rank=Rank(0))
+    told, taken = words(leader)
     assert told.refusal == "rank 0 is in the leader's own process"
     assert not taken.refusal
     assert leader.members[Rank(0)].incarnation == mine
@@ -742,8 +725,7 @@ def test_rank_0_is_the_member_beside_the_leader() -> None:
 
 def test_a_refusal_of_an_earlier_question_ends_no_session() -> None:
     group = joined(2)
-    member, leader = group.members[1], group.leader
-    assert leader is not None
+    leader, member = group.lead, group.members[1]
     session = member.session
     late = wire.Joined(
         leader=leader.incarnation, member=member.incarnation, session=0, refusal="rank 1 is taken"
@@ -786,25 +768,16 @@ def test_a_rank_votes_for_nothing_of_another_leader() -> None:
 def test_votes_from_before_a_loss_start_nothing() -> None:
     """The rank is back before the requests that were lost with it have failed."""
     group = joined(2)
-    leader = group.leader
-    assert leader is not None
+    leader = group.lead
     keys = [opened(group, room) for room in range(40)]
     lost = group.members[1]
     leader.member_died(lost.incarnation)
-    leader.receive(routing_id(Incarnation(50)), encode(wire.Join(**JOIN)), group.now)
+    join(leader, now=group.now)
     assert not leader.unavailable_reason
     assert len(leader.requests) == 40
-    zero = leader.members[Rank(0)]
     leader.commands()
-    new = leader.members[Rank(1)]
-    for member, seq in ((zero, 0), (new, 0)):
-        sent = {
-            "leader": leader.incarnation,
-            "member": member.incarnation,
-            "session": member.session,
-        }
-        vote = wire.RankVote(**sent, seq=seq, ticket=keys[-1].ticket, vote=Vote.READY)
-        leader.receive(routing_id(member.incarnation), encode(vote), group.now)
+    for held in leader.members.values():
+        vote(leader, heading_of(leader, held), keys[-1].ticket, Vote.READY, now=group.now)
     assert not leader.commands()
     while leader.next_tick() < 0:
         leader.tick(group.now)
@@ -813,20 +786,15 @@ def test_votes_from_before_a_loss_start_nothing() -> None:
 
 def test_votes_from_before_a_second_loss_start_nothing() -> None:
     group = joined(1)
-    leader, member = group.leader, group.members[0]
-    assert leader is not None
+    leader, member = group.lead, group.members[0]
     for life in (60, 70):
         leader.member_died(leader.members[Rank(0)].incarnation)
-        join = wire.Join(**JOIN | {"member": Incarnation(life), "rank": Rank(0), "world_size": 1})
-        leader.receive(routing_id(Incarnation(life)), encode(join), group.now)
+        join(leader, life, group.now, rank=Rank(0), world_size=1)
         if life == 60:
             ticket = leader.open(7, b"")
     assert member.rank == 0
-    new = leader.members[Rank(0)]
     leader.commands()
-    sent = {"leader": leader.incarnation, "member": new.incarnation, "session": new.session}
-    vote = wire.RankVote(**sent, seq=0, ticket=ticket, vote=Vote.READY)
-    leader.receive(routing_id(new.incarnation), encode(vote), group.now)
+    vote(leader, heading_of(leader, leader.members[Rank(0)]), ticket, Vote.READY, now=group.now)
     assert not leader.commands()
 
 
@@ -835,8 +803,7 @@ def test_a_rank_that_is_lost_is_told_so_and_watched_no_more() -> None:
     process = ProcessIdentity("boot", "pid", 7, 8)
     for rank, watched in ((0, None), (1, process)):
         life = Incarnation(50 + rank)
-        join = wire.Join(**JOIN | {"member": life, "rank": Rank(rank), "process": watched})
-        leader.receive(routing_id(life), encode(join), 0.0)
+        join(leader, life, rank=Rank(rank), process=watched)
         found = leader.commands()
         assert (WatchMember(life, process) in found) is (rank == 1)
     for rank in (0, 1):
@@ -858,8 +825,7 @@ def test_a_rank_that_is_lost_is_told_so_and_watched_no_more() -> None:
 
 def test_heartbeats_come_when_they_are_due() -> None:
     group = joined(1)
-    leader = group.leader
-    assert leader is not None
+    leader = group.lead
     due_at_s = leader.next_tick()
     leader.tick(due_at_s - 0.01)
     assert not leader.commands()
@@ -869,8 +835,7 @@ def test_heartbeats_come_when_they_are_due() -> None:
 
 
 def test_the_longest_request_is_opened() -> None:
-    leader = joined(1).leader
-    assert leader is not None
+    leader = joined(1).lead
     assert [leader.open(room, bytes(wire.MAX_REQUEST_BYTES * (room == 8))) for room in (7, 8)] == [
         1,
         2,
@@ -879,23 +844,11 @@ def test_the_longest_request_is_opened() -> None:
 
 def test_a_vote_that_is_missed_is_asked_for_at_once() -> None:
     group = joined(2)
-    leader, member = group.leader, group.members[1]
-    assert leader is not None
-    assert member.session is not None
+    leader, member = group.lead, group.members[1]
     key = opened(group)
-    sent = {
-        "leader": leader.incarnation,
-        "member": member.incarnation,
-        "session": member.session.number,
-    }
     for _ in range(3):  # once, however many come after it
-        vote = wire.RankVote(**sent, seq=1, ticket=key.ticket, vote=Vote.DONE)
-        leader.receive(routing_id(member.incarnation), encode(vote), group.now)
-    (asked,) = (
-        parse_at_member(command.frame)
-        for command in leader.commands()
-        if isinstance(command, SendToMember)
-    )
+        vote(leader, heading(member), key.ticket, Vote.DONE, seq=1, now=group.now)
+    (asked,) = words(leader)
     assert isinstance(asked, wire.Beat)
     assert asked.gap
     assert asked.received_below == 0

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from kvflow.protocols.machines.group import (
     LEADER,
     LEADER_TERMINAL,
@@ -20,12 +18,10 @@ from kvflow.protocols.machines.group import (
     MemberPhase,
 )
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move
-from tests.protocols.cells import check_cell
+from tests.protocols.cells import cells, check_cell
 
 M, MK, MC = MemberPhase, MemberKind, MemberCommand
 L, LK, LC = LeaderPhase, LeaderKind, LeaderCommand
-OF_A_MEMBER = list(itertools.product(M, MK))
-OF_THE_LEADER = list(itertools.product(L, LK))
 LIVES = (M.OPEN, M.READY, M.STARTED)  # nothing of it has failed, and some of it is to come
 VOTES = {MC.VOTE_READY, MC.VOTE_DONE, MC.VOTE_FAILED}
 OVER = (MK.GROUP_FAILED, MK.LEADER_LOST)
@@ -57,12 +53,12 @@ def at_a_member(phase: MemberPhase, kind: MemberKind) -> object:
     }.get((phase, kind), ERROR)
 
 
-@pytest.mark.parametrize(("phase", "kind"), OF_A_MEMBER, ids=lambda value: value.name)
+@cells(MEMBER)
 def test_cell_of_a_member(phase: MemberPhase, kind: MemberKind) -> None:
     check_cell(MEMBER, phase, kind, at_a_member(phase, kind))
 
 
-@pytest.mark.parametrize(("phase", "kind"), OF_A_MEMBER, ids=lambda value: value.name)
+@cells(MEMBER)
 def test_rules_of_a_member(phase: MemberPhase, kind: MemberKind) -> None:
     cell = MEMBER.cell(phase, kind)
     if not isinstance(cell, Move):
@@ -96,14 +92,14 @@ def at_the_leader(phase: LeaderPhase, kind: LeaderKind) -> object:
     }.get((phase, kind), ERROR)
 
 
-@pytest.mark.parametrize(("phase", "kind"), OF_THE_LEADER, ids=lambda value: value.name)
+@cells(LEADER)
 def test_cell_of_the_leader(phase: LeaderPhase, kind: LeaderKind) -> None:
     check_cell(LEADER, phase, kind, at_the_leader(phase, kind))
 
 
 def test_what_is_decided_is_told_once() -> None:
     assert {L.SUCCEEDED, L.FAILED} == LEADER_TERMINAL
-    for phase, kind in OF_THE_LEADER:
+    for phase, kind in itertools.product(L, LK):
         cell = LEADER.cell(phase, kind)
         if isinstance(cell, Move):
             assert (LC.TELL_OUTCOME in cell.commands) is (cell.phase in LEADER_TERMINAL)

@@ -94,30 +94,27 @@ def _with(layout: PoolLayout, **fields: object) -> PoolLayout:
     return msgspec.structs.replace(layout, **fields)
 
 
+def _buffer(layout: PoolLayout, which: int, **fields: object) -> PoolLayout:
+    buffers = list(layout.buffers)
+    buffers[which] = msgspec.structs.replace(buffers[which], **fields)
+    return _with(layout, buffers=tuple(buffers))
+
+
+def _component(layout: PoolLayout, which: int, **fields: object) -> PoolLayout:
+    components = list(layout.components)
+    components[which] = msgspec.structs.replace(components[which], **fields)
+    return _with(layout, components=tuple(components))
+
+
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
         (lambda p: _with(p, num_rows=4), "'rows': 1152 bytes do not hold 4 rows of 384"),
-        (
-            lambda p: _with(p, buffers=(p.buffers[0], _with(p.buffers[1], unit=PAGE))),
-            "do not hold 6 pages of 384",
-        ),
-        (
-            lambda p: _with(p, buffers=(p.buffers[0], _with(p.buffers[1], unit="x"))),
-            "unit 'x' is neither",
-        ),
-        (
-            lambda p: _with(p, components=(_with(p.components[0], buffer=1), *p.components[1:])),
-            "its unit is 'slot'",
-        ),
-        (
-            lambda p: _with(p, components=(*p.components[:5], _with(p.components[5], buffer=0))),
-            "its unit is 'row'",
-        ),
-        (
-            lambda p: _with(p, components=(*p.components[:5], _with(p.components[5], offset=129))),
-            "buffer's row",
-        ),
+        (lambda p: _buffer(p, 1, unit=PAGE), "do not hold 6 pages of 384"),
+        (lambda p: _buffer(p, 1, unit="x"), "unit 'x' is neither"),
+        (lambda p: _component(p, 0, buffer=1), "its unit is 'slot'"),
+        (lambda p: _component(p, 5, buffer=0), "its unit is 'row'"),
+        (lambda p: _component(p, 5, offset=129), "buffer's row"),
     ],
 )
 def test_what_a_peer_says_of_rows_is_checked(changed: object, text: str) -> None:

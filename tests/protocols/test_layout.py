@@ -46,6 +46,14 @@ _BLOB = Component("blob", "opaque", (1024,), 0, 0, 1024)
 _LONG = "x" * (MAX_LABEL + 1)
 
 
+def _of(component: Component, buffer: Buffer = _BUFFER, tag: str = "") -> PoolLayout:
+    return PoolLayout(4, 10, (component,), (buffer,), tag)
+
+
+def _k(**fields: object) -> PoolLayout:
+    return _of(msgspec.structs.replace(_K, **fields))
+
+
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
@@ -59,41 +67,23 @@ _LONG = "x" * (MAX_LABEL + 1)
         (_changed(buffers=(Buffer("pages", 0, 12920),)), "buffer 'pages'"),
         (_changed(buffers=(Buffer("pages", 1292, 12919),)), "buffer 'pages'"),
         (_changed(buffers=(Buffer("pages", 1292, 12920, -1),)), "buffer 'pages'"),
-        (PoolLayout(4, 10, (msgspec.structs.replace(_K, dtype="complex64"),), (_BUFFER,)), "dtype"),
-        (PoolLayout(4, 10, (msgspec.structs.replace(_K, shape=()),), (_BUFFER,)), "shape"),
-        (PoolLayout(4, 10, (msgspec.structs.replace(_K, shape=(-8, -16)),), (_BUFFER,)), "shape"),
-        (PoolLayout(4, 10, (msgspec.structs.replace(_K, size_bytes=1023),), (_BUFFER,)), "shape"),
-        (
-            PoolLayout(4, 10, (msgspec.structs.replace(_K, buffer=1),), (_BUFFER,)),
-            "buffer 1 is outside",
-        ),
-        (
-            PoolLayout(4, 10, (msgspec.structs.replace(_K, buffer=-1),), (_BUFFER,)),
-            "buffer -1 is outside",
-        ),
-        (PoolLayout(4, 10, (msgspec.structs.replace(_K, offset=-1),), (_BUFFER,)), "leave"),
-        (PoolLayout(4, 10, (msgspec.structs.replace(_K, offset=1),), (_BUFFER,)), "leave"),
+        (_k(dtype="complex64"), "dtype"),
+        (_k(shape=()), "shape"),
+        (_k(shape=(-8, -16)), "shape"),
+        (_k(size_bytes=1023), "shape"),
+        (_k(buffer=1), "buffer 1 is outside"),
+        (_k(buffer=-1), "buffer -1 is outside"),
+        (_k(offset=-1), "leave"),
+        (_k(offset=1), "leave"),
         (PoolLayout(4, 10, (_K, _K), (_BUFFER,)), "component '0.k' is named twice"),
-        (
-            PoolLayout(4, 10, (msgspec.structs.replace(_K, name=_LONG),), (_BUFFER,)),
-            "over the limit of 256",
-        ),
-        (
-            PoolLayout(4, 10, (_K,), (msgspec.structs.replace(_BUFFER, name=_LONG),)),
-            "over the limit of 256",
-        ),
-        (PoolLayout(4, 10, (_BLOB,), (_BUFFER,), _LONG), "tag of 257 characters"),
+        (_k(name=_LONG), "over the limit of 256"),
+        (_of(_K, msgspec.structs.replace(_BUFFER, name=_LONG)), "over the limit of 256"),
+        (_of(_BLOB, tag=_LONG), "tag of 257 characters"),
         (_changed(fingerprint=_LONG), "fingerprint of 257 characters"),
-        (PoolLayout(4, 10, (_BLOB,), (_BUFFER,)), "unknown dtype 'opaque'"),
-        (PoolLayout(4, 10, (_K,), (_BUFFER,), "tag"), "dtype 'bfloat16'"),
-        (
-            PoolLayout(4, 10, (msgspec.structs.replace(_BLOB, shape=(512,)),), (_BUFFER,), "tag"),
-            r"shape \(512,\)",
-        ),
-        (
-            PoolLayout(4, 10, (Component("b", "opaque", (0,), 0, 0, 0),), (_BUFFER,), "tag"),
-            r"shape \(0,\)",
-        ),
+        (_of(_BLOB), "unknown dtype 'opaque'"),
+        (_of(_K, tag="tag"), "dtype 'bfloat16'"),
+        (_of(msgspec.structs.replace(_BLOB, shape=(512,)), tag="tag"), r"shape \(512,\)"),
+        (_of(Component("b", "opaque", (0,), 0, 0, 0), tag="tag"), r"shape \(0,\)"),
     ],
 )
 def test_a_descriptor_that_does_not_hold_is_refused(layout: PoolLayout, names: str) -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from kvflow.protocols.machines.link import TABLE, LinkCommand, LinkKind, LinkPhase
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move
-from tests.protocols.cells import check_cell
+from tests.protocols.cells import cells, check_cell
 
 P, K, C = LinkPhase, LinkKind, LinkCommand
-CELLS = list(itertools.product(P, K))
 PROOF = {K.DIED, K.DECLARED_DEAD}  # the writer writes no more: proven, or an operator's word
 DUE = {K.REPEAT_DUE, K.SILENCE_DUE, K.REGISTER_DUE, K.REDIAL_DUE}
 ALIVE = (P.REGISTERING, P.UP, P.PARTING, P.SILENT)
@@ -62,12 +61,12 @@ def expected(phase: LinkPhase, kind: LinkKind) -> object:
     }.get((phase, kind), ERROR)
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_cell(phase: LinkPhase, kind: LinkKind) -> None:
     check_cell(TABLE, phase, kind, expected(phase, kind))
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_rules(phase: LinkPhase, kind: LinkKind) -> None:
     cell = TABLE.cell(phase, kind)
     if not isinstance(cell, Move):

@@ -8,12 +8,12 @@ import pytest
 
 from kvflow.protocols.machines.loan import TABLE, LoanCommand, LoanKind, LoanPhase
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
+from tests.protocols.cells import cells
 
 P, K, C = LoanPhase, LoanKind, LoanCommand
 PROOF = {K.LANDED, K.DRAINED, K.FENCED}
 DOUBT = {K.UNPROVEN, K.SOURCE_LOST}
 LENT = (P.LENT, P.RECALLED, P.DOUBTFUL)  # the rank may write into our pages
-CELLS = list(itertools.product(P, K))
 
 
 def step(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCommand, ...]]:
@@ -78,7 +78,7 @@ def without_pages(
     return (P.RETURNED, (C.RETURN,)) if kind in (K.DRAINED, K.SOURCE_LOST) else ERROR
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_cell(phase: LoanPhase, kind: LoanKind) -> None:
     wanted = expected(phase, kind)
     cell = TABLE.cell(phase, kind)
@@ -91,7 +91,7 @@ def test_cell(phase: LoanPhase, kind: LoanKind) -> None:
     assert step(phase, kind) == (wanted or (phase, ()))
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_returned_only_on_proof_and_only_once(phase: LoanPhase, kind: LoanKind) -> None:
     if TABLE.cell(phase, kind) is ERROR:
         return

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
-
 from kvflow.protocols.machines.peer import TABLE, PeerCommand, PeerKind, PeerPhase
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move
-from tests.protocols.cells import check_cell
+from tests.protocols.cells import cells, check_cell
 
 P, K, C = PeerPhase, PeerKind, PeerCommand
-CELLS = list(itertools.product(P, K))
 HAS_ROUTE = (P.UP, P.SILENT, P.PARTING, P.GONE)
 GOODBYE = Move(P.PARTING, (C.SEND_GOODBYE,))
 
@@ -46,12 +41,12 @@ def expected(phase: PeerPhase, kind: PeerKind) -> object:
     }.get((phase, kind), ERROR)
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_cell(phase: PeerPhase, kind: PeerKind) -> None:
     check_cell(TABLE, phase, kind, expected(phase, kind))
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_rules(phase: PeerPhase, kind: PeerKind) -> None:
     cell = TABLE.cell(phase, kind)
     if not isinstance(cell, Move):

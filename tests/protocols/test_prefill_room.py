@@ -23,10 +23,9 @@ from kvflow.protocols.machines.prefill_room import (
 )
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move
 from kvflow.protocols.ports import WriteOutcome
-from tests.protocols.cells import check_cell
+from tests.protocols.cells import cells, check_cell
 
 P, K, C = PrefillPhase, PrefillKind, PrefillCommand
-CELLS = list(itertools.product(P, K))
 ENDINGS = {K.ABORT_RECEIVED, K.ENDED_LOCALLY, K.TARGET_LOST, K.MISMATCHED}
 IN_DOUBT = {K.WRITE_FAILED, K.ALL_DOUBTFUL}
 WRITES = {K.CHUNK_LANDED, K.IDLE, K.ALL_LANDED, *IN_DOUBT, K.ALL_STOPPED, K.DRAINED, K.UNPROVEN}
@@ -87,12 +86,12 @@ def expected(phase: PrefillPhase, kind: PrefillKind) -> object:
     return Move(P.DRAINING, (*failed, C.TELL_ENDED, C.CANCEL_WRITES))
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_cell(phase: PrefillPhase, kind: PrefillKind) -> None:
     check_cell(TABLE, phase, kind, expected(phase, kind))
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_rules(phase: PrefillPhase, kind: PrefillKind) -> None:
     cell = TABLE.cell(phase, kind)
     if not isinstance(cell, Move):

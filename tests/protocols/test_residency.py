@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
-
 from kvflow.protocols.machines.residency import (
     TABLE,
     ResidencyCommand,
@@ -13,10 +9,9 @@ from kvflow.protocols.machines.residency import (
     ResidencyPhase,
 )
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move
-from tests.protocols.cells import check_cell
+from tests.protocols.cells import cells, check_cell
 
 P, K, C = ResidencyPhase, ResidencyKind, ResidencyCommand
-CELLS = list(itertools.product(P, K))
 OWNS_PAGES = {P.RESIDENT, P.LEAVING, P.RETURNING}
 MAY_OWN_SNAPSHOT = {P.AWAY, P.RETURNING}
 COPIES = {P.LEAVING, P.RETURNING}
@@ -42,12 +37,12 @@ def expected(phase: ResidencyPhase, kind: ResidencyKind) -> object:
     }.get((phase, kind), ERROR)
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_cell(phase: ResidencyPhase, kind: ResidencyKind) -> None:
     check_cell(TABLE, phase, kind, expected(phase, kind))
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_what_is_owned_is_freed_once(phase: ResidencyPhase, kind: ResidencyKind) -> None:
     cell = TABLE.cell(phase, kind)
     if not isinstance(cell, Move):

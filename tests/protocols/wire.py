@@ -12,57 +12,41 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.pages.components import Buffer, Component
 from kvflow.protocols.pages.layout import PoolLayout, build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
-from kvflow.protocols.wire.messages import (
-    MAX_RANKS,
-    WIRE_VERSION,
-    Abort,
-    AbortAck,
-    Announce,
-    Begun,
-    Belief,
-    Bootstrap,
-    ChunkDone,
-    Goodbye,
-    GoodbyeAck,
-    Heartbeat,
-    Message,
-    Register,
-    Registered,
-    Resync,
-    RoomFailed,
-)
+from kvflow.protocols.wire import messages as wire
 
 U64 = 2**64 - 1
-ALL: tuple[type, ...] = get_args(Message)
+ALL: tuple[type, ...] = get_args(wire.Message)
 CAUSE = Cause(Code.CLIENT_GONE, "gone")
 LAYOUT = build_layout([("k", "uint8", (8,))], page_size=4, num_pages=8)
 ADDRESS = PlaneAddress("fake", "a", ProcessIdentity("b", "n", 1, 2))
 _ROOM: dict[str, Any] = {"room": 7, "grant": 1, "source": 1, "target": 2}
 _LIVES: dict[str, Any] = {"source": 1, "target": 2}
 GOOD: dict[type, Any] = {
-    Register: Register(
-        wire_version=WIRE_VERSION, layout=LAYOUT, address=ADDRESS, fresh_from=0, **_LIVES
+    wire.Register: wire.Register(
+        wire_version=wire.WIRE_VERSION, layout=LAYOUT, address=ADDRESS, fresh_from=0, **_LIVES
     ),
-    Registered: Registered(
-        wire_version=WIRE_VERSION, rank=0, refusal="", address=ADDRESS, **_LIVES
+    wire.Registered: wire.Registered(
+        wire_version=wire.WIRE_VERSION, rank=0, refusal="", address=ADDRESS, **_LIVES
     ),
-    Announce: Announce(**_ROOM),
-    Begun: Begun(rank=0, **_ROOM),
-    Bootstrap: Bootstrap(pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **_ROOM),
-    ChunkDone: ChunkDone(rank=0, seq=0, pages=1, last=True, handoff=b"h", **_ROOM),
-    RoomFailed: RoomFailed(rank=0, cause=CAUSE, **_ROOM),
-    Abort: Abort(cause=CAUSE, **_ROOM),
-    AbortAck: AbortAck(rank=0, drained=True, **_ROOM),
-    Resync: Resync(rooms=(Belief(7, 1, 0),), **_LIVES),
-    Heartbeat: Heartbeat(settled=((3, 5),), **_LIVES),
-    Goodbye: Goodbye(unproven=(3,), **_LIVES),
-    GoodbyeAck: GoodbyeAck(**_LIVES),
+    wire.Announce: wire.Announce(**_ROOM),
+    wire.Begun: wire.Begun(rank=0, **_ROOM),
+    wire.Bootstrap: wire.Bootstrap(
+        pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **_ROOM
+    ),
+    wire.ChunkDone: wire.ChunkDone(rank=0, seq=0, pages=1, last=True, handoff=b"h", **_ROOM),
+    wire.RoomFailed: wire.RoomFailed(rank=0, cause=CAUSE, **_ROOM),
+    wire.Abort: wire.Abort(cause=CAUSE, **_ROOM),
+    wire.AbortAck: wire.AbortAck(rank=0, drained=True, **_ROOM),
+    wire.Resync: wire.Resync(rooms=(wire.Belief(7, 1, 0),), **_LIVES),
+    wire.Heartbeat: wire.Heartbeat(settled=((3, 5),), **_LIVES),
+    wire.Goodbye: wire.Goodbye(unproven=(3,), **_LIVES),
+    wire.GoodbyeAck: wire.GoodbyeAck(**_LIVES),
 }
 
 
 rooms = st.one_of(st.sampled_from([0, 1, 2**63, U64]), st.integers(0, U64))
 ids = st.one_of(st.sampled_from([1, 2**63, U64]), st.integers(1, U64))
-ranks = st.integers(0, MAX_RANKS - 1)
+ranks = st.integers(0, wire.MAX_RANKS - 1)
 counts = st.integers(0, 1 << 40)
 seqs = st.integers(0, 1 << 32)
 texts = st.text(max_size=40)
@@ -80,44 +64,44 @@ layouts = st.builds(
     st.lists(components, max_size=2).map(tuple),
     st.lists(buffers, max_size=2).map(tuple),
 )
-beliefs = st.builds(Belief, rooms, ids, seqs)
+beliefs = st.builds(wire.Belief, rooms, ids, seqs)
 packed = st.binary(max_size=64)
 digests = st.binary(min_size=32, max_size=32)
 lives: dict[str, Any] = {"source": ids, "target": ids}
 header: dict[str, Any] = {"room": rooms, "grant": ids, **lives}
 
-to_prefill: dict[type, st.SearchStrategy[Message]] = {
-    Register: st.builds(
-        Register,
+to_prefill: dict[type, st.SearchStrategy[wire.Message]] = {
+    wire.Register: st.builds(
+        wire.Register,
         wire_version=numbers,
         layout=layouts,
         address=addresses,
         fresh_from=counts,
         **lives,
     ),
-    Announce: st.builds(Announce, **header),
-    Bootstrap: st.builds(
-        Bootstrap,
+    wire.Announce: st.builds(wire.Announce, **header),
+    wire.Bootstrap: st.builds(
+        wire.Bootstrap,
         pages=packed,
         prompt_tokens=counts,
         prompt_digest=digests,
         prefix_tokens=counts,
         **header,
     ),
-    Abort: st.builds(Abort, cause=causes, **header),
-    Resync: st.builds(Resync, rooms=st.lists(beliefs, max_size=5).map(tuple), **lives),
-    Heartbeat: st.builds(
-        Heartbeat,
+    wire.Abort: st.builds(wire.Abort, cause=causes, **header),
+    wire.Resync: st.builds(wire.Resync, rooms=st.lists(beliefs, max_size=5).map(tuple), **lives),
+    wire.Heartbeat: st.builds(
+        wire.Heartbeat,
         settled_below=counts,
         settled=st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
         **lives,
     ),
-    Goodbye: st.builds(Goodbye, unproven=st.lists(ids, max_size=5).map(tuple), **lives),
-    GoodbyeAck: st.builds(GoodbyeAck, **lives),
+    wire.Goodbye: st.builds(wire.Goodbye, unproven=st.lists(ids, max_size=5).map(tuple), **lives),
+    wire.GoodbyeAck: st.builds(wire.GoodbyeAck, **lives),
 }
-to_decode: dict[type, st.SearchStrategy[Message]] = {
-    Registered: st.builds(
-        Registered,
+to_decode: dict[type, st.SearchStrategy[wire.Message]] = {
+    wire.Registered: st.builds(
+        wire.Registered,
         wire_version=st.integers(0, 99),
         rank=ranks,
         refusal=texts,
@@ -125,9 +109,9 @@ to_decode: dict[type, st.SearchStrategy[Message]] = {
         asked=rooms,
         **lives,
     ),
-    Begun: st.builds(Begun, rank=ranks, **header),
-    ChunkDone: st.builds(
-        ChunkDone,
+    wire.Begun: st.builds(wire.Begun, rank=ranks, **header),
+    wire.ChunkDone: st.builds(
+        wire.ChunkDone,
         rank=ranks,
         seq=seqs,
         pages=counts,
@@ -136,10 +120,10 @@ to_decode: dict[type, st.SearchStrategy[Message]] = {
         checksum=st.binary(max_size=32),
         **header,
     ),
-    RoomFailed: st.builds(RoomFailed, rank=ranks, cause=causes, **header),
-    AbortAck: st.builds(AbortAck, rank=ranks, drained=st.booleans(), **header),
-    Resync: to_prefill[Resync],
-    Heartbeat: to_prefill[Heartbeat],
-    Goodbye: to_prefill[Goodbye],
-    GoodbyeAck: to_prefill[GoodbyeAck],
+    wire.RoomFailed: st.builds(wire.RoomFailed, rank=ranks, cause=causes, **header),
+    wire.AbortAck: st.builds(wire.AbortAck, rank=ranks, drained=st.booleans(), **header),
+    wire.Resync: to_prefill[wire.Resync],
+    wire.Heartbeat: to_prefill[wire.Heartbeat],
+    wire.Goodbye: to_prefill[wire.Goodbye],
+    wire.GoodbyeAck: to_prefill[wire.GoodbyeAck],
 }

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
-
 from kvflow.protocols.machines.cached_run import TABLE, RunCommand, RunKind, RunPhase
 from kvflow.protocols.machines.tables import ERROR, Move
-from tests.protocols.cells import check_cell
+from tests.protocols.cells import cells, check_cell
 
 P, K, C = RunPhase, RunKind, RunCommand
-CELLS = list(itertools.product(P, K))
 
 
 def expected(phase: RunPhase, kind: RunKind) -> object:
@@ -25,12 +20,12 @@ def expected(phase: RunPhase, kind: RunKind) -> object:
     }.get((phase, kind), ERROR)
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_cell(phase: RunPhase, kind: RunKind) -> None:
     check_cell(TABLE, phase, kind, expected(phase, kind))
 
 
-@pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
+@cells(TABLE)
 def test_pages_are_freed_when_a_run_leaves_and_only_then(phase: RunPhase, kind: RunKind) -> None:
     cell = TABLE.cell(phase, kind)
     if isinstance(cell, Move):
