@@ -15,7 +15,7 @@ from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machines.ledger import Ledger
 from kvflow.protocols.prefill.peers import DecodePeer
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import Message
+from kvflow.protocols.wire.messages import WIRE_VERSION, Bootstrap, Message, Registered
 from kvflow.testing.pair import PAGE_SIZE, Pair, until
 from kvflow.transports.control.memory import Frame
 from kvflow.transports.data.fake import Fault
@@ -60,6 +60,25 @@ def to_decode(p: Pair, *messages: Message) -> None:
         p.network.inject(
             Frame(p.prefill.info.control, routing_id(p.decode.incarnation), False, encode(message))
         )
+
+
+def offer(p: Pair, room: int, grant: int) -> Bootstrap:
+    """One page for a prompt of its size."""
+    return Bootstrap(
+        pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, room, grant)
+    )
+
+
+def registered(p: Pair, **fields: Any) -> Registered:
+    """Prefill's acceptance of decode, or what `fields` make of it."""
+    given = {"rank": 0, "refusal": "", "asked": p.prefill.incarnation, **between(p), **fields}
+    return Registered(wire_version=WIRE_VERSION, **given)
+
+
+async def more(p: Pair, kind: str, times: int = 1) -> None:
+    """So many messages of that kind are sent from here on."""
+    before = p.network.seen[kind]
+    await until(lambda: p.network.seen[kind] >= before + times)
 
 
 async def all_read() -> None:

@@ -31,6 +31,8 @@ from tests.handlers.scenes import (
     ledger,
     matched,
     midway,
+    more,
+    offer,
     sending,
     success,
     to_prefill,
@@ -135,8 +137,7 @@ async def test_nothing_is_written_and_no_page_is_free_before_the_drain(p: Pair) 
     source, target = await sending(p, Fault.STUCK)
     target.close(WHY)
     assert await code_of(target.landed()) is await code_of(source.done()) is WHY.code
-    asked = p.network.seen["Abort"]
-    await until(lambda: p.network.seen["Abort"] >= asked + 3)  # repeated, and repeated
+    await more(p, "Abort", 3)  # repeated, and repeated
     assert p.decode.pages.free_pages == 64 - 5 and len(ledger(p.decode)) == 1
     assert p.prefill.pool.pages.held_pages == 5 and p.network.seen["AbortAck"] == 0
     assert source.phase.name == target.phase.name == "DRAINING"
@@ -291,19 +292,15 @@ async def test_an_abort_for_an_unknown_room(p: Pair) -> None:
     """Drained, as nothing of it ever ran; and its grant is closed, whenever its Bootstrap comes."""
     _, target = await matched(p, 1)
     (peer,) = known(p.prefill)
-    late = Bootstrap(
-        pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, 99, 50)
-    )
+    late = offer(p, 99, 50)
     for _ in range(3):
-        acks = p.network.seen["AbortAck"]
         to_prefill(p, Abort(cause=WHY, **header(p, 99, 50)))
-        await until(lambda acks=acks: p.network.seen["AbortAck"] > acks)
+        await more(p, "AbortAck")
         assert peer.grants.is_drained(50) and peer.grants.phase(50) is GrantPhase.CLOSED
         assert set(p.prefill.shell.endpoint.rooms) == {1}
         to_prefill(p, late)
-    acks = p.network.seen["AbortAck"]
     to_prefill(p, Abort(cause=WHY, **header(p, 99, 50)))  # and behind the last Bootstrap
-    await until(lambda: p.network.seen["AbortAck"] > acks)
+    await more(p, "AbortAck")
     assert set(p.prefill.shell.endpoint.rooms) == {1}
     peer.grants.settle(51)  # a grant of this test's making: no heartbeat would settle it
     target.close()

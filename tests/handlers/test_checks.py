@@ -24,7 +24,16 @@ from kvflow.testing.pair import Pair, fill, small_layout, until
 from kvflow.transports.control.memory import Fate, Frame
 from kvflow.transports.data.fake import Fault
 from kvflow.transports.data.local import LocalPlane
-from tests.handlers.scenes import WHY, assert_same_bytes, code_of, ledger, links, matched
+from tests.handlers.scenes import (
+    WHY,
+    assert_same_bytes,
+    code_of,
+    finish,
+    ledger,
+    links,
+    matched,
+    sending,
+)
 
 
 class SlowSum:
@@ -76,6 +85,17 @@ def verify(
     return sums
 
 
+def slow_sums(node: PrefillNode | DecodeNode) -> SlowChecksums:
+    sums = verify(node, SlowChecksums)
+    assert isinstance(sums, SlowChecksums)
+    return sums
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 @pytest_asyncio.fixture
 async def p(kvflow_pair: Pair) -> AsyncIterator[Pair]:
     """Both nodes verify."""
@@ -109,10 +129,8 @@ def corrupt(p: Pair, seq: int, page: int) -> None:
 
 async def checking(p: Pair, chunks: int = 1) -> tuple[PrefillRoom, DecodeRoom, SlowChecksums]:
     """Every chunk has landed in a room, and decode is about to sum them."""
-    sums = verify(p.decode, SlowChecksums)
-    assert isinstance(sums, SlowChecksums)
-    source, target = await matched(p)
-    p.send_all(source, chunks=chunks)
+    sums = slow_sums(p.decode)
+    source, target = await sending(p, chunks=chunks)
     await until(lambda: len(sums.begun) == chunks)
     assert source.phase.name == "SUCCESS"
     return source, target, sums
@@ -139,8 +157,7 @@ async def test_a_verified_room(p: Pair, chunks: int) -> None:
 async def test_a_changed_byte_fails_the_room_on_both_sides(p: Pair) -> None:
     p.plane(p.prefill).hold()
     corrupt(p, seq=0, page=1)
-    source, target = await matched(p)
-    p.send_all(source, chunks=2)  # three pages and two
+    source, target = await sending(p, chunks=2)  # three pages and two
     p.plane(p.prefill).step(3)
     for waiting in (target.landed(), source.done()):
         sums = r"chunk 0 of rank 0: checksum [0-9a-f]{16} at prefill, [0-9a-f]{16} at decode"
@@ -157,8 +174,7 @@ async def test_a_changed_byte_of_the_last_chunk(p: Pair) -> None:
     which ends the room.
     """
     corrupt(p, seq=2, page=4)
-    source, target = await matched(p)
-    p.send_all(source, chunks=3)
+    source, target = await sending(p, chunks=3)
     with pytest.raises(KvflowError, match="chunk 2 of rank 0: checksum"):
         await target.landed()
     await p.rest()
@@ -169,8 +185,7 @@ async def test_a_changed_byte_of_the_last_chunk(p: Pair) -> None:
 async def test_the_first_difference_ends_the_room_and_later_chunks_do_not_matter(p: Pair) -> None:
     corrupt(p, seq=0, page=0)
     corrupt(p, seq=1, page=3)
-    source, target = await matched(p)
-    p.send_all(source, chunks=2)
+    _, target = await sending(p, chunks=2)
     with pytest.raises(KvflowError, match="chunk 0"):
         await target.landed()
     await p.rest()
@@ -189,11 +204,9 @@ async def test_chunks_are_summed_side_by_side_and_land_in_order(p: Pair) -> None
 
 
 async def test_a_chunk_that_is_being_summed_is_not_asked_for_again(p: Pair) -> None:
-    sums = verify(p.decode, SlowChecksums)
-    assert isinstance(sums, SlowChecksums)
+    sums = slow_sums(p.decode)
     p.plane(p.prefill).hold()
-    source, target = await matched(p)
-    p.send_all(source, chunks=2)
+    _, target = await sending(p, chunks=2)
     p.plane(p.prefill).step(3)
     await until(lambda: len(sums.begun) == 1)
     missing: list[int] = []  # the first chunk that each question asks for
@@ -270,8 +283,7 @@ async def test_closing_decode_waits_for_the_check(p: Pair) -> None:
     closing = asyncio.ensure_future(node.close())
     assert await code_of(target.landed()) is Code.SHUTDOWN
     await until(lambda: not links(node))
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns(10)
     assert not closing.done() and sums.begun[0].cancelled and node.pool.pages.held_pages
     await sums.end(sums.begun[0])
     await closing
@@ -279,10 +291,8 @@ async def test_closing_decode_waits_for_the_check(p: Pair) -> None:
 
 
 async def test_source_pages_are_held_while_they_are_summed(p: Pair) -> None:
-    sums = verify(p.prefill, SlowChecksums)
-    assert isinstance(sums, SlowChecksums)
-    source, target = await matched(p)
-    p.send_all(source)
+    sums = slow_sums(p.prefill)
+    source, target = await sending(p)
     await until(lambda: source.bytes_landed == source.bytes_total)
     assert p.prefill.pool.pages.held_pages == 5 and p.network.seen["ChunkDone"] == 0
     target.close(WHY)
@@ -296,16 +306,13 @@ async def test_source_pages_are_held_while_they_are_summed(p: Pair) -> None:
 
 
 async def test_closing_prefill_waits_for_its_sums(p: Pair) -> None:
-    sums = verify(p.prefill, SlowChecksums)
-    assert isinstance(sums, SlowChecksums)
-    source, target = await matched(p)
-    p.send_all(source)
+    sums = slow_sums(p.prefill)
+    source, target = await sending(p)
     await until(lambda: source.bytes_landed == source.bytes_total)
     node = p.prefills.pop(0)
     closing = asyncio.ensure_future(node.close())
     assert await code_of(target.landed()) is Code.SHUTDOWN
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns(10)
     assert not closing.done() and node.pool.pages.held_pages
     await sums.end(sums.begun[0])
     await closing
@@ -314,8 +321,7 @@ async def test_closing_prefill_waits_for_its_sums(p: Pair) -> None:
 
 async def test_a_write_in_doubt_stays_in_doubt(p: Pair) -> None:
     p.plane(p.prefill).script(Fault.ERROR)
-    source, target = await matched(p)
-    p.send_all(source)
+    source, target = await sending(p)
     assert await code_of(target.landed()) is await code_of(source.done()) is Code.TRANSFER_ERROR
     await until(lambda: source.phase.name == "LOST" and not p.prefill.pool.pages.held_pages)
     assert not p.decode.counts.mismatched and ledger(p.decode).quarantined_pages == 5
@@ -330,17 +336,13 @@ async def test_a_room_of_no_pages_has_nothing_to_verify(p: Pair) -> None:
     """
     source = p.prefill.room(7, range(8))
     target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
-    await source.matched()
-    p.send_all(source)
-    assert await target.landed() == b"handoff"
-    target.close()
+    await finish(p, source, target)
     await p.rest()
     assert p.decode.counts.endings == p.prefill.counts.endings == {"success": 1}
 
 
 async def test_a_last_chunk_without_pages_waits_for_the_sums_before_it(p: Pair) -> None:
-    sums = verify(p.decode, SlowChecksums)
-    assert isinstance(sums, SlowChecksums)
+    sums = slow_sums(p.decode)
     source, target = await matched(p)
     pages = p.prefill.pages.take(len(target.pages), "engine")
     source.send(pages, last=False)
@@ -358,8 +360,7 @@ async def test_a_last_chunk_without_pages_waits_for_the_sums_before_it(p: Pair) 
 
 async def test_decode_verifies_and_prefill_does_not(p: Pair) -> None:
     p.prefill.shell.checksums = None
-    source, target = await matched(p)
-    p.send_all(source)
+    _, target = await sending(p)
     with pytest.raises(KvflowError, match="prefill sends no checksum"):
         await target.landed()
     await p.rest()
@@ -367,8 +368,7 @@ async def test_decode_verifies_and_prefill_does_not(p: Pair) -> None:
 
 async def test_prefill_verifies_and_decode_does_not(p: Pair) -> None:
     p.decode.shell.endpoint.core.verify = False
-    source, target = await matched(p)
-    p.send_all(source, chunks=3)
+    _, target = await sending(p, chunks=3)
     assert await target.landed() == b"handoff"
     target.close()
 
@@ -377,8 +377,7 @@ async def test_what_cannot_be_summed_has_not_landed(
     p: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(p.decode.shell.checksums._sums, "_stores", Stores([None], []))  # type: ignore[list-item]
-    source, target = await matched(p)
-    p.send_all(source)
+    _, target = await sending(p)
     with pytest.raises(KvflowError, match="could not be computed"):
         await target.landed()
     await p.rest()
@@ -388,12 +387,10 @@ async def test_what_cannot_be_summed_has_not_landed(
 async def test_a_checksum_at_decode_that_does_not_come_back_ends_the_room(
     p: Pair, chunks: int
 ) -> None:
-    sums = verify(p.decode, SlowChecksums)
-    assert isinstance(sums, SlowChecksums)
+    sums = slow_sums(p.decode)
     plane = p.plane(p.prefill)
     plane.hold()
-    source, target = await matched(p)
-    p.send_all(source, chunks=chunks)
+    source, target = await sending(p, chunks=chunks)
     plane.step(3 if chunks == 2 else 5)
     await until(lambda: len(sums.begun) == 1)
     sums.give_up(sums.begun[0])
@@ -407,8 +404,7 @@ async def test_a_checksum_at_decode_that_does_not_come_back_ends_the_room(
         assert await code_of(source.done()) is Code.ENGINE_ERROR
     await until(lambda: target.ended and not len(ledger(p.decode)))
     waiting = asyncio.ensure_future(target.released())
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns(10)
     assert p.decode.pages.free_pages == 64 - len(sums.begun[0].pages) and not waiting.done(), (
         "a thread may read them"
     )
@@ -421,8 +417,7 @@ async def test_a_checksum_at_decode_that_does_not_come_back_ends_the_room(
 async def test_a_checksum_at_prefill_that_does_not_come_back_ends_the_room_on_both_sides(
     p: Pair, chunks: int
 ) -> None:
-    sums = verify(p.prefill, SlowChecksums)
-    assert isinstance(sums, SlowChecksums)
+    sums = slow_sums(p.prefill)
     source, target = await matched(p)
     pages = p.send_all(source, chunks=chunks)
     await until(lambda: source.bytes_landed == source.bytes_total)
@@ -436,8 +431,7 @@ async def test_a_checksum_at_prefill_that_does_not_come_back_ends_the_room_on_bo
     await until(lambda: target.ended and source.phase.name == "ABORTED")
     await until(lambda: not len(ledger(p.decode)))  # everything has landed: decode's pages are free
     waiting = asyncio.ensure_future(source.released())
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns(10)
     held = len(sums.begun[0].pages)
     assert p.prefill.pool.pages.held_pages == held <= len(pages) and not waiting.done(), (
         "a thread may read them"
@@ -449,12 +443,10 @@ async def test_a_checksum_at_prefill_that_does_not_come_back_ends_the_room_on_bo
 
 async def test_a_room_is_released_when_its_last_write_has_ended_too(p: Pair) -> None:
     """A checksum that hung has come back, and a write of the same room still reads its pages."""
-    sums = verify(p.prefill, SlowChecksums)
-    assert isinstance(sums, SlowChecksums)
+    sums = slow_sums(p.prefill)
     plane = p.plane(p.prefill)
     plane.hold()
-    source, target = await matched(p)
-    p.send_all(source, chunks=2)
+    source, target = await sending(p, chunks=2)
     first, second = sums.begun
     plane.step(len(first.pages))
     sums.give_up(first)
@@ -462,8 +454,7 @@ async def test_a_room_is_released_when_its_last_write_has_ended_too(p: Pair) -> 
         await source.done()
     sums.release(first)
     waiting = asyncio.ensure_future(source.released())
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns(10)
     assert not waiting.done(), "the second chunk is being written"
     plane.release()
     await sums.end(second)
@@ -475,8 +466,7 @@ async def test_a_room_is_released_when_its_last_write_has_ended_too(p: Pair) -> 
 async def test_a_lost_chunk_is_sent_again_with_its_checksum(p: Pair) -> None:
     p.network.drop(ChunkDone)
     p.network.drop(Resync)
-    source, target = await matched(p)
-    p.send_all(source, chunks=3)
+    _, target = await sending(p, chunks=3)
     assert await target.landed() == b"handoff"
     target.close()
 

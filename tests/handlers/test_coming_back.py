@@ -13,14 +13,13 @@ from kvflow.protocols.errors import Code, LostError
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.wire.codec import routing_id
-from kvflow.protocols.wire.messages import WIRE_VERSION, Abort, Register, Registered
+from kvflow.protocols.wire.messages import Abort, Register
 from kvflow.testing.pair import QUICK, Pair, pair, until
 from kvflow.transports.control.memory import LOST, Fate, Frame
 from tests.handlers.scenes import (
     PROMPT,
     all_read,
     announced,
-    between,
     code_of,
     finish,
     known,
@@ -28,6 +27,8 @@ from tests.handlers.scenes import (
     links,
     matched,
     midway,
+    more,
+    registered,
     success,
     to_decode,
 )
@@ -49,8 +50,7 @@ async def test_a_prefill_that_first_answers_after_the_time_of_silence() -> None:
         p.network.mend()
         target = await opening
         await source.matched()
-        beats = p.network.seen["Heartbeat"]
-        await until(lambda: p.network.seen["Heartbeat"] > beats + 4)
+        await more(p, "Heartbeat", 5)
         assert p.decode.peers_by_phase() == {"up": 1} and not target.ended
         await finish(p, source, target)
         await p.rest()
@@ -95,8 +95,7 @@ async def test_a_forgotten_decode_for_which_there_is_no_place_yet(p: Pair) -> No
     """It asks again and again; until it is answered nothing is proven."""
     await forgotten(p)
     p.network.mend()
-    registered = p.network.seen["Registered"]
-    await until(lambda: p.network.seen["Registered"] > registered + 3)  # refused
+    await more(p, "Registered", 4)  # refused
     assert p.decode.peers_by_phase() == {"silent": 1} and p.decode.quarantined_pages == 5
     with pytest.raises(LostError, match="silent"):
         await p.decode.room(9, "sim", PROMPT)
@@ -116,15 +115,7 @@ async def test_acceptance_of_an_older_register_brings_no_silent_link_up(p: Pair)
     p.clock(p.decode).advance(p.timing.lost_after_s + 1)
     assert await code_of(target.landed()) is await code_of(lent.landed()) is Code.PEER_LOST
     stale = p.decode.counts.stale
-    accepted = Registered(
-        wire_version=WIRE_VERSION,
-        rank=0,
-        refusal="",
-        asked=p.prefill.incarnation,
-        fresh_from=1,
-        **between(p),
-    )
-    to_decode(p, accepted)
+    to_decode(p, registered(p, fresh_from=1))
     await until(lambda: p.decode.counts.stale > stale)
     assert p.decode.peers_by_phase() == {"silent": 1} and not source.ended
     p.network.mend()

@@ -13,7 +13,7 @@ from kvflow.protocols.errors import Code
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.grants import GrantPhase
 from kvflow.protocols.machines.loan import LoanPhase
-from kvflow.protocols.wire.messages import Abort, AbortAck, Bootstrap, Heartbeat, RoomFailed
+from kvflow.protocols.wire.messages import Abort, AbortAck, Heartbeat, RoomFailed
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import (
@@ -25,6 +25,8 @@ from tests.handlers.scenes import (
     ledger,
     links,
     midway,
+    more,
+    offer,
     prove,
     sending,
     success,
@@ -175,9 +177,7 @@ async def test_prefill_never_calls_a_doubtful_grant_drained(p: Pair) -> None:
     assert peer.grants.phase(grant) is GrantPhase.BELOW_DOUBTFUL and peer.grants.low_water > grant
     acks: list[bool] = []
     p.network.rules.append(lambda frame: _note(acks, frame.message))
-    late = Bootstrap(
-        pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, 7, grant)
-    )
+    late = offer(p, 7, grant)
     to_prefill(p, late, Abort(cause=WHY, **header(p, 7, grant)))
     await until(lambda: len(acks) == 2)
     assert acks == [False, False]
@@ -198,9 +198,6 @@ async def test_tombstones_are_bounded_and_leave_a_low_water_mark(p: Pair) -> Non
         await success(p, room)
     (peer,) = known(p.prefill)
     assert peer.grants.remembered == 3 and peer.grants.low_water == 6
-    failed = p.network.seen["RoomFailed"]
-    to_prefill(
-        p, Bootstrap(pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, 1, 2))
-    )
-    await until(lambda: p.network.seen["RoomFailed"] > failed)
+    to_prefill(p, offer(p, 1, 2))
+    await more(p, "RoomFailed")
     assert not p.prefill.shell.endpoint.rooms

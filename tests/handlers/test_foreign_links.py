@@ -31,10 +31,10 @@ from kvflow.transports.data.fake import FakePlane
 from tests.handlers.scenes import (
     PROMPT,
     assert_same_bytes,
-    between,
     code_of,
     links,
     matched,
+    registered,
     success,
     to_decode,
 )
@@ -105,15 +105,7 @@ async def test_another_rank_that_answers_is_not_used(p: Pair) -> None:
     p.network.drop(Registered, times=1 << 30)
     room = p.decode.room(7, "sim", PROMPT)
     await until(lambda: links(p.decode))
-    answer = Registered(
-        wire_version=WIRE_VERSION,
-        rank=77,
-        refusal="",
-        address=p.prefill.exported[0],
-        asked=p.prefill.incarnation,
-        **between(p),
-    )
-    to_decode(p, answer)
+    to_decode(p, registered(p, rank=77, address=p.prefill.exported[0]))
     with pytest.raises(PeerError, match="says it is rank 77, the registry says 0"):
         await room
     p.network.mend()

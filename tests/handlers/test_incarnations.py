@@ -40,6 +40,7 @@ from tests.handlers.scenes import (
     links,
     matched,
     midway,
+    more,
     success,
     to_decode,
     to_prefill,
@@ -154,9 +155,8 @@ async def test_a_forgotten_decode_that_registers_again_and_a_bootstrap_of_its_pa
     p.network.mend()
     p.network.drop(Heartbeat, times=1 << 30)
     (await first.room(31, "sim", PROMPT)).close()
-    refused = p.network.seen["RoomFailed"]
     p.network.inject(past[0])
-    await until(lambda: p.network.seen["RoomFailed"] > refused)
+    await more(p, "RoomFailed")
     assert core.peers[first.incarnation] is not peer
     assert all(record.room != 7 for record in core.rooms.values())
     p.network.mend()
@@ -167,10 +167,9 @@ async def test_a_loaded_peer_is_not_a_dead_one(p: Pair) -> None:
     """A room may stand still for as long as it likes while heartbeats are answered."""
     source, target = await matched(p)
     for _ in range(5):
-        beats = p.network.seen["Heartbeat"]
         for node in (p.prefill, p.decode):
             p.clock(node).advance(p.timing.lost_after_s / 2)
-        await until(lambda beats=beats: p.network.seen["Heartbeat"] >= beats + 4)
+        await more(p, "Heartbeat", 4)
     assert not (source.ended or target.ended)
     await finish(p, source, target)
 

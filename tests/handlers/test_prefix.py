@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import Code, KvflowError, MisuseError
 from kvflow.protocols.wire.messages import Bootstrap, ChunkDone
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, until
@@ -43,11 +44,17 @@ async def test_the_rest_travels(p: Pair, tokens: int, prefix: int, pages: int, c
     assert p.decode.counts.endings == p.prefill.counts.endings == {"success": 1}
 
 
-async def test_a_room_of_no_pages_ends_after_its_engines_send(p: Pair) -> None:
-    ended = list[bool]()
+async def without_pages(p: Pair) -> tuple[PrefillRoom, DecodeRoom]:
+    """A matched room of a prompt that decode has whole."""
     source = p.prefill.room(7, range(8))
     target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
-    await source.matched()
+    assert await source.matched() == source.prefix_tokens == 8
+    return source, target
+
+
+async def test_a_room_of_no_pages_ends_after_its_engines_send(p: Pair) -> None:
+    ended = list[bool]()
+    source, target = await without_pages(p)
     source.on_end(lambda: ended.append(source.ended))
     p.send_all(source)
     assert not source.ended and not ended
@@ -59,17 +66,13 @@ async def test_a_room_of_no_pages_ends_after_its_engines_send(p: Pair) -> None:
 @pytest.mark.parametrize("lost", [Bootstrap, ChunkDone], ids=lambda kind: kind.__name__)
 async def test_a_room_of_no_pages_survives_a_lost_message(p: Pair, lost: type) -> None:
     p.network.drop(lost)
-    source = p.prefill.room(7, range(8))
-    target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
-    assert await source.matched() == 8
+    source, target = await without_pages(p)
     await finish(p, source, target)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_a_room_of_no_pages_is_ended(p: Pair, side: str) -> None:
-    source = p.prefill.room(7, range(8))
-    target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
-    await source.matched()
+    source, target = await without_pages(p)
     (source if side == "prefill" else target).close(WHY)
     assert await code_of(source.done()) is await code_of(target.landed()) is WHY.code
     await target.released()
@@ -85,9 +88,7 @@ async def test_a_room_of_no_pages_is_opened_on_a_full_pool(p: Pair) -> None:
 
 
 async def test_a_lost_room_of_no_pages_quarantines_none(p: Pair) -> None:
-    source = p.prefill.room(7, range(8))
-    target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
-    await source.matched()
+    _, target = await without_pages(p)
     await p.crash(p.prefill)
     assert await code_of(target.landed()) is Code.PEER_LOST
     assert p.decode.quarantined_pages == 0

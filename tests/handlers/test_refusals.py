@@ -23,6 +23,7 @@ from tests.handlers.scenes import (
     known,
     links,
     matched,
+    more,
     success,
 )
 
@@ -181,9 +182,8 @@ async def test_a_refusal_touches_no_room_of_another_decode(p: Pair) -> None:
     """The same number, announced by another decode since: that room goes on."""
     other = await p.add_decode()
     source, target = await announced(p)
-    acks = p.network.seen["AbortAck"]
     other.refuse(7, "sim", WHY)
-    await until(lambda: p.network.seen["AbortAck"] > acks)
+    await more(p, "AbortAck")
     assert not source.ended
     await target.offer()
     await finish(p, source, target)

@@ -12,7 +12,16 @@ from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import Code
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.data.fake import Fault
-from tests.handlers.scenes import PROMPT, WHY, code_of, every_rank_writes, finish, matched, sending
+from tests.handlers.scenes import (
+    PROMPT,
+    WHY,
+    code_of,
+    every_rank_writes,
+    finish,
+    matched,
+    more,
+    sending,
+)
 
 
 async def both(source: PrefillRoom, target: DecodeRoom) -> list[asyncio.Task[None]]:
@@ -40,8 +49,7 @@ async def test_not_before_the_write_has_ended(p: Pair, side: str) -> None:
     (source if side == "prefill" else target).close(WHY)
     assert await code_of(source.done()) is await code_of(target.landed()) is WHY.code
     waiting = await both(source, target)
-    seen = p.network.seen["Heartbeat"]
-    await until(lambda: p.network.seen["Heartbeat"] > seen + 4)
+    await more(p, "Heartbeat", 5)
     assert not any(task.done() for task in waiting)
     assert p.prefill.pool.pages.held_pages == 5 and p.decode.pages.free_pages == 59
     p.plane(p.prefill).release()

@@ -18,6 +18,7 @@ from tests.handlers.scenes import (
     known,
     ledger,
     matched,
+    more,
     success,
     to_prefill,
 )
@@ -90,9 +91,8 @@ async def test_a_range_that_was_never_offered_is_dropped(p: Pair) -> None:
 
 async def test_a_claim_about_grants_that_are_open_changes_nothing_for_them(p: Pair) -> None:
     source, target = await matched(p, 1)
-    beats = p.network.seen["Heartbeat"]
     to_prefill(p, Heartbeat(settled_below=target.grant + 1, **between(p)))
-    await until(lambda: p.network.seen["Heartbeat"] > beats + 2)
+    await more(p, "Heartbeat", 3)
     p.send_all(source)
     assert await target.landed() == b"handoff" and not source.record.half
     target.close()

@@ -28,7 +28,7 @@ from kvflow.protocols.ports import UnprovenLoan
 from kvflow.protocols.waiting import PASSED_FOR_S, Waits
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, small_layout, until
 from kvflow.transports.data.fake import Fault
-from tests.handlers.scenes import PROMPT, ledger
+from tests.handlers.scenes import PROMPT, assert_same_bytes, finish, ledger, matched
 from tests.memory.gate import CopyGate
 from tests.memory.kinds import contents, layout_of, overwrite
 
@@ -47,12 +47,6 @@ async def little() -> AsyncIterator[Pair]:
     """Staging of seven pages: two rooms of five do not fit."""
     async with pair(staging_bytes=7 * PAGE_BYTES) as made:
         yield made
-
-
-async def opened(p: Pair, room: int = 7) -> tuple[PrefillRoom, DecodeRoom]:
-    source, target = await p.open(room, PROMPT)
-    await source.matched()
-    return source, target
 
 
 async def left_in_doubt(p: Pair, source: PrefillRoom, target: DecodeRoom, pages: int) -> None:
@@ -87,25 +81,18 @@ def verify_checksums(p: Pair) -> None:
     arrivals._verify = True
 
 
-def same_bytes(p: Pair, pages: Any, target: DecodeRoom) -> bool:
-    return (
-        p.prefill.pool.pages_bytes(pages).tobytes()
-        == p.decode.pool.pages_bytes(target.pages).tobytes()
-    )
-
-
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 @pytest.mark.parametrize("verify", [False, True])
 async def test_a_room_lands_in_its_own_pages(p: Pair, chunks: int, verify: bool) -> None:
     if verify:
         verify_checksums(p)
-    source, target = await opened(p)
+    source, target = await matched(p)
     assert p.decode.exported[1].buffers != p.decode.pool.layout.buffers, (
         "peers know the staging's addresses only"
     )
     pages = p.send_all(source, chunks=chunks)
     assert await target.landed() == b"handoff"
-    assert same_bytes(p, pages, target)
+    assert_same_bytes(p, pages, target)
     await until(lambda: p.decode.staging_at_rest)
     target.close()
     await p.rest()
@@ -138,7 +125,7 @@ async def test_a_last_chunk_without_pages_lands_through_staging_too(
 async def test_a_changed_byte_in_staging_is_found(p: Pair) -> None:
     verify_checksums(p)
     p.plane(p.prefill).hold()
-    source, target = await opened(p)
+    source, target = await matched(p)
     p.send_all(source)
     p.plane(p.prefill).step(5 - 1)
     p.decode.reached.array("0.k")[target.lent[0]] ^= 1
@@ -152,14 +139,14 @@ async def test_nothing_has_landed_before_it_is_brought(
     p: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = CopyGate(monkeypatch)
-    source, target = await opened(p)
+    source, target = await matched(p)
     pages = p.send_all(source, chunks=2)
     await source.done()
     await gate.reached()
     assert not target.when_landed.given and not target.ended
     gate.go.set()
     await target.landed()
-    assert same_bytes(p, pages, target)
+    assert_same_bytes(p, pages, target)
     target.close()
     await p.rest()
 
@@ -170,7 +157,7 @@ async def test_a_copy_that_fails_fails_its_room(
 ) -> None:
     gate = CopyGate(monkeypatch, fails_at=1)
     gate.go.set()
-    source, target = await opened(p)
+    source, target = await matched(p)
     p.send_all(source, chunks=chunks)
     text = (
         r"chunk [01] of rank 0: the pages could not be brought to where they are used: the copy "
@@ -187,7 +174,7 @@ async def test_an_abort_in_mid_copy_frees_the_pages_when_the_copy_has_ended(
     p: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = CopyGate(monkeypatch)
-    source, target = await opened(p)
+    source, target = await matched(p)
     p.send_all(source)
     await gate.reached()
     target.close()
@@ -203,7 +190,7 @@ async def test_an_abort_in_mid_copy_frees_the_pages_when_the_copy_has_ended(
 async def test_rooms_wait_for_staging_in_order(little: Pair) -> None:
     p = little
     p.plane(p.prefill).hold()
-    first = await opened(p, 1)
+    first = await matched(p, 1)
     sources = [p.prefill.room(n, PROMPT) for n in (2, 3, 4)]
     others = [p.decode.room(n, "sim", PROMPT) for n in (2, 3, 4)]
     await until(lambda: len(p.decode.shell.waiting) == 3)
@@ -218,7 +205,7 @@ async def test_rooms_wait_for_staging_in_order(little: Pair) -> None:
         assert [room.lent.size for room in others] in ([0, 0, 0], [5, 0, 0], [0, 0, 5])
         pages = p.send_all(source)
         await target.landed()
-        assert same_bytes(p, pages, target)
+        assert_same_bytes(p, pages, target)
         target.close()
     await p.rest()
     assert not p.decode.shell.waiting
@@ -228,13 +215,6 @@ async def sized(p: Pair, room: int, pages: int) -> tuple[PrefillRoom, DecodeRoom
     """Both halves of a room of so many pages; decode's may wait for staging."""
     prompt = range(pages * PAGE_SIZE)
     return p.prefill.room(room, prompt), p.decode.room(room, "sim", prompt)
-
-
-async def finish(p: Pair, source: PrefillRoom, target: DecodeRoom) -> None:
-    await source.matched()
-    p.send_all(source)
-    await target.landed()
-    target.close()
 
 
 async def test_rooms_that_fit_pass_a_large_one_for_a_while_and_then_it_has_what_comes_back(
@@ -373,7 +353,7 @@ async def test_a_room_that_waits_has_what_one_of_several_copies_lets_go(
     monkeypatch.setattr(HostCopier, "copy", staticmethod(copy))
     monkeypatch.setattr(page_tasks, "THREADS", 2)
     async with pair(staging_bytes=7 * PAGE_BYTES) as p:
-        source, target = await opened(p, 1)
+        source, target = await matched(p, 1)
         p.send_all(source, chunks=2)
         await until(lambda: all(event.is_set() for event in reached))
         _, late = await sized(p, 2, 4)
@@ -417,14 +397,14 @@ async def test_what_many_rooms_wait_for_is_lent_in_slices(
 
 async def test_staging_of_a_room_in_which_nothing_has_come_goes_to_the_next(little: Pair) -> None:
     p = little
-    _, first = await opened(p, 1)
+    _, first = await matched(p, 1)
     source, second = p.prefill.room(2, PROMPT), p.decode.room(2, "sim", PROMPT)
     await until(lambda: len(p.decode.shell.waiting) == 1)
     first.close()
     await asyncio.wait_for(source.matched(), 20)
     pages = p.send_all(source)
     await second.landed()
-    assert same_bytes(p, pages, second)
+    assert_same_bytes(p, pages, second)
     second.close()
     await p.rest()
 
@@ -432,7 +412,7 @@ async def test_staging_of_a_room_in_which_nothing_has_come_goes_to_the_next(litt
 async def test_a_room_that_waits_meets_its_deadline(little: Pair) -> None:
     p = little
     p.plane(p.prefill).hold()
-    first, target = await opened(p, 1)
+    first, target = await matched(p, 1)
     late = p.decode.room(2, "sim", PROMPT, deadline_s=5)
     await until(lambda: p.decode.shell.waiting)
     p.clock(p.decode).advance(6)
@@ -440,9 +420,7 @@ async def test_a_room_that_waits_meets_its_deadline(little: Pair) -> None:
         await late
     assert caught.value.code is Code.DEADLINE and not p.decode.shell.waiting
     p.plane(p.prefill).release()
-    p.send_all(first)
-    await target.landed()
-    target.close()
+    await finish(p, first, target)
     await p.rest()
 
 
@@ -464,7 +442,7 @@ async def test_a_late_write_reaches_nothing_but_staging(p: Pair) -> None:
     """A write in doubt: its room ends, and what it still moves goes to pages that are lent until
     the fence.
     """
-    source, target = await opened(p)
+    source, target = await matched(p)
     await left_in_doubt(p, source, target, 5)
     lent = p.decode.reached.places.owned()
     assert list(lent.values()) == [5]
@@ -479,7 +457,7 @@ async def test_a_late_write_reaches_nothing_but_staging(p: Pair) -> None:
 
 async def test_a_prefill_that_dies_in_mid_write_leaves_its_loan_until_the_fence(p: Pair) -> None:
     p.plane(p.prefill).hold()
-    source, target = await opened(p)
+    source, target = await matched(p)
     p.send_all(source, chunks=2)
     p.plane(p.prefill).step(4)
     await p.crash(p.prefill)
@@ -492,7 +470,7 @@ async def test_a_prefill_that_dies_in_mid_write_leaves_its_loan_until_the_fence(
 
 async def test_what_is_unproven_at_the_end_stays_with_the_staging(p: Pair) -> None:
     """The pool's own pages are free at once: nothing of a peer's can reach them."""
-    source, target = await opened(p)
+    source, target = await matched(p)
     staging, loan = await closed_in_doubt(p, source, target, 5)
     assert staging.pool.pages.at_rest() and not staging.host.places.at_rest()
     assert staging.host.unproven == [loan] and not staging.pool.unproven
@@ -526,7 +504,7 @@ async def test_a_room_that_waits_has_what_another_node_over_the_staging_gives_ba
     little: Pair,
 ) -> None:
     p = little
-    source, target = await opened(p)
+    source, target = await matched(p)
     assert isinstance(p.decode.staging, Staging)
     second = await p.add_decode(over=p.decode.staging)
     waits = second.room(8, p.ranks, PROMPT)

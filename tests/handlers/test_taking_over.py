@@ -215,9 +215,9 @@ def withheld(store: PageStore) -> set[int]:
 
 @asynccontextmanager
 async def next_node(
-    p: Pair, role: str, pages: PageStore | None
+    p: Pair, role: str, pages: PageStore | None, plane: FakePlane | None = None
 ) -> AsyncIterator[DecodeNode | PrefillNode]:
-    pool, plane = p.decode.pool, FakePlane(p.planes)
+    pool, plane = p.decode.pool, plane or FakePlane(p.planes)
     if role == "decode":
         node: DecodeNode | PrefillNode = DecodeNode(
             pool, plane, pages=pages, connect=p.network.connect, timing=TIMING
@@ -373,13 +373,7 @@ async def test_an_operator_ends_what_no_fence_proves(
     for room in (7, 8, 9):
         await leaves_a_loan(p, of_the_pool, Fault.STUCK, room)
     assert len(pool.unproven) == 3
-    if role == "decode":
-        node: DecodeNode | PrefillNode = DecodeNode(
-            pool, plane, connect=p.network.connect, timing=TIMING
-        )
-    else:
-        node = PrefillNode(pool, plane, bind=p.network.bind, timing=TIMING)
-    async with node:
+    async with next_node(p, role, None, plane) as node:
         await until(lambda: plane.asked)
         assert node.quarantined_pages == 15 and node.peers()[0]["loans"] == 3
         with pytest.raises(MisuseError, match="no prefill 0000000000000001"):
@@ -447,6 +441,19 @@ async def test_above_the_limit_a_prefill_says_so(p: Pair) -> None:
 # --- several nodes at once, and nodes that never run
 
 
+def of_incarnation_9(p: Pair, grant: int, *pages: int, rank: int = 0) -> UnprovenLoan:
+    """A loan that prefill's process had under an incarnation of its past."""
+    return UnprovenLoan(
+        writer=p.prefill.exported[0],
+        incarnation=9,
+        control=f"tcp://x:{rank}",
+        rank=rank,
+        room=7,
+        lease=(5, grant),
+        pages=np.array(pages, dtype=np.int32),
+    )
+
+
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 @pytest.mark.parametrize("second", STORES)
 async def test_a_node_that_runs_beside_it_takes_them_over(
@@ -479,82 +486,51 @@ async def test_the_one_that_closes_first_leaves_nothing_of_the_other_s(p: Pair) 
 async def test_a_node_in_another_thread_leaves_them_to_one_that_runs_here(p: Pair) -> None:
     pool = p.decode.pool
     async with next_node(p, "decode", None) as node:
-        lent = np.arange(5, dtype=np.int32)
-        writer = p.prefill.exported[0]
-        loan = UnprovenLoan(
-            writer=writer,
-            incarnation=9,
-            control="tcp://x:1",
-            rank=0,
-            room=7,
-            lease=(5, 1),
-            pages=lent,
-        )
+        loan = of_incarnation_9(p, 1, *range(5))
         await asyncio.to_thread(pool.quarantine.add, [loan], ExternalPages(64))
         assert withheld(node.pages) == set(range(5)), "at once, before the loop has heard of it"
         await until(lambda: node.quarantined_pages == 5)
-        await asyncio.to_thread(pool.quarantine.forget, 9, writer)
+        await asyncio.to_thread(pool.quarantine.forget, 9, loan.writer)
         await until(lambda: not node.quarantined_pages)
         assert not withheld(node.pages)
 
 
 async def test_many_leases_are_taken_over_some_in_each_turn(
-    monkeypatch: pytest.MonkeyPatch,
+    p: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the second turn are of a writer that is declared dead in the first: its word is for
     all of them.
     """
     monkeypatch.setattr(earlier, "INHERIT_WORK", 2)
-    async with pair(timing=TIMING) as p:
-        pool, writer = p.decode.pool, p.prefill.exported[0]
-        async with next_node(p, "decode", None) as node:
-            loans = [
-                UnprovenLoan(
-                    writer=writer,
-                    incarnation=9,
-                    control=f"tcp://x:{rank}",
-                    rank=rank,
-                    room=7,
-                    lease=(5, grant),
-                    pages=np.array([grant], dtype=np.int32),
-                )
-                for rank in range(2)
-                for grant in range(5)
-            ]
-            pool.quarantine.add(loans, ExternalPages(64))
-            assert withheld(node.pages) == set(range(5))
-            seen = []
-            for _ in range(4):
-                seen.append(node.quarantined_pages)
-                await asyncio.sleep(0)
-            assert seen == [2, 4, 5, 5]
-            pool.quarantine.add(
-                [msgspec.structs.replace(loan, lease=(6, loan.lease[1])) for loan in loans],
-                node.pages,
-            )
-            assert node.quarantined_pages == 7
-            node.declare_dead(9, "the test says so")
-            await until(lambda: not node.quarantined_pages and not pool.unproven)
-            assert not withheld(node.pages) and not node.peers()
+    pool = p.decode.pool
+    async with next_node(p, "decode", None) as node:
+        loans = [
+            of_incarnation_9(p, grant, grant, rank=rank) for rank in range(2) for grant in range(5)
+        ]
+        pool.quarantine.add(loans, ExternalPages(64))
+        assert withheld(node.pages) == set(range(5))
+        seen = []
+        for _ in range(4):
+            seen.append(node.quarantined_pages)
+            await asyncio.sleep(0)
+        assert seen == [2, 4, 5, 5]
+        pool.quarantine.add(
+            [msgspec.structs.replace(loan, lease=(6, loan.lease[1])) for loan in loans],
+            node.pages,
+        )
+        assert node.quarantined_pages == 7
+        node.declare_dead(9, "the test says so")
+        await until(lambda: not node.quarantined_pages and not pool.unproven)
+        assert not withheld(node.pages) and not node.peers()
 
 
 async def test_what_was_proven_before_the_loop_heard_of_it_is_not_taken_over(p: Pair) -> None:
-    pool, writer = p.decode.pool, p.prefill.exported[0]
+    pool, loan = p.decode.pool, of_incarnation_9(p, 1, *range(5))
     async with next_node(p, "decode", None) as node:
-        lent = np.arange(5, dtype=np.int32)
-        loan = UnprovenLoan(
-            writer=writer,
-            incarnation=9,
-            control="tcp://x:1",
-            rank=0,
-            room=7,
-            lease=(5, 1),
-            pages=lent,
-        )
         other = threading.Thread(target=pool.quarantine.add, args=([loan], ExternalPages(64)))
         other.start()
         other.join()  # the loop stands still meanwhile
-        pool.quarantine.forget(9, writer)
+        pool.quarantine.forget(9, loan.writer)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert not node.quarantined_pages and not withheld(node.pages) and not pool.unproven

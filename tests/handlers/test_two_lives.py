@@ -13,24 +13,26 @@ from kvflow.protocols.commands import PeerKey
 from kvflow.protocols.errors import Code, LostError
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import WIRE_VERSION, ChunkDone, Register, Registered
+from kvflow.protocols.wire.messages import ChunkDone, Register
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.control.memory import HELD, LOST, Fate, Frame
-from tests.handlers.scenes import PROMPT, code_of, ledger, links, matched, midway, sending, success
+from tests.handlers.scenes import (
+    PROMPT,
+    code_of,
+    ledger,
+    links,
+    matched,
+    midway,
+    registered,
+    sending,
+    success,
+)
 
 
 def answer(p: Pair, control: str, source: int, asked: int) -> None:
     """The prefill at `control` answers that `asked` does not serve there any more."""
     text = "another incarnation serves here now"
-    said = Registered(
-        source=source,
-        target=p.decode.incarnation,
-        wire_version=WIRE_VERSION,
-        rank=0,
-        refusal=text,
-        address=p.prefill.exported[0],
-        asked=asked,
-    )
+    said = registered(p, source=source, refusal=text, address=p.prefill.exported[0], asked=asked)
     p.network.inject(Frame(control, routing_id(p.decode.incarnation), False, encode(said)))
 
 

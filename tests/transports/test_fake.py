@@ -40,11 +40,15 @@ class PlanePair:
         return int(np.count_nonzero(self.target.pages_bytes(np.arange(8, dtype=np.int32))))
 
 
+@pytest.fixture
+async def pair() -> PlanePair:
+    return PlanePair()
+
+
 FOUR: tuple[PageIndices, PageIndices] = (pages(0, 1, 2, 3), pages(7, 1, 4, 2))
 
 
-async def test_without_a_script_everything_lands() -> None:
-    pair = PlanePair()
+async def test_without_a_script_everything_lands(pair: PlanePair) -> None:
     route = await pair.route()
     write = route.write(*FOUR)
     assert write.landed_bytes == 0 and not write.done.done()  # never within the call itself
@@ -53,8 +57,7 @@ async def test_without_a_script_everything_lands() -> None:
     assert pair.prefill.writes == [] and pair.prefill.started == [write]
 
 
-async def test_held_writes_move_page_by_page() -> None:
-    pair = PlanePair()
+async def test_held_writes_move_page_by_page(pair: PlanePair) -> None:
     pair.prefill.hold()
     route = await pair.route()
     write, later = route.write(*FOUR), route.write(pages(5), pages(5))
@@ -72,8 +75,7 @@ async def test_held_writes_move_page_by_page() -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.LATE])
-async def test_errors_prove_nothing_and_late_ones_land_later(fault: Fault) -> None:
-    pair = PlanePair()
+async def test_errors_prove_nothing_and_late_ones_land_later(pair: PlanePair, fault: Fault) -> None:
     pair.prefill.script(fault)
     write = (await pair.route()).write(*FOUR)
     assert await asyncio.shield(write.done) is WriteOutcome.UNPROVEN and fault.value in write.error
@@ -88,16 +90,16 @@ async def test_errors_prove_nothing_and_late_ones_land_later(fault: Fault) -> No
     ("fault", "outcome"),
     [(Fault.ERROR, WriteOutcome.CANCELLED), (Fault.LATE, WriteOutcome.UNPROVEN)],
 )
-async def test_one_page_meets_a_fault_too(fault: Fault, outcome: WriteOutcome) -> None:
-    pair = PlanePair()
+async def test_one_page_meets_a_fault_too(
+    pair: PlanePair, fault: Fault, outcome: WriteOutcome
+) -> None:
     pair.prefill.script(fault)
     write = (await pair.route()).write(pages(1), pages(1))
     assert await asyncio.shield(write.done) is outcome and pair.arrived() == 0
     assert write.error, "an error all the same"
 
 
-async def test_a_stuck_write_ends_only_when_released() -> None:
-    pair = PlanePair()
+async def test_a_stuck_write_ends_only_when_released(pair: PlanePair) -> None:
     pair.prefill.script(Fault.STUCK)
     route = await pair.route()
     stuck, other = route.write(*FOUR), route.write(pages(5), pages(5))
@@ -113,8 +115,9 @@ class Draining(FakePlane):
     drains_at_once = False
 
 
-async def test_a_cancelled_write_of_a_plane_that_drains_ends_at_its_next_turn() -> None:
-    pair = PlanePair()
+async def test_a_cancelled_write_of_a_plane_that_drains_ends_at_its_next_turn(
+    pair: PlanePair,
+) -> None:
     plane = Draining(pair.network)
     plane.export(pair.source.layout)
     plane.hold()
@@ -126,8 +129,7 @@ async def test_a_cancelled_write_of_a_plane_that_drains_ends_at_its_next_turn() 
     assert pair.arrived() == PAGE_BYTES
 
 
-async def test_a_fence_resolves_with_death_and_nothing_lands_after_it() -> None:
-    pair = PlanePair()
+async def test_a_fence_resolves_with_death_and_nothing_lands_after_it(pair: PlanePair) -> None:
     pair.prefill.script(Fault.LATE)
     route = await pair.route()
     await asyncio.shield(route.write(*FOUR).done)
@@ -142,8 +144,7 @@ async def test_a_fence_resolves_with_death_and_nothing_lands_after_it() -> None:
         route.write(*FOUR)
 
 
-async def test_closing_ends_what_is_under_way() -> None:
-    pair = PlanePair()
+async def test_closing_ends_what_is_under_way(pair: PlanePair) -> None:
     pair.prefill.hold()
     pair.prefill.script(Fault.STUCK)
     route = await pair.route()
@@ -155,8 +156,7 @@ async def test_closing_ends_what_is_under_way() -> None:
         await pair.decode.connect(pair.prefill_end, pair.source.layout)
 
 
-async def test_wrong_use_is_refused() -> None:
-    pair = PlanePair()
+async def test_wrong_use_is_refused(pair: PlanePair) -> None:
     route = await pair.route()
     with pytest.raises(LayoutError):
         route.write(pages(0), pages(8))

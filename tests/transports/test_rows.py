@@ -6,19 +6,23 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvflow.memory.pool import PagedPool
+from kvflow.memory.staging import Staging
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.layout import NO_PLACES, Order, Places
 from kvflow.protocols.ports import DataPlane, WriteOutcome
+from kvflow.transports.data import staged
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
 from kvflow.transports.data.local import LocalPlane
 from kvflow.transports.data.route import BlockQueue, Planner
+from kvflow.transports.data.staged import StagedPlane
 from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, names_of
 from tests.memory.test_snapshot import forgetting
 
@@ -33,9 +37,26 @@ def places(kind: str, pages: Any, rows: Any) -> Places:
     return Places(pages, rows if has_rows(kind) else NO_PLACES)
 
 
-def planes(backend: str, pools: tuple[PagedPool, PagedPool]) -> list[DataPlane]:
-    network = FakeNetwork()
-    return [FakePlane(network) if backend == "fake" else LocalPlane(pool.segment) for pool in pools]
+@asynccontextmanager
+async def planes(
+    backend: str, a: PagedPool, b: PagedPool
+) -> AsyncIterator[tuple[DataPlane, DataPlane]]:
+    """A source and a target; what "staged" copies goes a page a slice."""
+    network, staging = FakeNetwork(), Staging(a) if backend == "staged" else None
+    source: DataPlane = LocalPlane(staging.host.segment if staging else a.segment)
+    target: DataPlane = LocalPlane(b.segment)
+    if backend == "fake":
+        source, target = FakePlane(network), FakePlane(network)
+    elif staging:
+        source = StagedPlane(source, staging)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(staged, "SLICE_BYTES", 1)
+        yield source, target
+    for plane in (source, target):
+        await plane.close()
+    if staging:
+        assert staging.host.pages.at_rest()
+        staging.close()
 
 
 def pair_of(kind: str, orders: tuple[Order, Order], shared: bool) -> tuple[PagedPool, PagedPool]:
@@ -68,46 +89,39 @@ ALL_ORDERS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", ["local", "fake"])
+@pytest.mark.parametrize("backend", ["local", "staged", "fake"])
 @pytest.mark.parametrize("orders", ALL_ORDERS)
 async def test_pages_and_rows_of_every_kind_arrive(
     kind: str, backend: str, orders: tuple[Order, Order]
 ) -> None:
     a, b = pair_of(kind, orders, shared=True)
-    source, target = planes(backend, (a, b))
-    source.export(a.layout)
-    route = await source.connect(*target.export(b.layout))
     here, there = moved_places(kind)
     before, was = contents(kind, a), contents(kind, b)
-    write = route.write(a.layout.numbered(here), b.layout.numbered(there))
-    assert await asyncio.shield(write.done) is WriteOutcome.LANDED
-    assert (
-        write.landed_bytes
-        == write.total_bytes
-        == 3 * a.layout.page_bytes + len(here.rows) * a.layout.row_bytes
-    )
-    check_restored(kind, before, here, was, there, b)
+    moved_bytes = 3 * a.layout.page_bytes + len(here.rows) * a.layout.row_bytes
     wrong = [(numbers(13), numbers(9), "is outside 0"), (numbers(), numbers(), "no pages")]
     if has_rows(kind):  # 8 and 9 pages
         wrong += [
             (numbers(8), numbers(8), "lists differ"),
             (numbers(8, 0), numbers(0, 9), "a row is written onto a page"),
         ]
-    for sources, targets, text in wrong:
-        with pytest.raises(LayoutError, match=text):
-            route.write(sources, targets)
-    for plane in (source, target):
-        await plane.close()
+    async with planes(backend, a, b) as (source, target):
+        source.export(a.layout)
+        route = await source.connect(*target.export(b.layout))
+        write = route.write(a.layout.numbered(here), b.layout.numbered(there))
+        assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+        assert write.landed_bytes == write.total_bytes == moved_bytes
+        check_restored(kind, before, here, was, there, b)
+        for sources, targets, text in wrong:
+            with pytest.raises(LayoutError, match=text):
+                route.write(sources, targets)
 
 
 async def test_pages_of_a_model_of_rows_alone_land_without_a_byte() -> None:
     a, b = pair_of("mamba", ("page_first", "page_first"), shared=True)
-    source, target = planes("local", (a, b))
-    source.export(a.layout)
-    write = (await source.connect(*target.export(b.layout))).write(numbers(1, 2), numbers(0, 1))
-    assert await asyncio.shield(write.done) is WriteOutcome.LANDED and write.total_bytes == 0
-    for plane in (source, target):
-        await plane.close()
+    async with planes("local", a, b) as (source, target):
+        source.export(a.layout)
+        write = (await source.connect(*target.export(b.layout))).write(numbers(1, 2), numbers(0, 1))
+        assert await asyncio.shield(write.done) is WriteOutcome.LANDED and write.total_bytes == 0
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY_NAME)

@@ -18,7 +18,7 @@ from kvflow.memory import staging as memory_staging
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import Staging
 from kvflow.protocols.errors import LayoutError, TransferError
-from kvflow.protocols.pages.layout import Order, build_layout
+from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.transports.data import staged
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
@@ -26,10 +26,8 @@ from kvflow.transports.data.local import LocalPlane, LocalRoute
 from kvflow.transports.data.mori import MoriPlane
 from kvflow.transports.data.staged import StagedPlane, StagedRoute
 from tests.memory.gate import CopyGate
-from tests.memory.kinds import KINDS, check_restored, contents
 from tests.ranks.shards import PAGE_SIZE, heads, shard_of
 from tests.transports import stub_mori
-from tests.transports.test_rows import moved_places, pair_of
 
 PAGES = 64
 
@@ -77,33 +75,6 @@ async def sides(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sides]:
     made = Sides()
     yield made
     await made.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("orders", [("page_first", "layer_first"), ("layer_first", "page_first")])
-async def test_pages_and_rows_of_every_kind_arrive(
-    kind: str, orders: tuple[Order, Order], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staged, "SLICE_BYTES", 1)  # a page a slice
-    a, b = pair_of(kind, orders, shared=True)
-    staging = Staging(a)
-    source, target = StagedPlane(LocalPlane(staging.host.segment), staging), LocalPlane(b.segment)
-    source.export(a.layout)
-    route = await source.connect(*target.export(b.layout))
-    here, there = moved_places(kind)
-    before, was = contents(kind, a), contents(kind, b)
-    write = route.write(a.layout.numbered(here), b.layout.numbered(there))
-    assert await asyncio.shield(write.done) is WriteOutcome.LANDED
-    assert (
-        write.landed_bytes
-        == write.total_bytes
-        == 3 * a.layout.page_bytes + len(here.rows) * a.layout.row_bytes
-    )
-    check_restored(kind, before, here, was, there, b)
-    for plane in (source, target):
-        await plane.close()
-    assert staging.host.pages.at_rest()
-    staging.close()
 
 
 async def test_many_writes_share_little_staging(sides: Sides) -> None:

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -32,6 +32,31 @@ pytestmark = pytest.mark.usefixtures("kvflow_clean_loop")
 MIB = 1 << 20
 GREETING = b"\xff" + bytes(8) + b"\x7f\3\0NULL" + bytes(48)
 CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\3\0CURVE" + bytes(47)
+
+
+@pytest.fixture
+async def listening() -> AsyncIterator[tuple[ZmqSocket, int]]:
+    router, port = bind_router("127.0.0.1", 0)
+    yield router, port
+    router.close()
+
+
+@pytest.fixture
+def router(listening: tuple[ZmqSocket, int]) -> ZmqSocket:
+    return listening[0]
+
+
+@pytest.fixture
+def port(listening: tuple[ZmqSocket, int]) -> int:
+    return listening[1]
+
+
+@pytest.fixture
+async def dealer(port: int) -> AsyncIterator[ZmqSocket]:
+    """Connected to the router."""
+    dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 5)
+    yield dealer
+    dealer.close()
 
 
 def ready(kind: bytes, name: bytes) -> bytes:
@@ -90,28 +115,20 @@ async def echo(router: ZmqSocket, dealer: ZmqSocket, frame: bytes = b"hello") ->
             pass
 
 
-async def test_a_look_leaves_no_message_unread() -> None:
+async def test_a_look_leaves_no_message_unread(router: ZmqSocket, dealer: ZmqSocket) -> None:
     """ZMQ's descriptor says once that messages wait, and the look may be what it says it to."""
-    router, port = bind_router("127.0.0.1", 0)
-    dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 7)
-    try:
-        await echo(router, dealer)
-        for number in range(20):
-            reading = asyncio.ensure_future(router.receive())
-            await asyncio.sleep(0)
-            assert dealer.send(b"%d" % number, at_once=True)
-            # The loop has not seen it yet.
-            assert select.select([router._socket.fileno()], [], [], 10)[0]
-            router.connections._look()
-            assert [frame for _, frame in await asyncio.wait_for(reading, 5)] == [b"%d" % number]
-    finally:
-        dealer.close()
-        router.close()
+    await echo(router, dealer)
+    for number in range(20):
+        reading = asyncio.ensure_future(router.receive())
+        await asyncio.sleep(0)
+        assert dealer.send(b"%d" % number, at_once=True)
+        # The loop has not seen it yet.
+        assert select.select([router._socket.fileno()], [], [], 10)[0]
+        router.connections._look()
+        assert [frame for _, frame in await asyncio.wait_for(reading, 5)] == [b"%d" % number]
 
 
-async def test_nobody_looks_at_what_is_closed() -> None:
-    router, port = bind_router("127.0.0.1", 0)
-    dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 7)
+async def test_nobody_looks_at_what_is_closed(router: ZmqSocket, dealer: ZmqSocket) -> None:
     await echo(router, dealer)
     router.connections._look()
     looks = [router.connections._timer, router.connections._turn]
@@ -142,10 +159,10 @@ def rss_mib() -> float:
 
 
 @pytest.mark.parametrize(("size", "kept_mib"), [(4 * MIB, 100), (200, 400), (0, 400)])
-async def test_an_endless_message_takes_no_memory_for_long(size: int, kept_mib: int) -> None:
+async def test_an_endless_message_takes_no_memory_for_long(
+    router: ZmqSocket, port: int, dealer: ZmqSocket, size: int, kept_mib: int
+) -> None:
     """What malloc keeps of many small frames is used again by the next attack."""
-    router, port = bind_router("127.0.0.1", 0)
-    dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 5)
     await echo(router, dealer)
     before = rss_mib()
     for attack in range(1, 4):
@@ -159,16 +176,12 @@ async def test_an_endless_message_takes_no_memory_for_long(size: int, kept_mib: 
     async with asyncio.timeout(20):
         while rss_mib() > before + kept_mib:
             await asyncio.sleep(0.01)
-    dealer.close()
-    router.close()
 
 
-async def test_what_is_cut_is_counted_as_malformed() -> None:
-    router, port = bind_router("127.0.0.1", 0)
+async def test_what_is_cut_is_counted_as_malformed(router: ZmqSocket, port: int) -> None:
     with await asyncio.to_thread(connected, port) as raw:
         await asyncio.to_thread(pour, raw, part(4 * MIB), 2048 * MIB)
         await malformed(router, 1)
-    router.close()
 
 
 async def test_a_prefill_that_never_ends_a_message_is_cut_by_decode() -> None:
@@ -182,9 +195,8 @@ async def test_a_prefill_that_never_ends_a_message_is_cut_by_decode() -> None:
         dealer.close()
 
 
-async def test_beside_many_good_messages_too() -> None:
+async def test_beside_many_good_messages_too(router: ZmqSocket, port: int) -> None:
     """ZMQ always has a whole message of somebody's to read."""
-    router, port = bind_router("127.0.0.1", 0)
     stop = threading.Event()
 
     def flood() -> None:
@@ -205,12 +217,12 @@ async def test_beside_many_good_messages_too() -> None:
     stop.set()
     await flooding
     reading.cancel()
-    router.close()
 
 
-async def test_many_connections_share_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_connections_share_one_limit(
+    router: ZmqSocket, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp_connections, "ALL_UNFINISHED_BYTES", 13 * MIB)
-    router, port = bind_router("127.0.0.1", 0)
     raws = await asyncio.gather(*(asyncio.to_thread(connected, port, b"%d" % i) for i in range(4)))
     for raw in raws:
         await asyncio.to_thread(raw.sendall, part(4 * MIB))  # none is above its own limit
@@ -223,24 +235,21 @@ async def test_many_connections_share_one_limit(monkeypatch: pytest.MonkeyPatch)
     assert router.connections.cut == 1 and len(router.connections.open) == 3
     for raw in raws:
         raw.close()
-    router.close()
 
 
-async def test_a_message_may_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_may_not_take_for_ever(
+    router: ZmqSocket, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp_connections, "UNFINISHED_S", 0.3)
-    router, port = bind_router("127.0.0.1", 0)
     with await asyncio.to_thread(connected, port) as raw:
         raw.sendall(part(tcp_connections.LATE_BYTES + 1))
         await malformed(router, 1)
-    router.close()
 
 
 async def test_too_many_connections_end_the_oldest_that_has_said_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    router: ZmqSocket, port: int, dealer: ZmqSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_connections, "MAX_CONNECTIONS", 3)
-    router, port = bind_router("127.0.0.1", 0)
-    dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 5)
     await echo(router, dealer)
     raws = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(4)]
     await malformed(router, 2)
@@ -252,14 +261,13 @@ async def test_too_many_connections_end_the_oldest_that_has_said_nothing(
     assert router.connections.cut == 2
     for raw in raws:
         raw.close()
-    dealer.close()
-    router.close()
 
 
-async def test_a_peer_of_zmtp_1_is_read_and_soon_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_of_zmtp_1_is_read_and_soon_cut(
+    router: ZmqSocket, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which connection its messages come from is not known."""
     monkeypatch.setattr(tcp_connections, "UNFINISHED_BYTES", 1000)
-    router, port = bind_router("127.0.0.1", 0)
     with socket.create_connection(("127.0.0.1", port), 10) as raw:
         raw.sendall(b"\1\0" + b"\6\0hello" * 200)  # an empty name, then messages
         async with asyncio.timeout(10):
@@ -267,12 +275,11 @@ async def test_a_peer_of_zmtp_1_is_read_and_soon_cut(monkeypatch: pytest.MonkeyP
             while (b"", b"") not in await router.receive():
                 pass
     assert router.connections.cut == 1
-    router.close()
 
 
-async def test_whole_messages_that_wait_for_a_slow_reader_are_not_unfinished() -> None:
-    router, port = bind_router("127.0.0.1", 0)
-    dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 5)
+async def test_whole_messages_that_wait_for_a_slow_reader_are_not_unfinished(
+    router: ZmqSocket, dealer: ZmqSocket
+) -> None:
     count, frame = 200, bytes(PACKED_BYTES)  # 50 MiB
     for _ in range(count):
         assert dealer.send(frame)
@@ -287,8 +294,6 @@ async def test_whole_messages_that_wait_for_a_slow_reader_are_not_unfinished() -
             await asyncio.sleep(0.005)
     await asyncio.sleep(3 * tcp_connections.LOOK_S)
     assert router.connections.cut == 0
-    dealer.close()
-    router.close()
 
 
 async def test_without_the_key_nothing_is_kept() -> None:
@@ -323,8 +328,9 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-async def test_without_a_descriptor_left_a_message_that_does_not_end_is_cut() -> None:
-    router, port = bind_router("127.0.0.1", 0)
+async def test_without_a_descriptor_left_a_message_that_does_not_end_is_cut(
+    router: ZmqSocket, port: int
+) -> None:
     with connected(port) as raw:
         await until(lambda: router.connections.open)
         pouring = asyncio.create_task(asyncio.to_thread(pour, raw, part(MIB), 4096 * MIB))
@@ -334,7 +340,6 @@ async def test_without_a_descriptor_left_a_message_that_does_not_end_is_cut() ->
                 os.open(os.devnull, os.O_RDONLY)
             await until(lambda: router.connections.cut == 1, 20)
         assert await pouring < 4096 * MIB
-    router.close()
 
 
 def test_connections_and_sessions_take_half_of_the_descriptors_at_most() -> None:
@@ -351,10 +356,9 @@ def test_connections_and_sessions_take_half_of_the_descriptors_at_most() -> None
 
 
 async def test_many_connections_are_looked_at_some_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
+    router: ZmqSocket, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_connections, "LOOK_WORK", 8)
-    router, port = bind_router("127.0.0.1", 0)
     connections = router.connections
     turns: list[list[int]] = []
     look_at, received = connections._look_at, connections._received
@@ -377,7 +381,6 @@ async def test_many_connections_are_looked_at_some_at_a_time(
     assert {descriptor for turn in turns for descriptor in turn} == set(connections.open)
     for raw in strangers:
         raw.close()
-    router.close()
 
 
 def test_the_number_under_which_a_connection_is_cut_is_never_inherited() -> None:

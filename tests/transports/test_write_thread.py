@@ -7,6 +7,8 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -49,16 +51,15 @@ class Works:
     """Begins jobs in the order of their writes."""
 
     def __init__(self, thread: WriteThread) -> None:
-        self.thread, self.log, self.gate, self.jobs = (
-            thread,
-            LOG(),
-            [True],
-            dict[ThreadWrite, Slices](),
-        )
+        self.thread, self.log, self.gate = thread, LOG(), [True]
+        self.jobs = dict[ThreadWrite, Slices]()
 
     def write(self, name: str, size: int) -> ThreadWrite:
+        return self.submit(Slices(name, size, self.log, self.gate), size)
+
+    def submit(self, job: Slices, size: int = 10) -> ThreadWrite:
         write = ThreadWrite(self.thread, self, pages(0), pages(0), size)
-        self.jobs[write] = Slices(name, size, self.log, self.gate)
+        self.jobs[write] = job
         self.thread.submit(write)
         return write
 
@@ -66,14 +67,24 @@ class Works:
         return self.jobs[write]
 
 
-def started(rate: float | None = None, slice_bytes: int = 10) -> Works:
+@asynccontextmanager
+async def started(
+    rate: float | None = None, slice_bytes: int = 10, inbox: Inbox | None = None
+) -> AsyncIterator[Works]:
     thread = WriteThread("test", rate, slice_bytes)
+    thread._inbox = inbox or thread._inbox
     thread.start()
-    return Works(thread)
+    yield Works(thread)
+    await thread.close()
 
 
-async def test_writes_are_served_in_turn() -> None:
-    works = started()
+@pytest.fixture
+async def works() -> AsyncIterator[Works]:
+    async with started() as made:
+        yield made
+
+
+async def test_writes_are_served_in_turn(works: Works) -> None:
     works.gate[0] = False
     writes = [works.write("a", 30), works.write("b", 10), works.write("c", 20)]
     await until(works.thread._inbox.empty)
@@ -85,36 +96,33 @@ async def test_writes_are_served_in_turn() -> None:
     assert sorted(order[:3]) == ["a", "b", "c"] and order.count("a") == 3 and first < 3
     assert order[-1] == "a" and writes[0].landed_bytes == 30
     assert works.thread.open_writes == 0
-    await works.thread.close()
 
 
 async def test_a_cancel_takes_effect_between_two_slices() -> None:
-    works = started(rate=10.0, slice_bytes=1 << 20)
-    assert works.thread.slice_bytes == 4096
-    write = works.write("a", 1 << 20)
-    await until(lambda: write.landed_bytes > 0)
-    write.cancel()
-    # The next slice is seven minutes away.
-    assert await asyncio.wait_for(asyncio.shield(write.done), 20) is WriteOutcome.CANCELLED
-    assert write.landed_bytes == 4096
-    write.cancel()
-    await works.thread.close()
+    async with started(rate=10.0, slice_bytes=1 << 20) as works:
+        assert works.thread.slice_bytes == 4096
+        write = works.write("a", 1 << 20)
+        await until(lambda: write.landed_bytes > 0)
+        write.cancel()
+        # The next slice is seven minutes away.
+        assert await asyncio.wait_for(asyncio.shield(write.done), 20) is WriteOutcome.CANCELLED
+        assert write.landed_bytes == 4096
+        write.cancel()
 
 
 async def test_never_more_than_one_slice_early() -> None:
     rate = 2_000_000.0
-    works = started(rate, 1 << 20)
-    began = time.monotonic()
-    writes = [works.write(name, 60_000) for name in "abc"]
-    while not all(write.done.done() for write in writes):
-        so_far = sum(write.landed_bytes for write in writes)
-        assert so_far <= rate * (time.monotonic() - began) + works.thread.slice_bytes
-        await asyncio.sleep(0.002)
-    await asyncio.sleep(0.05)
-    began = time.monotonic()  # idle time is not saved up
-    assert await asyncio.shield(works.write("d", 60_000).done) is WriteOutcome.LANDED
-    assert time.monotonic() - began >= (60_000 - works.thread.slice_bytes) / rate - 0.001
-    await works.thread.close()
+    async with started(rate, 1 << 20) as works:
+        began = time.monotonic()
+        writes = [works.write(name, 60_000) for name in "abc"]
+        while not all(write.done.done() for write in writes):
+            so_far = sum(write.landed_bytes for write in writes)
+            assert so_far <= rate * (time.monotonic() - began) + works.thread.slice_bytes
+            await asyncio.sleep(0.002)
+        await asyncio.sleep(0.05)
+        began = time.monotonic()  # idle time is not saved up
+        assert await asyncio.shield(works.write("d", 60_000).done) is WriteOutcome.LANDED
+        assert time.monotonic() - began >= (60_000 - works.thread.slice_bytes) / rate - 0.001
 
 
 async def test_no_more_than_a_slice_is_written_at_once_where_the_rate_is_limited() -> None:
@@ -125,8 +133,7 @@ async def test_no_more_than_a_slice_is_written_at_once_where_the_rate_is_limited
     await thread.close()
 
 
-async def test_ends_come_back_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    works = started()
+async def test_ends_come_back_in_batches(works: Works, monkeypatch: pytest.MonkeyPatch) -> None:
     told = 0
     call = works.thread.loop.call_soon_threadsafe
 
@@ -147,45 +154,38 @@ async def test_ends_come_back_in_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     await asyncio.gather(*(asyncio.shield(write.done) for write in writes))
     assert told == 1
     monkeypatch.undo()
-    await works.thread.close()
 
 
-async def test_a_bug_in_a_back_end_ends_one_write_unproven() -> None:
-    works = started()
+async def test_a_bug_in_a_back_end_ends_one_write_unproven(works: Works) -> None:
     bad, good = works.write("bad", -1), works.write("good", 50)
     assert await asyncio.shield(bad.done) is WriteOutcome.UNPROVEN
     assert "ZeroDivisionError" in bad.error
     assert await asyncio.shield(good.done) is WriteOutcome.LANDED
     assert works.thread.surprises == 1
-    await works.thread.close()
 
 
 async def test_closing_drains_even_when_it_is_cancelled_twice() -> None:
-    works = started(rate=1000.0)
-    writes = [works.write("a", 1 << 20), works.write("b", 1 << 20)]
-    closing = asyncio.ensure_future(works.thread.close())
-    await asyncio.sleep(0)
-    closing.cancel()
-    await asyncio.sleep(0)
-    closing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await closing
-    assert {write.done.result() for write in writes} == {WriteOutcome.CANCELLED}
-    with pytest.raises(TransferError, match="closed"):
-        works.write("c", 1)
-    await works.thread.close()
+    async with started(rate=1000.0) as works:
+        writes = [works.write("a", 1 << 20), works.write("b", 1 << 20)]
+        closing = asyncio.ensure_future(works.thread.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert {write.done.result() for write in writes} == {WriteOutcome.CANCELLED}
+        with pytest.raises(TransferError, match="closed"):
+            works.write("c", 1)
 
 
-async def test_what_cannot_be_drained_in_time_ends_unproven() -> None:
-    works = started()
+async def test_what_cannot_be_drained_in_time_ends_unproven(works: Works) -> None:
 
     class Stuck(Slices):
         def advance(self, max_bytes: int, cancelled: bool) -> int:
             return -1
 
-    write = ThreadWrite(works.thread, works, pages(0), pages(0), 1)
-    works.jobs[write] = Stuck("stuck", 1, works.log, works.gate)
-    works.thread.submit(write)
+    write = works.submit(Stuck("stuck", 1, works.log, works.gate), 1)
     await until(lambda: write.job is not None)
     await works.thread.close(grace_s=0.05)
     assert write.done.result() is WriteOutcome.UNPROVEN and "closed" in write.error
@@ -284,19 +284,14 @@ class Draining(Frozen):
 
 
 async def test_a_thread_that_has_grown_patient_looks_as_often_as_at_first_after_a_cancel() -> None:
-    works = Works(WriteThread("test"))
-    inbox = works.thread._inbox = Inbox()
-    works.thread.start()
-    write = ThreadWrite(works.thread, works, pages(0), pages(0), 10)
-    works.jobs[write] = Draining("draining", 10, [], gate := [False])
-    works.thread.submit(write)
-    await until(lambda: 0.01 in inbox.waits)
-    before = len(inbox.waits)
-    write.cancel()
-    await until(lambda: Frozen.pause_s in inbox.waits[before:])
-    gate[0] = True
-    assert await asyncio.shield(write.done) is WriteOutcome.CANCELLED
-    await works.thread.close()
+    async with started(inbox=(inbox := Inbox())) as works:
+        write = works.submit(Draining("draining", 10, [], gate := [False]))
+        await until(lambda: 0.01 in inbox.waits)
+        before = len(inbox.waits)
+        write.cancel()
+        await until(lambda: Frozen.pause_s in inbox.waits[before:])
+        gate[0] = True
+        assert await asyncio.shield(write.done) is WriteOutcome.CANCELLED
 
 
 class Paced(Slices):
@@ -313,17 +308,22 @@ class Paced(Slices):
 
 
 async def test_the_thread_waits_as_a_job_says_longer_each_time_that_nothing_has_moved() -> None:
-    works = Works(WriteThread("test"))
-    inbox = works.thread._inbox = Inbox()
-    works.thread.start()
-    write = ThreadWrite(works.thread, works, pages(0), pages(0), 10)
-    works.jobs[write] = Paced(
-        *[(-1, 0.0005), (-1, 0.0005), (10, 0.0005), (10, 0.0), (10, 0.0), (-1, 0.002), (10, 0.0)]
-    )
-    works.thread.submit(write)
-    assert await asyncio.shield(write.done) is WriteOutcome.LANDED
-    assert [wait for wait in inbox.waits if wait] == [0.0005, 0.00075, 0.0005, 0.002]
-    await works.thread.close()
+    async with started(inbox=(inbox := Inbox())) as works:
+        write = works.submit(
+            Paced(
+                *[
+                    (-1, 0.0005),
+                    (-1, 0.0005),
+                    (10, 0.0005),
+                    (10, 0.0),
+                    (10, 0.0),
+                    (-1, 0.002),
+                    (10, 0.0),
+                ]
+            )
+        )
+        assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+        assert [wait for wait in inbox.waits if wait] == [0.0005, 0.00075, 0.0005, 0.002]
 
 
 async def test_a_thread_that_is_closing_admits_nothing() -> None:
@@ -337,39 +337,32 @@ async def test_a_thread_that_is_closing_admits_nothing() -> None:
     assert [thread.is_closing, thread.admit(1, 1)] == [True, False]
 
 
-async def test_a_hanging_back_end_is_seen_and_an_idle_thread_is_none() -> None:
-    works = started()
+async def test_a_hanging_back_end_is_seen_and_an_idle_thread_is_none(works: Works) -> None:
     assert works.thread.stalled_s == 0
     await asyncio.shield(works.write("a", 10).done)
     assert works.thread.stalled_s == 0
-    write = ThreadWrite(works.thread, works, pages(0), pages(0), 10)
-    works.jobs[write] = hanging = Hanging(10)
-    works.thread.submit(write)
+    hanging = Hanging(10)
+    write = works.submit(hanging)
     await until(hanging.hangs.is_set)
     before = works.thread.stalled_s
     await until(lambda: works.thread.stalled_s > before + 0.02)
     hanging.go_on.set()
     assert await asyncio.shield(write.done) is WriteOutcome.LANDED
     assert works.thread.stalled_s == 0
-    await works.thread.close()
 
 
-async def test_a_frozen_peer_is_no_stall_of_ours() -> None:
-    works = started()
+async def test_a_frozen_peer_is_no_stall_of_ours(works: Works) -> None:
     works.gate[0] = False
-    write = ThreadWrite(works.thread, works, pages(0), pages(0), 10)
-    works.jobs[write] = frozen = Frozen("frozen", 10, works.log, works.gate)
-    works.thread.submit(write)
+    frozen = Frozen("frozen", 10, works.log, works.gate)
+    works.submit(frozen)
     submitted_at = time.monotonic()
     await until(lambda: frozen.turns > 20)
     assert works.thread.stalled_s < time.monotonic() - submitted_at
     works.gate[0] = True
-    await works.thread.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_dead_thread_is_seen_and_its_writes_end_unproven() -> None:
-    works = started()
+async def test_a_dead_thread_is_seen_and_its_writes_end_unproven(works: Works) -> None:
     works.gate[0] = False
     write = works.write("a", 10)
     assert works.thread.stalled_s < float("inf")
