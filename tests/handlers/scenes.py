@@ -81,6 +81,19 @@ async def more(p: Pair, kind: str, times: int = 1) -> None:
     await until(lambda: p.network.seen[kind] >= before + times)
 
 
+def slow_way(p: Pair) -> asyncio.Event:
+    """Prefill's ways to a decode's memory open only when that is set."""
+    plane, go_on = p.plane(p.prefill), asyncio.Event()
+    connect = plane.connect
+
+    async def slow(*to: Any) -> Any:
+        await go_on.wait()
+        return await connect(*to)
+
+    plane.connect = slow  # type: ignore[method-assign]
+    return go_on
+
+
 async def all_read() -> None:
     """What is on its way has been read: a frame takes one turn of the loop,
     and its reader another.

@@ -121,7 +121,6 @@ async def test_both_at_once_keep_their_own_cause(p: Pair, scene: Scene) -> None:
     source.close(WHY)
     assert await code_of(target.landed()) is Code.CLIENT_GONE
     assert await code_of(source.done()) is WHY.code
-    await p.rest()
 
 
 async def test_closing_what_has_landed_is_no_abort(p: Pair) -> None:
@@ -203,7 +202,6 @@ async def test_a_room_whose_deadline_passes_is_ended_by_the_side_that_has_it(
     await source.matched()
     p.clock(getattr(p, side)).advance(31)
     assert await code_of(target.landed()) is await code_of(source.done()) is Code.DEADLINE
-    await p.rest()
 
 
 async def test_heartbeats_let_prefill_forget_what_has_ended(p: Pair) -> None:

@@ -50,7 +50,6 @@ async def test_a_room_waits_for_as_long_as_it_says(p: Pair) -> None:
     assert not patient.ended
     target = await p.decode.room(8, "sim", PROMPT)
     await finish(p, patient, target)
-    await p.rest()
 
 
 async def test_a_deadline_is_not_moved_by_patience(p: Pair) -> None:

@@ -355,7 +355,6 @@ async def test_a_last_chunk_without_pages_waits_for_the_sums_before_it(p: Pair) 
     assert await target.landed() == b"handoff"
     target.close()
     p.prefill.pages.give_back(pages, "engine")
-    await p.rest()
 
 
 async def test_decode_verifies_and_prefill_does_not(p: Pair) -> None:
@@ -363,7 +362,6 @@ async def test_decode_verifies_and_prefill_does_not(p: Pair) -> None:
     _, target = await sending(p)
     with pytest.raises(KvflowError, match="prefill sends no checksum"):
         await target.landed()
-    await p.rest()
 
 
 async def test_prefill_verifies_and_decode_does_not(p: Pair) -> None:
@@ -380,7 +378,6 @@ async def test_what_cannot_be_summed_has_not_landed(
     _, target = await sending(p)
     with pytest.raises(KvflowError, match="could not be computed"):
         await target.landed()
-    await p.rest()
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

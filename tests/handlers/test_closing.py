@@ -21,7 +21,7 @@ from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import Abort, RoomFailed
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.data.fake import Fault
-from tests.handlers.scenes import PROMPT, WHY, header, matched, midway, offered
+from tests.handlers.scenes import PROMPT, WHY, announced, header, matched, midway, offered, sending
 
 Both = tuple[PrefillRoom | None, DecodeRoom | None]
 OTHER = Cause(Code.SHUTDOWN, "another cause, later")
@@ -29,12 +29,6 @@ OTHER = Cause(Code.SHUTDOWN, "another cause, later")
 
 async def expected(p: Pair) -> Both:
     return p.prefill.room(7, PROMPT), None
-
-
-async def announced(p: Pair) -> Both:
-    source, target = p.prefill.room(7, PROMPT), p.decode.announce(7, "sim", PROMPT)
-    await until(lambda: source.phase is PrefillPhase.ANNOUNCED)
-    return source, target
 
 
 async def bootstrapped(p: Pair) -> Both:
@@ -48,28 +42,20 @@ async def transferring(p: Pair) -> Both:
     return source, target
 
 
-async def stuck(p: Pair) -> tuple[PrefillRoom, DecodeRoom]:
-    source, target = await matched(p)
-    p.plane(p.prefill).script(Fault.STUCK)
-    p.send_all(source)
-    return source, target
-
-
 async def prefill_draining(p: Pair) -> Both:
-    source, target = await stuck(p)
+    source, target = await sending(p, Fault.STUCK)
     source.close(WHY)
     return source, target
 
 
 async def decode_draining(p: Pair) -> Both:
-    source, target = await stuck(p)
+    source, target = await sending(p, Fault.STUCK)
     target.close(WHY)
     return source, target
 
 
 async def landed(p: Pair) -> Both:
-    source, target = await matched(p)
-    p.send_all(source)
+    source, target = await sending(p)
     await target.landed()
     await source.done()
     return source, target
@@ -90,9 +76,7 @@ async def aborted(p: Pair) -> Both:
 
 
 async def lost(p: Pair) -> Both:
-    source, target = await matched(p)
-    p.plane(p.prefill).script(Fault.ERROR)
-    p.send_all(source)
+    source, target = await sending(p, Fault.ERROR)
     await until(lambda: source.phase is PrefillPhase.LOST and target.ended)
     return source, target
 

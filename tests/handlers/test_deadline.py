@@ -9,11 +9,8 @@ import asyncio
 import pytest
 
 from kvflow.protocols.errors import AbortedError, Code
-from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import PlaneAddress
 from kvflow.testing.pair import Pair, until
-from kvflow.transports.data.fake import FakeRoute
-from tests.handlers.scenes import PROMPT, code_of, links, success
+from tests.handlers.scenes import PROMPT, code_of, links, slow_way, success
 
 
 async def test_while_prefill_does_not_answer(p: Pair) -> None:
@@ -34,14 +31,7 @@ async def test_while_prefill_does_not_answer(p: Pair) -> None:
 
 async def test_while_prefill_cannot_reach_our_memory(p: Pair) -> None:
     """It lives and says so: only the deadline ends the room. Its engine's half is told."""
-    plane, go_on = p.plane(p.prefill), asyncio.Event()
-    connect = plane.connect
-
-    async def mute(address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
-        await go_on.wait()
-        return await connect(address, layout)
-
-    plane.connect = mute  # type: ignore[method-assign]
+    go_on = slow_way(p)
     source = p.prefill.room(7, PROMPT)
     room = p.decode.room(7, "sim", PROMPT, deadline_s=30)
     opening = asyncio.ensure_future(room.opened())

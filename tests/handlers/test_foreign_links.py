@@ -89,7 +89,6 @@ async def test_a_stranger_under_a_prefills_incarnation_serves_who_asks_at_his_ad
         [false.control, p.prefill.info.control]
     )
     stranger.cancel()
-    await p.rest()
 
 
 async def test_a_registry_that_names_another_rank_of_a_linked_address(p: Pair) -> None:

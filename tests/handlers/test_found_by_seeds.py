@@ -46,7 +46,6 @@ async def test_an_end_that_both_halves_know_is_not_for_the_next_room_of_that_id(
     await until(lambda: p.prefill.shell.endpoint.rooms or p.network.seen["RoomFailed"])
     source = p.prefill.room(7, AGAIN)
     await finish(p, source, target)
-    await p.rest()
 
 
 async def test_a_prefill_that_answers_is_asked_soon_for_what_it_has_missed() -> None:
@@ -85,4 +84,3 @@ async def test_a_stall_is_not_credited_for_what_was_read_since(p: Pair) -> None:
         node.shell.endpoint.credit_stall(60.0, received_at_s + 1.0)
         assert peer.received_at_s == received_at_s + 1.0
     target.close()
-    await p.rest()

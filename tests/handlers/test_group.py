@@ -52,8 +52,10 @@ class Ranks:
 
     def __init__(self, nodes: Pair) -> None:
         self.nodes = nodes
-        self.children = [subprocess.Popen(["sleep", "600"]) for _ in nodes.prefills]
-        self.processes = [identity_of(child.pid) for child in self.children]
+        self.children: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, ProcessIdentity] = {}
+        for rank in range(len(nodes.prefills)):
+            self.start_process(rank)
         self.leaders: list[LeaderShell] = []
         self.members: list[MemberShell] = []
         self.port = 0
@@ -61,6 +63,14 @@ class Ranks:
     @property
     def leader(self) -> LeaderShell:
         return self.leaders[-1]
+
+    def start_process(self, rank: int) -> None:
+        self.children[rank] = subprocess.Popen(["sleep", "600"])
+        self.processes[rank] = identity_of(self.children[rank].pid)
+
+    def end_process(self, rank: int) -> None:
+        self.children[rank].kill()
+        self.children[rank].wait()
 
     def start_leader(self, life: int) -> None:
         socket, self.port = bind_router("127.0.0.1", self.port)
@@ -121,6 +131,18 @@ class Ranks:
         self.nodes.send_all(request.room, node=node, chunks=2)
         return request
 
+    async def started(self) -> list[RankRequest]:
+        """The next request, at every rank."""
+        return list(await asyncio.gather(*(member.started() for member in self.members)))
+
+    async def serve(self, room: int) -> None:
+        """A whole request, which every rank computes."""
+        request, target = await self.open(room)
+        await asyncio.gather(*(self.compute(member) for member in self.members))
+        await request.decided()
+        assert await target.landed() == b"handoff"
+        target.close()
+
     def node_of(self, member: MemberShell) -> PrefillNode:
         return self.nodes.prefills[member.member.rank]
 
@@ -142,9 +164,8 @@ class Ranks:
         for shell in self.members:
             await shell.stop()
             shell.socket.close()
-        for child in self.children:
-            child.kill()
-            child.wait()
+        for rank in self.children:
+            self.end_process(rank)
 
 
 def identity_of(pid: int) -> ProcessIdentity:
@@ -153,7 +174,8 @@ def identity_of(pid: int) -> ProcessIdentity:
 
 
 @asynccontextmanager
-async def group(ranks: int) -> AsyncIterator[Ranks]:
+async def group(ranks: int, *, rests: bool = True) -> AsyncIterator[Ranks]:
+    """A group that is complete; at its end nothing is left of its requests."""
     async with pair(ranks=ranks) as nodes:
         found = Ranks(nodes)
         try:
@@ -162,6 +184,8 @@ async def group(ranks: int) -> AsyncIterator[Ranks]:
                 found.start_member(rank, rank + 1)
             await found.complete()
             yield found
+            if rests:
+                await found.rest()
         finally:
             await found.close()
 
@@ -169,7 +193,7 @@ async def group(ranks: int) -> AsyncIterator[Ranks]:
 async def test_every_rank_is_ready_before_one_starts_and_done_before_one_succeeds() -> None:
     async with group(3) as g:
         request, target = await g.open(7)
-        started = await asyncio.gather(*(member.started() for member in g.members))
+        started = await g.started()
         assert all(each.room.phase.name == "WAITING_FOR_INPUT" for each in started)
         for member, each in zip(g.members[:2], started, strict=False):
             g.nodes.send_all(each.room, node=g.node_of(member))
@@ -181,7 +205,6 @@ async def test_every_rank_is_ready_before_one_starts_and_done_before_one_succeed
         await asyncio.gather(*(each.settled() for each in started))
         assert await target.landed() == b"handoff"
         target.close()
-        await g.rest()
 
 
 async def test_requests_start_in_one_order_on_every_rank() -> None:
@@ -197,7 +220,6 @@ async def test_requests_start_in_one_order_on_every_rank() -> None:
         for _, target in pairs:
             await target.landed()
             target.close()
-        await g.rest()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -214,20 +236,18 @@ async def test_one_stage_fails_while_it_waits_and_all_let_go(stage: int) -> None
             with pytest.raises(RefusedError, match="this stage is out of memory"):
                 await each.settled()
         assert all(each.room.cause == LATER for each in rooms)
-        await g.rest()
 
 
 async def test_decode_aborts_and_every_stage_drains() -> None:
     async with group(4) as g:
         request, target = await g.open(7)
-        rooms = await asyncio.gather(*(member.started() for member in g.members))
+        rooms = await g.started()
         target.close(Cause(Code.CLIENT_GONE, "the client has gone"))
         with pytest.raises(AbortedError, match="the client has gone"):
             await request.decided()
         for each in rooms:
             with pytest.raises(KvflowError):
                 await each.settled()
-        await g.rest()
 
 
 async def test_the_client_of_the_leader_goes() -> None:
@@ -238,7 +258,6 @@ async def test_the_client_of_the_leader_goes() -> None:
             await request.decided()
         with pytest.raises(AbortedError):
             await target.landed()
-        await g.rest()
 
 
 async def test_a_rank_that_cannot_open_its_room_fails_all() -> None:
@@ -262,7 +281,6 @@ async def test_a_rank_that_refuses_a_request_refuses_its_decode_too() -> None:
                 await request.decided()
             with pytest.raises(KvflowError, match="prompt is empty"):
                 await (early or await g.nodes.decode.room(room, "sim", PROMPT)).landed()
-        await g.rest()
 
 
 @pytest.mark.parametrize("first", ["decode", "leader"])
@@ -282,7 +300,6 @@ async def test_what_the_leader_does_not_open_is_refused_at_every_rank(first: str
             await (await g.nodes.decode.room(8, "sim", PROMPT)).landed()
         with pytest.raises(MisuseError, match="room id -1"):
             g.leader.refuse(-1, LATER)
-        await g.rest()
 
 
 async def test_the_leader_without_its_own_rank_refuses_here() -> None:
@@ -302,20 +319,18 @@ async def test_a_room_is_opened_once_at_a_time() -> None:
         await request.decided()
         assert await target.landed() == b"handoff"
         target.close()
-        await g.rest()
 
 
 async def test_the_death_of_a_stage_is_seen_at_once_and_it_may_come_back() -> None:
     """Its heartbeats are awaited for a minute: it is the process that is watched."""
     async with group(3) as g:
         request, target = await g.open(7)
-        rooms = await asyncio.gather(*(member.started() for member in g.members))
+        rooms = await g.started()
         dead = g.members.pop(1)
         await dead.stop()
         dead.socket.close()
         rooms[1].room.close()  # with its process
-        g.children[1].kill()
-        g.children[1].wait()
+        g.end_process(1)
         with pytest.raises(LostError, match="rank 1 of the group has died"):
             await request.decided()
         for each in (rooms[0], rooms[2]):
@@ -325,16 +340,11 @@ async def test_the_death_of_a_stage_is_seen_at_once_and_it_may_come_back() -> No
             await target.landed()
         with pytest.raises(LostError, match="rank 1 of the group's 3 is missing"):
             g.leader.open(8, bytes(PROMPT))
-        g.children[1] = subprocess.Popen(["sleep", "600"])
-        g.processes[1] = identity_of(g.children[1].pid)
+        g.start_process(1)
         g.start_member(1, 77)
         await g.complete()
         await g.rest()
-        request, target = await g.open(9)
-        await asyncio.gather(*(g.compute(member) for member in g.members))
-        await request.decided()
-        target.close()
-        await g.rest()
+        await g.serve(9)
 
 
 async def test_a_leader_whose_end_is_cancelled_ends_all_the_same() -> None:
@@ -349,9 +359,9 @@ async def test_a_leader_whose_end_is_cancelled_ends_all_the_same() -> None:
 async def test_a_rank_that_is_refused_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with group(1) as ranks:
+    async with group(1) as g:
         # Before the first one has ended.
-        first, second = ranks.members[0], ranks.start_member(0, 50)
+        first, second = g.members[0], g.start_member(0, 50)
         answers, receive = [], second.member.receive
 
         def received(frame: bytes, now: float) -> None:
@@ -368,8 +378,8 @@ async def test_a_rank_that_is_refused_says_so_once(
             )
             assert caplog.records[0].levelno == logging.WARNING and caplog.text.count(text) == 1
             await first.stop()
-            ranks.leader.leader.member_died(first.member.incarnation)
-            ranks.leader.run()
+            g.leader.leader.member_died(first.member.incarnation)
+            g.leader.run()
             await until(lambda: second.member.session is not None)
             assert caplog.records[-1].message == "rank 0 is in its group"
 
@@ -377,27 +387,21 @@ async def test_a_rank_that_is_refused_says_so_once(
 async def test_the_death_of_the_leader_ends_what_it_has_opened() -> None:
     async with group(2) as g:
         _, target = await g.open(7)
-        rooms = await asyncio.gather(*(member.started() for member in g.members))
+        rooms = await g.started()
         for dead in (g.leaders.pop(), g.members.pop(0)):  # of one process
             await dead.stop()
             dead.socket.close()
         rooms[0].room.close()
-        g.children[0].kill()
-        g.children[0].wait()
+        g.end_process(0)
         with pytest.raises(LostError, match="the leader of the group has died"):
             await rooms[1].settled()
         with pytest.raises(KvflowError):
             await target.landed()
-        g.children[0] = subprocess.Popen(["sleep", "600"])
-        g.processes[0] = identity_of(g.children[0].pid)
+        g.start_process(0)
         g.start_leader(2000)
         g.start_member(0, 78)
         await g.complete()
-        request, target = await g.open(8)
-        await asyncio.gather(*(g.compute(member) for member in g.members))
-        await request.decided()
-        target.close()
-        await g.rest()
+        await g.serve(8)
 
 
 async def test_the_leader_shuts_down() -> None:
@@ -408,7 +412,6 @@ async def test_the_leader_shuts_down() -> None:
             await request.decided()
         with pytest.raises(KvflowError, match="shutting down"):
             await target.landed()
-        await g.nodes.rest()
 
 
 async def test_a_leader_that_shuts_down_refuses() -> None:
@@ -418,4 +421,3 @@ async def test_a_leader_that_shuts_down_refuses() -> None:
             g.leader.open(7, bytes(PROMPT))
         with pytest.raises(AbortedError, match="the leader of the group is shutting down"):
             await (await g.nodes.decode.room(7, "sim", PROMPT)).landed()
-        await g.rest()

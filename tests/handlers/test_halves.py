@@ -52,7 +52,6 @@ async def test_prefill_does_not_wait_while_it_stands_still(p: Pair) -> None:
     target = await p.decode.room(7, "sim", PROMPT)
     await source.matched()
     target.close()
-    await p.rest()
 
 
 async def test_a_room_is_credited_no_more_than_it_has_waited(p: Pair) -> None:

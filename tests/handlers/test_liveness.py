@@ -11,12 +11,10 @@ import pytest
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Code, LostError, RefusedError
-from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import PlaneAddress
 from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
-from kvflow.transports.data.fake import FakeRoute, Fault
+from kvflow.transports.data.fake import Fault
 from kvflow.transports.data.local import LocalPlane
-from tests.handlers.scenes import PROMPT, code_of, ledger, matched, sending, success
+from tests.handlers.scenes import PROMPT, code_of, ledger, matched, sending, slow_way, success
 
 IMPATIENT = msgspec.structs.replace(QUICK, lost_after_s=0.5)
 
@@ -73,14 +71,7 @@ async def test_a_loaded_prefill_is_not_dead() -> None:
 
 
 async def test_a_way_that_takes_long_to_open_is_waited_for(p: Pair) -> None:
-    plane, go_on = p.plane(p.prefill), asyncio.Event()
-    connect = plane.connect
-
-    async def slow(address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
-        await go_on.wait()
-        return await connect(address, layout)
-
-    plane.connect = slow  # type: ignore[method-assign]
+    go_on = slow_way(p)
     opening = asyncio.create_task(matched(p))
     await until(p.decode.peers)
     for _ in range(3):

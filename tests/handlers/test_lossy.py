@@ -27,8 +27,10 @@ from kvflow.transports.control.memory import DELIVERED, LOST, TWICE, Fate, Frame
 from tests.handlers.scenes import PROMPT, WHY, assert_same_bytes, code_of, matched, midway
 
 GOOD = [Register, Registered, Announce, Bootstrap, ChunkDone, Heartbeat, Resync]
-ABORTED = [Bootstrap, ChunkDone, Abort, AbortAck]
-FAILED = [ChunkDone, RoomFailed, AbortAck]
+ENDED_BY: dict[str, list[type]] = {
+    "decode": [Bootstrap, ChunkDone, Abort, AbortAck],
+    "prefill": [ChunkDone, RoomFailed, AbortAck],
+}
 LONG_S = 30.0
 """One room in some 5,000 loses six rounds in a row, and each round waits twice as long as the one
 before it.
@@ -48,26 +50,20 @@ async def test_success(p: Pair, kind: type, fault: str) -> None:
     assert p.decode.counts.endings == {"success": 1}
 
 
-@pytest.mark.parametrize("kind", ABORTED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("side", "kind"),
+    [(side, kind) for side, kinds in ENDED_BY.items() for kind in kinds],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
 @pytest.mark.parametrize("fault", ["drop", "duplicate", "drop three"])
-async def test_abort_in_mid_transfer(p: Pair, kind: type, fault: str) -> None:
+async def test_one_side_ends_it_in_mid_transfer(p: Pair, side: str, kind: type, fault: str) -> None:
     disturb(p, kind, fault)
     source, target = await midway(p)
-    target.close(WHY)
-    assert await code_of(source.done()) is WHY.code
+    (target if side == "decode" else source).close(WHY)
+    assert await code_of(source.done() if side == "decode" else target.landed()) is WHY.code
     await p.rest()
-    assert p.decode.counts.endings == {f"aborted:{WHY.code}": 1}
-
-
-@pytest.mark.parametrize("kind", FAILED, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("fault", ["drop", "duplicate", "drop three"])
-async def test_failure_in_mid_transfer(p: Pair, kind: type, fault: str) -> None:
-    disturb(p, kind, fault)
-    source, target = await midway(p)
-    source.close(WHY)
-    assert await code_of(target.landed()) is WHY.code
-    await p.rest()
-    assert p.decode.counts.endings == {f"failed:{WHY.code}": 1}
+    ending = "aborted" if side == "decode" else "failed"
+    assert p.decode.counts.endings == {f"{ending}:{WHY.code}": 1}
 
 
 @pytest.mark.parametrize("kind", [RoomFailed, AbortAck], ids=lambda kind: kind.__name__)

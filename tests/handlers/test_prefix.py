@@ -128,7 +128,6 @@ async def test_what_decode_finds_after_it_has_announced_a_room_need_not_travel(
     if pages < 2:
         assert_same_bytes(p, sent, target)
     target.close()
-    await p.rest()
 
 
 @pytest.mark.parametrize("prefix", [PAGE_SIZE - 1, 3 * PAGE_SIZE, -PAGE_SIZE])
@@ -147,4 +146,3 @@ async def test_a_prefix_that_cannot_be_ends_the_room_and_no_other(
     target.close()
     other, theirs = p.prefill.room(8, prompt), await p.decode.room(8, "sim", prompt)
     await finish(p, other, theirs)
-    await p.rest()

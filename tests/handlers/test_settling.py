@@ -65,7 +65,6 @@ async def test_one_room_that_waits_keeps_no_hand_over_of_others(p: Pair) -> None
     assert p.prefill.shell.endpoint.core.kept.total == 0 and not half.record.ended
     waiting.offer()
     await finish(p, half, waiting)
-    await p.rest()
 
 
 @pytest.mark.parametrize("below", [3, 1 << 40])

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -35,17 +36,27 @@ from tests.memory.kinds import contents, layout_of, overwrite
 PAGE_BYTES = small_layout().page_bytes
 
 
+@asynccontextmanager
+async def staged(**options: Any) -> AsyncIterator[Pair]:
+    """A pair whose decode has staging; everything is at rest when the test ends."""
+    async with pair(**options) as made:
+        yield made
+        for node in made.prefills:
+            made.plane(node).release()
+        await made.rest()
+
+
 @pytest.fixture
 async def p() -> AsyncIterator[Pair]:
     """As much staging as the pool."""
-    async with pair(staging_bytes=0) as made:
+    async with staged(staging_bytes=0) as made:
         yield made
 
 
 @pytest.fixture
 async def little() -> AsyncIterator[Pair]:
     """Staging of seven pages: two rooms of five do not fit."""
-    async with pair(staging_bytes=7 * PAGE_BYTES) as made:
+    async with staged(staging_bytes=7 * PAGE_BYTES) as made:
         yield made
 
 
@@ -119,7 +130,6 @@ async def test_a_last_chunk_without_pages_lands_through_staging_too(
     await source.done()
     p.prefill.pages.give_back(mine, "engine")
     target.close()
-    await p.rest()
 
 
 async def test_a_changed_byte_in_staging_is_found(p: Pair) -> None:
@@ -132,7 +142,6 @@ async def test_a_changed_byte_in_staging_is_found(p: Pair) -> None:
     p.plane(p.prefill).release()
     with pytest.raises(KvflowError, match=r"checksum [0-9a-f]{16} at prefill"):
         await target.landed()
-    await p.rest()
 
 
 async def test_nothing_has_landed_before_it_is_brought(
@@ -148,7 +157,6 @@ async def test_nothing_has_landed_before_it_is_brought(
     await target.landed()
     assert_same_bytes(p, pages, target)
     target.close()
-    await p.rest()
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -167,7 +175,6 @@ async def test_a_copy_that_fails_fails_its_room(
         await target.landed()
     assert caught.value.code is Code.ENGINE_ERROR
     await target.released()
-    await p.rest()
 
 
 async def test_an_abort_in_mid_copy_frees_the_pages_when_the_copy_has_ended(
@@ -184,7 +191,6 @@ async def test_an_abort_in_mid_copy_frees_the_pages_when_the_copy_has_ended(
     assert not target.when_released.given
     gate.go.set()
     await target.released()
-    await p.rest()
 
 
 async def test_rooms_wait_for_staging_in_order(little: Pair) -> None:
@@ -244,7 +250,6 @@ async def test_rooms_that_fit_pass_a_large_one_for_a_while_and_then_it_has_what_
     await finish(p, *holder)
     await finish(p, *large)
     await finish(p, *late)
-    await p.rest()
 
 
 async def stuck(p: Pair) -> DecodeRoom:
@@ -295,7 +300,6 @@ async def test_a_room_that_quarantine_keeps_from_its_pages_after_it_has_waited_k
     assert waits is not None and (waits.rooms, waits.stuck_rooms) == (1, 1)
     p.plane(p.prefill).release()
     await finish(p, *large)
-    await p.rest()
 
 
 async def test_rows_are_no_pages_that_may_come_back() -> None:
@@ -304,7 +308,7 @@ async def test_rows_are_no_pages_that_may_come_back() -> None:
     """
     kinds = StateKind("0.k", "uint8", (8,)), StateKind("1.ssm", "uint8", (8,), ROW)
     layout = build_layout(kinds, page_size=PAGE_SIZE, num_pages=64, num_rows=32)
-    async with pair(
+    async with staged(
         source_layout=layout, target_layout=layout, staging_bytes=2 * 7 * layout.page_bytes
     ) as p:
         assert p.decode.reached.layout.num_pages == 7 and p.decode.reached.layout.num_rows > 7
@@ -334,7 +338,6 @@ async def test_rows_are_no_pages_that_may_come_back() -> None:
         p.plane(p.prefill).release()  # the proof comes
         await large[1].opened()
         large[1].close()
-        await p.rest()
 
 
 async def test_a_room_that_waits_has_what_one_of_several_copies_lets_go(
@@ -352,7 +355,7 @@ async def test_a_room_that_waits_has_what_one_of_several_copies_lets_go(
 
     monkeypatch.setattr(HostCopier, "copy", staticmethod(copy))
     monkeypatch.setattr(page_tasks, "THREADS", 2)
-    async with pair(staging_bytes=7 * PAGE_BYTES) as p:
+    async with staged(staging_bytes=7 * PAGE_BYTES) as p:
         source, target = await matched(p, 1)
         p.send_all(source, chunks=2)
         await until(lambda: all(event.is_set() for event in reached))
@@ -368,7 +371,6 @@ async def test_a_room_that_waits_has_what_one_of_several_copies_lets_go(
         )
         ends[1].set()
         late.close()
-        await p.rest()
 
 
 async def test_what_many_rooms_wait_for_is_lent_in_slices(
@@ -392,7 +394,6 @@ async def test_what_many_rooms_wait_for_is_lent_in_slices(
     holder[1].close()
     await asyncio.gather(*(finish(p, *both) for both in small))
     assert max(turns) == 2 and sum(turns) == 7
-    await p.rest()
 
 
 async def test_staging_of_a_room_in_which_nothing_has_come_goes_to_the_next(little: Pair) -> None:
@@ -406,7 +407,6 @@ async def test_staging_of_a_room_in_which_nothing_has_come_goes_to_the_next(litt
     await second.landed()
     assert_same_bytes(p, pages, second)
     second.close()
-    await p.rest()
 
 
 async def test_a_room_that_waits_meets_its_deadline(little: Pair) -> None:
@@ -421,7 +421,6 @@ async def test_a_room_that_waits_meets_its_deadline(little: Pair) -> None:
     assert caught.value.code is Code.DEADLINE and not p.decode.shell.waiting
     p.plane(p.prefill).release()
     await finish(p, first, target)
-    await p.rest()
 
 
 async def test_a_room_that_never_fits_is_refused_with_the_numbers(little: Pair) -> None:
@@ -452,7 +451,6 @@ async def test_a_late_write_reaches_nothing_but_staging(p: Pair) -> None:
     assert p.decode.reached.places.owned() == lent
     await p.crash(p.prefill)
     await until(lambda: not p.decode.quarantined_pages)
-    await p.rest()
 
 
 async def test_a_prefill_that_dies_in_mid_write_leaves_its_loan_until_the_fence(p: Pair) -> None:
@@ -465,7 +463,6 @@ async def test_a_prefill_that_dies_in_mid_write_leaves_its_loan_until_the_fence(
     with pytest.raises(KvflowError):
         await target.landed()
     await target.released()
-    await p.rest()
 
 
 async def test_what_is_unproven_at_the_end_stays_with_the_staging(p: Pair) -> None:
@@ -552,7 +549,7 @@ async def test_what_an_earlier_node_left_in_the_pool_keeps_no_room_from_the_stag
 async def test_pages_of_the_engine_s_own_are_busy_until_they_have_been_brought(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with pair(staging_bytes=0) as p:
+    async with staged(staging_bytes=0) as p:
         own = ExternalPages(64)
         p.decode.shell.pages = p.decode.pages = own
         gate = CopyGate(monkeypatch)
@@ -567,7 +564,6 @@ async def test_pages_of_the_engine_s_own_are_busy_until_they_have_been_brought(
         gate.go.set()
         await target.released()
         assert own.at_rest() and list(target.pages) == [9, 4, 7, 3, 5] and pages.size == 5
-        await p.rest()
 
 
 async def test_a_row_is_brought_with_the_last_chunk() -> None:
@@ -575,7 +571,7 @@ async def test_a_row_is_brought_with_the_last_chunk() -> None:
         layout_of("hybrid", 4, 20, 4, "page_first"),
         layout_of("hybrid", 4, 16, 3, "layer_first"),
     )
-    async with pair(source_layout=layouts[0], target_layout=layouts[1], staging_bytes=0) as p:
+    async with staged(source_layout=layouts[0], target_layout=layouts[1], staging_bytes=0) as p:
         for seed, node in enumerate(p.nodes):
             overwrite(node.pool, seed)
         source, target = await p.open(7, range(1, 11))
@@ -591,7 +587,6 @@ async def test_a_row_is_brought_with_the_last_chunk() -> None:
         target.close()
         p.prefill.pool.pages.give_back(pages, "engine")
         p.prefill.pool.rows.give_back(row, "engine")
-        await p.rest()
 
 
 async def test_a_staging_of_another_pool_is_refused(p: Pair) -> None:

@@ -122,4 +122,3 @@ async def test_a_command_that_fails_takes_no_other_with_it(
     first.close()
     await finish(p, source, second)
     shell.counts.handler_errors = 0
-    await p.rest()

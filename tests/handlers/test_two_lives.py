@@ -55,7 +55,6 @@ async def test_a_room_whose_prefill_has_forgotten_it_fails(p: Pair) -> None:
     for room in (8, 9):
         await success(p, room)
     assert await code_of(target.landed()) is Code.STALE_GRANT
-    await p.rest()
 
 
 async def test_the_answer_to_an_earlier_life_does_not_end_the_link_to_this_one(p: Pair) -> None:

@@ -375,7 +375,7 @@ GROUP = [("open_room", act) for act in ACTS] + [
 async def test_a_rank_whose_engine_fails_fails_the_request_on_every_rank(
     place: str, act: str
 ) -> None:
-    async with group(2) as ranks:
+    async with group(2, rests=False) as ranks:
         group_places()[place](ranks, ACTS[act])
         request = ranks.leader.open(7, bytes(PROMPT))
         target = ranks.nodes.decode.room(7, "sim", PROMPT)
@@ -389,7 +389,7 @@ async def test_a_rank_whose_engine_fails_fails_the_request_on_every_rank(
 
 
 async def test_who_waits_for_a_group_that_stops_is_told() -> None:
-    async with group(2) as ranks:
+    async with group(2, rests=False) as ranks:
 
         async def never(*_: object) -> None:
             await asyncio.Event().wait()

@@ -139,6 +139,12 @@ class LonePrefill:
         self.endpoint.queue_chunk(record, indices(*pages), last=last, handoff=handoff, now=self.now)
         return self.asked()
 
+    def sending(self, *pages: int, **more: Any) -> PrefillRoomRecord:
+        """Room 7 is matched, and a chunk of it is being written."""
+        record = self.matched()
+        self.send(record, *pages, **more)
+        return record
+
     def ended(
         self, write: int, outcome: WriteOutcome = WriteOutcome.LANDED, **more: Any
     ) -> list[Any]:
@@ -348,6 +354,11 @@ class LoneDecode:
         for message in messages:
             self.endpoint.receive(key, encode(message), self.now)
         return self.asked()
+
+    def silence(self, for_s: float = 5) -> list[Any]:
+        """Time passes without a word, and the clock strikes once more; returns what came of that."""
+        self.tick(for_s)
+        return self.tick()
 
     def tick(self, after_s: float = 0.0) -> list[Any]:
         self.now += after_s

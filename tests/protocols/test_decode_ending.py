@@ -178,8 +178,7 @@ class TestEndings:
     def test_one_that_drains_is_past_its_deadline(self, decode: LoneDecode) -> None:
         record = decode.lent(deadline_at_s=START + 2)
         decode.close(G)
-        decode.tick(2)
-        decode.tick()
+        decode.silence(2)
         assert record.state.cause == GONE
         assert not any(timer.kind == "stalled" for timer in decode.core.deadlines)
 

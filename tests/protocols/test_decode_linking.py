@@ -99,8 +99,7 @@ class TestRegistering:
         decode.endpoint.locked_out(OTHER_KEY, "an old key", decode.now)
         assert decode.asked() == [] and link(decode) is LinkPhase.UP
         decode.lent()
-        decode.tick(5)
-        decode.tick()
+        decode.silence()
         decode.endpoint.locked_out(KEY, "an old key", decode.now)
         assert decode.asked() == [] == decode.tick() and link(decode) is LinkPhase.SILENT
 
@@ -171,8 +170,7 @@ class TestRegistering:
 
     def test_acceptance_of_an_older_register_is_none(self, decode: LoneDecode) -> None:
         record = decode.lent()
-        decode.tick(5)
-        decode.tick()
+        decode.silence()
         assert link(decode) is LinkPhase.SILENT and record.grant == 2
         assert decode.hear(registered(fresh_from=2)) == [] and decode.counts.stale == 1
         assert link(decode) is LinkPhase.SILENT
@@ -280,8 +278,7 @@ class TestWhichRanks:
 
     def test_a_link_that_waits_for_its_end(self, decode: LoneDecode) -> None:
         decode.lent()
-        decode.tick(5)
-        decode.tick()
+        decode.silence()
         decode.tick(1)
         with pytest.raises(
             LostError,
@@ -326,8 +323,7 @@ class TestWhichRanks:
         decode.tick(4)
         decode.lent(9, other)
         decode.hear(beat(source=OTHER_PREFILL), key=OTHER_KEY)
-        decode.tick(1)
-        decode.tick()
+        decode.silence(1)
         (third,) = ELSEWHERE
         told = decode.do(lambda: decode.open(10, (third,)))
         assert HangUp(KEY) in told and Dial(key_of(third)) in told

@@ -65,8 +65,7 @@ class TestSilence:
         for answer, settled in ((registered("full"), 3), (registered(fresh_from=4), 4)):
             decode = LoneDecode().up()
             record, waiting = decode.lent(7), decode.open(8)
-            decode.tick(5)
-            decode.tick()
+            decode.silence()
             decode.hear(answer)
             told = decode.hear(ack(grant=record.grant)) + decode.tick(1)
             beats = [
@@ -124,8 +123,7 @@ class TestSilence:
         it answers every Register the same way.
         """
         record = decode.lent()
-        decode.tick(5)
-        decode.tick()
+        decode.silence()
         asked = [to(abort(grant=record.grant, cause=SILENT))]
         assert decode.hear(registered("full")) == asked and link(decode) is LinkPhase.SILENT
         assert decode.hear(registered("full")) == []
@@ -134,14 +132,12 @@ class TestSilence:
         decode.hear(ack(grant=record.grant, drained=False))
         assert decode.hear(registered("full")) == []
         assert decode.hear(registered(fresh_from=3)) == asked, "accepted, it is asked again"
-        decode.tick(5)
-        decode.tick()
+        decode.silence()
         assert decode.hear(registered("full")) == asked, "and once in every silence"
 
     def test_when_its_last_loan_ends_it_is_dropped(self, decode: LoneDecode) -> None:
         record = decode.lent()
-        decode.tick(5)
-        decode.tick()
+        decode.silence()
         told = decode.hear(ack(grant=record.grant))
         assert told == [FreePages(record.grant), to(beat(3)), HangUp(KEY), StopWatch(KEY)]
         assert list(decode.endpoint.peers) == [] and len(decode.core.deadlines) == 0
@@ -167,8 +163,7 @@ class TestTheWriterDies:
 
     def test_of_a_silent_link(self, decode: LoneDecode) -> None:
         record = decode.lent()
-        decode.tick(5)
-        decode.tick()
+        decode.silence()
         decode.endpoint.writer_died(KEY, decode.now)
         told = [to(beat(2)), HangUp(KEY), FreePages(record.grant), StopWatch(KEY)]
         assert decode.asked() == told and decode.core.ledger.quarantined_pages == 0
@@ -188,8 +183,7 @@ class TestTheWriterDies:
 class TestDeclaredDead:
     def test_its_rooms_and_loans_end_on_that_word(self, decode: LoneDecode) -> None:
         first, second = decode.lent(7), decode.lent(8)
-        decode.tick(5)
-        decode.tick()
+        decode.silence()
         why = Cause(Code.PEER_LOST, f"{AT} was declared dead: rack 4 burns")
         assert decode.endpoint.declare_dead(PREFILL, "rack 4 burns", decode.now) == (2, 6)
         told = decode.asked()

@@ -102,8 +102,7 @@ class TestPrefillSaysGoodbye:
             prefill.open(7)
 
     def test_an_acknowledgement_comes_while_a_write_runs(self, prefill: LonePrefill) -> None:
-        record = prefill.matched()
-        prefill.send(record, 0, 1, 2, last=True)
+        record = prefill.sending(0, 1, 2, last=True)
         part(prefill)
         assert prefill.hear(acknowledged()) == [], "its route is in use"
         assert prefill.ended(1, WriteOutcome.CANCELLED) == [RoomReleased(1), CloseRoute(DECODE)]
@@ -285,8 +284,7 @@ class TestPrefillIsTold:
     def test_rooms_end_and_the_route_is_closed_when_writes_have_ended(
         self, prefill: LonePrefill
     ) -> None:
-        record = prefill.matched()
-        prefill.send(record, 0, 1, 2, last=True)
+        record = prefill.sending(0, 1, 2, last=True)
         prefill.open(8)
         prefill.hear(announce(8, 2))
         told = prefill.hear(goodbye())

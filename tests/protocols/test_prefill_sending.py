@@ -60,8 +60,7 @@ class TestPinned:
 
     def test_a_decode_that_takes_none_is_given_no_more(self) -> None:
         prefill = LonePrefill(bounds=Bounds(pinned_share=2 / 16)).up(DECODE, OTHER_DECODE)
-        record = prefill.matched()
-        prefill.send(record, 1, 3)
+        record = prefill.sending(1, 3)
         prefill.send(record, 4, last=True)
         assert pinned(prefill) == 0, "they may be on their way"
         prefill.hear(abort(7, 1))
@@ -111,8 +110,7 @@ class TestPinned:
         )
 
     def test_without_a_limit_none_is_refused(self, prefill: LonePrefill) -> None:
-        record = prefill.matched()
-        prefill.send(record, 1, 3, 4, last=True)
+        record = prefill.sending(1, 3, 4, last=True)
         prefill.hear(abort(7, 1))
         assert pinned(prefill) == 3
         assert prefill.matched(8, 2).phase is PrefillPhase.WAITING_FOR_INPUT
@@ -148,16 +146,14 @@ class TestChunks:
         assert prefill.ended(1) == [*done, RoomDone(1), RoomReleased(1)]
 
     def test_a_pause_between_two(self, prefill: LonePrefill) -> None:
-        record = prefill.matched()
-        prefill.send(record, 1)
+        record = prefill.sending(1)
         assert prefill.ended(1) == [chunk_done(0, 1)]
         assert record.phase is PrefillPhase.WAITING_FOR_INPUT
         prefill.send(record, 2, 3, last=True)
         assert prefill.ended(2) == [chunk_done(1, 2, True), RoomDone(1), RoomReleased(1)]
 
     def test_the_last_one_may_have_no_pages(self, prefill: LonePrefill) -> None:
-        record = prefill.matched()
-        prefill.send(record, 1, 2, 3)
+        record = prefill.sending(1, 2, 3)
         assert prefill.send(record, last=True, handoff=b"h") == [StartWrite(2, 1, DECODE, (), ())]  # type: ignore[arg-type]
         assert prefill.ended(2) == []
         done = [chunk_done(0, 3), chunk_done(1, 0, True, b"h"), RoomDone(1), RoomReleased(1)]
@@ -175,8 +171,7 @@ class TestChunks:
         assert prefill.counts.endings == {"success": 1}
 
     def test_the_end_of_a_write_is_told_once(self, prefill: LonePrefill) -> None:
-        record = prefill.matched()
-        prefill.send(record, 1)
+        record = prefill.sending(1)
         assert prefill.ended(1) and prefill.ended(1) == [] == prefill.ended(99)
 
     def test_writes_of_all_rooms_have_numbers_of_their_own(self, prefill: LonePrefill) -> None:
@@ -279,8 +274,7 @@ class TestWritesThatFail:
     def test_the_only_one(
         self, prefill: LonePrefill, outcome: W, error: str, text: str, drained: bool
     ) -> None:
-        record = prefill.matched()
-        prefill.send(record, 1)
+        record = prefill.sending(1)
         why = Cause(Code.TRANSFER_ERROR, text)
         told = [failed(why), ack(drained=drained), RoomStopped(1, why), RoomReleased(1)]
         assert prefill.ended(1, outcome, error=error) == told
@@ -324,8 +318,7 @@ class TestWritesThatFail:
 
 class TestRoomsThatEndWhileTheyWrite:
     def test_by_decode(self, prefill: LonePrefill) -> None:
-        record = prefill.matched()
-        prefill.send(record, 1)
+        record = prefill.sending(1)
         prefill.send(record, 2)
         prefill.ended(2)
         assert prefill.hear(abort()) == [RoomStopped(1, GONE), CancelWrite(1)], (
@@ -340,8 +333,7 @@ class TestRoomsThatEndWhileTheyWrite:
         assert chunks == ["chunk 0, 1 pages: cancelled", "chunk 1, 1 pages: landed"]
 
     def test_by_the_engine(self, prefill: LonePrefill) -> None:
-        record = prefill.matched()
-        prefill.send(record, 1)
+        record = prefill.sending(1)
         assert prefill.close(record) == [failed(BROKEN), RoomStopped(1, BROKEN), CancelWrite(1)]
         assert prefill.ended(1) == [ack(), RoomReleased(1)]
         assert prefill.close(record) == [], "closing is idempotent"
@@ -363,8 +355,7 @@ class TestRoomsThatEndWhileTheyWrite:
         assert prefill.tick(4.5) == [] and record.state.cause == BROKEN
 
     def test_by_the_silence_of_decode(self, prefill: LonePrefill) -> None:
-        record = prefill.matched()
-        prefill.send(record, 1)
+        record = prefill.sending(1)
         assert prefill.tick(5) == [failed(SILENT), RoomStopped(1, SILENT), CancelWrite(1)]
         assert prefill.ended(1) == [ack(), RoomReleased(1)], "it may hear"
         assert prefill.endpoint.next_tick() == float("inf"), "of a silent decode nothing is due"
@@ -391,8 +382,7 @@ class TestRoomsThatEndWhileTheyWrite:
     def test_by_decode_which_is_lost_before_it_has_drained(
         self, prefill: LonePrefill, lost: str
     ) -> None:
-        record = prefill.matched()
-        prefill.send(record, 1)
+        record = prefill.sending(1)
         prefill.hear(abort())
         if lost == "dead":
             prefill.endpoint.peer_died(DECODE, prefill.now)
@@ -403,8 +393,7 @@ class TestRoomsThatEndWhileTheyWrite:
         assert record.state.cause == GONE
 
     def test_by_leaving(self, prefill: LonePrefill) -> None:
-        record = prefill.matched()
-        prefill.send(record, 1)
+        record = prefill.sending(1)
         prefill.endpoint.leave(prefill.now)
         why = Cause(Code.SHUTDOWN, "prefill is shutting down")
         assert prefill.asked() == [failed(why), RoomStopped(1, why), CancelWrite(1)]
@@ -416,8 +405,7 @@ class TestDecodeAsks:
     """Resync: what was missed is sent again, and what is not known here is named."""
 
     def test_chunks_from_the_first_it_has_not_received(self, prefill: LonePrefill) -> None:
-        record = prefill.matched()
-        prefill.send(record, 1)
+        record = prefill.sending(1)
         prefill.ended(1)
         prefill.send(record, 2, 3, last=True)
         assert prefill.hear(ask((7, 1, 0))) == [chunk_done(0, 1)]
@@ -429,15 +417,13 @@ class TestDecodeAsks:
         assert prefill.hear(ask((7, 1, 0))) == [ask((7, 1, 0))], "decode has settled it"
 
     def test_how_it_ended(self, prefill: LonePrefill) -> None:
-        record = prefill.matched()
-        prefill.send(record, 1)
+        record = prefill.sending(1)
         prefill.ended(1)
         prefill.close(record)
         assert prefill.hear(ask((7, 1, 1))) == [failed(BROKEN), ack()]
 
     def test_a_grant_is_answered_once(self, prefill: LonePrefill) -> None:
-        record = prefill.matched()
-        prefill.send(record, 1)
+        prefill.sending(1)
         prefill.ended(1)
         assert prefill.hear(ask((7, 1, 0), (7, 1, 0), (9, 4, 0), (9, 4, 0))) == [
             chunk_done(0, 1),
@@ -493,8 +479,7 @@ def test_hand_overs_are_kept_up_to_a_limit_and_the_decode_with_most_loses_the_ol
 
 def test_every_message_about_a_room_says_which_rank_sends_it() -> None:
     prefill = LonePrefill(rank=3).up()
-    record = prefill.matched()
-    prefill.send(record, 1)
+    record = prefill.sending(1)
     done = prefill.ended(1)
     ended = [message for message in done + prefill.close(record) if hasattr(message, "rank")]
     assert [type(message).__name__ for message in ended] == ["ChunkDone", "RoomFailed", "AbortAck"]
