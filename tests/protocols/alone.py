@@ -356,7 +356,7 @@ class LoneDecode:
         return self.asked()
 
     def silence(self, for_s: float = 5) -> list[Any]:
-        """Time passes without a word, and the clock strikes once more; returns what came of that."""
+        """Time passes without a word; what the second strike of the clock brings."""
         self.tick(for_s)
         return self.tick()
 

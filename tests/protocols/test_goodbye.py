@@ -102,7 +102,7 @@ class TestPrefillSaysGoodbye:
             prefill.open(7)
 
     def test_an_acknowledgement_comes_while_a_write_runs(self, prefill: LonePrefill) -> None:
-        record = prefill.sending(0, 1, 2, last=True)
+        prefill.sending(0, 1, 2, last=True)
         part(prefill)
         assert prefill.hear(acknowledged()) == [], "its route is in use"
         assert prefill.ended(1, WriteOutcome.CANCELLED) == [RoomReleased(1), CloseRoute(DECODE)]

@@ -298,7 +298,7 @@ class TestPlacesAreBounded:
         self, doubt: bool
     ) -> None:
         prefill = LonePrefill(bounds=self.BOUNDS).up(DECODE)
-        record = prefill.sending(1)
+        prefill.sending(1)
         prefill.ended(1, WriteOutcome.UNPROVEN if doubt else WriteOutcome.CANCELLED)
         prefill.now += 1
         prefill.up(OTHER_DECODE)

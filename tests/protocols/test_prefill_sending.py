@@ -110,7 +110,7 @@ class TestPinned:
         )
 
     def test_without_a_limit_none_is_refused(self, prefill: LonePrefill) -> None:
-        record = prefill.sending(1, 3, 4, last=True)
+        prefill.sending(1, 3, 4, last=True)
         prefill.hear(abort(7, 1))
         assert pinned(prefill) == 3
         assert prefill.matched(8, 2).phase is PrefillPhase.WAITING_FOR_INPUT
@@ -171,7 +171,7 @@ class TestChunks:
         assert prefill.counts.endings == {"success": 1}
 
     def test_the_end_of_a_write_is_told_once(self, prefill: LonePrefill) -> None:
-        record = prefill.sending(1)
+        prefill.sending(1)
         assert prefill.ended(1) and prefill.ended(1) == [] == prefill.ended(99)
 
     def test_writes_of_all_rooms_have_numbers_of_their_own(self, prefill: LonePrefill) -> None:
@@ -355,7 +355,7 @@ class TestRoomsThatEndWhileTheyWrite:
         assert prefill.tick(4.5) == [] and record.state.cause == BROKEN
 
     def test_by_the_silence_of_decode(self, prefill: LonePrefill) -> None:
-        record = prefill.sending(1)
+        prefill.sending(1)
         assert prefill.tick(5) == [failed(SILENT), RoomStopped(1, SILENT), CancelWrite(1)]
         assert prefill.ended(1) == [ack(), RoomReleased(1)], "it may hear"
         assert prefill.endpoint.next_tick() == float("inf"), "of a silent decode nothing is due"
