@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -374,7 +375,8 @@ async def test_prefill_verifies_and_decode_does_not(p: Pair) -> None:
 async def test_what_cannot_be_summed_has_not_landed(
     p: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(p.decode.shell.checksums._sums, "_stores", Stores([None], []))  # type: ignore[list-item]
+    bad: Any = None  # where a store would be
+    monkeypatch.setattr(p.decode.shell.checksums._sums, "_stores", Stores([bad], []))
     _, target = await sending(p)
     with pytest.raises(KvflowError, match="could not be computed"):
         await target.landed()

@@ -190,7 +190,8 @@ async def test_a_decode_that_closes_is_forgotten_at_once(p: Pair) -> None:
     (peer,) = known(p.prefill)
     route = p.prefill.shell.routes[peer.incarnation]
     await p.decodes.pop().close()
-    assert not known(p.prefill) and not p.prefill.shell.routes and route.closed  # type: ignore[attr-defined]
+    assert not known(p.prefill) and not p.prefill.shell.routes
+    assert isinstance(route, LocalRoute) and route.closed
     assert not p.prefill.shell.endpoint.core.deadlines
 
 

@@ -482,7 +482,8 @@ async def test_a_plane_that_cannot_close_lets_the_rest_close_and_its_error_out(n
         await success(p)
         which: PrefillNode | DecodeNode = getattr(p, node)
         plane = p.plane(which)
-        close, plane.close = (plane.close, awaited(ACTS["RuntimeError"]))  # type: ignore[method-assign]
+        close = plane.close
+        plane.close = awaited(ACTS["RuntimeError"])  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="new thread"):
             await which.close()
         assert which.shell.stopped and not which.shell._tasks

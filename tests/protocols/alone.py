@@ -434,13 +434,13 @@ def done(
     return chunk_done(seq, pages, last, handoff, grant=G, **more)
 
 
-def over(grant: int, cause: Cause, *, freed: bool = True) -> list[object]:
+def over(grant: GrantId, cause: Cause, *, freed: bool = True) -> list[object]:
     """What a room of which nothing was lent asks for at its end."""
-    return [RoomFailed(grant, cause), *([FreePages(grant)] if freed else []), RoomEnded(grant)]  # type: ignore[arg-type]
+    return [RoomFailed(grant, cause), *([FreePages(grant)] if freed else []), RoomEnded(grant)]
 
 
-def quarantined(grant: int) -> list[object]:
-    return [QuarantinePages(grant), RoomEnded(grant)]  # type: ignore[arg-type]
+def quarantined(grant: GrantId) -> list[object]:
+    return [QuarantinePages(grant), RoomEnded(grant)]
 
 
 def link(decode: LoneDecode) -> LinkPhase:

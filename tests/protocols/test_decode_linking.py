@@ -55,7 +55,7 @@ class TestRegistering:
         assert fresh.hear(registered(fresh_from=1)) == [], (
             "the answer to a Register that was repeated"
         )
-        assert fresh.open(8) == 2 and fresh.asked() == [Linked(2), to(announce(8, 2))]  # type: ignore[arg-type]
+        assert fresh.open(8) == 2 and fresh.asked() == [Linked(GrantId(2)), to(announce(8, 2))]
 
     def test_register_is_repeated_until_it_is_answered(self, fresh: LoneDecode) -> None:
         fresh.open(deadline_at_s=START + 99)
@@ -123,7 +123,7 @@ class TestRegistering:
     def test_the_address_of_the_writer_is_the_first_that_was_named(self, fresh: LoneDecode) -> None:
         fresh.open()
         fresh.asked()
-        assert fresh.hear(registered(fresh_from=1, address=None)) == [Linked(1)]  # type: ignore[arg-type]
+        assert fresh.hear(registered(fresh_from=1, address=None)) == [Linked(GrantId(1))]
         decode = LoneDecode().up()
         (peer,) = decode.endpoint.peers
         decode.hear(registered(fresh_from=9, address=None))
@@ -238,7 +238,7 @@ class TestWhichRanks:
                 Dial(OTHER_KEY),
                 to(register(source=OTHER_PREFILL), OTHER_KEY),
             ),
-            *(to(announce()), to(announce(source=OTHER_PREFILL), OTHER_KEY)),  # type: ignore[arg-type]
+            *(to(announce()), to(announce(source=OTHER_PREFILL), OTHER_KEY)),
         ]
         assert fresh.hear(registered(size=2, fresh_from=1)) == [WatchWriter(KEY, OWN_ADDRESS)]
         answer = registered(rank=1, size=2, fresh_from=1, **other)  # type: ignore[arg-type]

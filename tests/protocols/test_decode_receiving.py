@@ -4,6 +4,8 @@ I8).
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvflow.protocols.commands import (
@@ -255,7 +257,7 @@ def summed(
     rank: int = 0,
     grant: GrantId = G,
     error: str = "",
-) -> list[object]:
+) -> list[Any]:
     decode.endpoint.chunk_summed(grant, rank, seq, checksum, decode.now, error=error)
     return decode.asked()
 
@@ -307,8 +309,8 @@ class TestVerifiedChunks:
         decode.lent()
         decode.hear(done(0, 1, checksum=sent), done(1, 1, checksum=b"c"))
         stop, failure, told = summed(decode, 0, found)
-        assert (stop, told) == (StopVerifying(G), to(abort(grant=G, cause=failure.cause)))  # type: ignore[attr-defined]
-        assert failure.cause.code is code and failure.cause.text.startswith(text)  # type: ignore[attr-defined]
+        assert (stop, told) == (StopVerifying(G), to(abort(grant=G, cause=failure.cause)))
+        assert failure.cause.code is code and failure.cause.text.startswith(text)
         assert decode.counts.mismatched == 1
         assert summed(decode, 1, b"c") == [] and summed(decode, 0, sent or b"x") == []
 
@@ -392,12 +394,12 @@ class TestStagedRooms:
         decode.lent()
         decode.hear(done(0, 1))
         stop, failure, told = summed(decode, 0, b"", error="the device is lost")
-        assert (stop, told) == (StopVerifying(G), to(abort(grant=G, cause=failure.cause)))  # type: ignore[attr-defined]
+        assert (stop, told) == (StopVerifying(G), to(abort(grant=G, cause=failure.cause)))
         text = (
             "chunk 0 of rank 0: the pages could not be brought to where they are used: the device "
             "is lost"
         )
-        assert failure.cause == Cause(Code.ENGINE_ERROR, text)  # type: ignore[attr-defined]
+        assert failure.cause == Cause(Code.ENGINE_ERROR, text)
         assert decode.counts.mismatched == 0, "nothing was compared"
 
     def test_where_both_are_asked_for_sums_are_compared(self) -> None:

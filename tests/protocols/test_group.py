@@ -813,8 +813,8 @@ def test_a_rank_that_is_lost_is_told_so_and_watched_no_more() -> None:
         told, *unwatch = leader.commands()
         assert isinstance(told, SendToMember)
         assert told.routing_id == routing_id(life)
-        answer = parse_at_member(told.frame)
-        assert (answer.session, answer.refusal) == (session, f"rank {rank} of the group has died")  # type: ignore[union-attr]
+        answer: Any = parse_at_member(told.frame)
+        assert (answer.session, answer.refusal) == (session, f"rank {rank} of the group has died")
         assert unwatch == ([UnwatchMember(life)] if rank else [])
     beat = wire.Beat(
         leader=leader.incarnation, member=life, session=session, sent_below=0, received_below=0

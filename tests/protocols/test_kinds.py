@@ -4,6 +4,8 @@ compare.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -24,8 +26,8 @@ HYBRID = [
 ]
 
 
-def hybrid(**changes: object) -> PoolLayout:
-    return build_layout(HYBRID, **{"page_size": 4, "num_pages": 6, "num_rows": 3, **changes})  # type: ignore[arg-type]
+def hybrid(**changes: Any) -> PoolLayout:
+    return build_layout(HYBRID, **{"page_size": 4, "num_pages": 6, "num_rows": 3, **changes})
 
 
 def test_each_unit_has_its_own_bytes() -> None:

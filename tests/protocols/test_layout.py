@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from kvflow.protocols.pages.layout import (
     MAX_PAGES,
     Buffer,
     Component,
+    Order,
     PoolLayout,
     build_layout,
     names_twice,
@@ -116,7 +119,7 @@ def test_sizes_from_numpy_survive_the_wire() -> None:
 
 def test_an_order_nobody_knows_is_refused() -> None:
     with pytest.raises(LayoutError, match="order 'token_first' is neither"):
-        build_layout(STREAMS, page_size=1, num_pages=1, order="token_first")  # type: ignore[arg-type]
+        build_layout(STREAMS, page_size=1, num_pages=1, order=cast(Order, "token_first"))
 
 
 def opaque(streams: dict[str, int], tag: str = "flash-attn HND", page_size: int = 16) -> PoolLayout:

@@ -25,6 +25,7 @@ from kvflow.protocols.pages.plan import Pairing
 
 Memory = NDArray[np.uint8]
 PLACES = 5
+ORDERS: tuple[Order, ...] = ("page_first", "layer_first")
 
 
 class Stream(NamedTuple):
@@ -368,7 +369,7 @@ def test_a_rank_may_have_nothing_to_send() -> None:
     )
 
 
-@pytest.mark.parametrize("order", ["page_first", "layer_first"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_parts_that_agree_are_planned_as_if_they_were_all(order: Order) -> None:
     """No block more than without parts: pages that lie together are one block."""
     whole = [StateKind(f"{i}.{x}", "bfloat16", (4, 16)) for i in range(3) for x in "kv"]
@@ -391,9 +392,9 @@ def test_planning_takes_milliseconds() -> None:
         kind._replace(shape=(2, 128), start=2 * i, whole=8) for i in range(4) for kind in layers
     ]
     for name, source, target in (("whole to whole", layers, layers), ("TP 2 to 4", mine, theirs)):
-        for order in ("page_first", "layer_first"):
+        for order in ORDERS:
             pools = [
-                build_layout(kinds, page_size=16, num_pages=1024, order=order)  # type: ignore[arg-type]
+                build_layout(kinds, page_size=16, num_pages=1024, order=order)
                 for kinds in (source, target)
             ]
             pairing, took_s = Pairing(*pools, partly=True), []

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvflow.protocols.commands import (
@@ -49,6 +51,12 @@ from tests.protocols.alone import (
 W = WriteOutcome
 DIED = Cause(Code.PEER_LOST, f"decode {DECODE:016x} died")
 SILENT = Cause(Code.PEER_LOST, f"decode {DECODE:016x} was silent for 5 s")
+
+
+def start(write: int, room: int, sources: tuple[int, ...], targets: tuple[int, ...]) -> StartWrite:
+    """As `seen` shows it."""
+    pages: Any = (sources, targets)
+    return StartWrite(write, room, DECODE, *pages)
 
 
 def pinned(prefill: LonePrefill) -> int:
@@ -119,10 +127,8 @@ class TestPinned:
 class TestChunks:
     def test_each_goes_onto_the_next_of_decodes_pages(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
-        assert prefill.send(record, 1, 3) == [StartWrite(1, 1, DECODE, (1, 3), (7, 2))]  # type: ignore[arg-type]
-        assert prefill.send(record, 4, last=True, handoff=b"h") == [
-            StartWrite(2, 1, DECODE, (4,), (5,))
-        ]  # type: ignore[arg-type]
+        assert prefill.send(record, 1, 3) == [start(1, 1, (1, 3), (7, 2))]
+        assert prefill.send(record, 4, last=True, handoff=b"h") == [start(2, 1, (4,), (5,))]
         assert prefill.ended(1, checksum=b"sum") == [chunk_done(0, 2, checksum=b"sum")]
         assert record.phase is PrefillPhase.TRANSFERRING and list(prefill.core.writes) == [2]
         done = [chunk_done(1, 1, True, b"h"), RoomDone(1), RoomReleased(1)]
@@ -154,7 +160,7 @@ class TestChunks:
 
     def test_the_last_one_may_have_no_pages(self, prefill: LonePrefill) -> None:
         record = prefill.sending(1, 2, 3)
-        assert prefill.send(record, last=True, handoff=b"h") == [StartWrite(2, 1, DECODE, (), ())]  # type: ignore[arg-type]
+        assert prefill.send(record, last=True, handoff=b"h") == [start(2, 1, (), ())]
         assert prefill.ended(2) == []
         done = [chunk_done(0, 3), chunk_done(1, 0, True, b"h"), RoomDone(1), RoomReleased(1)]
         assert prefill.ended(1) == done
@@ -165,7 +171,7 @@ class TestChunks:
         prefill.hear(bootstrap(pages=(), prefix=11))
         record = prefill.open()
         prefill.asked()
-        assert prefill.send(record, last=True) == [StartWrite(1, 1, DECODE, (), ())]  # type: ignore[arg-type]
+        assert prefill.send(record, last=True) == [start(1, 1, (), ())]
         assert record.phase is PrefillPhase.TRANSFERRING and not record.ended
         assert prefill.ended(1) == [chunk_done(0, 0, True), RoomDone(1), RoomReleased(1)]
         assert prefill.counts.endings == {"success": 1}
@@ -177,7 +183,7 @@ class TestChunks:
     def test_writes_of_all_rooms_have_numbers_of_their_own(self, prefill: LonePrefill) -> None:
         first, second = prefill.matched(7, 1), prefill.matched(8, 2)
         prefill.send(first, 1)
-        assert prefill.send(second, 2) == [StartWrite(2, 2, DECODE, (2,), (7,))]  # type: ignore[arg-type]
+        assert prefill.send(second, 2) == [start(2, 2, (2,), (7,))]
         assert prefill.ended(2) == [chunk_done(0, 1, room=8, grant=2)]
 
 
@@ -256,7 +262,7 @@ class TestWhatCannotBeSent:
         prefill.endpoint.queue_chunk(
             record, indices(1, 2, 3), last=True, handoff=b"", now=START, checked=True
         )
-        assert prefill.asked() == [StartWrite(1, 1, DECODE, (1, 2, 3), (7, 2, 5))]  # type: ignore[arg-type]
+        assert prefill.asked() == [start(1, 1, (1, 2, 3), (7, 2, 5))]
         with pytest.raises(MisuseError):
             prefill.endpoint.queue_chunk(record, indices(1), last=True, handoff=b"", now=START)
 
