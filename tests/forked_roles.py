@@ -3,9 +3,13 @@
 A role imports torch and transformers for four to five seconds of CPU, and the tests start hundreds
 of them. `python -m tests.forked_roles DESCRIPTOR` imports once and forks for each request; what
 runs from there on is `python -m kvflow.cli`, with the arguments, the environment and the
-descriptors that `Child` would have given it. Routers, other ranks of a worker, and roles whose
-environment is not the tests' own are started as ever, and so is all that starts from a command
-(test_cli_parity.py, test_killed.py, tests/demo, tests/test_printed.py).
+descriptors that `Child` would have given it. A forked role forks the other ranks of its worker in
+the same way. Routers and roles whose environment is not the tests' own are started as ever, and so
+is all that starts from a command (test_cli_parity.py, test_killed.py, tests/demo,
+tests/test_printed.py).
+
+The kernel kills a role when the process ends that started it. For a forked one that is this
+process, so this one does so when the connection of the request closes.
 """
 
 from __future__ import annotations
@@ -23,11 +27,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
-
-import pytest
 
 from kvflow.memory.past_caches import copying_environment
 from kvflow.serve.launch import child
@@ -58,22 +60,23 @@ _OWN = ("KVFLOW_", "PYTEST_", "TORCHINDUCTOR_")
 class Nursery:
     """The process that forks, started for the first role."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str = "") -> None:
+        """`path` is the address of one that runs."""
         self._environment = copying_environment(os.environ)
         self._process: subprocess.Popen[bytes] | None = None
-        self._path = ""
+        self._path = path
 
     def may_fork(self, role: str, arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
         """Return whether a forked role is what a started one would be."""
         return (
-            role in ("prefill", "decode")
+            role in ("prefill", "decode", "prefill-rank", "decode-rank")
             and "--threads" not in arguments
             and _of_others(environment) == _of_others(self._environment)
         )
 
     def connect(self) -> socket.socket:
         """Return a connection for one role."""
-        if self._process is None:
+        if not self._path:
             self._start()
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._path)
@@ -176,15 +179,23 @@ async def fork_role(
 def forking(nursery: Nursery) -> Iterator[None]:
     """Fork the roles that this process starts meanwhile, where that makes no difference to them."""
     start = child.start_role
-
-    async def fork(role: str, arguments: Sequence[str], **how: Any) -> asyncio.subprocess.Process:
-        if nursery.may_fork(role, arguments, how["env"]):
-            return await fork_role(nursery, role, arguments, **how)
-        return await start(role, arguments, **how)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(child, "start_role", fork)
+    _fork_all(nursery)
+    try:
         yield
+    finally:
+        child.start_role = start
+
+
+def _fork_all(nursery: Nursery) -> None:
+    start = child.start_role
+
+    async def fork(role: str, arguments: Iterable[str], **how: Any) -> asyncio.subprocess.Process:
+        given = list(arguments)
+        if nursery.may_fork(role, given, how["env"]):
+            return await fork_role(nursery, role, given, **how)
+        return await start(role, given, **how)
+
+    child.start_role = fork
 
 
 # --- in the nursery
@@ -197,7 +208,7 @@ class _Forking:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._listener = listener
-        self._connections: dict[int, tuple[int, socket.socket]] = {}
+        self._connections: dict[int, tuple[int, socket.socket]] = {}  # by a process's descriptor
 
     def next_role(self) -> list[str]:
         """Serve requests. Return in each forked process, with the words of its command."""
@@ -206,6 +217,10 @@ class _Forking:
                 if key.fileobj is self._listener:
                     if (words := self._fork()) is not None:
                         return words
+                elif isinstance(key.fileobj, socket.socket):
+                    # Nothing follows a request, so whoever sent it has ended.
+                    self._selector.unregister(key.fileobj)
+                    signal.pidfd_send_signal(key.data, signal.SIGKILL)
                 else:
                     self._report(cast("int", key.fileobj))
 
@@ -231,6 +246,7 @@ class _Forking:
         ended = os.pidfd_open(pid)
         self._connections[ended] = (pid, connection)
         self._selector.register(ended, selectors.EVENT_READ)
+        self._selector.register(connection, selectors.EVENT_READ, ended)
         return None
 
     def _become(self, descriptors: list[int], numbers: list[int]) -> None:
@@ -250,6 +266,8 @@ class _Forking:
     def _report(self, ended: int) -> None:
         pid, connection = self._connections.pop(ended)
         self._selector.unregister(ended)
+        if connection in self._selector.get_map():
+            self._selector.unregister(connection)
         os.close(ended)
         _, status = os.waitpid(pid, 0)
         with connection, contextlib.suppress(OSError):  # the test has ended
@@ -271,8 +289,10 @@ def main() -> NoReturn:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
-    with socket.socket(fileno=int(sys.argv[1])) as listener:
-        words = _Forking(listener).next_role()
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    path = listener.getsockname().decode()
+    words = _Forking(listener).next_role()
+    _fork_all(Nursery(path))
     sys.argv = ["kvflow.cli", *words]
     runpy.run_module("kvflow.cli", run_name="__main__", alter_sys=True)
     sys.exit()
