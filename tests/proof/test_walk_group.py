@@ -9,24 +9,23 @@ from unittest.mock import patch
 
 import pytest
 
+from kvflow.proof.group.plants import PLANTS as OF_SEEDS
 from kvflow.proof.walk.breadth_first import walk
 from kvflow.proof.walk.group import GroupWorld
 from kvflow.proof.walk.group_worlds import WORLDS, GroupBounds
 from kvflow.protocols.group.leader import GroupLeader
-from kvflow.protocols.group.member import GroupMember
 from kvflow.protocols.machines import group as tables
 from kvflow.protocols.machines.group import (
     LeaderKind,
     LeaderPhase,
-    MemberCommand,
-    MemberKind,
-    MemberPhase,
 )
 from kvflow.protocols.machines.tables import Move
 from kvflow.protocols.wire.group import Vote
 
 QUICK = ("loss", "failure-loss", "silence", "refused")
 Plant = Callable[[], AbstractContextManager[Any]]
+SHARED = {plant.name: plant.install for plant in OF_SEEDS}
+"""Bugs that seeds of a group find, too."""
 
 
 @pytest.mark.parametrize(
@@ -38,24 +37,6 @@ def test_nothing_is_broken(name: str) -> None:
     assert not report["violations"], report
     assert report["states"] > 2_000
     assert report["rest_states"] > 100
-
-
-def _cell(phase: MemberPhase, kind: MemberKind, move: Any) -> AbstractContextManager[Any]:
-    return patch.dict(tables.MEMBER.moves, {(phase, kind): move})
-
-
-def _skips_local_failures() -> AbstractContextManager[Any]:
-    return _cell(MemberPhase.OPEN, MemberKind.FAILED, Move(MemberPhase.FAILING))
-
-
-def _waits_for_the_decision_to_drain() -> AbstractContextManager[Any]:
-    return _cell(MemberPhase.FAILING, MemberKind.RELEASED, None)
-
-
-def _starts_alone() -> AbstractContextManager[Any]:
-    return _cell(
-        MemberPhase.OPEN, MemberKind.MATCHED, Move(MemberPhase.STARTED, (MemberCommand.START,))
-    )
 
 
 def _reports_twice() -> AbstractContextManager[Any]:
@@ -73,20 +54,6 @@ def _reports_twice() -> AbstractContextManager[Any]:
             self._requests[ticket] = record
 
     return patch.object(GroupLeader, "_feed", twice)
-
-
-def _nobody_notices_the_leaders_death() -> AbstractContextManager[Any]:
-    return patch.object(GroupMember, "leader_gone", lambda self, now: None)
-
-
-def _a_lost_ranks_requests_stay() -> AbstractContextManager[Any]:
-    lose = GroupLeader._lose
-
-    def forgets(self: GroupLeader, member: Any, text: str) -> None:
-        lose(self, member, text)
-        self._lost.clear()
-
-    return patch.object(GroupLeader, "_lose", forgets)
 
 
 def _a_vote_counts_for_two() -> AbstractContextManager[Any]:
@@ -125,24 +92,23 @@ def _a_room_in_use_fails_its_first_request() -> AbstractContextManager[Any]:
 
 PLANTS: dict[str, tuple[Plant, GroupBounds, str]] = {
     "a stage skips local failures": (
-        _skips_local_failures,
+        SHARED["local failure skipped"],
         GroupBounds(ranks=2, failures=1),
         "rest",
     ),
-    "a drained rank is forgotten": (
-        _waits_for_the_decision_to_drain,
-        GroupBounds(ranks=2, failures=1),
-        "rest",
+    "a rank starts by itself": (
+        SHARED["starts alone"],
+        GroupBounds(ranks=2),
+        "is not matched at rank",
     ),
-    "a rank starts by itself": (_starts_alone, GroupBounds(ranks=2), "is not matched at rank"),
     "a failure is told twice": (_reports_twice, GroupBounds(ranks=2, failures=2), "twice"),
     "the leader is lost, and nobody notices": (
-        _nobody_notices_the_leaders_death,
+        SHARED["leader lost unseen"],
         GroupBounds(ranks=2, crashes=1),
         "rest",
     ),
     "requests of a lost rank stay": (
-        _a_lost_ranks_requests_stay,
+        SHARED["rank lost unseen"],
         GroupBounds(ranks=2, crashes=1),
         "rest",
     ),

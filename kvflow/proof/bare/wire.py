@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from kvflow.proof.bare.clock import Clock
 from kvflow.proof.bare.holds import Who
 from kvflow.proof.rules.words import worded
-from kvflow.proof.sim.faults import Faults
+from kvflow.proof.sim.faults import Faults, spoilt
 from kvflow.proof.sim.times import DELAY_S, FRAME_S, TICK_S
 from kvflow.protocols.commands import PeerKey
 from kvflow.protocols.errors import WireError
@@ -105,8 +105,8 @@ class Wire:
             late_s = at_s - now + rng.uniform(*FRAME_S)
             clock.later(late_s, None, self._deliver, control, decode, to_prefill, frame)
         elif fault == "garbage":
-            spoilt = garbage(rng, frame, to_prefill)
-            clock.later(at_s - now, None, self._deliver, control, decode, to_prefill, spoilt, True)
+            data = spoilt(rng, frame, lambda found: parsed(found, to_prefill) is not None)
+            clock.later(at_s - now, None, self._deliver, control, decode, to_prefill, data, True)
         return None
 
     def unjam(self, end: str | int) -> None:
@@ -184,15 +184,3 @@ def parsed(frame: bytes, to_prefill: bool) -> Message | None:
         return parse_at_prefill(frame) if to_prefill else parse_at_decode(frame)
     except WireError:
         return None
-
-
-def garbage(rng: random.Random, frame: bytes, to_prefill: bool) -> bytes:
-    """Return bytes that are no message: the frame cut short or changed, or random bytes."""
-    at = rng.randrange(len(frame))
-    spoilt = (
-        frame[:at],
-        frame[:at] + bytes([frame[at] ^ rng.randint(1, 255)]) + frame[at + 1 :],
-        rng.randbytes(at),
-    )
-    found = rng.choice(spoilt)
-    return found if parsed(found, to_prefill) is None else b"\xc1" + found

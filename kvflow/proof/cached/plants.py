@@ -94,7 +94,6 @@ OF_THE_WALK = {
     "readers not copied at split": (12, "I5"),
     "failed copy taken for one": (1, "I10"),
     "source of a copy let go": (1, "I13"),
-    "failed write keeps its pages": (2, "I5"),
     "eviction not told": (0, "I10"),
     "chunk without pages lands at once": (1, "I4"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 ON_FRAMES = ("drop", "delay", "duplicate", "reorder", "garbage")
 ON_WRITES = ("slow", "stuck", "late", "error")
@@ -84,3 +85,15 @@ class Faults:
                 self.struck[kind] += 1
                 return kind
         return ""
+
+
+def spoilt(rng: random.Random, data: bytes, is_message: Callable[[bytes], bool]) -> bytes:
+    """Return bytes that are no message: a frame cut short or changed, or random bytes."""
+    at = rng.randrange(len(data))
+    ways = (
+        data[:at],
+        data[:at] + bytes([data[at] ^ rng.randint(1, 255)]) + data[at + 1 :],
+        rng.randbytes(at),
+    )
+    found = rng.choice(ways)
+    return b"\xc1" + found if is_message(found) else found

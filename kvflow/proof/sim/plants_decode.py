@@ -21,12 +21,8 @@ from kvflow.protocols.decode.links import PrefillPeer
 from kvflow.protocols.decode.records import DecodeRoomRecord
 from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.machines import decode_room
 from kvflow.protocols.machines.decode_room import (
-    DecodeEvent,
-    DecodeKind,
     DecodePhase,
-    DecodeRoomState,
 )
 from kvflow.protocols.machines.loan import LoanKind
 from kvflow.protocols.wire.messages import AbortAck, ChunkDone, Heartbeat, RoomFailed
@@ -78,24 +74,6 @@ def no_grant_check() -> Installed:
         )
 
     return swapped(decode_endpoint, "_room_of", room_of)
-
-
-@bug("success before all ranks", nodes=(5, "I8"), bare=(1, "I8"))
-def success_before_all_ranks() -> Installed:
-    """One rank's last chunk is enough."""
-    original = decode_room._count_chunk
-
-    def count_chunk(
-        room: DecodeRoomState, event: DecodeEvent
-    ) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
-        room, kind, event = original(room, event)
-        return (
-            room,
-            DecodeKind.ALL_LANDED if event.last and kind is DecodeKind.CHUNK_LANDED else kind,
-            event,
-        )
-
-    return swapped(decode_room, "_count_chunk", count_chunk)
 
 
 @bug("double close", nodes=(0, "I1"), unseen="it is in the room that users hold")

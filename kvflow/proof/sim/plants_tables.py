@@ -5,14 +5,18 @@ them.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
 
 from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.swap import swapped, swapped_cells
+from kvflow.proof.walk.plants_tables import (
+    doubt_forgotten,
+    success_of_one_rank,
+    taken_for_landed,
+)
 from kvflow.protocols.errors import Cause
-from kvflow.protocols.machines import decode_room, prefill_room
+from kvflow.protocols.machines import decode_room
 from kvflow.protocols.machines import loan as loans
 from kvflow.protocols.machines.decode_room import (
     DecodeCommand,
@@ -21,34 +25,29 @@ from kvflow.protocols.machines.decode_room import (
     DecodePhase,
 )
 from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase
-from kvflow.protocols.machines.prefill_room import PrefillKind, PrefillPhase
 from kvflow.protocols.machines.tables import Move
-from kvflow.protocols.ports import WriteOutcome
 
 PLANTS: list[Plant] = []
 bug = planting(PLANTS)
 
-_end_of_write = prefill_room._end_of_write
-
-
-@bug("failed handle taken for landed (table)", nodes=(4, "I3"), bare=(4, "I3"))
-def _taken_for_landed() -> Installed:
-    """A write that ended in error counts like one that landed."""
-
-    def end_of_write(phase: PrefillPhase, outcome: WriteOutcome | None, **rest: Any) -> PrefillKind:
-        return _end_of_write(phase, WriteOutcome.LANDED, **rest | {"doubt": False})
-
-    return swapped(prefill_room, "_end_of_write", end_of_write)
-
-
-@bug("doubt forgotten", nodes=(4, "I2"), bare=(4, "I2"))
-def _doubt_forgotten() -> Installed:
-    """A drain that ends well forgets the write before it that did not."""
-
-    def end_of_write(phase: PrefillPhase, outcome: WriteOutcome | None, **rest: Any) -> PrefillKind:
-        return _end_of_write(phase, outcome, **rest | {"doubt": False})
-
-    return swapped(prefill_room, "_end_of_write", end_of_write)
+bug(
+    "failed handle taken for landed (table)",
+    "A write that ended in error counts like one that landed.",
+    nodes=(4, "I3"),
+    bare=(4, "I3"),
+)(taken_for_landed)
+bug(
+    "doubt forgotten",
+    "A drain that ends well forgets the write before it that did not.",
+    nodes=(4, "I2"),
+    bare=(4, "I2"),
+)(doubt_forgotten)
+bug(
+    "success before all ranks",
+    "One rank's last chunk is enough.",
+    nodes=(5, "I8"),
+    bare=(1, "I8"),
+)(success_of_one_rank)
 
 
 @bug(

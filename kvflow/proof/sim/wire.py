@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from typing import TypeVar
 
-from kvflow.proof.sim.faults import Faults
+from kvflow.proof.sim.faults import Faults, spoilt
 from kvflow.proof.sim.loop import Process, current_process
 from kvflow.proof.sim.oracle import Oracle
 from kvflow.proof.sim.times import DELAY_S, FRAME_S, TICK_S
@@ -122,12 +122,9 @@ class Wire(Network):
 
 
 def garbage(rng: random.Random, frame: Frame) -> Frame:
-    """Return bytes that are no message: the frame cut short or changed, or random bytes."""
-    data, at = frame.data, rng.randrange(len(frame.data))
-    spoilt = (
-        data[:at],
-        data[:at] + bytes([data[at] ^ rng.randint(1, 255)]) + data[at + 1 :],
-        rng.randbytes(at),
-    )
-    found = frame._replace(data=rng.choice(spoilt))
-    return found if found.message is None else frame._replace(data=b"\xc1" + data)
+    """Return the frame with bytes that are no message."""
+
+    def is_message(data: bytes) -> bool:
+        return frame._replace(data=data).message is not None
+
+    return frame._replace(data=spoilt(rng, frame.data, is_message))

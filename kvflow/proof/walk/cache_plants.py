@@ -196,11 +196,6 @@ def _flush_frees_what_is_copied() -> Installed:
     return swapped(Residents, "flush", flush)
 
 
-def _failed_write_keeps_its_pages() -> Installed:
-    arriving = RunPhase.ARRIVING, RunKind.FAIL
-    return swapped_cells(TABLE, {arriving: Move(RunPhase.ABSENT)})
-
-
 def _evicted_pages_are_not_told() -> Installed:
     original = Recorder.moved
 
@@ -275,12 +270,6 @@ PLANTS = (
         _flush_frees_what_is_copied,
         "I13",
         SMALL._replace(flushes=1),
-    ),
-    CachePlant(
-        "failed write keeps its pages",
-        "what it was to write comes back never",
-        _failed_write_keeps_its_pages,
-        "I1",
     ),
     CachePlant(
         "eviction not told",

@@ -129,23 +129,27 @@ def _room_kept(core: Any, record: Any, now: float) -> None:
     core.rooms[record.grant] = record
 
 
+taken_for_landed = _attribute(prefill_room, "_end_of_write", _taken_for_landed)
+doubt_forgotten = _attribute(prefill_room, "_end_of_write", _no_doubt)
+success_of_one_rank = _attribute(decode_room, "_count_chunk", _all_said)
+
 TABLES: tuple[Plant, ...] = (
     Plant(
         "failed handle taken for landed",
         "a write that ended in error counts like one that landed",
-        _attribute(prefill_room, "_end_of_write", _taken_for_landed),
+        taken_for_landed,
         "I3",
     ),
     Plant(
         "doubt forgotten",
         "a drain that ends well forgets the write before it that did not",
-        _attribute(prefill_room, "_end_of_write", _no_doubt),
+        doubt_forgotten,
         "I2",
     ),
     Plant(
         "success before all ranks",
         "the last chunk of one rank is success",
-        _attribute(decode_room, "_count_chunk", _all_said),
+        success_of_one_rank,
         "I8",
         TINY._replace(ranks=2),
     ),
