@@ -20,7 +20,7 @@ from kvflow.proof.cached.texts import Texts
 from kvflow.proof.sim.engine import Job, opened
 from kvflow.proof.sim.pages import books_of
 from kvflow.proof.sim.variety import PAGE_SIZE
-from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.errors import Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.serve.cache.prefix import Prefix
 
@@ -52,7 +52,7 @@ class CachingScheduler:
         them.
         """
         if job.refused:
-            return node.refuse(job.room, Cause(Code.CAPACITY, "the engine will not have it"))
+            return node.refuse(job.room, job.cause(Code.CAPACITY, "the engine will not have it"))
         mine, prompt, owner = self._caches[id(node)], np.array(job.prompt), object()
         total = -(-len(job.prompt) // PAGE_SIZE)
         async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as room:
@@ -98,7 +98,7 @@ class CachingScheduler:
         """Serve one job at decode: use cached pages, and receive the others."""
         if job.refused:
             return node.refuse(
-                job.room, job.ranks(), Cause(Code.CAPACITY, "decode will not have it")
+                job.room, job.ranks(), job.cause(Code.CAPACITY, "decode will not have it")
             )
         mine, prompt = self._caches[id(node)], np.array(job.prompt)
         async with AsyncExitStack() as stack:
@@ -150,7 +150,7 @@ class CachingScheduler:
         """Close the room, and return how many of its pages the cache owns now. Some may not be
         computed.
         """
-        room.close(Cause(Code.ENGINE_ERROR, "the engine broke down"))
+        room.close(job.cause(Code.ENGINE_ERROR, "the engine broke down"))
         return int(prefix.pages.size)
 
     # --- parts of both

@@ -270,6 +270,8 @@ class Cluster:
                 ]
                 parted = endpoint.core.former.parted
                 self.oracle.left(member.seen, member.node.control, parted, linked)
+            elif member.node.shell.endpoint.rooms:
+                self.oracle.broken("I5", f"{member.name} is closed, and has rooms")
             self.loop.kill(member.process)
             self.wire.unplug(member.process)
 

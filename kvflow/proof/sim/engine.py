@@ -47,6 +47,7 @@ class Job:
         offers_after_s: float | None = None,
         topples: Callable[[], None] | None = None,
         stay: Stay | None = None,
+        issue: Callable[[int, Cause], Cause] = lambda _, cause: cause,
     ) -> None:
         self.room, self.prompt, self.chunks, self.deadline_s = room, prompt, chunks, deadline_s
         # Ranks of the request's prefill group, as a registry would list them now.
@@ -62,6 +63,11 @@ class Job:
         self.residence: Residence | None = None  # plays `stay`
         self.close: Callable[[Cause], None] | None = None  # ends the room, once it is open
         self.succeeded = False
+        self._issue = issue
+
+    def cause(self, code: Code, text: str) -> Cause:
+        """Return a cause that names its room, so that the rules can verify who receives it."""
+        return self._issue(self.room, Cause(code, f"{text} #{self.room}"))
 
     @property
     def handoff(self) -> bytes:
@@ -107,7 +113,7 @@ class PlainScheduler:
 
     async def prefill(self, node: PrefillNode, job: Job) -> None:
         if job.refused:
-            return node.refuse(job.room, Cause(Code.CAPACITY, "the engine will not have it"))
+            return node.refuse(job.room, job.cause(Code.CAPACITY, "the engine will not have it"))
         owner, rows = object(), bool(node.pool.layout.num_rows)
         async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as room:
             job.close = room.close
@@ -121,7 +127,7 @@ class PlainScheduler:
                 start = 0
                 for number, count in enumerate(job.chunks):
                     if number == job.fails_at:
-                        return room.close(Cause(Code.ENGINE_ERROR, "the engine broke down"))
+                        return room.close(job.cause(Code.ENGINE_ERROR, "the engine broke down"))
                     last = number == len(job.chunks) - 1
                     # A row goes with the last pages.
                     chunk = pages[start:] if last else pages[start : start + count]
@@ -136,7 +142,7 @@ class PlainScheduler:
 
     async def decode(self, node: DecodeNode, job: Job) -> None:
         if job.refused:
-            return refuse(node, job, Cause(Code.CAPACITY, "decode will not have it"))
+            return refuse(node, job, job.cause(Code.CAPACITY, "decode will not have it"))
         try:
             await self._decode(node, job)
         # The other leg may wait at any group of the prefill, so all of them must learn of this.

@@ -49,7 +49,7 @@ from kvflow.proof.sim.times import A_MOMENT_S, REST_S
 from kvflow.proof.sim.variety import NEVER, PAGE_SIZE
 from kvflow.proof.sim.watch import nodes_observed
 from kvflow.protocols.arguments import prompt_digest
-from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.errors import Code, KvflowError
 
 STEPS_MIN = 200
 # At most so many run at once at a node, so that they fit beside any quarantine.
@@ -80,6 +80,8 @@ class Run(Course):
         # A room that finds no staging is announced with the first repetition.
         if scenario.variety.staging_bytes:
             oracle.rooms.announced_within_s = scenario.variety.timing.repeat_after_s + A_MOMENT_S
+        # Every cause of a job is known to the rules.
+        self._job = partial(Job, issue=oracle.rooms.issue)
         self._switching: Member | None = None  # leaves to take the other role
         self._prefills: list[range] = []  # places of each group
         for ranks in scenario.groups:
@@ -106,7 +108,7 @@ class Run(Course):
         """
         if request.prefill is not None:
             for place in prefills:
-                job = Job(
+                job = self._job(
                     request.room,
                     request.prompt,
                     request.chunks,
@@ -118,7 +120,7 @@ class Run(Course):
                     request.prefill.at_s, self._begin, place, PrefillNode, job, request.prefill
                 )
         if request.decode is not None:
-            job = Job(
+            job = self._job(
                 request.room,
                 request.decode_prompt,
                 deadline_s=request.decode.deadline_s,
@@ -169,7 +171,7 @@ class Run(Course):
         """End all other rooms of the node, from within the `on_end` of this one."""
         for other in self._begun[current_process()]:
             if other is not job and other.close is not None:
-                other.close(Cause(Code.CLIENT_GONE, "toppled"))
+                other.close(other.cause(Code.CLIENT_GONE, "toppled"))
 
     def _end(self, member: Member, task: asyncio.Task[None], job: Job, how: str) -> None:
         """Disturb a leg: its client goes away, or the engine wants the room's pages back."""
@@ -177,7 +179,7 @@ class Run(Course):
             return
         self.oracle.trace(lambda: f"{member.name}: room {job.room}: {how}")
         if how == "close" and job.close is not None:
-            member.process.run(job.close, Cause(Code.CLIENT_GONE, "retracted"))
+            member.process.run(job.close, job.cause(Code.CLIENT_GONE, "retracted"))
         else:
             member.process.run(task.cancel)
             if how == "cancel twice":
@@ -298,10 +300,13 @@ class Run(Course):
                 for number in range(count):
                     self.probe_room = room = self.probe_room + 1
                     prompt = [room] * (sum(PROBE_CHUNKS) * PAGE_SIZE)
-                    legs += [(member, Job(room, prompt, PROBE_CHUNKS)) for member in ranks]
+                    legs += [(member, self._job(room, prompt, PROBE_CHUNKS)) for member in ranks]
                     named = partial(self.cluster.named, group, *self._names_for_probe(group, room))
                     legs.append(
-                        (decode, Job(room, prompt, names=named, stay=None if number else GOOD))
+                        (
+                            decode,
+                            self._job(room, prompt, names=named, stay=None if number else GOOD),
+                        )
                     )
         await asyncio.sleep(self.scenario.variety.timing.repeat_after_s)
         if legs:

@@ -309,7 +309,7 @@ class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom
     async def play(self, job: Job) -> None:
         """Play one request. Raises: KvflowError."""
         if job.refused:
-            return self._refuse(job, Cause(Code.CAPACITY, "decode will not have it"))
+            return self._refuse(job, job.cause(Code.CAPACITY, "decode will not have it"))
         request: _Request[DecodeThreadRoom] = _Request(job, self._oracle)
         try:
             await self._begin(request)
@@ -328,7 +328,7 @@ class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom
             self._refuse(job, error.cause())
             raise
         except BaseException:
-            self._close_room(request, Cause(Code.CLIENT_GONE))
+            self._close_room(request, job.cause(Code.CLIENT_GONE, "it ends"))
             raise
         finally:
             self._over(request)
@@ -389,7 +389,9 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
     async def play(self, job: Job) -> None:
         """Play one request. Raises: KvflowError."""
         if job.refused:
-            return self._front.refuse(job.room, Cause(Code.CAPACITY, "the engine will not have it"))
+            return self._front.refuse(
+                job.room, job.cause(Code.CAPACITY, "the engine will not have it")
+            )
         request: _Request[PrefillThreadRoom] = _Request(job, self._oracle)
         try:
             await self._begin(request)
@@ -400,7 +402,9 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
         except BaseException as error:
             self._close_room(
                 request,
-                error.cause() if isinstance(error, KvflowError) else Cause(Code.CLIENT_GONE),
+                error.cause()
+                if isinstance(error, KvflowError)
+                else job.cause(Code.CLIENT_GONE, "it ends"),
             )
             raise
         finally:
@@ -428,7 +432,9 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
         assert handle is not None
         for number, count in enumerate(job.chunks):
             if number == job.fails_at:
-                return self._close_room(request, Cause(Code.ENGINE_ERROR, "the engine broke down"))
+                return self._close_room(
+                    request, job.cause(Code.ENGINE_ERROR, "the engine broke down")
+                )
             last = number == len(job.chunks) - 1
             chunk = request.pages[start:] if last else request.pages[start : start + count]
             await in_thread(job.model_step(self.node, chunk, start))
