@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from kvflow.proof.bare.clock import Clock
+from kvflow.proof.rules.words import worded
 from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.times import DELAY_S, FRAME_S, TICK_S
 from kvflow.protocols.errors import WireError
@@ -171,17 +173,9 @@ def _receiver(member: Process, leader: Process | None, to_leader: bool) -> str:
 
 def _worded(frame: bytes) -> str:
     for parse in (parse_at_leader, parse_at_member):
-        try:
-            message = parse(frame)
-        except WireError:
-            continue
-        dull = {"leader", "member", "wire_version", "request"}
-        shown = {
-            name: getattr(message, name) for name in message.__struct_fields__ if name not in dull
-        }
-        fields = ", ".join(f"{name}={value}" for name, value in shown.items())
-        return f"{type(message).__name__}({fields})"
-    return "what is no message"
+        with suppress(WireError):
+            return worded(parse(frame), {"leader", "member", "wire_version", "request"})
+    return worded(None)
 
 
 def _garbage(rng: random.Random, frame: bytes) -> bytes:

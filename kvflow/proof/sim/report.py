@@ -20,7 +20,6 @@ SHOWN = 20  # violations that are printed in full
 def simulate_many(
     seeds: Sequence[int],
     jobs: int = 1,
-    plant: str = "",
     say: Callable[[str], None] = lambda _: None,
     choice: Choice = Choice(),  # noqa: B008
 ) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def simulate_many(
     violations: list[dict[str, Any]] = []
     steps: list[int] = []
     cpu_s, few_faults, rooms, rooms_min, nodes_min = 0.0, 0, 0, 1 << 30, 1 << 30
-    for outcomes, cells in _batches(seeds, jobs, plant, choice):
+    for outcomes, cells in _batches(seeds, jobs, choice):
         visits.update(cells)
         for outcome in outcomes:
             faults.update(outcome.faults)
@@ -43,7 +42,7 @@ def simulate_many(
             rooms += outcome.rooms
             rooms_min, nodes_min = min(rooms_min, outcome.rooms), min(nodes_min, outcome.nodes)
             if outcome.violation is not None:
-                violations.append(described(outcome, simulator.how, plant))
+                violations.append(described(outcome, simulator.how))
                 say(f"seed {outcome.seed}: {outcome.violation.invariant}: {outcome.violation.text}")
         if len(steps) % 1000 == 0:
             say(f"{len(steps)} of {len(seeds)} seeds, {len(violations)} violations")
@@ -75,10 +74,10 @@ def described(outcome: Outcome, how: str, plant: str = "") -> dict[str, Any]:
 
 
 def _batches(
-    seeds: Sequence[int], jobs: int, plant: str, choice: Choice
+    seeds: Sequence[int], jobs: int, choice: Choice
 ) -> Iterator[tuple[list[Outcome], Counter[Cell]]]:
     batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
-    play = partial(_play, plant=plant, choice=choice)
+    play = partial(_play, choice=choice)
     if jobs == 1:
         yield from map(play, batches)
         return
@@ -87,8 +86,7 @@ def _batches(
         yield from pool.imap(play, batches)
 
 
-def _play(seeds: Sequence[int], plant: str, choice: Choice) -> tuple[list[Outcome], Counter[Cell]]:
+def _play(seeds: Sequence[int], choice: Choice) -> tuple[list[Outcome], Counter[Cell]]:
     visits: Counter[Cell] = Counter()
-    simulator = choice.load()
-    with simulator.planted(plant):
-        return [simulator.simulate(seed, visits=visits) for seed in seeds], visits
+    simulate = choice.load().simulate
+    return [simulate(seed, visits=visits) for seed in seeds], visits

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+from kvflow.proof.sim.swap import swapped_item
 from kvflow.proof.walk.plants_tables import (
     LOSSY,
     TABLES,
@@ -12,7 +13,6 @@ from kvflow.proof.walk.plants_tables import (
     Plant,
     _attribute,
     _cells,
-    _item,
 )
 from kvflow.protocols.decode import core as decode_core
 from kvflow.protocols.decode import endpoint as decode_endpoint
@@ -68,7 +68,9 @@ def _abort_forgotten() -> AbstractContextManager[object]:
         else:
             core.end_engine_half(message.room, message.cause, now)
 
-    stack.enter_context(_item(prefill_core.GRANT_RUN, GrantCommand.END_OTHER_HALF, end_other_half))
+    stack.enter_context(
+        swapped_item(prefill_core.GRANT_RUN, GrantCommand.END_OTHER_HALF, end_other_half)
+    )
     return stack
 
 
@@ -189,14 +191,14 @@ ENDPOINTS: tuple[Plant, ...] = (
     Plant(
         "source back not fed",
         "loans in doubt are not asked for again when prefill comes back",
-        lambda: _item(decode_core._TASKS, "ask", _not_again),
+        lambda: swapped_item(decode_core._TASKS, "ask", _not_again),
         "rest",
         TINY._replace(silences=1),
     ),
     Plant(
         "lost bootstrap not reported",
         "prefill takes a grant that was only announced for one it has told everything",
-        lambda: _item(prefill_endpoint.HANDLERS, wire.Resync, _any_grant_asked),
+        lambda: swapped_item(prefill_endpoint.HANDLERS, wire.Resync, _any_grant_asked),
         "rest",
         LOSSY._replace(announce=True),
     ),
@@ -238,14 +240,14 @@ ENDPOINTS: tuple[Plant, ...] = (
     Plant(
         "goodbye ends every loan",
         "decode ends the loans that prefill cannot vouch for",
-        lambda: _item(decode_endpoint.HANDLERS, wire.Goodbye, _believes_all),
+        lambda: swapped_item(decode_endpoint.HANDLERS, wire.Goodbye, _believes_all),
         "I2",
         TINY._replace(leaves=1, doubts=1),
     ),
     Plant(
         "goodbye without its loans",
         "decode hangs up at a goodbye, and leaves the loans as they are",
-        lambda: _item(decode_core._TASKS, "part", _not_again),
+        lambda: swapped_item(decode_core._TASKS, "part", _not_again),
         "rest",
         TINY._replace(leaves=1),
     ),

@@ -4,14 +4,13 @@ code from outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import msgspec
 
-from kvflow.proof.sim.swap import swapped_cells
+from kvflow.proof.sim.swap import swapped, swapped_cells, swapped_item
 from kvflow.proof.walk.world import Bounds
 from kvflow.protocols.decode import core as decode_core
 from kvflow.protocols.decode import endpoint as decode_endpoint
@@ -52,18 +51,8 @@ def _cells(module: Any, changes: dict[tuple[Any, Any], Any]) -> Install:
     return lambda: swapped_cells(module.TABLE, changes)
 
 
-@contextmanager
-def _item(table: Any, key: Any, value: Any) -> Iterator[None]:
-    before = table[key]
-    table[key] = value
-    try:
-        yield
-    finally:
-        table[key] = before
-
-
 def _attribute(owner: Any, name: str, value: Any) -> Install:
-    return lambda: patch.object(owner, name, value)
+    return lambda: swapped(owner, name, value)
 
 
 _count_chunk, _step, _end_of_write = (
@@ -98,7 +87,7 @@ def _gap_ignored() -> AbstractContextManager[object]:
             )
         on_chunk_done(core, peer, message, now)
 
-    return _item(decode_endpoint.HANDLERS, wire.ChunkDone, any_order)
+    return swapped_item(decode_endpoint.HANDLERS, wire.ChunkDone, any_order)
 
 
 def _taken_for_landed(
@@ -157,7 +146,7 @@ TABLES: tuple[Plant, ...] = (
     Plant(
         "resurrect after terminal",
         "a room that has ended stays where words find it",
-        lambda: _item(decode_core._RUN, DecodeCommand.END, _room_kept),
+        lambda: swapped_item(decode_core._RUN, DecodeCommand.END, _room_kept),
         "I5",
     ),
     Plant(

@@ -13,7 +13,7 @@ from tests.proof.mutants.pool import Verdict
 
 class Report:
     def __init__(self, mutants: list[Mutant], equivalent: dict[str, str], files: set[str]) -> None:
-        self._mutants, self._reasons = mutants, equivalent
+        self._mutants = mutants
         keys = {mutant.key for mutant in mutants}
         self._equivalent = {key for key in equivalent if key in keys}
         self._stale = [
