@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -193,40 +193,28 @@ async def test_closed_while_nothing_is_copied(w: World, phase: str) -> None:
         assert w.device_home and w.store.used_bytes == 0
 
 
-async def test_closed_in_the_turn_in_which_the_copy_is_ready(
-    w: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["close", "cancel"])
+async def test_ended_in_the_turn_in_which_the_copy_is_ready(
+    w: World, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The snapshot is made, and nobody but the request knows of it: it must free it."""
-    real = w.store.take
-
-    async def take(places: Places) -> Snapshot:
-        made = await real(places)
-        # Runs before what waits for this coroutine.
-        asyncio.get_running_loop().call_soon(w.request.close)
-        return made
-
-    monkeypatch.setattr(w.store, "take", take)
-    await w.request.retract()
-    assert w.request.phase is P.ENDED
-    assert w.device_home and w.store.used_bytes == 0
-
-
-async def test_cancelled_in_the_turn_in_which_the_copy_is_ready(
-    w: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody gets the snapshot: its host memory is freed."""
+    """The snapshot is made, and nobody but the request knows of it: its host memory is freed."""
     take = w.store.take
 
     async def ready(places: Places) -> Snapshot:
         snapshot = await take(places)
-        leaving.cancel()
+        if how == "cancel":
+            leaving.cancel()
+        else:  # runs before what waits for this coroutine
+            asyncio.get_running_loop().call_soon(w.request.close)
         return snapshot
 
     monkeypatch.setattr(w.store, "take", ready)
     leaving = asyncio.ensure_future(w.request.retract())
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(asyncio.CancelledError) if how == "cancel" else nullcontext():
         await leaving
-    assert (w.request.phase, w.store.used_bytes, w.store.count) == (P.RESIDENT, 0, 0)
+    assert w.request.phase is (P.RESIDENT if how == "cancel" else P.ENDED)
+    assert w.device_home is (how == "close")
+    assert (w.store.used_bytes, w.store.count) == (0, 0)
 
 
 async def test_misuse_is_refused(w: World) -> None:

@@ -38,6 +38,12 @@ async def child() -> tuple[asyncio.subprocess.Process, ProcessIdentity]:
     return process, msgspec.json.decode(await process.stdout.readline(), type=ProcessIdentity)
 
 
+def sleeping() -> tuple[subprocess.Popen[bytes], ProcessIdentity]:
+    process = subprocess.Popen(["sleep", "60"])
+    _, ticks = identity._stat(process.pid)
+    return process, msgspec.structs.replace(own_identity(), pid=process.pid, start_ticks=ticks)
+
+
 @pytest.mark.usefixtures("kvflow_clean_loop")
 async def test_a_death_is_seen_by_every_watcher() -> None:
     process, observed = await child()
@@ -56,20 +62,16 @@ async def test_a_death_is_seen_by_every_watcher() -> None:
 
 
 def test_a_zombie_is_dead() -> None:
-    process = subprocess.Popen(["sleep", "60"])
-    _, ticks = identity._stat(process.pid)
-    observed = msgspec.structs.replace(own_identity(), pid=process.pid, start_ticks=ticks)
+    process, observed = sleeping()
     assert is_alive(observed)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is still listed
-    assert identity._stat(process.pid) == (b"Z", ticks) and not is_alive(observed)
+    assert identity._stat(process.pid) == (b"Z", observed.start_ticks) and not is_alive(observed)
     process.wait()
 
 
 def test_the_process_of_a_route_is_seen_to_end() -> None:
-    process = subprocess.Popen(["sleep", "60"])
-    _, ticks = identity._stat(process.pid)
-    observed = msgspec.structs.replace(own_identity(), pid=process.pid, start_ticks=ticks)
+    process, observed = sleeping()
     elsewhere = PeerProcess(msgspec.structs.replace(observed, boot_id="another host's"))
     peer = PeerProcess(observed)
     assert [peer.is_gone, elsewhere.is_gone] == [False, False]
@@ -120,9 +122,7 @@ async def test_a_process_that_proc_does_not_show_is_not_said_to_have_ended(
 def test_a_process_that_ends_while_it_is_looked_at_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    process = subprocess.Popen(["sleep", "60"])
-    _, ticks = identity._stat(process.pid)
-    observed = msgspec.structs.replace(own_identity(), pid=process.pid, start_ticks=ticks)
+    process, observed = sleeping()
     assert is_alive(observed)
 
     def opened(path: str, mode: str) -> BinaryIO:
@@ -176,27 +176,26 @@ def test_a_watch_gives_back_the_first_descriptor_too() -> None:
     assert "pidfd" in opened and is_left == "False"
 
 
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES])
-async def test_what_passes_does_not_end_a_watch(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+PASSING = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES]
+LASTING = [errno.EINVAL, errno.ENOSYS, errno.EPERM]
+
+
+@pytest.mark.parametrize("code", [*PASSING, *LASTING], ids=errno.errorcode.get)
+async def test_only_what_does_not_pass_ends_a_watch(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> int:
         raise OSError(code, os.strerror(code))
 
+    # No TransferError where it passes: that would mean never.
+    error, text = (
+        (OSError, os.strerror(code)) if code in PASSING else (TransferError, "cannot observe")
+    )
     with monkeypatch.context() as patched:
         patched.setattr(os, "pidfd_open", fail)
-        # No TransferError: that would mean never.
-        with pytest.raises(OSError, match=re.escape(os.strerror(code))):
+        with pytest.raises(error, match=re.escape(text)):
             watch(own_identity())
     watch(own_identity()).close()
-
-
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.EPERM])
-async def test_what_does_not_pass_ends_it(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "pidfd_open", fail)
-    with pytest.raises(TransferError, match="cannot observe"):
-        watch(own_identity())
 
 
 OUT_OF_DESCRIPTORS = """
