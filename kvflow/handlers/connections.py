@@ -103,8 +103,4 @@ class Connections:
             del self._watches[key]
 
     def stop_watch(self, command: c.StopWatch) -> None:
-        task = self._watches.pop(command.peer, None)
-        # The watch may run this command itself, after it reported the death: it is about to return,
-        # and needs no cancelling.
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
+        self._shell.cancel(self._watches.pop(command.peer, None))

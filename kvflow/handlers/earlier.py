@@ -149,9 +149,7 @@ class EarlierShell:
             shell.run()
 
     def _stop_watch(self, command: c.StopEarlierWatch) -> None:
-        task = self._watches.pop(command.writer, None)
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
+        self._shell.cancel(self._watches.pop(command.writer, None))
         for quarantine in self._quarantines:
             quarantine.forget(command.incarnation, command.address)
 

@@ -192,11 +192,7 @@ class LeaderShell(Shell):
         )
 
     def _unwatch(self, command: group_leader.UnwatchMember) -> None:
-        task = self._watches.pop(command.member, None)
-        # The watch may run this command itself, after it reported the death: it is about to return,
-        # and needs no cancelling.
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
+        self.cancel(self._watches.pop(command.member, None))
 
 
 class RankRequest:
@@ -375,8 +371,5 @@ class MemberShell(Shell):
         )
 
     def _unwatch(self, command: group_member.UnwatchLeader) -> None:
-        task, self._watch_task = self._watch_task, None
-        # The watch may run this command itself, after it reported the death: it is about to return,
-        # and needs no cancelling.
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
+        watch, self._watch_task = self._watch_task, None
+        self.cancel(watch)

@@ -403,10 +403,7 @@ class PrefillShell(Shell):
         self.spawn(self._connect(command), f"kvflow-route-{command.peer:016x}", ended=ended)
 
     def _close_route(self, command: c.CloseRoute) -> None:
-        if (
-            task := self._watches.pop(command.peer, None)
-        ) is not None and task is not asyncio.current_task():
-            task.cancel()
+        self.cancel(self._watches.pop(command.peer, None))
         if (route := self.routes.pop(command.peer, None)) is not None:
             route.close()
 
@@ -454,7 +451,7 @@ class PrefillShell(Shell):
         room.landed_before += landed_bytes
         checksum = write.checksum if isinstance(write, ChecksummedWrite) else b""
         self.endpoint.write_ended(number, outcome, self.now(), error=error, checksum=checksum)
-        self.counts.bytes_moved += landed_bytes
+        self.counts.bytes_written += landed_bytes
         # A checksum took too long, and its thread still reads the pages: they stay held until it
         # returns.
         if isinstance(write, ChecksummedWrite) and not write.released.done():

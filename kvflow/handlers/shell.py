@@ -226,6 +226,13 @@ class Shell:
             task.cancel()
         return task
 
+    def cancel(self, watch: asyncio.Task[None] | None) -> None:
+        """Cancel a watch over a process, if there is one."""
+        # A watch may run this itself, after it reported the death: it is about to return, and needs
+        # no cancelling.
+        if watch is not None and watch is not asyncio.current_task():
+            watch.cancel()
+
     async def consume(
         self,
         socket: ControlSocket,

@@ -17,7 +17,7 @@ from kvflow.protocols.errors import Cause
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.ledger import Ledger
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import Observer
+from kvflow.protocols.ports import Observer, RoomEnding
 from kvflow.protocols.wire.codec import UNDECODABLE
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, GrantId
 
@@ -29,6 +29,7 @@ STORY_LINES = 64
 # Rooms and loans handled in one tick. The bound keeps a tick to a millisecond or two, so that the
 # loss of a peer with thousands of rooms does not block the event loop (I11).
 TICK_WORK = 32
+COUNTED_AT_ONCE = 128  # ends of rooms
 
 
 def parsed(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T | None:
@@ -116,6 +117,14 @@ class Core:
         self.next_grant = GrantId(1)
         self.deadlines: Deadlines[Timer] = Deadlines()
         self.tasks: deque[Task] = deque()
+
+    def room_ended(self, ending: RoomEnding, now: float) -> None:
+        """Report the end of a room to the observer."""
+        # Counting can wait, the rooms of the loop cannot: many are counted at once.
+        ended = self.observer.ended
+        ended.append((ending, now))
+        if len(ended) >= COUNTED_AT_ONCE:
+            self.observer.count_ended()
 
     def take_grant(self) -> GrantId:
         """Take the next grant; an earlier node's pages get one that no room has."""

@@ -124,8 +124,10 @@ class Observer(Protocol):
     rooms_opened: int
     mismatched: int  # chunks whose checksum differs from prefill's
     declared_dead: int  # peers
+    ended: list[tuple[RoomEnding, float]]  # ends of rooms and their times, to be counted
 
-    def room_ended(self, ending: RoomEnding, now: float) -> None: ...
+    def count_ended(self) -> None:
+        """Count what is in `ended`, and clear it."""
 
     def message_dropped(self, why: str) -> None:
         """Count a message that changed nothing.

@@ -16,7 +16,6 @@ from kvflow.telemetry.histogram import (
     Histogram,
 )
 
-COUNTED_AT_ONCE = 128
 # These endings are no failures: the client wants no more.
 _WANTED = frozenset({Code.CLIENT_GONE, Code.ABORTED})
 # The halves of such a room did not meet, or did not fit, even if decode offered its pages before.
@@ -96,13 +95,13 @@ class Counts:
         self._page_bytes = page_bytes
         self._last_differs = row_bytes - page_bytes if row_bytes else 0
         self.rooms_opened = 0
-        # Endings that are not counted yet: counting can wait, the rooms of the loop cannot.
-        self._ended: list[tuple[RoomEnding, float]] = []
+        self.ended: list[tuple[RoomEnding, float]] = []
         self._endings: Counter[tuple[IntEnum, Code | None]] = Counter()
         self._failures: Counter[tuple[str, Code]] = Counter()
         self.refusals: Counter[Code] = Counter()  # requests that ended before they had a room
         self._transfers = TransferMeasures()
-        self.bytes_moved = 0
+        self.bytes_written = 0  # those of a prefill's writes, also of rooms that failed
+        self._bytes_received = 0
         self.mismatched = 0
         self.malformed = 0
         self.foreign = 0
@@ -114,7 +113,7 @@ class Counts:
     @property
     def endings(self) -> dict[str, int]:
         """Rooms by their terminal phase and, unless they succeeded, the code of their cause."""
-        self._count_ended()
+        self.count_ended()
         return {
             phase.name.lower() if code is None else f"{phase.name.lower()}:{code}": count
             for (phase, code), count in self._endings.items()
@@ -125,13 +124,19 @@ class Counts:
         """Failures by `failed_in` and the code of their cause: rooms, and requests that failed
         after their room succeeded.
         """
-        self._count_ended()
+        self.count_ended()
         return self._failures
 
     @property
     def transfers(self) -> TransferMeasures:
-        self._count_ended()
+        self.count_ended()
         return self._transfers
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that landed: all that prefill wrote; at decode, those of rooms that succeeded."""
+        self.count_ended()
+        return self.bytes_written + self._bytes_received
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -145,28 +150,20 @@ class Counts:
             "undelivered": self.undelivered,
         }
 
-    def room_ended(self, ending: RoomEnding, now: float) -> None:
-        # The shell of a prefill counts its bytes as they land, also those of rooms that fail.
-        if ending.offers_pages and ending.cause is None:
-            self.bytes_moved += self._bytes_of(ending)
-        self._ended.append((ending, now))
-        if len(self._ended) >= COUNTED_AT_ONCE:
-            self._count_ended()
-
-    def _count_ended(self) -> None:
+    def count_ended(self) -> None:
+        page_bytes, last_differs = self._page_bytes, self._last_differs
         rooms: list[tuple[RoomEnding, float, int]] = []
-        for ending, ended_at_s in self._ended:
+        for ending, ended_at_s in self.ended:
             cause = ending.cause
             self._endings[ending.phase, None if cause is None else cause.code] += 1
             if cause is not None and (where := failed_in(ending)):
                 self._failures[where, cause.code] += 1
-            rooms.append((ending, ended_at_s, self._bytes_of(ending)))
+            size_bytes = ending.num_pages * page_bytes + (last_differs if ending.num_pages else 0)
+            if cause is None and ending.offers_pages:
+                self._bytes_received += size_bytes
+            rooms.append((ending, ended_at_s, size_bytes))
         self._transfers.observe(rooms)
-        self._ended.clear()
-
-    def _bytes_of(self, ending: RoomEnding) -> int:
-        count = ending.num_pages
-        return count * self._page_bytes + (self._last_differs if count else 0)
+        self.ended.clear()
 
     def room_refused(self, cause: Cause) -> None:
         """Count a request that ended before the endpoint knew its room."""

@@ -17,7 +17,7 @@ from kvflow.protocols.commands import (
 )
 from kvflow.protocols.decode.records import DecodeRoomRecord
 from kvflow.protocols.errors import AbortedError, Cause, Code
-from kvflow.protocols.machinery import TICK_WORK
+from kvflow.protocols.machinery import COUNTED_AT_ONCE, TICK_WORK
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire.codec import encode
@@ -409,6 +409,14 @@ class TestLeaving:
         assert RoomLanded(grants[-1], b"") in landed and decode.counts.endings["success"] == 1
         assert decode.counts.endings["lost:peer_lost"] == TICK_WORK + 2
         assert len(decode.core.ledger) == TICK_WORK + 2
+
+    def test_ends_are_counted_many_at_once(self, decode: LoneDecode) -> None:
+        before, ended = sum(decode.counts.endings.values()), []
+        for room in range(COUNTED_AT_ONCE + 1):
+            decode.close(decode.open(room))
+            ended.append(len(decode.counts.ended))
+        assert ended == [*range(1, COUNTED_AT_ONCE), 0, 1]
+        assert sum(decode.counts.endings.values()) == before + COUNTED_AT_ONCE + 1
 
     def test_nothing_is_linked_once_it_is_closed(self, decode: LoneDecode) -> None:
         decode.endpoint.close(decode.now)

@@ -287,7 +287,7 @@ def test_where_a_room_failed(code: Code | None, moving: bool, where: str) -> Non
 def test_every_code_is_classed() -> None:
     counts = Counts()
     for code in Code:
-        counts.room_ended(ending(code, moving=True), 2.0)
+        counts.ended.append((ending(code, moving=True), 2.0))
     assert sum(counts.failures.values()) == len(Code) - 2
     assert {where for where, _ in counts.failures} == {"bootstrap", "transfer", "engine"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from enum import IntEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -143,6 +144,9 @@ class Silent:
     """An observer whose methods have no effect."""
 
     rooms_opened = mismatched = declared_dead = 0
+
+    def __init__(self) -> None:
+        self.ended: deque[Any] = deque(maxlen=0)
 
     def __getattr__(self, name: str) -> Any:
         # pickle asks for special methods, and must not find them here.

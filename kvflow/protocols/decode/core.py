@@ -393,7 +393,7 @@ def _end(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
     if record.deadline_at_s < float("inf"):
         core.deadlines.cancel(Timer("deadline", grant))
     core.deadlines.cancel(Timer("stalled", grant))
-    core.observer.room_ended(record.ending, now)
+    core.room_ended(record.ending, now)
     # The pages of a room that succeeded are its user's. If none was offered, no rank can write, and
     # the pages need no proof.
     if record.state.phase is not DecodePhase.SUCCESS:

@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Generic, TypeVar
 
 from kvflow.protocols.machines.ranges import GrantRanges, Range
-from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Cell, Move, Table, rest
 from kvflow.protocols.wire.messages import AbortAck, ChunkDone, GrantId, Message, RoomId
 
 
@@ -55,6 +55,20 @@ class GrantCommand(IntEnum):
 P, K, C = GrantPhase, GrantKind, GrantCommand
 _ENDED = Move(P.CLOSED, (C.END_OTHER_HALF, C.ACKNOWLEDGE))
 
+
+def _over(
+    phase: GrantPhase, answer: GrantCommand, asked: GrantCommand
+) -> dict[GrantKind, Cell[GrantPhase, GrantCommand]]:
+    """Return the row of a grant that ended: it answers what decode sends, and begins no more."""
+    again = Move(phase, (answer,))
+    return rest(K, ERROR) | {
+        K.ANNOUNCE: again,
+        K.BOOTSTRAP: again,
+        K.ABORT: Move(phase, (C.ACKNOWLEDGE,)),
+        K.ASK: Move(phase, (asked,)),
+    }
+
+
 TABLE: Table[GrantPhase, GrantKind, GrantCommand] = Table(
     P,
     K,
@@ -70,7 +84,7 @@ TABLE: Table[GrantPhase, GrantKind, GrantCommand] = Table(
         | {
             K.ANNOUNCE: IGNORE,
             K.BOOTSTRAP: Move(P.OPEN, (C.ADMIT,)),
-            K.ABORT: Move(P.CLOSED, (C.END_OTHER_HALF, C.ACKNOWLEDGE)),
+            K.ABORT: _ENDED,
             K.ASK: Move(P.ANNOUNCED, (C.REPORT_UNKNOWN,)),
             K.JOIN: Move(P.OPEN),
             K.END: Move(P.CLOSED),
@@ -87,39 +101,13 @@ TABLE: Table[GrantPhase, GrantKind, GrantCommand] = Table(
             K.END: Move(P.CLOSED),
             K.END_IN_DOUBT: Move(P.DOUBTFUL),
         },
-        P.CLOSED: rest(K, ERROR)
-        | {
-            K.ANNOUNCE: Move(P.CLOSED, (C.RESEND,)),
-            K.BOOTSTRAP: Move(P.CLOSED, (C.RESEND,)),
-            K.ABORT: Move(P.CLOSED, (C.ACKNOWLEDGE,)),
-            K.ASK: Move(P.CLOSED, (C.RESEND,)),
-            K.SETTLE: Move(P.BELOW),
-            K.EVICT: Move(P.BELOW),
-        },
-        P.DOUBTFUL: rest(K, ERROR)
-        | {
-            K.ANNOUNCE: Move(P.DOUBTFUL, (C.RESEND,)),
-            K.BOOTSTRAP: Move(P.DOUBTFUL, (C.RESEND,)),
-            K.ABORT: Move(P.DOUBTFUL, (C.ACKNOWLEDGE,)),
-            K.ASK: Move(P.DOUBTFUL, (C.RESEND,)),
-            K.SETTLE: Move(P.BELOW),
-            K.EVICT: Move(P.BELOW_DOUBTFUL),
-        },
-        P.BELOW: rest(K, ERROR)
-        | {
-            K.ANNOUNCE: Move(P.BELOW, (C.REFUSE_STALE,)),
-            K.BOOTSTRAP: Move(P.BELOW, (C.REFUSE_STALE,)),
-            K.ABORT: Move(P.BELOW, (C.ACKNOWLEDGE,)),
-            K.ASK: Move(P.BELOW, (C.REPORT_UNKNOWN,)),
-        },
-        P.BELOW_DOUBTFUL: rest(K, ERROR)
-        | {
-            K.ANNOUNCE: Move(P.BELOW_DOUBTFUL, (C.REFUSE_STALE,)),
-            K.BOOTSTRAP: Move(P.BELOW_DOUBTFUL, (C.REFUSE_STALE,)),
-            K.ABORT: Move(P.BELOW_DOUBTFUL, (C.ACKNOWLEDGE,)),
-            K.ASK: Move(P.BELOW_DOUBTFUL, (C.REPORT_UNKNOWN,)),
-            K.SETTLE: Move(P.BELOW),
-        },
+        P.CLOSED: _over(P.CLOSED, C.RESEND, C.RESEND)
+        | {K.SETTLE: Move(P.BELOW), K.EVICT: Move(P.BELOW)},
+        P.DOUBTFUL: _over(P.DOUBTFUL, C.RESEND, C.RESEND)
+        | {K.SETTLE: Move(P.BELOW), K.EVICT: Move(P.BELOW_DOUBTFUL)},
+        P.BELOW: _over(P.BELOW, C.REFUSE_STALE, C.REPORT_UNKNOWN),
+        P.BELOW_DOUBTFUL: _over(P.BELOW_DOUBTFUL, C.REFUSE_STALE, C.REPORT_UNKNOWN)
+        | {K.SETTLE: Move(P.BELOW)},
     },
 )
 

@@ -292,7 +292,7 @@ def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
         core.record_outcome(record.room, Side.DECODE, record.first_cause, now)
     elif peer is None:
         core.record_outcome(record.room, Side.ENGINE, record.first_cause, now)
-    core.observer.room_ended(record.ending, now)
+    core.room_ended(record.ending, now)
     core.outbox.append(RoomReleased(record.serial))
     if peer is not None:
         peer.grants.end(record.grant, tuple(record.sent))
