@@ -265,9 +265,6 @@ class Deadlines(Generic[K]):
         return None
 
 
-# --- for people
-
-
 class Line(NamedTuple):
     """One line of a story.
 
@@ -281,7 +278,9 @@ class Line(NamedTuple):
 
 
 class Story:
-    """The first and the latest lines of a room; lines dropped in between are counted."""
+    """The bounded log of a room: its first and its latest lines, with a count of those dropped in
+    between. No decision depends on it.
+    """
 
     __slots__ = ("_dropped", "_lines", "follower")
 
