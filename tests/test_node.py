@@ -67,7 +67,7 @@ async def test_the_allocator_may_be_the_callers() -> None:
             mine = prefill.pages.take(2, "engine")
             source.send(mine, last=True)
             assert await target.landed() == b""
-            assert 0 not in target.pages and pages.owned() == {target.owner: 2}
+            assert 0 not in target.pages and pages.owned() == {("grant", target.grant): 2}
         assert pages.at_rest()
         prefill.pages.give_back(mine, "engine")
     for pool in pools:

@@ -6,20 +6,16 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvflow.handlers.connections import Connect, Connections
 from kvflow.handlers.earlier import EarlierShell, check_unseen, log_declared
 from kvflow.handlers.room_log import about, follow
 from kvflow.handlers.room_log import log as room_log
+from kvflow.handlers.room_pages import RoomStores
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.handlers.shell import Shell
-from kvflow.handlers.verify import ChunkVerifier
+from kvflow.handlers.verify import Begin, ChunkVerifier
 from kvflow.protocols import commands as c
-from kvflow.protocols.arguments import page_indices
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import (
@@ -28,11 +24,9 @@ from kvflow.protocols.errors import (
     Code,
     KvflowError,
     MisuseError,
-    OwnershipError,
     room_error,
 )
-from kvflow.protocols.machines.decode_room import DecodePhase
-from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, PoolLayout
+from kvflow.protocols.machines.ownership import PageKind
 from kvflow.protocols.ports import (
     Arrivals,
     Checksums,
@@ -42,25 +36,12 @@ from kvflow.protocols.ports import (
     UnprovenLoan,
 )
 from kvflow.protocols.waiting import Waiting
-from kvflow.protocols.wire.messages import GrantId, Incarnation, RoomId
+from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
 LEND_WORK = 32  # rooms that get their pages in one turn of the event loop
-_INT32 = np.dtype(np.int32)
-
-
-class Quarantined:
-    """The owner of pages whose room ended before the last loan on them."""
-
-    __slots__ = ("grant",)
-
-    def __init__(self, grant: int) -> None:
-        self.grant = grant
-
-    def __repr__(self) -> str:
-        return f"quarantine({self.grant})"
 
 
 class DecodeShell(Shell):
@@ -87,15 +68,24 @@ class DecodeShell(Shell):
         where there is one.
         """
         super().__init__(endpoint, endpoint.core.timing, counts, now)
-        self.endpoint, self.pages, self.plane = endpoint, pages, plane
+        self.endpoint, self.plane = endpoint, plane
         self.checksums, self.arrivals = checksums, arrivals
         self.lent = pages if arrivals is None else arrivals.lent  # owns what peers write into
-        self.quarantine, self._lent_quarantine = stores[0][0], stores[-1][0]
+        self._lent_quarantine = stores[-1][0]
+        self.stores = RoomStores(
+            pages,
+            endpoint.core.identity.layout if arrivals is None else arrivals.layout,
+            stores[0][0],
+            None if arrivals is None else arrivals.lent,
+            self.guard,
+        )
         self.waiting: Waiting[GrantId] = Waiting()  # for pages of staging
         self._lends_later = False
-        self._opening: set[DecodeRoom] = set()  # rooms whose prefill is being resolved
+        # Rooms whose prefill is being resolved.
+        self.opening: dict[DecodeRoom, asyncio.Task[None]] = {}
         # Open rooms, and ended rooms whose pages are not free.
         self.rooms: dict[GrantId, DecodeRoom] = {}
+        self._verifiers: dict[GrantId, ChunkVerifier] = {}  # of open rooms
         self.connections = Connections(self, endpoint, plane, connect)
         self.runners = {
             c.SendToPrefill: self._send,
@@ -114,16 +104,8 @@ class DecodeShell(Shell):
             c.FreePages: self._free,
         }
         self.earlier = EarlierShell(self, endpoint.earlier, plane, stores)
-        # Places of callers' own pages that rooms hold. The store only counts holds, so it would not
-        # notice two rooms over one page.
-        self._own: NDArray[np.bool_] | None = None
 
     # --- rooms
-
-    @property
-    def layout(self) -> PoolLayout:
-        """Layout of the pool whose pages rooms have."""
-        return self.endpoint.core.identity.layout if self.arrivals is None else self.arrivals.layout
 
     def open(
         self,
@@ -149,13 +131,10 @@ class DecodeShell(Shell):
                 raise
         else:
             room.record = endpoint.rooms[room.grant]
-            room.owner = ("grant", room.grant)
+            room.holding.opened(room.grant)
             if room_log.isEnabledFor(logging.DEBUG):
                 follow(room)
             self.rooms[room.grant] = room
-            if self.arrivals is not None or self.checksums is not None:
-                released = functools.partial(self._verified, room)
-                room.verifier = ChunkVerifier(self.pages, self.checksums, self.arrivals, released)
         self.run()
 
     def resolve_and_open(
@@ -168,8 +147,9 @@ class DecodeShell(Shell):
         """Open a room at the ranks that `resolve` finds; every refusal is the room's."""
         work = self._resolve_and_open(room, resolve, prompt, deadline_at_s)
         ended = functools.partial(self._opening_ended, room)
-        self._opening.add(room)
-        room.opening = self.spawn(work, f"kvflow-room-{room.room}", of_caller=True, ended=ended)
+        self.opening[room] = self.spawn(
+            work, f"kvflow-room-{room.room}", of_caller=True, ended=ended
+        )
 
     async def _resolve_and_open(
         self,
@@ -199,8 +179,7 @@ class DecodeShell(Shell):
 
     def _opening_ended(self, room: DecodeRoom, error: BaseException | None) -> None:
         """Refuse the room if the attempt ended without opening it, whatever ended the attempt."""
-        room.opening = None
-        self._opening.discard(room)
+        self.opening.pop(room, None)
         if room.record is None and room.refused is None:
             error = error or RuntimeError("it ended without a word")
             self._refused(
@@ -214,10 +193,17 @@ class DecodeShell(Shell):
             room.refused = error.cause()
             self.counts.room_refused(room.refused)
             room_log.debug("refused, %s", room.refused, extra=about(room))
-        room.tell_failed(error)
-        room.pages_freed()
+        self._fail(room, error)
+        room.holding.feed(PageKind.FREE)
         if room.callbacks:
             self.call_back_later(room.callbacks)
+
+    def _fail(self, room: DecodeRoom, error: KvflowError | Cause) -> None:
+        """Report the end of a room to its users."""
+        if room.held_back:
+            room.when_begun.give(None, error)
+        room.when_opened.give(None, error)
+        room.when_landed.give(None, error)
 
     def refuse(self, room: int, ranks: Sequence[RankInfo], cause: Cause) -> None:
         """Notify the prefill ranks of a request that is refused here.
@@ -233,8 +219,6 @@ class DecodeShell(Shell):
         self.run()
 
     def close_room(self, room: DecodeRoom, cause: Cause) -> None:
-        if room.over:
-            return
         if room.record is not None:
             self.endpoint.close_room(room.grant, cause, self.now())
         elif room.refused is None:
@@ -270,9 +254,8 @@ class DecodeShell(Shell):
         """Open no room from here on, and abort every room; `close` waits for what follows."""
         self.leaving = True
         self.endpoint.leave(self.now())
-        for room in list(self._opening):
-            if room.opening is not None:
-                room.opening.cancel()
+        for room, task in list(self.opening.items()):
+            task.cancel()
             if room.refused is None:
                 self._refused(room, room_error(Cause(Code.SHUTDOWN, "decode is shutting down")))
         self.run()
@@ -300,7 +283,9 @@ class DecodeShell(Shell):
         # Stores withhold these pages before their rooms give them back, so that none becomes free.
         self._lent_quarantine.add(left, self.lent)
         for room in self.rooms.values():
-            self._abandon(room)
+            self.guard(
+                functools.partial(room.holding.feed, PageKind.ABANDON), f"letting go of {room!r}"
+            )
         self.rooms.clear()
         self.waiting.clear()
         return left
@@ -316,50 +301,8 @@ class DecodeShell(Shell):
                 rank=peer.info.rank,
                 room=room.room,
                 lease=(lender, room.grant),
-                pages=room.lent,
+                pages=room.holding.lent,
             )
-
-    def _abandon(self, room: DecodeRoom) -> None:
-        """Give back a room's pages after the node closed; those that were lent stay withheld."""
-        # Peers may still write into the staging, but not into the pages that the room's user has.
-        if self.arrivals is not None:
-            self.lent.give_back(room.lent, room.owner)
-            self._give_back(room)
-            room.pages_freed()
-        elif (own := room.own_pages) is not None:
-            self.guard(lambda: self.unhold_own(own), f"letting pages of {room!r} go")
-        else:
-            self._give_back(room)
-
-    def hold_own(self, room: RoomId, pages: PageIndices) -> None:
-        """Hold the caller's own pages for a room, until `unhold_own`.
-
-        Raises: OwnershipError for pages that the store cannot hold, or that another room has.
-        """
-        if self._own is None:
-            self._own = np.zeros(self.layout.num_places, dtype=np.bool_)
-        if (taken := self._own[pages]).any():
-            raise OwnershipError(
-                f"room {room}: page {pages[taken][0]} is lent to prefill for another room, or has "
-                "been until now; give it once that room is released"
-            )
-        try:
-            self.pages.hold(pages)
-        except OwnershipError as error:
-            text = (
-                f"room {room}: {error}; take them from node.pages, or make the node with "
-                "pages=ExternalPages"
-            )
-            raise OwnershipError(text) from None
-        self._own[pages] = True
-
-    def unhold_own(self, pages: PageIndices) -> None:
-        """Let a room's own pages go: no peer can reach them for that room, and no checksum reads
-        them.
-        """
-        assert self._own is not None
-        self._own[pages] = False
-        self.pages.unhold(pages)
 
     # --- commands
 
@@ -371,13 +314,12 @@ class DecodeShell(Shell):
 
     def _linked(self, command: c.Linked) -> None:
         room = self.rooms[command.grant]
-        room.linked = True
         if not room.held_back:
             self._lend(room)
 
     def offer(self, room: DecodeRoom) -> None:
         """Take the room's pages and lend them, as soon as every rank is registered."""
-        if room.linked:
+        if room.record is not None and room.record.linked:
             self._lend(room)
             self.run()
 
@@ -385,33 +327,21 @@ class DecodeShell(Shell):
         """Lend the room's pages at once, or, where too little of the staging is free, when pages of
         other rooms return (see `Waiting`).
         """
-        if room.record is None or room.ended:
+        record, holding = room.record, room.holding
+        if record is None or room.ended or record.lent:
             return
-        has_rows = self.endpoint.core.identity.layout.num_rows
         try:
-            if room.prefix_tokens is not None and not room.record.lent:
+            if room.prefix_tokens is not None:
                 room.num_pages = self.endpoint.shorten(room.grant, room.prefix_tokens)
-            wanted = room.record.num_pages
+            wanted = record.num_pages
             if self.arrivals is not None and not self._stage(room, wanted):
                 return
-            if room.own_pages is None:
-                take = self.pages.take_room if has_rows else self.pages.take
-                taken: Any = take(wanted, room.owner)
-                # A store of the user's own may return any sequence of indices.
-                if type(taken) is not np.ndarray or taken.dtype is not _INT32:
-                    taken = page_indices(
-                        taken, self.layout.num_places, f"room {room.room}: what {self.pages!r} gave"
-                    )
-                room.pages = taken
-            # A store of the user's own need not withhold pages that are in quarantine.
-            if self.quarantine.leases:
-                self.quarantine.check(room.pages)
-            if self.arrivals is None:
-                room.lent = room.pages
-            self.endpoint.lend(room.grant, room.lent, self.now())
+            holding.take(wanted)
+            if self.endpoint.lend(room.grant, holding.lent, self.now()):
+                holding.feed(PageKind.LEND)
         except BaseException as problem:  # noqa: BLE001 - `explained` raises what must pass
             error = self.explained(problem, f"room {room.room}: taking its pages")
-            room.tell_failed(error)
+            self._fail(room, error)
             self.endpoint.close_room(room.grant, error.cause(), self.now())
         else:
             room.when_opened.give(None)
@@ -436,7 +366,7 @@ class DecodeShell(Shell):
             if self._next_waiting() != room.grant:
                 return False
         try:
-            room.lent = (self.lent.take_room if has_row else self.lent.take)(wanted, room.owner)
+            room.holding.take_staging(wanted)
         except CapacityError:
             self.waiting.add(room.grant, wanted, self.now())
             return False
@@ -489,16 +419,13 @@ class DecodeShell(Shell):
             self.guard(self._lend_waiting, "lending pages of staging")
 
     def _verify(self, command: c.VerifyChunk) -> None:
-        room = self.rooms[command.grant]
-        assert room.verifier is not None
+        if (verifier := self._verifiers.get(command.grant)) is None:
+            begin = _check(self.checksums, self.arrivals)
+            holding = self.rooms[command.grant].holding
+            verifier = ChunkVerifier(holding, begin, self._lend_waiting)
+            self._verifiers[command.grant] = verifier
         chunk = slice(command.first, command.first + command.count)
-        ended = functools.partial(self._summed, command)
-        room.verifier.begin(room.lent[chunk], room.pages[chunk], command.served, ended)
-
-    def _verified(self, room: DecodeRoom) -> None:
-        """Continue after the work on a chunk ended, which may have freed places of staging."""
-        room.idle()
-        self._lend_waiting()
+        verifier.begin(chunk, command.served, functools.partial(self._summed, command))
 
     def _summed(self, command: c.VerifyChunk, checksum: bytes, error: str) -> None:
         self.endpoint.chunk_summed(
@@ -507,75 +434,53 @@ class DecodeShell(Shell):
         self.run()
 
     def _stop_verifying(self, command: c.StopVerifying) -> None:
-        room = self.rooms[command.grant]
-        if room.verifier is not None:
-            room.verifier.cancel()
+        if (verifier := self._verifiers.get(command.grant)) is not None:
+            verifier.cancel()
 
     def _begun(self, command: c.RoomBegun) -> None:
         self.rooms[command.grant].when_begun.give(True)
 
     def _landed(self, command: c.RoomLanded) -> None:
-        self.rooms[command.grant].tell_landed(command.handoff)
+        room = self.rooms[command.grant]
+        room.holding.feed(PageKind.LAND)
+        room.when_landed.give(command.handoff)
 
     def _failed(self, command: c.RoomFailed) -> None:
-        self.rooms[command.grant].tell_failed(command.cause)
+        self._fail(self.rooms[command.grant], command.cause)
 
     def _ended_room(self, command: c.RoomEnded) -> None:
         room = self.rooms[command.grant]
-        room.over = True
-        if self.arrivals is not None and self.waiting.discard(room.grant):
+        self._verifiers.pop(command.grant, None)
+        if self.arrivals is not None:
+            # The room may have waited for staging, or its success may have freed some.
+            self.waiting.discard(room.grant)
             self._lend_waiting()
-        # The pages of a room that succeeded are its user's.
-        if room.phase is DecodePhase.SUCCESS:
-            if self.arrivals is not None:
-                self._return_lent(room)
-            room.pages_freed()
-        if room.free:
+        if not room.holding.claimed:
             del self.rooms[room.grant]
         if room.callbacks:
             self.call_back_later(room.callbacks)
 
     def _quarantine(self, command: c.QuarantinePages) -> None:
-        room, owner = self.rooms[command.grant], Quarantined(command.grant)
-        if room.own_pages is None:
-            # The pool's store comes first: if it refuses, everything is as before.
-            self.pages.move(room.pages, room.owner, owner)
-        if self.arrivals is not None:
-            self.lent.move(room.lent, room.owner, owner)
-        if room.own_pages is None or self.arrivals is not None:
-            room.owner = owner
+        self.rooms[command.grant].holding.feed(PageKind.QUARANTINE)
         # The staging kept pages for a room that may now never fit: other rooms can have them.
-        if self.waiting:
-            self._lend_waiting()
+        self._lend_waiting()
 
     def _free(self, command: c.FreePages) -> None:
         room = self.rooms.get(command.grant)
         if room is None:
             self.earlier.free(command)
-            self._lend_waiting()
-            return
-        if self.arrivals is not None:
-            self._return_lent(room)
-        self._give_back(room)
-        room.pages_freed()
-        if room.over:
-            del self.rooms[room.grant]
+        else:
+            # RoomEnded follows, unless it came before because the pages were in quarantine.
+            over = room.holding.quarantined
+            room.holding.feed(PageKind.FREE)
+            if over:
+                del self.rooms[command.grant]
+        self._lend_waiting()
 
-    def _give_back(self, room: DecodeRoom) -> None:
-        """Give back the pages that the room took; a store that refuses does not keep the room from
-        its end.
-        """
-        if room.own_pages is None and len(room.pages):
-            self.guard(
-                lambda: self.pages.give_back(room.pages, room.owner),
-                f"giving back pages of {room!r}",
-            )
 
-    def _return_lent(self, room: DecodeRoom) -> None:
-        """Give back the room's pages of staging, which no peer can reach; a copy may still read
-        them.
-        """
-        if room.lent.size:
-            self.lent.give_back(room.lent, room.owner)
-            room.lent = NO_PLACES
-            self._lend_waiting()
+def _check(checksums: Checksums | None, arrivals: Arrivals | None) -> Begin:
+    """Return what begins the work on a landed chunk: the copy from the staging, or the checksum."""
+    if arrivals is not None:
+        return arrivals.begin
+    assert checksums is not None
+    return lambda lent, pages, served: checksums.begin(pages, served)

@@ -489,7 +489,8 @@ class PrefillShell(Shell):
 
     def _stopped(self, command: c.RoomStopped) -> None:
         room = self.rooms[command.serial]
-        room.tell_stopped(command.cause)
+        room.when_matched.give(None, command.cause)
+        room.when_done.give(None, command.cause)
         if room.callbacks:
             self.call_back_later(room.callbacks)
 

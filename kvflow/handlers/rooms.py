@@ -6,12 +6,12 @@ The endpoints decide what happens in a room.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from kvflow.handlers.verify import ChunkVerifier
+from kvflow.handlers.room_pages import RoomPages, RoomStores
 from kvflow.protocols.arguments import (
-    NO_PAGES,
     check_cause,
     check_handoff,
     own_pages,
@@ -19,12 +19,13 @@ from kvflow.protocols.arguments import (
     pages_wanted,
 )
 from kvflow.protocols.decode.records import DecodeRoomRecord
-from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, room_error
+from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.machinery import Line
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
+from kvflow.protocols.machines.ownership import PageKind, PagePhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase, PrefillRoomState
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout
-from kvflow.protocols.ports import PageStore, Quarantine, Write
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import Write
 from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire.messages import GrantId, RoomId
 from kvflow.telemetry.requests import CURRENT
@@ -83,16 +84,7 @@ class Answer(Generic[T]):
 class DecodeSide(Protocol):
     """The shell as a decode room uses it."""
 
-    pages: PageStore
-    quarantine: Quarantine  # for the pool of `pages`
-
-    @property
-    def layout(self) -> PoolLayout: ...
-
-    def hold_own(self, room: RoomId, pages: PageIndices) -> None:
-        """Hold the caller's own pages for a room, until `unhold_own`. Raises: OwnershipError."""
-
-    def unhold_own(self, pages: PageIndices) -> None: ...
+    stores: RoomStores
 
     def offer(self, room: DecodeRoom) -> None: ...
 
@@ -113,30 +105,31 @@ class DecodeRoom:
         """
         self._shell = shell
         self.room, self.tokens, self.num_pages = room, tokens, num_pages
-        self.own_pages: PageIndices | None = None
         self.prefix_tokens: int | None = None  # the argument of `offer`
         self.grant = GrantId(0)
         self.record: DecodeRoomRecord | None = None
-        self.pages: PageIndices = NO_PAGES
-        # Pages that prefill writes: `pages`, or as many pages of the staging.
-        self.lent: PageIndices = NO_PAGES
-        self.owner: Hashable = ("room", room)
-        self.verifier: ChunkVerifier | None = None
-        self.opening: asyncio.Task[None] | None = None
         self.refused: Cause | None = None  # why it ended, where the endpoint never knew it
         self.when_begun: Answer[bool] = Answer()
         self.when_opened: Answer[None] = Answer()
         self.when_landed: Answer[bytes] = Answer()
         self.when_released: Answer[None] = Answer()
+        self.holding = RoomPages(
+            shell.stores, room, functools.partial(self.when_released.give, None)
+        )
         self.callbacks: list[Callable[[], None]] = []  # the shell runs them when the room ended
         # Tasks that serve all requests log about this room, and take the request's id from here.
         self.request_id = CURRENT.get().request_id
-        self._kept = False
         self.held_back = True  # until its pages may be taken
-        self.linked = self.over = self.free = False  # set by the shell
 
     def __repr__(self) -> str:
         return f"<DecodeRoom {self.room}: {self.phase.name.lower()}, {len(self.pages)} pages>"
+
+    @property
+    def pages(self) -> PageIndices:
+        """The room's pages, int32 [n]; empty before they are taken. In a pool with rows the last
+        one is the room's row.
+        """
+        return self.holding.pages
 
     @property
     def phase(self) -> DecodePhase:
@@ -190,12 +183,9 @@ class DecodeRoom:
         hold, that another room has, or that a writer of an earlier node over the pool may still
         write into).
         """
-        if self.own_pages is not None or not self.held_back:
+        if self.holding.state.own or not self.held_back:
             raise MisuseError(f"room {self.room}: its pages have been given already")
-        mine = own_pages(pages, self._shell.layout, self.room, self.num_pages)
-        self._shell.quarantine.check(mine)
-        self._shell.hold_own(self.room, mine)
-        self.own_pages = self.pages = mine
+        self.holding.give(own_pages(pages, self._shell.stores.layout, self.room, self.num_pages))
 
     def offer(
         self, pages: Sequence[int] | PageIndices | None = None, *, prefix_tokens: int | None = None
@@ -211,7 +201,9 @@ class DecodeRoom:
                 raise MisuseError(f"room {self.room}: its pages have been offered already")
             if pages is not None:
                 if prefix_tokens is not None:
-                    self.num_pages = pages_wanted(self._shell.layout, self.tokens, prefix_tokens)
+                    self.num_pages = pages_wanted(
+                        self._shell.stores.layout, self.tokens, prefix_tokens
+                    )
                 self.give(pages)
             self.prefix_tokens = prefix_tokens
             self.held_back = False
@@ -238,13 +230,10 @@ class DecodeRoom:
         In a pool with rows the last page is the room's row: `pool.layout.split` separates pages and
         rows. Raises: MisuseError before the pages landed, or on a second call.
         """
-        if self.phase is not DecodePhase.SUCCESS or self._kept:
+        if self.holding.state.target is not PagePhase.LANDED:
             raise MisuseError(f"room {self.room}: pages can be kept once, after landed()")
-        # Pages of the caller's own are only held in the store: their owner there stays the caller.
-        if self.own_pages is None:
-            self._shell.pages.move(self.pages, self.owner, owner)
-        self._kept = True
-        return self.pages
+        self.holding.feed(PageKind.KEEP, keeper=owner)
+        return self.holding.pages
 
     def close(self, cause: Cause | None = None) -> None:
         """End the room; valid in every state, any number of times.
@@ -253,10 +242,8 @@ class DecodeRoom:
         that are still lent return when their loans end. Raises: MisuseError if `cause` is no Cause.
         """
         self._shell.close_room(self, _CLIENT_GONE if cause is None else check_cause(cause))
-        if not self._kept and self.phase is DecodePhase.SUCCESS:
-            self._kept = True
-            if self.own_pages is None:
-                self._shell.pages.give_back(self.pages, self.owner)
+        if self.holding.state.target is PagePhase.LANDED:
+            self.holding.feed(PageKind.CLOSE)
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when the room ended; at once if it ended before."""
@@ -282,35 +269,6 @@ class DecodeRoom:
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
-
-    # --- called by the shell
-
-    def tell_landed(self, handoff: bytes) -> None:
-        self.when_landed.give(handoff)
-
-    def tell_failed(self, error: KvflowError | Cause) -> None:
-        if self.held_back:
-            self.when_begun.give(None, error)
-        self.when_opened.give(None, error)
-        self.when_landed.give(None, error)
-
-    def pages_freed(self) -> None:
-        """Record that no peer can write into the pages; a checksum may still read them."""
-        self.free = True
-        self.idle()
-
-    def idle(self) -> None:
-        if (
-            self.free
-            and not self.when_released.given
-            and (self.verifier is None or not self.verifier.running)
-        ):
-            try:
-                if self.own_pages is not None:
-                    self._shell.unhold_own(self.own_pages)
-            finally:
-                # A store that refuses must not keep users waiting for the release.
-                self.when_released.give(None)
 
 
 class PrefillSide(Protocol):
@@ -465,9 +423,3 @@ class PrefillRoom:
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
-
-    # --- called by the shell
-
-    def tell_stopped(self, cause: Cause) -> None:
-        self.when_matched.give(None, cause)
-        self.when_done.give(None, cause)

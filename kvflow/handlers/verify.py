@@ -13,16 +13,16 @@ from collections.abc import Callable
 from typing import Any
 
 from kvflow.aio import ENDS_PROCESS
+from kvflow.handlers.room_pages import RoomPages
+from kvflow.protocols.machines.ownership import PageKind
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import (
-    Arrivals,
-    Checksums,
-    ChecksumTask,
-    PageStore,
-)
+from kvflow.protocols.ports import ChecksumTask
 
 log = logging.getLogger(__name__)
+
+Begin = Callable[[PageIndices, PageIndices, tuple[Served, ...]], ChecksumTask]
+"""Starts to sum what a rank served of the second pages, or to copy it there from the first."""
 
 
 class NoSum:
@@ -59,66 +59,43 @@ class ChunkVerifier:
     pages.
     """
 
-    def __init__(
-        self,
-        store: PageStore,
-        checksums: Checksums | None,
-        arrivals: Arrivals | None,
-        released: Callable[[], None],
-    ) -> None:
-        """Exactly one of `checksums` and `arrivals` does the work.
+    def __init__(self, pages: RoomPages, begin: Begin, released: Callable[[], None]) -> None:
+        """`begin` starts the work on a chunk of `pages`.
 
-        `released` is called each time a chunk ended and the pages that it read or wrote are no
-        longer held.
+        `released` is called each time a chunk ended and no thread uses its pages any more.
         """
-        self._store, self._checksums, self._arrivals, self._released = (
-            store,
-            checksums,
-            arrivals,
-            released,
-        )
+        self._pages, self._begin, self._released = pages, begin, released
         self._running: set[ChecksumTask] = set()
 
-    @property
-    def running(self) -> bool:
-        return bool(self._running)
-
     def begin(
-        self,
-        lent: PageIndices,
-        pages: PageIndices,
-        served: tuple[Served, ...],
-        ended: Callable[[bytes, str], None],
+        self, chunk: slice, served: tuple[Served, ...], ended: Callable[[bytes, str], None]
     ) -> None:
-        """Sum what a rank `served` of `pages`, or copy it there from `lent`.
+        """Sum what a rank `served` of a chunk of the room's pages, or copy it there.
 
         `ended` receives the checksum and an empty text, or an empty checksum and the reason.
         """
-        arrivals = self._arrivals
-        # The pages stay held until the thread lets them go, even if the room ends before (I13).
-        self._store.hold(pages)
-        if arrivals is not None:
-            arrivals.lent.hold(lent)
-            task = begun(arrivals.begin, lent, pages, served)
-        else:
-            assert self._checksums is not None
-            task = begun(self._checksums.begin, pages, served)
+        # The room owns its pages until the thread is done with them, even if it ends before (I13).
+        self._pages.feed(PageKind.USE)
+        task = begun(self._begin, self._pages.lent[chunk], self._pages.pages[chunk], served)
         self._running.add(task)
 
         def released(_: object) -> None:
             self._running.discard(task)
-            self._store.unhold(pages)
-            if arrivals is not None:
-                arrivals.lent.unhold(lent)
+            self._pages.feed(PageKind.IDLE)
             self._released()
 
+        def report(_: object) -> None:
+            ended(task.done.result(), task.error)
+
+        def done(found: Any) -> None:
+            # A room must not land while a thread still uses its pages, so a sum counts once its
+            # thread is done. The reason why there is none must not wait for a thread that hangs.
+            (task.released if found.result() else task.done).add_done_callback(report)
+
         task.released.add_done_callback(released)
-        task.done.add_done_callback(lambda found: ended(found.result(), task.error))
+        task.done.add_done_callback(done)
 
     def cancel(self) -> None:
-        """Stop the sums and copies of a room that is over.
-
-        Its pages become free when no thread reads or writes them.
-        """
+        """Stop the sums and copies of a room that is over."""
         for task in self._running:
             task.cancel()

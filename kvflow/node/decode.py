@@ -29,6 +29,7 @@ from kvflow.protocols.decode.links import DecodeIdentity
 from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import Cause, KvflowError, LostError, MisuseError
 from kvflow.protocols.limits import Bounds, Timing, check_time
+from kvflow.protocols.machines.ownership import PageKind
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, DataPlane, PageStore
 from kvflow.protocols.waiting import Waits
@@ -300,7 +301,8 @@ class DecodeNode(Node[DecodeShell]):
                 shell.open(handle, ranks or (), agreed, at_s, announce=held_back)
         except BaseException:
             # If the caller brought pages, the room holds them by now.
-            handle.pages_freed()
+            if handle.record is None:
+                handle.holding.feed(PageKind.FREE)
             raise
         return handle
 

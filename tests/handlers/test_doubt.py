@@ -78,7 +78,7 @@ async def test_close_waits_for_the_answers_that_may_still_come(p: Pair) -> None:
     p.plane(p.prefill).release()
     async with asyncio.timeout(10):
         (loan,) = await closing
-    assert list(loan.pages) == list(room.pages) and target.free
+    assert list(loan.pages) == list(room.pages) and target.when_released.given
     p.decodes.clear()
 
 

@@ -117,7 +117,7 @@ async def test_what_decode_finds_after_it_has_announced_a_room_need_not_travel(
     source = p.prefill.room(7, prompt)
     target = p.decode.announce(7, "sim", prompt)
     if linked:
-        await until(lambda: source.phase.name == "ANNOUNCED" and target.linked)
+        await until(lambda: source.phase.name == "ANNOUNCED" and target.record.linked)
     assert target.num_pages == 2
     await target.offer(prefix_tokens=pages * PAGE_SIZE)
     assert await source.matched() == pages * PAGE_SIZE
@@ -138,7 +138,7 @@ async def test_a_prefix_that_cannot_be_ends_the_room_and_no_other(
     prompt = range(2 * PAGE_SIZE)
     source, target = p.prefill.room(7, prompt), p.decode.announce(7, "sim", prompt)
     if linked:
-        await until(lambda: source.phase.name == "ANNOUNCED" and target.linked)
+        await until(lambda: source.phase.name == "ANNOUNCED" and target.record.linked)
     with pytest.raises(MisuseError, match="prefix"):
         await target.offer(prefix_tokens=prefix)
     with pytest.raises(KvflowError):

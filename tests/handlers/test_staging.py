@@ -138,7 +138,7 @@ async def test_a_changed_byte_in_staging_is_found(p: Pair) -> None:
     source, target = await matched(p)
     p.send_all(source)
     p.plane(p.prefill).step(5 - 1)
-    p.decode.reached.array("0.k")[target.lent[0]] ^= 1
+    p.decode.reached.array("0.k")[target.holding.lent[0]] ^= 1
     p.plane(p.prefill).release()
     with pytest.raises(KvflowError, match=r"checksum [0-9a-f]{16} at prefill"):
         await target.landed()
@@ -185,7 +185,7 @@ async def test_an_abort_in_mid_copy_frees_the_pages_when_the_copy_has_ended(
     p.send_all(source)
     await gate.reached()
     target.close()
-    await until(lambda: target.over and source.ended)
+    await until(lambda: target.grant not in p.decode.shell.endpoint.rooms and source.ended)
     free = p.decode.pool.pages.free_pages, p.decode.reached.pages.free_pages
     assert free == (p.decode.pool.pages.capacity - 5, p.decode.reached.pages.capacity - 5)
     assert not target.when_released.given
@@ -208,7 +208,7 @@ async def test_rooms_wait_for_staging_in_order(little: Pair) -> None:
     p.plane(p.prefill).release()
     for source, target in (first, (sources[0], others[0]), (sources[2], others[2])):
         await source.matched()
-        assert [room.lent.size for room in others] in ([0, 0, 0], [5, 0, 0], [0, 0, 5])
+        assert [room.holding.lent.size for room in others] in ([0, 0, 0], [5, 0, 0], [0, 0, 5])
         pages = p.send_all(source)
         await target.landed()
         assert_same_bytes(p, pages, target)
@@ -340,10 +340,10 @@ async def test_rows_are_no_pages_that_may_come_back() -> None:
         large[1].close()
 
 
-async def test_a_room_that_waits_has_what_one_of_several_copies_lets_go(
+async def test_a_room_that_waits_has_what_the_last_of_several_copies_lets_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two chunks of a room that was closed are being copied; one copy ends, and the other hangs."""
+    """Two chunks of a room that was closed are being copied; one copy ends before the other."""
     ends, begun, real = [threading.Event(), threading.Event()], itertools.count(), HostCopier.copy
     reached = [threading.Event(), threading.Event()]
 
@@ -362,14 +362,15 @@ async def test_a_room_that_waits_has_what_one_of_several_copies_lets_go(
         _, late = await sized(p, 2, 4)
         await until(lambda: p.decode.shell.waiting)
         target.close()
-        await until(lambda: target.over and source.ended)
-        assert p.decode.reached.pages.free_pages == 2 and not late.lent.size
+        await until(lambda: target.grant not in p.decode.shell.endpoint.rooms and source.ended)
         ends[0].set()
+        await until(lambda: target.holding.state.uses == 1)
+        assert p.decode.reached.pages.free_pages == 2 and not late.holding.lent.size
+        ends[1].set()
         await until(lambda: p.decode.reached.pages.free_pages != 2)
-        assert late.lent.size == 4, (
+        assert late.holding.lent.size == 4, (
             "it is lent what comes back at the moment in which it comes back"
         )
-        ends[1].set()
         late.close()
 
 
@@ -492,7 +493,7 @@ async def test_a_room_that_waits_has_what_an_earlier_node_left_once_that_is_prov
     # Another node over the staging has the proof.
     staging.host.quarantine.forget(loan.incarnation, loan.writer)
     await until(lambda: not second.quarantined_pages)
-    await until(lambda: target.lent.size == 5)
+    await until(lambda: target.holding.lent.size == 5)
     target.close()
     await target.released()
 
@@ -507,7 +508,7 @@ async def test_a_room_that_waits_has_what_another_node_over_the_staging_gives_ba
     waits = second.room(8, p.ranks, PROMPT)
     await until(lambda: second.shell.waiting)
     target.close()
-    await until(lambda: waits.lent.size == 5)
+    await until(lambda: waits.holding.lent.size == 5)
     waits.close()
     await waits.released()
     assert source.ended
@@ -533,7 +534,7 @@ async def test_what_an_earlier_node_left_in_the_pool_keeps_no_room_from_the_stag
             waits = second.staging_waits
             assert second.quarantined_pages == 5 and waits is not None and waits.stuck_rooms == 0
             holder.close()
-            await until(lambda: large.lent.size == 16)
+            await until(lambda: large.holding.lent.size == 16)
             large.close()
             await p.crash(p.prefill)
             await until(lambda: not second.quarantined_pages)
@@ -551,7 +552,7 @@ async def test_pages_of_the_engine_s_own_are_busy_until_they_have_been_brought(
 ) -> None:
     async with staged(staging_bytes=0) as p:
         own = ExternalPages(64)
-        p.decode.shell.pages = p.decode.pages = own
+        p.decode.shell.stores.pages = p.decode.pages = own
         gate = CopyGate(monkeypatch)
         source = p.prefill.room(7, PROMPT)
         target = await p.decode.room(7, "sim", PROMPT, pages=[9, 4, 7, 3, 5])
@@ -559,7 +560,7 @@ async def test_pages_of_the_engine_s_own_are_busy_until_they_have_been_brought(
         pages = p.send_all(source)
         await gate.reached()
         target.close()
-        await until(lambda: target.over)
+        await until(lambda: not p.decode.shell.endpoint.rooms)
         assert own.busy_pages == 5
         gate.go.set()
         await target.released()

@@ -129,7 +129,7 @@ def socket_of_prefill(name: str) -> Callable[[Pair, Act], None]:
 
 def store_of_decode(*names: str) -> Callable[[Pair, Act], None]:
     def put(p: Pair, act: Act) -> None:
-        p.decode.shell.pages = Instead(p.decode.pages, **dict.fromkeys(names, act))
+        p.decode.shell.stores.pages = Instead(p.decode.pages, **dict.fromkeys(names, act))
 
     return put
 
@@ -324,13 +324,13 @@ async def test_what_is_no_error_of_kvflow_is_counted_and_the_next_room_succeeds(
     met: list[None] = []
 
     async with pair(timing=TIMING) as p:
-        store, socket = p.decode.shell.pages, p.decode.shell.connections._connect
+        store, socket = p.decode.shell.stores.pages, p.decode.shell.connections._connect
         asked, plane = p.decode._resolve, p.plane(p.prefill)
         connected, kind = plane.connect, type(plane)
 
         def once(*of: Any, **by: Any) -> Any:
             met.append(None)
-            p.decode.shell.pages, p.decode.shell.connections._connect, p.decode._resolve = (
+            p.decode.shell.stores.pages, p.decode.shell.connections._connect, p.decode._resolve = (
                 store,
                 socket,
                 asked,

@@ -184,7 +184,12 @@ async def as_prefill(n: Nodes, liar: Liar, router: Any, port: int, count: int) -
         of_prefill(n, me, address, 0, 1)[0], fresh_from=core.next_grant
     )
     await router.send_multipart([peer, encode(accepted)])
-    await until(lambda: all(room.linked or room.ended for room in rooms), 10)
+    await until(
+        lambda: all(
+            (room.record is not None and room.record.linked) or room.ended for room in rooms
+        ),
+        10,
+    )
     for i in range(count):
         room = liar.rng.choice(rooms)
         known = (

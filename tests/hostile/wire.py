@@ -158,7 +158,7 @@ async def attack_decode(n: Nodes, count: int, rng: random.Random) -> None:
         )
         router.send_multipart([peer, encode(accepted)])
         link_to = n.decode.shell.endpoint.link_to
-        await until(lambda: room.linked, 20)
+        await until(lambda: room.record.linked, 20)
         room.close()  # nothing was lent: the link is up, and has no room
         await asyncio.to_thread(_send_frames, router, peer, frames, count, rng)
         await until(lambda: END in n.taps["decode"].ends or link_to(info) is None, 20)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvflow.proof.walk import run
-from kvflow.proof.walk.decode_side import DecodeSide, Pages
+from kvflow.proof.walk.decode_side import DecodeSide
 from kvflow.proof.walk.mirror import mirrored
 from kvflow.proof.walk.search import Faults, Walk
 from kvflow.proof.walk.tables import deaf
@@ -238,7 +238,7 @@ def test_a_grant_of_a_decode_that_was_displaced_does_not_begin_again() -> None:
             "prefill is asked by its engine",
         ]
     )
-    assert state.decode.grants[0].pages is Pages.FREE
+    assert state.decode.grants[0].home
     assert not any("sends a chunk" in act.text for act, _ in joined.steps(state))
 
 

@@ -10,7 +10,7 @@ import random
 from typing import Any, NamedTuple
 
 from kvflow.proof.walk.acts import Acts
-from kvflow.proof.walk.decode_side import Decode, Pages
+from kvflow.proof.walk.decode_side import Decode
 from kvflow.proof.walk.neighbours import neighbour, orphaned, start, target
 from kvflow.proof.walk.prefill_side import Prefill
 from kvflow.proof.walk.tables import deaf
@@ -104,11 +104,7 @@ class Joined:
     @staticmethod
     def unsafe(state: State) -> bool:
         """I2: pages are free or their user's, and somebody may write into them."""
-        home = sum(
-            1 << n
-            for n, g in enumerate(state.decode.grants, 1)
-            if g.pages in (Pages.KEPT, Pages.FREE)
-        )
+        home = sum(1 << n for n, g in enumerate(state.decode.grants, 1) if g.home)
         return any(
             home & lane.prefill.writing and (rank, 1) not in state.decode.declared
             for rank, lane in enumerate(state.lanes)

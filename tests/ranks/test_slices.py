@@ -106,7 +106,7 @@ async def test_an_abort_in_mid_copy_leaves_no_late_byte(
         with pytest.raises(AbortedError):
             await target.landed()
         if side == "lands":
-            await until(lambda: target.over)
+            await until(lambda: not g.decode.shell.endpoint.rooms)
             assert g.decode.pool.pages.free_pages == 0 and not target.when_released.given
         else:
             assert (

@@ -23,6 +23,14 @@ from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.links import DecodeIdentity
 from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.machines.ownership import (
+    CLAIMED,
+    SETTLED,
+    PageCommand,
+    PageKind,
+    Source,
+    step,
+)
 from kvflow.protocols.ports import LeaseId, UnprovenLoan
 from kvflow.protocols.wire.messages import Incarnation
 from kvflow.telemetry.counters import Counts
@@ -147,11 +155,20 @@ class Decode(Node):
         if pages is None:
             return self.close_room(room, room.job.cause(Code.CAPACITY, "no pages at decode"))
         room.pages = pages
-        if not self.endpoint.lend(grant, np.array(pages, np.int32), self.clock.now):
-            # The room ended before its pages were lent, so they are still ours.
-            self.pages.give_back(pages, room.lease)
-            room.pages = []
+        self._feed(room, PageKind.TAKE, Source.STORE)
+        if self.endpoint.lend(grant, np.array(pages, np.int32), self.clock.now):
+            self._feed(room, PageKind.LEND)
         return None
+
+    def _feed(self, room: Room, kind: PageKind, source: Source | None = None) -> None:
+        """Feed one event to the ownership of a room's pages, and do what follows."""
+        room.owned, commands = step(room.owned, kind, source)
+        for _, command in commands:
+            if command is PageCommand.RETURN:
+                self.pages.give_back(room.pages, room.lease)
+            elif command is PageCommand.GIVE_TO_KEEPER:
+                user = self.pages.keep(room.pages, room.lease)
+                self.clock.later(room.job.kept_s, self, self.pages.give_back, room.pages, user)
 
     # --- links
 
@@ -276,7 +293,9 @@ class Decode(Node):
             self.turns.ask(room, self.take_turn)
 
     def _verify(self, command: c.VerifyChunk) -> None:
-        self.wait(THREAD_S, self._summed, self.rooms[command.grant], command)
+        room = self.rooms[command.grant]
+        self._feed(room, PageKind.USE)
+        self.wait(THREAD_S, self._summed, room, command)
 
     def _summed(self, room: Room, command: c.VerifyChunk) -> None:
         """Report the checksum of a chunk: empty if its room ended or the computation fails."""
@@ -285,6 +304,7 @@ class Decode(Node):
             pages = room.pages[command.first : command.first + command.count]
             cells = self.pages.cells
             checksum = checksum_of([cells[page].get(command.rank) for page in pages])
+        self._feed(room, PageKind.IDLE)
         self.endpoint.chunk_summed(
             command.grant, command.rank, command.seq, checksum, self.clock.now
         )
@@ -310,10 +330,10 @@ class Decode(Node):
             )
         )
         self.turns.end(room)
-        user = self.pages.keep(pages, room.lease)
         # A landed room passes its pages to its user, so no FreePages follows.
-        room.job.succeeded = room.freed = True
-        self.clock.later(room.job.kept_s, self, self.pages.give_back, pages, user)
+        self._feed(room, PageKind.LAND)
+        self._feed(room, PageKind.KEEP)
+        room.job.succeeded = True
 
     def _failed(self, command: c.RoomFailed) -> None:
         room = self.rooms[command.grant]
@@ -336,22 +356,22 @@ class Decode(Node):
 
     def _quarantine(self, command: c.QuarantinePages) -> None:
         self.say(f"pages of grant {command.grant} are in quarantine")
+        self._feed(self.rooms[command.grant], PageKind.QUARANTINE)
 
     def _free(self, command: c.FreePages) -> None:
         if (loans := self.inherited.pop(command.grant, None)) is not None:
             self.say(f"pages of an earlier decode, grant {command.grant} here, are free")
             return self.pages.give_back(loans[0].pages.tolist(), loans[0].lease)
         room = self.rooms.get(command.grant)
-        if room is None or room.freed:
+        if room is None or room.owned.target in SETTLED:
             return self.rules.broken(
                 "I1", f"{self.name}: pages of grant {command.grant} are given back twice"
             )
-        self.pages.give_back(room.pages, room.lease)
-        room.freed = True
+        self._feed(room, PageKind.FREE)
         return self._forget(room)
 
     def _forget(self, room: Room) -> None:
-        if room.over and room.freed:
+        if room.over and room.owned.target not in CLAIMED:
             del self.rooms[room.record.grant]
 
     RUN: ClassVar[dict[type, Callable[[Any, Any], None]]] = {

@@ -9,6 +9,7 @@ from kvflow.proof.bare.pages import DecodePages, Lease
 from kvflow.proof.rules.both_sides import promises_of
 from kvflow.proof.rules.judge import Side
 from kvflow.protocols.decode.records import DecodeRoomRecord
+from kvflow.protocols.machines.ownership import Ownership
 from kvflow.protocols.prefill.records import PrefillRoomRecord
 
 
@@ -30,7 +31,8 @@ class Room:
         self.pages: list[int] = []
         self.linked = False  # every rank is linked, and pages are to be taken
         self.held_back = job.waits or job.offers_after_s is not None
-        self.told = self.over = self.freed = False
+        self.owned = Ownership()  # what its node knows of the pages
+        self.told = self.over = False
 
 
 class Leg:

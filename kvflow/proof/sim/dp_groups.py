@@ -79,7 +79,7 @@ class DpGroups:
         deadline_s: float | None,
     ) -> None:
         """Record that decode made a room, which may have to wait for a registry before it opens."""
-        if room.opening is not None:
+        if room in node.shell.opening:
             until_s = float("inf") if deadline_s is None else self._loop.time() + deadline_s
             self._asking[room] = node, self._chosen(prefill, room.room, dp_rank), until_s
 
@@ -89,10 +89,11 @@ class DpGroups:
         Decode notifies its group once the registry names it, unless the deadline passes first.
         """
         asking = self._asking.pop(room, None)
-        if asking is not None and room.opening is not None:
-            node, groups, until_s = asking
-            if until_s > self._loop.time() + DELAY_S[1]:
-                self._expect_told(node, room.room, groups)
+        if asking is None:
+            return
+        node, groups, until_s = asking
+        if room in node.shell.opening and until_s > self._loop.time() + DELAY_S[1]:
+            self._expect_told(node, room.room, groups)
 
     def refused(self, node: DecodeNode, room: int, prefill: Prefill, dp_rank: int | None) -> None:
         """Record that decode is to notify prefill that a room will not come. It notifies all groups

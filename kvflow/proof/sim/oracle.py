@@ -4,7 +4,7 @@ The handlers' own books are never consulted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvflow.memory.pool import PagedPool
@@ -163,8 +163,8 @@ class Oracle(Rules):
 
     # --- bytes
 
-    def landed(self, room: DecodeRoom, handoff: bytes) -> None:
-        """Verify a room that landed at decode."""
+    def landed(self, room: DecodeRoom, lent: Sequence[int], handoff: bytes) -> None:
+        """Verify a room that landed at decode, which lent the places `lent`."""
         node, record = self.by_process[current_process()], room.record
         assert record is not None
         pages, digest, content_of = room.pages.tolist(), record.prompt.digest, node.books.bytes
@@ -176,10 +176,8 @@ class Oracle(Rules):
                 digest, index, len(pages), content_of.size(page)
             )
 
-        keys, places = promises_of(node.incarnation, record), room.lent.tolist()
-        self.transfers.landed(
-            Arrival(room.room, keys, node.lent, places, is_right, digest, handoff)
-        )
+        keys = promises_of(node.incarnation, record)
+        self.transfers.landed(Arrival(room.room, keys, node.lent, lent, is_right, digest, handoff))
 
     def expected(self, digest: bytes, index: int, count: int, size_bytes: int) -> bytes:
         """Return the content of page `index` of the `count` pages that a room brings for a prompt

@@ -25,6 +25,7 @@ from kvflow.protocols.machines.decode_room import (
     DecodePhase,
 )
 from kvflow.protocols.machines.loan import LoanKind
+from kvflow.protocols.machines.ownership import Source
 from kvflow.protocols.wire.messages import AbortAck, ChunkDone, Heartbeat, RoomFailed
 
 PLANTS: list[Plant] = []
@@ -83,7 +84,7 @@ def double_close() -> Installed:
     def close(self: DecodeRoom, cause: Cause | None = None) -> None:
         self._shell.close_room(self, cause or Cause(Code.CLIENT_GONE))
         if self.phase is DecodePhase.SUCCESS:
-            self._shell.pages.give_back(self.pages, self.owner)
+            self.holding._give_back(Source.STORE)
 
     return swapped(DecodeRoom, "close", close)
 

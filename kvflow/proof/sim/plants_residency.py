@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from kvflow.handlers.rooms import DecodeRoom
+from kvflow.handlers.decode import DecodeShell
 from kvflow.memory import residency as residents
 from kvflow.memory import snapshot as snapshots
 from kvflow.memory.residency import Resident
@@ -18,6 +18,7 @@ from kvflow.memory.snapshot import Snapshot, SnapshotStore
 from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.loop import Process, current_process
 from kvflow.proof.sim.swap import swapped, swapped_cells, swapped_item
+from kvflow.protocols.commands import RoomLanded
 from kvflow.protocols.machines.residency import (
     TABLE,
     ResidencyCommand,
@@ -60,14 +61,15 @@ def _view_instead_of_copy() -> Installed:
 @bug("hand-over is a view", nodes=(0, "I9"))
 def _handoff_is_a_view() -> Installed:
     """A hand-over lies in a slot that is used again."""
-    original, slots = DecodeRoom.tell_landed, dict[Process | None, bytearray]()
+    original, slots = DecodeShell._landed, dict[Process | None, bytearray]()
 
-    def tell_landed(self: DecodeRoom, handoff: bytes) -> None:
-        slot = slots.setdefault(current_process(), bytearray(len(handoff)))
-        slot[:] = handoff
-        original(self, memoryview(slot))  # type: ignore[arg-type]
+    def landed(self: DecodeShell, command: RoomLanded) -> None:
+        slot = slots.setdefault(current_process(), bytearray(len(command.handoff)))
+        slot[:] = command.handoff
+        view: Any = memoryview(slot)
+        original(self, RoomLanded(command.grant, view))
 
-    return swapped(DecodeRoom, "tell_landed", tell_landed)
+    return swapped(DecodeShell, "_landed", landed)
 
 
 def _left_out(*names: str) -> Callable[[], Installed]:

@@ -7,40 +7,26 @@ from __future__ import annotations
 from typing import Any
 
 from kvflow.handlers.decode import DecodeShell
-from kvflow.handlers.verify import ChunkVerifier
+from kvflow.handlers.room_pages import RoomPages
 from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.swap import swapped
 from kvflow.protocols import waiting
-from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Arrivals
+from kvflow.protocols.machines.ownership import PageKind
 
 PLANTS: list[Plant] = []
 bug = planting(PLANTS, "no decode has staging")
 
 
-class _Unheld:
-    """Arrivals whose places are not held while they are copied."""
-
-    def __init__(self, arrivals: Arrivals) -> None:
-        self.begin, self.lent = arrivals.begin, self
-
-    def hold(self, pages: PageIndices) -> None: ...
-
-    def unhold(self, pages: PageIndices) -> None: ...
-
-
 @bug("staging given back before the copy ended", nodes=(32, "I13"))
 def given_back_before_the_copy_ended() -> Installed:
-    """Nothing holds places of staging while they are copied to the room's own pages."""
-    original = ChunkVerifier.begin
+    """A room does not know of the copies that still read its places of staging."""
+    original = RoomPages.feed
 
-    def begin(verifier: ChunkVerifier, *arguments: Any) -> None:
-        if verifier._arrivals is None:
-            return original(verifier, *arguments)
-        with swapped(verifier, "_arrivals", _Unheld(verifier._arrivals)):
-            return original(verifier, *arguments)
+    def feed(self: RoomPages, kind: PageKind, *rest: Any, **more: Any) -> None:
+        if self.state.staging is None or kind not in (PageKind.USE, PageKind.IDLE):
+            original(self, kind, *rest, **more)
 
-    return swapped(ChunkVerifier, "begin", begin)
+    return swapped(RoomPages, "feed", feed)
 
 
 @bug("rooms that wait for staging are not woken", nodes=(5, "I7"))

@@ -35,9 +35,9 @@ def idle_before_the_drain() -> Installed:
         handle = self._rooms.get(room)
         if not isinstance(room, DecodeThreadRoom) or handle is None or handle.when_released.given:
             return
-        if handle.own_pages is not None:
-            self.pages.unhold(handle.own_pages)
-            handle.own_pages = NO_PAGES
+        if handle.holding.state.own:
+            self.pages.unhold(handle.pages)
+            handle.holding.pages = NO_PAGES
 
     return swapped(NodeThread, "_fail", fail)
 

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvflow.aio import Job
-from kvflow.handlers.decode import DecodeShell, Quarantined
+from kvflow.handlers.decode import DecodeShell
+from kvflow.handlers.room_pages import Quarantined
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.copies import HostCopier
 from kvflow.memory.pool import PagedPool

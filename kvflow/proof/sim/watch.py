@@ -24,7 +24,7 @@ def nodes_observed(oracle: Oracle) -> AbstractContextManager[None]:
 def _at_decode(oracle: Oracle) -> Iterator[Swap]:
     rooms = oracle.rooms
     begin, end_room = DecodeShell._begun, DecodeShell._ended_room
-    tell_landed, tell_failed = DecodeRoom.tell_landed, DecodeRoom.tell_failed
+    land, fail = DecodeShell._landed, DecodeShell._fail
 
     def told(room: DecodeRoom, cause: Cause | None) -> None:
         # A room that was refused before it opened has no record, and no peer knows of it.
@@ -35,14 +35,16 @@ def _at_decode(oracle: Oracle) -> Iterator[Swap]:
             seen = oracle.by_process[current_process()]
             rooms.told_at_decode(seen.incarnation, record, cause)
 
-    def landed(self: DecodeRoom, handoff: bytes) -> None:
-        tell_landed(self, handoff)
-        told(self, None)
-        oracle.landed(self, handoff)
+    def landed(self: DecodeShell, command: c.RoomLanded) -> None:
+        room = self.rooms[command.grant]
+        lent = room.holding.lent  # with staging it returns when the room lands
+        land(self, command)
+        told(room, None)
+        oracle.landed(room, lent.tolist(), command.handoff)
 
-    def failed(self: DecodeRoom, error: KvflowError | Cause) -> None:
-        tell_failed(self, error)
-        told(self, error if isinstance(error, Cause) else error.cause())
+    def failed(self: DecodeShell, room: DecodeRoom, error: KvflowError | Cause) -> None:
+        fail(self, room, error)
+        told(room, error if isinstance(error, Cause) else error.cause())
 
     def begun(self: DecodeShell, command: c.RoomBegun) -> None:
         begin(self, command)
@@ -56,8 +58,8 @@ def _at_decode(oracle: Oracle) -> Iterator[Swap]:
         assert record is not None
         rooms.ended_at_decode(record, in_table=command.grant in self.endpoint.rooms)
 
-    yield DecodeRoom, "tell_landed", landed
-    yield DecodeRoom, "tell_failed", failed
+    yield DecodeShell, "_landed", landed
+    yield DecodeShell, "_fail", failed
     yield DecodeShell, "_begun", begun
     yield DecodeShell, "_ended_room", ended
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvflow.proof.walk.decode_side import DEAD, EARLIER, Decode, DecodeSide
+from kvflow.proof.walk.decode_side import DEAD, EARLIER, Decode, DecodeSide, Grant
 from kvflow.proof.walk.neighbours import Neighbour, Target
 from kvflow.proof.walk.prefill_side import Other, Prefill, PrefillSide
 from kvflow.proof.walk.world import (
@@ -29,15 +29,17 @@ from kvflow.proof.walk.world import (
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.machinery import Timer
 from kvflow.protocols.machines.link import LinkPhase
+from kvflow.protocols.machines.ownership import PageKind, PagePhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.machines.tables import TransitionError
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.wire import messages as wire
-from kvflow.protocols.wire.messages import Incarnation
+from kvflow.protocols.wire.messages import GrantId, Incarnation
 
 # A time so long ago that every wait since then is over.
 AGED = -1e9
+_CLOSABLE = (PagePhase.LANDED, PagePhase.KEPT)
 _SENT_AGAIN = {LinkPhase.UP: "sends a heartbeat", LinkPhase.PARTING: "says goodbye again"}
 
 
@@ -191,6 +193,7 @@ class Acts:
                     partial(DecodeSide.has_no_pages, grant=number),
                     Price.DECODE_ABORT,
                 )
+            self._decode_pages(number, grant, endpoint, may)
         for number, record in endpoint.rooms.items():
             text = f"loses the client of grant {number}"
             may(text, partial(DecodeSide.close_room, grant=number), Price.DECODE_ABORT)
@@ -205,16 +208,38 @@ class Acts:
                         partial(summed, checksum=SUM),
                         fair=True,
                     )
-                    may(
-                        f"finds another checksum {where}",
-                        partial(summed, checksum=OTHER_SUM),
-                        Price.CHECKSUM,
-                    )
+                    if self.world.bounds.verify:
+                        may(
+                            f"finds another checksum {where}",
+                            partial(summed, checksum=OTHER_SUM),
+                            Price.CHECKSUM,
+                        )
                     may(
                         f"cannot compute the checksum {where}",
                         partial(summed, checksum=b""),
                         Price.CHECKSUM,
                     )
+                    may(
+                        f"gives up the checksum {where}, whose thread runs on",
+                        partial(summed, checksum=b"", lingers=True),
+                        Price.CHECKSUM,
+                    )
+
+    def _decode_pages(self, number: int, grant: Grant, endpoint: DecodeEndpoint, may: Any) -> None:
+        """Add what threads and the room's user may do with the pages of a grant."""
+        record = endpoint.rooms.get(GrantId(number))
+        awaited = sum(check.found is None for check in record.checks) if record else 0
+        if grant.threads > awaited:
+            text = f"sees a thread let the pages of grant {number} go"
+            may(text, partial(DecodeSide.thread_ends, grant=number), fair=True)
+        if not self.world.bounds.user:
+            return
+        if grant.pages.target is PagePhase.LANDED:
+            keep = partial(DecodeSide.feed, grant=number, kind=PageKind.KEEP)
+            may(f"has the pages of grant {number} kept", keep, fair=True)
+        if grant.pages.target in _CLOSABLE:
+            close = partial(DecodeSide.feed, grant=number, kind=PageKind.CLOSE)
+            may(f"has landed grant {number} closed", close, fair=True)
 
     def _decode_timers(self, value: Decode, rank: int) -> list[tuple[str, int, Act[Decode]]]:
         """Return (kind, life of the link, act) of every timer that concerns `rank`.

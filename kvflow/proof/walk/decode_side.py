@@ -26,9 +26,18 @@ from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machinery import Timer
+from kvflow.protocols.machines import ownership
 from kvflow.protocols.machines.decode_room import TERMINAL
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.machines.loan import LoanPhase
+from kvflow.protocols.machines.ownership import (
+    CLAIMED,
+    Ownership,
+    PageCommand,
+    PageKind,
+    PagePhase,
+    Source,
+)
 from kvflow.protocols.ports import UnprovenLoan
 from kvflow.protocols.wire.codec import parse_at_prefill
 from kvflow.protocols.wire.messages import GrantId
@@ -39,23 +48,66 @@ EARLIER = (-1, 1)
 0."""
 
 
-class Pages(IntEnum):
-    """The place of a grant's pages."""
+class Owner(IntEnum):
+    """The owner of a set of pages, as the walk's store knows it."""
 
-    NONE = 0  # not lent yet
-    LENT = 1
-    KEPT = 2  # the room landed, and its user has the pages
-    FREE = 3
+    STORE = 0  # or the caller, of own pages that the room does not hold
+    ROOM = 1
+    USER = 2
+    WITHHELD = 3  # back in the store, whose quarantine keeps them
 
 
 class Grant(NamedTuple):
-    """One grant as its user knows it."""
+    """One grant as its user, its shell and the store know it."""
 
-    pages: Pages = Pages.NONE
+    pages: Ownership = Ownership()
+    target: Owner = Owner.STORE
+    staging: Owner = Owner.STORE
+    threads: int = 0  # that sum or copy some of its pages
     told: bool = False  # the user received the result
     ended: bool = False
     linked: bool = False  # the user has to take pages
     differs: bool = False  # the checksum of a chunk
+
+    @property
+    def home(self) -> bool:
+        """True if the pages that ranks wrote are free, or the user's: no write may reach them."""
+        if self.pages.staging is not None:
+            return self.staging is Owner.STORE
+        landed = self.pages.target is PagePhase.LANDED
+        return landed or self.target in (Owner.STORE, Owner.USER)
+
+    @property
+    def kept_for_nothing(self) -> bool:
+        """True if the room has pages that its user never received."""
+        landed = self.pages.target is PagePhase.LANDED
+        return self.staging is Owner.ROOM or (self.target is Owner.ROOM and not landed)
+
+    def fed(self, kind: PageKind, source: Source | None = None) -> Grant:
+        """Return the grant after one event of its pages.
+
+        Raises: ViolationError if a command that follows takes pages from another owner or a thread.
+        """
+        pages, commands = ownership.step(self.pages, kind, source)
+        after = self._replace(pages=pages)
+        if kind is PageKind.TAKE:
+            after = after._put(source is Source.STAGING, Owner.ROOM)
+        for of, command in commands:
+            of_staging = of is Source.STAGING
+            if (after.staging if of_staging else after.target) is not Owner.ROOM:
+                raise ViolationError("I1: pages are given back that are not the room's")
+            if command is PageCommand.GIVE_TO_KEEPER:
+                after = after._put(of_staging, Owner.USER)
+            elif command is PageCommand.RETURN:
+                if after.threads:
+                    raise ViolationError("I13: pages are given back while a thread uses them")
+                phase = pages.staging if of_staging else pages.target
+                withheld = phase is PagePhase.WITHHELD
+                after = after._put(of_staging, Owner.WITHHELD if withheld else Owner.STORE)
+        return after
+
+    def _put(self, of_staging: bool, owner: Owner) -> Grant:
+        return self._replace(staging=owner) if of_staging else self._replace(target=owner)
 
 
 class Rank(NamedTuple):
@@ -125,6 +177,10 @@ class DecodeSide:
             for command in found:
                 if (run := _RUN.get(type(command))) is not None:
                     run(self, command)
+        if self.value.closed:
+            for number, held in enumerate(self.grants, 1):
+                if held.pages.target in CLAIMED or held.pages.staging in CLAIMED:
+                    self.feed(number, PageKind.ABANDON)
         for grant, record in known.items():
             if causes[grant] is not None and record.state.cause != causes[grant]:
                 raise ViolationError("I4: decode's room forgot its first cause")
@@ -143,11 +199,9 @@ class DecodeSide:
         owed = {grant for source in core.ledger._by_source.values() for grant in source} | set(
             core.rooms
         )
-        if any(
-            grant.pages is Pages.LENT and number not in owed
-            for number, grant in enumerate(self.grants, 1)
-        ):
-            raise ViolationError("I1: pages are lent, and neither a room nor a loan owns them")
+        for number, grant in enumerate(self.grants, 1):
+            if grant.kept_for_nothing and not grant.threads and number not in owed:
+                raise ViolationError("I1: neither a room nor a loan needs the pages that are kept")
         ranks = []
         for rank in range(self.world.bounds.ranks):
             peers = {
@@ -190,18 +244,21 @@ class DecodeSide:
         infos = [world.info(rank, life) for rank, life in enumerate(lives)]
         room = bounds.rooms[self.value.opened]
         self.put(opened=self.value.opened + 1)
+        fresh = Grant(Ownership(staging=PagePhase.NONE if bounds.staged else None))
+        if bounds.own_pages:
+            fresh = fresh.fed(PageKind.TAKE, Source.OWN)
         try:
             prompt = Prompt(world.tokens, world.digest, world.prefix_tokens)
             grant = self.endpoint.open_room(room, infos, prompt, now=0.0, announce=bounds.announce)
         except KvflowError:
             grant = GrantId(0)
+            if fresh.fed(PageKind.FREE).kept_for_nothing:
+                raise ViolationError("I1: a refused room keeps its pages") from None
         if grant and self.value.left:
             raise ViolationError("I4: decode is shutting down, and opens a room")
         # A refused room may use up a grant too: that one is over, and its pages were never lent.
         while len(self.grants) < self.core.next_grant - 1:
-            self.grants.append(
-                Grant() if len(self.grants) == grant - 1 else Grant(Pages.FREE, True, True)
-            )
+            self.grants.append(fresh if len(self.grants) == grant - 1 else _OVER)
 
     def refuse_room(self, lives: tuple[int, ...]) -> None:
         infos = [self.world.info(rank, life) for rank, life in enumerate(lives)]
@@ -213,13 +270,21 @@ class DecodeSide:
             return
         finally:
             while len(self.grants) < self.core.next_grant - 1:
-                self.grants.append(Grant(Pages.FREE, True, True))
+                self.grants.append(_OVER)
 
     def lend(self, grant: int) -> None:
         self.grant(grant, linked=False)
-        pages = pages_of(grant, self.world.bounds.chunks)
+        pages, bounds = pages_of(grant, self.world.bounds.chunks), self.world.bounds
+        if bounds.staged:
+            self.feed(grant, PageKind.TAKE, Source.STAGING)
+        if not bounds.own_pages:
+            self.feed(grant, PageKind.TAKE, Source.STORE)
         if self.endpoint.lend(GrantId(grant), pages, 0.0):
-            self.grant(grant, pages=Pages.LENT)
+            self.feed(grant, PageKind.LEND)
+
+    def feed(self, grant: int, kind: PageKind, source: Source | None = None) -> None:
+        """Feed one event to the pages of a grant."""
+        self.grants[grant - 1] = self.grants[grant - 1].fed(kind, source)
 
     def close_room(self, grant: int) -> None:
         self.endpoint.close_room(GrantId(grant), LATER, 0.0)
@@ -228,10 +293,19 @@ class DecodeSide:
         self.grant(grant, linked=False)
         self.endpoint.close_room(GrantId(grant), Cause(Code.CAPACITY, "full"), 0.0)
 
-    def summed(self, grant: int, rank: int, seq: int, checksum: bytes) -> None:
+    def summed(
+        self, grant: int, rank: int, seq: int, checksum: bytes, lingers: bool = False
+    ) -> None:
+        """End a checksum or copy. A thread that `lingers` took too long, and still runs."""
+        if not lingers:
+            self.thread_ends(grant)
         if checksum != SUM:
             self.grant(grant, differs=True)
         self.endpoint.chunk_summed(GrantId(grant), rank, seq, checksum, 0.0)
+
+    def thread_ends(self, grant: int) -> None:
+        self.grant(grant, threads=self.grants[grant - 1].threads - 1)
+        self.feed(grant, PageKind.IDLE)
 
     def writer_died(self, rank: int, life: int) -> None:
         self.watched.discard((rank, life))
@@ -243,7 +317,8 @@ class DecodeSide:
         links too.
         """
         # Its pages are recorded as the first grant, so that the check of I2 covers them.
-        self.grants.append(Grant(Pages.LENT, told=True, ended=True))
+        quarantined = Ownership(PagePhase.QUARANTINED)
+        self.grants.append(Grant(quarantined, Owner.ROOM, told=True, ended=True))
         loan = UnprovenLoan(
             writer=self.world.address,
             incarnation=LIVES[0][0],
@@ -331,7 +406,7 @@ class DecodeSide:
         self._tell(command.grant)
         if self.grants[command.grant - 1].differs:
             raise ViolationError("I8: success though a checksum differs")
-        self.grant(command.grant, pages=Pages.KEPT)
+        self.feed(command.grant, PageKind.LAND)
         self.succeeded = command.grant
 
     def _failed(self, command: c.RoomFailed) -> None:
@@ -348,10 +423,30 @@ class DecodeSide:
             )
         self.grant(command.grant, ended=True)
 
+    def _verify(self, command: c.VerifyChunk) -> None:
+        self.grant(command.grant, threads=self.grants[command.grant - 1].threads + 1)
+        self.feed(command.grant, PageKind.USE)
+
+    def _quarantine(self, command: c.QuarantinePages) -> None:
+        self.feed(command.grant, PageKind.QUARANTINE)
+
     def _free(self, command: c.FreePages) -> None:
-        if self.grants[command.grant - 1].pages in (Pages.FREE, Pages.KEPT):
+        known = self.grants[command.grant - 1]
+        pages = known.pages
+        if (pages.target if pages.staging is None else pages.staging) in _BACK:
             raise ViolationError("I1: pages are given back that are not lent")
-        self.grant(command.grant, pages=Pages.FREE)
+        # A closed node gave its pages to the pool's quarantine, which receives the proof.
+        if known.target is Owner.WITHHELD:
+            self.grant(command.grant, target=Owner.STORE)
+        elif known.staging is Owner.WITHHELD:
+            self.grant(command.grant, staging=Owner.STORE)
+        else:
+            self.feed(command.grant, PageKind.FREE)
+
+
+_BACK = (PagePhase.LANDED, PagePhase.KEPT, PagePhase.FREED)
+_OVER = Grant(Ownership(PagePhase.FREED), told=True, ended=True)
+"""A grant that a refused room used up."""
 
 
 def _place(key: c.PeerKey) -> tuple[int, int]:
@@ -371,5 +466,7 @@ _RUN: dict[type, Callable[[DecodeSide, Any], None]] = {
     c.RoomLanded: DecodeSide._landed,
     c.RoomFailed: DecodeSide._failed,
     c.RoomEnded: DecodeSide._ended,
+    c.VerifyChunk: DecodeSide._verify,
+    c.QuarantinePages: DecodeSide._quarantine,
     c.FreePages: DecodeSide._free,
 }

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from kvflow.proof.sim.swap import swapped_item
+from kvflow.proof.walk.plants_pages import PAGES
 from kvflow.proof.walk.plants_tables import (
     LOSSY,
     TABLES,
@@ -227,7 +228,7 @@ ENDPOINTS: tuple[Plant, ...] = (
         "lent after the end",
         "pages are taken for a room that has ended",
         _attribute(DecodeEndpoint, "lend", _lends_ended),
-        "I1",
+        "table",
         TINY._replace(leaves=1),
     ),
     Plant(
@@ -282,4 +283,4 @@ ENDPOINTS: tuple[Plant, ...] = (
 )
 """Bugs of endpoints, links, peers and grants."""
 
-PLANTS = (*TABLES, *ENDPOINTS)
+PLANTS = (*TABLES, *ENDPOINTS, *PAGES)

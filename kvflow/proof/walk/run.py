@@ -39,6 +39,7 @@ from kvflow.protocols.machines import (
     grants,
     group,
     link,
+    ownership,
     peer,
     prefill_room,
 )
@@ -56,6 +57,7 @@ TABLES: dict[str, Table[Any, Any, Any]] = {
     "group_member": group.MEMBER,
     "group_leader": group.LEADER,
     "cached_run": cached_run.TABLE,
+    **{f"pages_{source.name.lower()}": table for source, table in ownership.TABLES.items()},
 }
 # Names of a group's worlds, and of a cache's, begin with these.
 _GROUP = "group-"

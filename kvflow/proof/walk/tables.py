@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.proof.walk.acts import Acts
-from kvflow.proof.walk.decode_side import Decode, Pages
+from kvflow.proof.walk.decode_side import Decode
 from kvflow.proof.walk.mirror import mirrored
 from kvflow.proof.walk.neighbours import Neighbour, Target, neighbour, orphaned, start, target
 from kvflow.proof.walk.prefill_side import Prefill
@@ -436,11 +436,7 @@ def _each(question: Callable[[Decode, int], int]) -> list[Callable[[Decode], int
 
 def _home(decode: Decode) -> int:
     """Return a bit for each grant whose pages are free, or its user's."""
-    return sum(
-        1 << n
-        for n, grant in enumerate(decode.grants, 1)
-        if grant.pages in (Pages.KEPT, Pages.FREE)
-    )
+    return sum(1 << n for n, grant in enumerate(decode.grants, 1) if grant.home)
 
 
 def _waits_for_earlier(decode: Decode) -> bool:

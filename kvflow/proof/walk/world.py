@@ -74,6 +74,9 @@ class Bounds(NamedTuple):
     registered: bool = True  # links are up from the beginning
     restarts: bool = True  # a dead prefill may start again at its address
     verify: bool = False
+    staged: bool = False  # prefill writes into staging, and decode copies each chunk
+    own_pages: bool = False  # rooms bring pages of their caller's
+    user: bool = False  # keeps landed pages, or closes the room
     fences: bool = True  # a data plane that proves a writer's death
     out_of_order: bool = False  # writes of one prefill may end in any order
     step_by_step: bool = False  # a tick handles one room or loan, so that messages come between
@@ -194,6 +197,7 @@ class World:
             timing=self.timing,
             bounds=self.limits,
             verify=self.bounds.verify,
+            staged=self.bounds.staged,
         )
 
     def new_prefill(self, life: int) -> PrefillEndpoint:

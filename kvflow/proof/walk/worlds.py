@@ -20,6 +20,9 @@ _QUIET = Bounds(
 )
 """A world of one room without faults, from which most others differ in a few bounds."""
 
+_STAGED = _QUIET._replace(doubts=1, aborts=1, checksums=1, staged=True, user=True)
+_OWN_PAGES = _QUIET._replace(doubts=1, aborts=1, own_pages=True, user=True)
+
 RANKS_ENDED = Bounds(
     ranks=2, in_flight=3, drops=1, duplicates=0, doubts=0, silences=0, restarts=False, patient=True
 )
@@ -61,6 +64,14 @@ WORLDS: dict[str, Named] = {
     "checksums": Named(
         "chunks are verified: checksums agree, differ, cannot be computed, come late",
         _QUIET._replace(chunks=2, drops=1, aborts=1, verify=True, checksums=1),
+    ),
+    "staged": Named(
+        "chunks are copied from staging, copies end late; the room's user keeps or closes",
+        _STAGED._replace(chunks=2, crashes=1),
+    ),
+    "own-pages": Named(
+        "rooms bring pages of their caller's, and are refused, end in doubt, land",
+        _OWN_PAGES._replace(crashes=1, silences=1, leaves=1),
     ),
     "shutdown": Named(
         "either side leaves in the middle",
@@ -109,6 +120,8 @@ WORLDS: dict[str, Named] = {
         "an earlier decode's loan, few faults",
         _QUIET._replace(silences=1, crashes=1, earlier=True, restarts=False),
     ),
+    "small-staged": Named("one chunk is copied from staging, and its thread may hang", _STAGED),
+    "small-own-pages": Named("pages of the caller's own, few faults", _OWN_PAGES),
     "small-ranks": Named("three machines, one chunk", _QUIET._replace(ranks=2, aborts=1)),
 }
 
@@ -117,7 +130,7 @@ SETS: dict[str, tuple[str, ...]] = {
     "wide": ("ranks", "ranks-ended"),
     "small": (
         *("small-pair", "small-ranks", "registration", "checksums", "shutdown", "declared"),
-        *("announced", "order", "small-earlier"),
+        *("announced", "order", "small-earlier", "small-staged", "small-own-pages"),
     ),
 }
 """Sets of worlds by name; the test suite walks `small`."""
