@@ -41,7 +41,8 @@ def planting(plants: list[Plant], unseen: str = "") -> Callable[..., Callable[[I
         """State a bug; its text is the docstring of the function, unless one is given."""
 
         def state(install: Install) -> Install:
-            plants.append(Plant(name, text or getdoc(install) or "", install, found, unseen))
+            what = " ".join((text or getdoc(install) or "").split())
+            plants.append(Plant(name, what, install, found, unseen))
             return install
 
         return state
