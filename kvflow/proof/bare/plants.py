@@ -125,15 +125,15 @@ OF_THE_WALK = {
     "nothing sent again": (25, "I5"),
     "settled past open loans": (2, "I4"),
     "checksum ignored": (0, "I8"),
-    "lent after the end": (0, "I5"),
+    "lent after the end": (0, "I7"),
     "goodbye names nothing": (20, "I2"),
     "goodbye without its loans": (11, "I5"),
     "leaving still opens": (34, "I4"),
     "earlier loans end with a link": (380, "I2"),
     "chunk without pages lands at once": (2, "I4"),
 }
-"""Plants of the walk that seeds of bare endpoints find, too. The others are plants of whole nodes
-as well, and stand there.
+"""Plants of the walk that seeds of bare endpoints find, too. The others stand among the plants of
+whole nodes, or are about pages that only shells have.
 """
 
 
