@@ -8,7 +8,7 @@ import pytest
 
 from kvflow.bench.early import bench_early
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("printed")]
 
 
 async def test_it_measures_prompts_that_were_begun_early() -> None:

@@ -63,6 +63,10 @@ async def test_every_name_is_there_and_moves_with_requests() -> None:
             f"{fleet.url}/generate", json={**BODY, "sampling_params": many, "stream": True}
         ) as answer:
             await answer.content.readuntil(b"\n\n")
+            # Decode may stream before prefill has answered, and the router would end that leg too.
+            async with asyncio.timeout(WITHIN_S):
+                while summed(await scrape(session, prefill))["sglang:num_requests_total"] < 7:
+                    await asyncio.sleep(0.02)
         # and a room at which no prefill's half ever arrives
         meeting = {
             "bootstrap_host": "127.0.0.1",

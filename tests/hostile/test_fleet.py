@@ -7,7 +7,7 @@ import pytest
 from tests.hostile import errors, http, storm
 from tests.soak import sized
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("printed")]
 
 
 async def test_broken_http(seed: int) -> None:
