@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,49 +14,60 @@ import pytest
 from kvflow.serve.engine.model.load import LoadedModel, load_model
 from kvflow.serve.engine.model.parallel.part import Meeting, ModelPart
 from tests.engine import tiny_models
-from tests.engine.stages import STAGES
+from tests.engine.stages import STAGES, Grouped, group
+from tests.engine.tiny_models import Expected, Generated, Loaded, Stock, Tiny
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """Path of a family's tiny model."""
     directory = tmp_path_factory.mktemp("tiny")
     return lambda family: tiny_models.build(family, directory)
 
 
 @pytest.fixture(scope="session")
-def loaded(tiny: Callable[[str], Path]) -> Callable[..., LoadedModel]:
+def loaded(tiny: Tiny) -> Loaded:
     """A family's tiny model on kvflow, loaded once per dtype."""
-    found: dict[tuple[str, str], LoadedModel] = {}
 
+    @functools.cache
     def load(family: str, dtype: str = "float32") -> LoadedModel:
-        if (family, dtype) not in found:
-            found[family, dtype] = load_model(str(tiny(family)), dtype)
-        return found[family, dtype]
+        return load_model(str(tiny(family)), dtype)
 
     return load
 
 
 @pytest.fixture(scope="session")
-def stock(tiny: Callable[[str], Path]) -> Callable[[str], Any]:
+def stock(tiny: Tiny) -> Stock:
     """The same without kvflow."""
-    found: dict[str, Any] = {}
 
+    @functools.cache
     def load(family: str) -> Any:
-        if family not in found:
-            found[family] = tiny_models.load_stock(tiny(family))
-        return found[family]
+        return tiny_models.load_stock(tiny(family))
 
     return load
 
 
 @pytest.fixture(scope="session")
-def llama(loaded: Callable[..., LoadedModel]) -> LoadedModel:
+def generated(stock: Stock) -> Generated:
+    """The tokens that a family's tiny model generates without kvflow, greedy, asked for once."""
+    found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+
+    def generate(family: str, prompt: list[int], count: int) -> list[int]:
+        key = family, tuple(prompt)
+        if len(found.get(key, [])) < count:
+            found[key] = tiny_models.generate(stock(family), prompt, count)
+        return found[key][:count]
+
+    return generate
+
+
+@pytest.fixture(scope="session")
+def llama(loaded: Loaded) -> LoadedModel:
     return loaded("llama")
 
 
 @pytest.fixture
-def stages(tiny: Callable[[str], Path]) -> Iterator[list[LoadedModel]]:
+def stages(tiny: Tiny) -> Iterator[list[LoadedModel]]:
     """Both stages of the tiny llama, with a way of hidden states between them, which knows no
     generation yet.
     """
@@ -67,3 +79,15 @@ def stages(tiny: Callable[[str], Path]) -> Iterator[list[LoadedModel]]:
         yield found
         for model in found:
             model.neighbours.close()
+
+
+@pytest.fixture
+def grouped(stages: list[LoadedModel], llama: LoadedModel) -> Grouped:
+    """Makes a prefill of both stages and a decode; see `group` for what it takes."""
+    return functools.partial(group, stages, llama)
+
+
+@pytest.fixture
+def expected(generated: Generated) -> Expected:
+    """Four tokens of the tiny llama."""
+    return lambda prompt: generated("llama", prompt, 4)

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Hashable
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable
+from contextlib import aclosing
 from typing import Any, Self
 
 import numpy as np
@@ -16,23 +18,107 @@ from kvflow.aio import Threads
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
+from kvflow.node.handoff import HandOff
 from kvflow.protocols.arguments import pages_wanted
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
+from kvflow.protocols.pages.components import Component
 from kvflow.protocols.pages.layout import Order, PageIndices, build_layout
 from kvflow.serve.cache.host import HostTier
-from kvflow.serve.cache.prefix import PrefixCache
+from kvflow.serve.cache.prefix import Prefix, PrefixCache
 from kvflow.serve.cache.states import StateStore
+from kvflow.serve.cache.tiers import OWNER
 from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.model.runner import Runner
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler.decode import DecodeEngine
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 
 
-class Side:
-    """One pool with its owners.
+def poisoned_pool(
+    model: LoadedModel,
+    num_pages: int,
+    page_size: int = 4,
+    order: Order = "page_first",
+    num_rows: int = 6,
+    copies: int = 1,
+) -> PagedPool:
+    """A pool of which every byte is poison: whoever reads what nobody wrote gets NaN.
 
-    Every byte is poison at first: whoever reads what nobody wrote gets NaN.
+    `num_rows`: of a model that keeps rows. `copies`: of every stream, for as many shards.
     """
+    streams = [
+        kind._replace(replica=n, replicas=copies) for n in range(copies) for kind in model.streams
+    ]
+    rows = num_rows if model.has_rows else 0
+    layout = build_layout(
+        streams, page_size=page_size, num_pages=num_pages, num_rows=rows, order=order
+    )
+    pool = PagedPool.allocate(layout, shared=copies > 1)
+    poison(pool)
+    return pool
+
+
+def poison(pool: PagedPool) -> None:
+    for component in pool.layout.components:
+        pool.tensor(component.name, replica=component.replica).fill_(float("nan"))
+
+
+def sequence_of(prompt: list[int], pages: Any, row: int = 0) -> Sequence:
+    """A sequence over these pages of four tokens, which may have eight new ones, and this row."""
+    found = Sequence("test", prompt, 8, 4)
+    found.add_pages(np.array(pages, dtype=np.int32))
+    found.rows = np.array([row], dtype=np.int32)
+    return found
+
+
+class Watched:
+    """The steps of a runner from here on, each noted before it is computed.
+
+    While `gate` is closed, those for which `waits()` is true wait in the model thread.
+    """
+
+    def __init__(
+        self, runner: Runner, before: Callable[[], object] = lambda: None, *, held: bool = False
+    ) -> None:
+        """`before`: what is called in the model thread before each step. `held`: the gate is
+        closed.
+        """
+        # Per step, the owner and the new tokens of every row.
+        self.steps: list[list[tuple[Any, int]]] = []
+        self.entered, self.gate = threading.Event(), threading.Event()
+        if not held:
+            self.gate.set()
+        self.waits: Callable[[], bool] = lambda: True
+        self.before = before
+        self._runner, self._honest = runner, runner.forward
+        runner.forward = self._forward  # type: ignore[method-assign]
+
+    def _forward(self, rows: list[Row]) -> torch.Tensor:
+        self.steps.append([(row.sequence.owner, row.new) for row in rows])
+        if self.waits():
+            self.entered.set()
+            assert self.gate.wait(20)
+        self.before()
+        return self._honest(rows)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the steps go on that wait, and watch no more."""
+        self.gate.set()
+        self._runner.forward = self._honest  # type: ignore[method-assign]
+
+    @property
+    def new(self) -> list[list[int]]:
+        """New tokens of every row of every step."""
+        return [[new for _, new in step] for step in self.steps]
+
+
+class Side:
+    """One pool, poisoned at first, with its owners."""
 
     def __init__(
         self,
@@ -43,21 +129,9 @@ class Side:
         num_rows: int = 32,
         copies: int = 1,
     ) -> None:
-        """`num_rows`: of a model that keeps rows. `copies`: of every stream, for as many shards."""
-        rows = num_rows if model.has_rows else 0
-        streams = [
-            kind._replace(replica=n, replicas=copies)
-            for n in range(copies)
-            for kind in model.streams
-        ]
-        layout = build_layout(
-            streams, page_size=page_size, num_pages=num_pages, num_rows=rows, order=order
-        )
-        self.pool = PagedPool.allocate(layout, shared=copies > 1)
+        self.pool = poisoned_pool(model, num_pages, page_size, order, num_rows, copies)
         self.pages = PageAllocator(num_pages)
         self.places = self.pool.places_over(self.pages)
-        for component in layout.components:
-            self.pool.tensor(component.name, replica=component.replica).fill_(float("nan"))
 
     def snapshots(self, host_pages: int) -> SnapshotStore:
         layout = self.pool.layout
@@ -75,13 +149,8 @@ class PrefillHalf:
     """What prefill sees of a FakeRoom."""
 
     def __init__(self, room: FakeRoom) -> None:
-        self.matched, self.send, self.done, self.on_end, self.close = (
-            room.matched,
-            room.send,
-            room.landed_at_all,
-            room.on_end,
-            room.fail,
-        )
+        self.matched, self.send, self.done = room.matched, room.send, room.landed_at_all
+        self.on_end, self.close = room.on_end, room.fail
         self._room = room
 
     @property
@@ -96,11 +165,20 @@ class FakeRoom:
     """
 
     def __init__(
-        self, source: Side, target: Side, prompt_tokens: int, prefix_tokens: int = 0
+        self,
+        source: Side,
+        target: Side,
+        prompt_tokens: int,
+        prefix_tokens: int = 0,
+        *,
+        late: bool = False,
     ) -> None:
+        """`late`: decode's half comes when the test calls `meet`."""
         self._source, self._target = source, target
         self._owner: Hashable = ("room", id(self))
-        self._prefix_tokens = prefix_tokens
+        self._met: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if not late:
+            self._met.set_result(prefix_tokens)
         places = pages_wanted(target.pool.layout, prompt_tokens, prefix_tokens)
         self.pages: PageIndices = (target.places.take_room if places else target.places.take)(
             places, self._owner
@@ -109,7 +187,7 @@ class FakeRoom:
         self.gate.set()
         self.sends: list[tuple[int, bool]] = []
         self.cause: Cause | None = None
-        self.closed = self._kept = False
+        self.closed = self._kept = self.decode_reads = False
         self._sent = 0
         self._writes: set[asyncio.Task[None]] = set()
         self._landed: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -117,9 +195,23 @@ class FakeRoom:
         self.on_landed: Callable[[], None] = lambda: None
         self.prefill_half = PrefillHalf(self)
 
+    def meet(self, prefix_tokens: int = 0) -> None:
+        """Decode's half comes, and decode has so many tokens of the prompt."""
+        if not self._met.done():
+            self._met.set_result(prefix_tokens)
+
+    def known(self, pages: int) -> None:
+        """Decode has so many pages of the prompt, which are given back, and not sent."""
+        self.pages, known = self.pages[pages:], self.pages[:pages]
+        self._target.places.give_back(known, self._owner)
+
     async def matched(self) -> int:
         self._raise_if_ended()
-        return self._prefix_tokens
+        return await asyncio.shield(self._met)
+
+    async def sent(self) -> None:
+        """Wait until all of the prompt is computed, whether or not it lands."""
+        await until(lambda: bool(self.sends) and self.sends[-1][1])
 
     def send(self, pages: PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
         self._raise_if_ended()
@@ -152,7 +244,17 @@ class FakeRoom:
         await asyncio.shield(self._landed)
 
     async def landed(self) -> bytes:
+        self.decode_reads = True
         return await asyncio.shield(self._landed)
+
+    @property
+    def handoff(self) -> HandOff:
+        """What prefill has handed over."""
+        return HandOff.decode(self._landed.result())
+
+    def hand_over(self, handoff: bytes) -> None:
+        """All of it lands, with a hand-over that no prefill has made."""
+        self._landed.set_result(handoff)
 
     def keep(self, owner: Hashable) -> PageIndices:
         self._target.places.move(self.pages, self._owner, owner)
@@ -183,6 +285,9 @@ class FakeRoom:
                 self._target.places.give_back(self.pages, self._owner)
 
     def _end(self) -> None:
+        if not self._met.done():
+            self._met.set_exception(room_error(self.cause or Cause(Code.CLIENT_GONE)))
+            self._met.exception()
         for callback in self._callbacks:
             callback()
 
@@ -192,7 +297,10 @@ class FakeRoom:
 
 
 class EnginePair:
-    """Two engines on one model thread, and requests through both."""
+    """Two engines, and requests through both.
+
+    Where a block over it ends well, every page, row and state has to come home.
+    """
 
     def __init__(self, model: LoadedModel, **options: Any) -> None:
         page_size, num_pages = options.pop("page_size", 16), options.pop("num_pages", 256)
@@ -247,6 +355,7 @@ class EnginePair:
             **decode,
         )
         self.rooms: list[FakeRoom] = []
+        self.has_to_rest = True
         self.on_room: Callable[[FakeRoom], None] = lambda room: None
         self._numbers = itertools.count()
 
@@ -255,7 +364,9 @@ class EnginePair:
         await self.decode.start()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None and self.has_to_rest:
+            await self.rest()
         await self.prefill.close()
         await self.decode.close()
         if self.snapshots is not None:
@@ -265,34 +376,126 @@ class EnginePair:
         for thread in self._threads:
             thread.close()
 
-    def room(self, prompt: list[int], prefix_tokens: int = 0) -> FakeRoom:
-        room = FakeRoom(self.source, self.target, len(prompt), prefix_tokens)
+    async def rest(self) -> None:
+        """Close the rooms of which the test itself is decode, and find that nothing is left.
+
+        What prefill had is home at once. A burst of decode holds its pages until its thread has
+        returned, and is waited for. Caches lock nothing, and are flushed.
+        """
+        for room in self.rooms:
+            if not room.decode_reads:
+                room.close()
+        if self.decode.steps or self.decode.failed_steps:
+            await until(lambda: self.home)
+        assert self.home
+        await until(lambda: not any(cache.busy for cache in self.caches))
+        for cache, side in zip(self.caches, (self.source, self.target), strict=False):
+            found = cache.stats()
+            assert found.pages == found.evictable_pages, "a lock was left"
+            assert side.pages.owned() == ({OWNER: found.pages} if found.pages else {})
+            cache.flush()
+            assert side.pages.free_pages == side.pages.capacity
+            assert cache.states is None or not cache.states.slots.owned()
+        assert all(tier.pages.at_rest() and not tier.pages.owned() for tier in self.host_tiers)
+
+    async def evict_all(self) -> None:
+        """Both pools lose all that is cached, and every byte of them is poison again."""
+        for cache, side in zip(self.caches, (self.source, self.target), strict=True):
+            await until(lambda side=side: not side.pages.held_pages)  # type: ignore[misc]
+            cache.evict(side.pages.capacity)
+            assert side.pages.free_pages == side.pages.capacity and not cache.stats().pages
+            poison(side.pool)
+
+    def room(self, prompt: list[int], prefix_tokens: int = 0, *, late: bool = False) -> FakeRoom:
+        room = FakeRoom(self.source, self.target, len(prompt), prefix_tokens, late=late)
         self.rooms.append(room)
         self.on_room(room)
         return room
 
-    async def outputs(self, prompt: list[int], params: SamplingParams) -> list[TokenOut]:
+    def send(
+        self, room: FakeRoom, prompt: list[int], params: SamplingParams, **more: Any
+    ) -> asyncio.Task[TokenOut]:
+        """Prefill's leg of a request."""
+        leg = self.prefill.prefill(room.prefill_half, prompt, params, **more)
+        return asyncio.create_task(leg)
+
+    async def stream(
+        self, prompt: list[int], params: SamplingParams
+    ) -> AsyncGenerator[TokenOut, None]:
         """One request through both engines. Raises what decode raises."""
         admission = await self.decode.admit(prompt, params)
         prefix = await self.decode.cached(prompt, admission=admission)
         room = self.room(prompt, 0 if prefix is None else prefix.tokens)
-        leg = asyncio.ensure_future(self.prefill.prefill(room.prefill_half, prompt, params))
-        found: list[TokenOut] = []
+        leg = self.send(room, prompt, params)
         try:
-            async for out in self.decode.generate(room, prompt, params, admission, prefix):
-                found.append(out)
+            generating = self.decode.generate(room, prompt, params, admission, prefix)
+            async with aclosing(generating) as tokens:
+                async for out in tokens:
+                    yield out
         finally:
             await asyncio.wait([leg])
-            if (
-                not leg.cancelled()
-                and (error := leg.exception())
-                and not isinstance(error, KvflowError)
-            ):
-                raise error
-        return found
+        if (error := leg.exception()) and not isinstance(error, KvflowError):
+            raise error
+
+    async def not_admitted(
+        self, prompt: list[int], params: SamplingParams, prefix: Prefix | None = None
+    ) -> AsyncGenerator[TokenOut, None]:
+        """A request whose room decode opened without an admission."""
+        room = self.room(prompt, 0 if prefix is None else prefix.tokens)
+        leg = self.send(room, prompt, params)
+        async for out in self.decode.generate(room, prompt, params, prefix=prefix):
+            yield out
+        await leg
+
+    async def begun(
+        self, prompt: list[int], params: SamplingParams
+    ) -> tuple[AsyncGenerator[TokenOut, None], TokenOut]:
+        """A request that has more than one token, the first of which has been read."""
+        stream = self.stream(prompt, params)
+        first = await anext(stream)
+        assert first.finish_reason is None
+        return stream, first
+
+    async def outputs(self, prompt: list[int], params: SamplingParams) -> list[TokenOut]:
+        return [out async for out in self.stream(prompt, params)]
 
     async def tokens(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        return [out.token_id for out in await self.outputs(prompt, params)]
+        return await tokens_of(self.stream(prompt, params))
+
+    async def tokens_of_all(
+        self, prompts: list[list[int]], params: SamplingParams
+    ) -> list[list[int]]:
+        """Of requests that run at once."""
+        return await asyncio.gather(*(self.tokens(prompt, params) for prompt in prompts))
+
+    async def together(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        begin: Callable[[], object] = lambda: None,
+    ) -> list[list[TokenOut]]:
+        """All in one batch; `begin` is called before its first step."""
+        return await one_batch(self.decode, [self.outputs(p, params) for p in prompts], begin)
+
+    async def spoiled(
+        self, prompt: list[int], count: int, lost: Callable[[Component], bool], page: int = -1
+    ) -> list[int]:
+        """Tokens of a request of which one place is zeroed when it has landed, in every component
+        that is `lost`: the row, or one of the pages.
+        """
+        pool = self.target.pool
+
+        def zero(room: FakeRoom) -> None:
+            places = pool.layout.split(room.pages)
+            for component in filter(lost, pool.layout.components):
+                place = places.rows[0] if component.in_rows else places.pages[page]
+                pool.tensor(component.name)[int(place)] = 0
+
+        def spoil(room: FakeRoom) -> None:
+            room.on_landed = lambda: zero(room)
+
+        self.on_room = spoil
+        return await self.tokens(prompt, greedy(count))
 
     @property
     def home(self) -> bool:
@@ -313,6 +516,33 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
 
 def greedy(count: int, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_new_tokens=count, **more)
+
+
+async def tokens_of(stream: AsyncGenerator[TokenOut, None]) -> list[int]:
+    """What is left of it. Raises what it raises."""
+    return [out.token_id async for out in stream]
+
+
+async def one_batch(
+    decode: DecodeEngine,
+    requests: list[Coroutine[Any, Any, list[TokenOut]]],
+    begin: Callable[[], object] = lambda: None,
+) -> list[list[TokenOut]]:
+    """What requests give that decode in one batch, from their first step to the last; `begin` is
+    called before it.
+    """
+    decode.pause()
+    running = [asyncio.ensure_future(request) for request in requests]
+    await until(lambda: decode.load().running == len(running))
+    begin()
+    decode.resume()
+    return list(await asyncio.gather(*running))
+
+
+def goes_wrong_after_the_first(tokens: list[int], whole: list[int]) -> None:
+    """The first token is prefill's; those of decode show what was lost."""
+    assert tokens[0] == whole[0]
+    assert tokens != whole
 
 
 async def until(condition: Callable[[], bool]) -> None:

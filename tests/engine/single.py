@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Hashable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from kvflow.aio import Threads, all_ended
 from kvflow.memory.allocator import PageAllocator
@@ -21,6 +22,7 @@ from kvflow.serve.engine.model.sequence import Prompt
 from kvflow.serve.engine.scheduler.decode import DecodeEngine
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.serve.engine.scheduler.prefill import PrefillEngine
+from tests.engine.pair import Side
 
 
 class SharedRoom:
@@ -154,3 +156,18 @@ async def _give_up(prefill: asyncio.Task[TokenOut]) -> None:
         if not prefill.cancelled():
             # Retrieved, so that asyncio does not log it: decode raises the same error.
             prefill.exception()
+
+
+@asynccontextmanager
+async def one_process(
+    model: LoadedModel, num_pages: int, *, num_rows: int = 32, starts: bool = True, **options: Any
+) -> AsyncIterator[tuple[SingleEngine, Side]]:
+    """Both engines over one pool with pages of 16 tokens, which is whole again in the end."""
+    side = Side(model, num_pages, 16, "page_first", num_rows)
+    with Threads("model") as executor:
+        engine = SingleEngine(model, side.pool, side.pages, executor, **options)
+        if starts:
+            await engine.start()
+        yield engine, side
+        await engine.close()
+    assert side.places.at_rest()

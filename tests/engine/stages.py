@@ -8,7 +8,7 @@ import asyncio
 import functools
 import itertools
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from time import monotonic
 from typing import Any
 
@@ -48,6 +48,14 @@ STAGES, PAGE_SIZE, PAGES = 2, 4, 64
 HERE = "127.0.0.1"
 
 
+def a_status(rank: int, **changes: Any) -> wire.Status:
+    """The status of a rank at rest, but for these fields."""
+    names = ("pages_free", "pages_total", "pinned_pages", "requests", "tickets", "bytes_moved")
+    none = dict.fromkeys((*names, "failed_steps", "handler_errors", "dropped"), 0)
+    given: dict[str, Any] = {"pid": 1, "pages_at_rest": True, "rooms": {}, **none, **changes}
+    return wire.Status(rank=Rank(rank), **given)
+
+
 class Stages:
     """A prefill of two ranks with `pages` each, and a decode of `PAGES`."""
 
@@ -56,13 +64,17 @@ class Stages:
         models: list[LoadedModel],
         whole: LoadedModel,
         stack: AsyncExitStack,
-        pages: tuple[int, int],
-        rendezvous_s: float,
-        caches: bool,
-        host_pages: int,
-        write_policy: WritePolicy,
-        decode_caches: bool,
+        *,
+        pages: tuple[int, int] = (PAGES, PAGES),
+        rendezvous_s: float = Timing().rendezvous_s,
+        caches: bool = False,
+        host_pages: int = 0,
+        write_policy: WritePolicy = "write_through",
+        decode_caches: bool = False,
+        **options: Any,
     ) -> None:
+        """`options`: of the prefill's engine."""
+        self._options = options
         self.models, self.whole, self._stack, self._pages = models, whole, stack, pages
         self._timing = Timing(rendezvous_s=rendezvous_s)
         self.nodes = [self._node(rank) for rank in range(STAGES)]
@@ -71,6 +83,7 @@ class Stages:
         self.threads = [Threads("model") for _ in range(STAGES + 1)]
         self.members: list[MemberShell] = []
         self.broken: list[str] = []
+        self.has_to_rest = True
         self._lives = itertools.count(2)
         layout = build_layout(
             whole.streams, page_size=PAGE_SIZE, num_pages=PAGES, fingerprint=whole.fingerprint
@@ -98,11 +111,9 @@ class Stages:
         self._stack.callback(pool.close)
         return PrefillNode(pool, "local", rank=rank, world_size=STAGES, timing=self._timing)
 
-    async def start(self, **options: Any) -> None:
-        (group_socket, self._group_port), (steps_socket, self._steps_port) = (
-            bind_router(HERE, 0),
-            bind_router(HERE, 0),
-        )
+    async def start(self) -> None:
+        group_socket, self._group_port = bind_router(HERE, 0)
+        steps_socket, self._steps_port = bind_router(HERE, 0)
         self.steps_address = f"tcp://{HERE}:{self._steps_port}"
         steps = self.steps = StepLeader(
             steps_socket,
@@ -111,14 +122,14 @@ class Stages:
             places=(self._pages[0], 0),
             neighbours=self.models[0].neighbours,
             on_hello=lambda hello: None,
-            on_opened=self._on_opened,
-            on_token=self._on_token,
-            on_agreed=self._on_agreed,
+            on_opened=self._of_group("opened_at"),
+            on_token=self._of_group("first_token"),
+            on_agreed=self._of_group("agreed"),
             on_broken=self._on_broken,
-            on_ready=self._on_ready,
+            on_ready=lambda: self.engine.wake(),  # noqa: PLW0108 - it is made after them
             on_unusable=lambda error: self.broken.append(str(error)),
         )
-        self._tells_openings = options.get("optimistic_tries", 0) > 0
+        self._tells_openings = self._options.get("optimistic_tries", 0) > 0
         pool = self.nodes[0].pool
         self.engine = PrefillEngine(
             self.models[0],
@@ -128,7 +139,7 @@ class Stages:
             lockstep=steps,
             samples=False,
             cache=self.caches[0],
-            **options,
+            **self._options,
         )
         leader = GroupLeader(Incarnation(1000), STAGES, now=monotonic())
         self.leader = LeaderShell(
@@ -217,17 +228,13 @@ class Stages:
         for thread in self.threads:
             thread.close()
 
-    def _on_opened(self, rank: int, ticket: int) -> None:
-        self.group.opened_at(rank, ticket)
+    def _of_group(self, name: str) -> Callable[..., None]:
+        """A method of the group, which is made after the steps that call it."""
 
-    def _on_token(self, ticket: int, token: TokenOut) -> None:
-        self.group.first_token(ticket, token)
+        def call(*given: Any) -> None:
+            getattr(self.group, name)(*given)
 
-    def _on_agreed(self, ticket: int, tokens: int) -> None:
-        self.group.agreed(ticket, tokens)
-
-    def _on_ready(self) -> None:
-        self.engine.wake()
+        return call
 
     def _on_broken(self, cause: Cause) -> None:
         self.broken.append(str(cause))
@@ -270,21 +277,7 @@ class Stages:
         )
 
     def _status(self) -> wire.Status:
-        return wire.Status(
-            rank=Rank(1),
-            pid=1,
-            pages_free=0,
-            pages_total=PAGES,
-            pages_at_rest=True,
-            pinned_pages=0,
-            rooms={},
-            requests=len(self.follower.requests),
-            tickets=0,
-            bytes_moved=0,
-            failed_steps=0,
-            handler_errors=0,
-            dropped=0,
-        )
+        return a_status(1, pages_total=PAGES, requests=len(self.follower.requests))
 
     def _open_first(self, key: TicketKey, room: RoomId, request: bytes) -> PrefillRoom:
         asked = wire.parse_prompt(request)
@@ -361,11 +354,26 @@ class Stages:
             await asyncio.gather(*legs, return_exceptions=True)
         return found
 
-    async def rest(self) -> None:
+    def hold(self, *kinds: type) -> list[bytes]:
+        """The first message of one of these kinds from the second rank, once it was to be sent."""
+        held: list[bytes] = []
+        send = self.dealer.send
+
+        def sent(frame: bytes, *rest: Any, **more: Any) -> bool:
+            if held or not isinstance(wire.parse_at_first(frame), kinds):
+                return send(frame, *rest, **more)
+            held.append(frame)
+            return True
+
+        self.dealer.send = sent  # type: ignore[method-assign]
+        return held
+
+    async def rest(self, *, drops_frames: bool = False) -> None:
         """Nothing is left of any request, at either rank or at decode, and no frame was wrong."""
         await self.home()
         assert not any(shell.counts.handler_errors for shell in [*self.members, self.leader])
-        assert not (self.steps.dropped or self.follower.dropped or self.follower._dropped_ahead)
+        dropped = self.steps.dropped or self.follower.dropped or self.follower._dropped_ahead
+        assert drops_frames or not dropped
 
     async def home(self, within_s: float = 20.0) -> None:
         """Nothing is left of any request, at either rank or at decode.
@@ -383,9 +391,7 @@ class Stages:
         found = {
             "pages": [node.pool.pages.owned() for node in nodes if not node.pool.pages.at_rest()],
             "pages of decode": PAGES - self.target.pages.available_pages,
-            "rooms": [
-                list(node.shell.endpoint.rooms) for node in nodes if node.shell.endpoint.rooms
-            ],
+            "rooms": [room for node in nodes for room in node.shell.endpoint.rooms],
             "requests": (*self.follower.requests, *self.group._asked),
             "tickets": [
                 key for shell in self.members for key in (*shell.requests, *shell.member.tickets)
@@ -401,34 +407,26 @@ class Stages:
             "preempted": self.steps._preempted,
             "questions": self.steps._hits._numbers,
             "short": engine._beginnings._short,
+            "locked in caches": sum(c.stats().pages - c.evictable_pages for c in self.caches if c),
         }
         return {name: what for name, what in found.items() if what}
 
 
 @asynccontextmanager
 async def group(
-    models: list[LoadedModel],
-    whole: LoadedModel,
-    *,
-    pages: tuple[int, int] = (PAGES, PAGES),
-    caches: bool = False,
-    host_pages: int = 0,
-    write_policy: WritePolicy = "write_through",
-    rendezvous_s: float = Timing().rendezvous_s,
-    decode_caches: bool = False,
-    **options: Any,
+    models: list[LoadedModel], whole: LoadedModel, *, drops_frames: bool = False, **options: Any
 ) -> AsyncIterator[Stages]:
+    """A group that is running, with the options of `Stages`.
+
+    Where a block over it ends well, nothing is left of any request, and no frame was wrong unless
+    it `drops_frames`.
+    """
     async with AsyncExitStack() as stack:
-        found = Stages(
-            models,
-            whole,
-            stack,
-            pages,
-            rendezvous_s,
-            caches,
-            host_pages,
-            write_policy,
-            decode_caches,
-        )
-        await found.start(**options)
+        found = Stages(models, whole, stack, **options)
+        await found.start()
         yield found
+        if found.has_to_rest:
+            await found.rest(drops_frames=drops_frames)
+
+
+Grouped = Callable[..., AbstractAsyncContextManager[Stages]]

@@ -5,7 +5,6 @@ and one process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,13 +25,13 @@ from kvflow.serve.engine.scheduler.adjustments import adjustments_of
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from kvflow.serve.engine.scheduler.sampling import Draw, choose
-from tests.engine.pair import EnginePair, greedy, prompt_of, until
-from tests.engine.test_parity import single, together
+from tests.engine import tiny_models
+from tests.engine.pair import EnginePair, greedy, prompt_of
+from tests.engine.test_parity import equals_one_process
+from tests.engine.tiny_models import Generated, Loaded, Stock
 
 NEW = 24
 PROMPT = prompt_of(30)
-Loader = Callable[..., LoadedModel]
-Stock = Callable[[str], Any]
 
 
 def row(seed: int, vocabulary: int = 400) -> torch.Tensor:
@@ -48,33 +47,21 @@ def draw(params: SamplingParams, tokens: list[int], prompt_length: int, *eos_ids
     return Draw(params, params.seed or 0, len(tokens), adjustments)
 
 
-def generated(stock: Any, count: int, **options: Any) -> list[int]:
-    """What `model.generate` says, greedy."""
-    ids = torch.tensor([PROMPT])
-    out = stock.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        pad_token_id=0,
-        **options,
-    )
-    found: list[int] = out[0, len(PROMPT) :].tolist()
-    return found
+def theirs(stock: Stock, **options: Any) -> list[int]:
+    """What the tiny llama generates in transformers, greedy."""
+    return tiny_models.generate(stock("llama"), PROMPT, NEW, min_new_tokens=None, **options)
 
 
 async def ours(model: LoadedModel, **params: Any) -> list[int]:
     async with EnginePair(model) as pair:
-        found = await pair.tokens(PROMPT, greedy(NEW, **params))
-        await until(lambda: pair.home)
-    return found
+        return await pair.tokens(PROMPT, greedy(NEW, **params))
 
 
 async def test_over_two_engines_equals_generate(llama: LoadedModel, stock: Stock) -> None:
     """Prefill chooses the first token and decode the others: each option alone,
     then all at once.
     """
-    plain = generated(stock("llama"), NEW)
+    plain = theirs(stock)
     bad = [[plain[0]], plain[3:5], plain[8:11], [PROMPT[-1], plain[1]]]
     bias = {plain[0]: -100.0, plain[5]: 3.5, 77: 2.25}
     every: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -86,28 +73,25 @@ async def test_over_two_engines_equals_generate(llama: LoadedModel, stock: Stock
             {"sequence_bias": {(i,): b for i, b in bias.items()}},
         ),
     ]
-    ours_all: dict[str, Any] = {}
-    theirs_all: dict[str, Any] = {}
-    for mine, theirs in every:
-        found = await ours(llama, **mine)
-        assert found == generated(stock("llama"), NEW, eos_token_id=None, **theirs) != plain
-        ours_all |= mine
-        theirs_all |= theirs
-    assert await ours(llama, **ours_all) == generated(
-        stock("llama"), NEW, eos_token_id=None, **theirs_all
-    )
+    all_at_once: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for mine, same in [*every, all_at_once]:
+        assert await ours(llama, **mine) == theirs(stock, **same) != plain
+        all_at_once[0].update(mine)
+        all_at_once[1].update(same)
 
 
 async def test_min_new_tokens_bars_what_would_end_the_request(
     llama: LoadedModel, stock: Stock
 ) -> None:
-    plain = generated(stock("llama"), NEW)
+    plain = theirs(stock)
     ends = (plain[0], plain[6])  # the first token, prefill's, is barred too
     for least in (1, 6, 7, 8, 15):
         found = await ours(llama, stop_token_ids=ends, min_new_tokens=least)
-        want = generated(stock("llama"), NEW, eos_token_id=list(ends), min_new_tokens=least)
-        assert found == want
-        assert len(found) >= least
+        ids = list(ends)
+        want = tiny_models.generate(
+            stock("llama"), PROMPT, NEW, eos_token_id=ids, min_new_tokens=least
+        )
+        assert found == want and len(found) >= least
     assert await ours(llama, stop_token_ids=ends) == plain[:1]
 
 
@@ -131,12 +115,8 @@ async def test_frequency_and_presence_follow_openais_formula(
     tokens: list[int] = []
     for _ in range(NEW):
         with torch.inference_mode():
-            logits = (
-                stock("llama")(torch.tensor([PROMPT + tokens]))
-                .logits[0, -1]
-                .numpy()
-                .astype(np.float64)
-            )
+            found = stock("llama")(torch.tensor([PROMPT + tokens])).logits[0, -1]
+        logits = found.numpy().astype(np.float64)
         for token in set(tokens):
             logits[token] -= tokens.count(token) * frequency + presence
         tokens.append(int(logits.argmax()))
@@ -211,7 +191,7 @@ def test_the_other_rows_of_a_batch_are_chosen_as_without_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_adjusted_sampling_equals_one_process(dtype: str, loaded: Loader) -> None:
+async def test_adjusted_sampling_equals_one_process(dtype: str, loaded: Loaded) -> None:
     model = loaded("qwen3", dtype)
     prompts = [prompt_of(n, n) for n in (3, 16, 41)]
     options: tuple[dict[str, Any], ...] = (
@@ -226,20 +206,23 @@ async def test_adjusted_sampling_equals_one_process(dtype: str, loaded: Loader) 
     )
     for n, more in enumerate(options):
         params = SamplingParams(temperature=1.3, seed=7 + n, max_new_tokens=NEW, logprobs=1, **more)
-        async with EnginePair(model, chunk_tokens=40, max_batch_rooms=1) as pair:
-            assert await together(pair, prompts, params) == await single(model, prompts, params)
+        await equals_one_process(model, prompts, params)
 
 
-async def test_company_does_not_change_an_adjusted_request(llama: LoadedModel) -> None:
+async def test_company_does_not_change_an_adjusted_request(
+    llama: LoadedModel, generated: Generated
+) -> None:
     params = SamplingParams(
         seed=5, repetition_penalty=1.3, frequency_penalty=0.5, min_p=0.01, max_new_tokens=NEW
     )
     async with EnginePair(llama) as pair:
         alone = await pair.tokens(PROMPT, params)
-        others = [pair.tokens(prompt_of(n, n), greedy(NEW)) for n in (9, 31, 70)]
-        among, *greedy_ones = await asyncio.gather(pair.tokens(PROMPT, params), *others)
-        assert among == alone
-        assert greedy_ones == [await pair.tokens(prompt_of(n, n), greedy(NEW)) for n in (9, 31, 70)]
+        others = [prompt_of(n, n) for n in (9, 31, 70)]
+        among, found = await asyncio.gather(
+            pair.tokens(PROMPT, params), pair.tokens_of_all(others, greedy(NEW))
+        )
+    assert among == alone
+    assert found == [generated("llama", prompt, NEW) for prompt in others]
 
 
 @pytest.mark.parametrize(
@@ -311,10 +294,8 @@ def test_ids_beyond_the_logits_are_never_generated_anyway() -> None:
 
 @pytest.mark.parametrize(("ids", "outside"), [([-1, 5], -1), ([5, 512], 512)])
 def test_the_least_and_the_greatest_token_id_are_looked_at(ids: list[int], outside: int) -> None:
-    limits, said = (
-        EngineLimits(512, 512, 16, 100),
-        rf"token id {outside} is outside the model's vocabulary, 0\.\.511",
-    )
+    limits = EngineLimits(512, 512, 16, 100)
+    said = rf"token id {outside} is outside the model's vocabulary, 0\.\.511"
     with pytest.raises(MisuseError, match=f"prompt: {said}"):
         limits.check_prompt(ids)
     with pytest.raises(MisuseError, match=f"token_ids_logprob: {said}"):

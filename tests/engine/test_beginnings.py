@@ -29,19 +29,16 @@ class Steps:
         pass
 
 
+def asking(wants: int, **changes: Any) -> Any:
+    """A request of a prompt of which eight tokens are cached, and which wants so many places."""
+    given = {"is_asking": True, "agreed": None, "cached_tokens": 8, **changes}
+    return SimpleNamespace(wants=wants, sequence=SimpleNamespace(computed=8), **given)
+
+
 def test_those_that_are_short_begin_in_order_and_no_later_one_passes() -> None:
     steps, begun = Steps(), list[Any]()
     beginnings = Beginnings(steps, None, begun.append)  # type: ignore[arg-type]
-    requests: list[Any] = [
-        SimpleNamespace(
-            wants=wants,
-            is_asking=True,
-            agreed=None,
-            sequence=SimpleNamespace(computed=8),
-            cached_tokens=8,
-        )
-        for wants in (2, 5, 1)
-    ]
+    requests = [asking(wants) for wants in (2, 5, 1)]
     first, large, small = requests
     for request in requests:
         beginnings.agreed(request, 0)
@@ -57,9 +54,7 @@ def test_those_that_are_short_begin_in_order_and_no_later_one_passes() -> None:
 def test_one_that_has_ended_meanwhile_takes_no_places() -> None:
     steps, begun = Steps(), list[Any]()
     beginnings = Beginnings(steps, None, begun.append)  # type: ignore[arg-type]
-    request: Any = SimpleNamespace(
-        wants=2, is_asking=True, agreed=None, sequence=SimpleNamespace(computed=8), cached_tokens=8
-    )
+    request = asking(2)
     beginnings.agreed(request, 0)
     beginnings.forget(request)
     beginnings.forget(request)
@@ -74,20 +69,13 @@ def test_what_was_cached_of_a_prompt_that_no_step_has_named_is_computed_after_a_
     lockstep: Any = SimpleNamespace(flush=lambda: flushes.append(1))
     beginnings = Beginnings(steps, lockstep, begun.append)  # type: ignore[arg-type]
     waits, runs, fresh = (
-        SimpleNamespace(
-            wants=1,
-            is_asking=not has_begun,
-            agreed=None,
-            has_begun=has_begun,
-            sequence=SimpleNamespace(computed=8),
-            cached_tokens=cached,
-        )
+        asking(1, is_asking=not has_begun, has_begun=has_begun, cached_tokens=cached)
         for has_begun, cached in ((False, 8), (True, 8), (False, 0))
     )
-    beginnings.flushed([waits, runs, fresh])  # type: ignore[list-item]
+    beginnings.flushed([waits, runs, fresh])
     assert (waits.agreed, waits.is_asking) == (0, True), "no step may name it yet"
     assert (runs.agreed, fresh.agreed, begun) == (None, None, [])
     steps.free = 1
     beginnings.take_missing()
-    beginnings.agreed(waits, 8)  # type: ignore[arg-type] # asked before the flush
+    beginnings.agreed(waits, 8)  # asked before the flush
     assert begun == steps.taken == [waits] and flushes == [1]

@@ -11,6 +11,7 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import AbortedError, CapacityError
 from kvflow.serve.engine.scheduler.budget import (
     MOST_TOKENS_AHEAD,
+    Admission,
     NewTokenRatio,
     PageBudget,
     Shortage,
@@ -23,27 +24,36 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
+async def asking(budget: PageBudget, *totals: int, **more: Any) -> list[asyncio.Task[Admission]]:
+    """Requests that have asked, in this order."""
+    asked = [asyncio.create_task(budget.admit(total, **more)) for total in totals]
+    await settled()
+    return asked
+
+
+async def granted(waiting: asyncio.Task[Admission]) -> None:
+    """It is admitted now, and lets go of what it is promised."""
+    (await asyncio.wait_for(waiting, 5)).release()
+
+
 async def test_a_promise_counts_whether_taken_or_not() -> None:
     pages = PageAllocator(10)
     budget = PageBudget(pages)
     first = await budget.admit(6)
     pages.take(4, "first")
     first.took(4)
-    waiting = asyncio.ensure_future(budget.admit(5))
-    await settled()
+    [waiting] = await asking(budget, 5)
     assert not waiting.done() and budget.waiting == 1
     fits = await budget_soon(budget, 4)
     assert fits is None, "four pages are free, but a request that came before waits"
     pages.give_back(pages.pages_of("first"), "first")
     first.release()
-    second = await waiting
-    second.release()
+    await granted(waiting)
     budget.close(AbortedError())
 
 
 async def budget_soon(budget: PageBudget, total: int) -> object:
-    task = asyncio.ensure_future(budget.admit(total))
-    await settled()
+    [task] = await asking(budget, total)
     if task.done():
         return task.result()
     task.cancel()
@@ -62,11 +72,10 @@ async def test_pages_freed_by_others_are_noticed() -> None:
     pages = PageAllocator(4)
     budget = PageBudget(pages)
     room = pages.take(3, "a room that nobody told us about")
-    waiting = asyncio.ensure_future(budget.admit(4))
-    await settled()
+    [waiting] = await asking(budget, 4)
     assert not waiting.done()
     pages.give_back(room, "a room that nobody told us about")
-    (await asyncio.wait_for(waiting, 5)).release()
+    await granted(waiting)
     budget.close(AbortedError())
 
 
@@ -74,12 +83,10 @@ async def test_a_waiter_that_leaves_lets_the_next_one_in() -> None:
     pages = PageAllocator(10)
     budget = PageBudget(pages)
     first = await budget.admit(5)
-    large = asyncio.ensure_future(budget.admit(9))
-    small = asyncio.ensure_future(budget.admit(3))
-    await settled()
+    large, small = await asking(budget, 9, 3)
     assert budget.waiting == 2
     large.cancel()
-    (await asyncio.wait_for(small, 5)).release()
+    await granted(small)
     first.release()
     assert (await budget.admit(10)).total == 10
     budget.close(AbortedError())
@@ -106,8 +113,7 @@ async def test_closing_ends_those_who_wait() -> None:
     pages = PageAllocator(4)
     budget = PageBudget(pages)
     pages.take(4, "a room")
-    waiting = asyncio.ensure_future(budget.admit(2))
-    await settled()
+    [waiting] = await asking(budget, 2)
     budget.close(AbortedError("closing"))
     with pytest.raises(AbortedError, match="closing"):
         await waiting
@@ -117,30 +123,27 @@ async def test_closing_ends_those_who_wait() -> None:
 async def test_a_release_in_the_turn_in_which_a_waiter_is_cancelled() -> None:
     budget = PageBudget(PageAllocator(4))
     first = await budget.admit(4)
-    leaving = [asyncio.ensure_future(budget.admit(4)) for _ in range(2)]
-    staying = asyncio.ensure_future(budget.admit(3))
-    await settled()
+    *leaving, staying = await asking(budget, 4, 4, 3)
     for waiting in leaving:
         waiting.cancel()
     first.release()
     await settled()
     assert all(waiting.cancelled() for waiting in leaving)
-    (await asyncio.wait_for(staying, 5)).release()
+    await granted(staying)
     assert (await budget.admit(4)).total == 4
 
 
 async def test_no_more_than_most_run_and_the_others_come_in_their_order() -> None:
     budget = PageBudget(PageAllocator(100), most=2)
     running = [await budget.admit(1) for _ in range(2)]
-    waiting = [asyncio.ensure_future(budget.admit(1)) for _ in range(3)]
-    await settled()
+    waiting = await asking(budget, 1, 1, 1)
     assert budget.waiting == 3 and not any(task.done() for task in waiting)
     waiting[0].cancel()
     running[0].release()
     await settled()
     assert [task.done() for task in waiting] == [True, True, False]
-    (await waiting[1]).release()
-    (await asyncio.wait_for(waiting[2], 5)).release()
+    await granted(waiting[1])
+    await granted(waiting[2])
     running[1].release()
     assert budget.waiting == 0
 
@@ -224,8 +227,7 @@ async def test_a_retracted_request_waits_for_its_pages_and_the_others_for_it() -
         pages.take(5, owner)
         admission.took(5)
     budget.retract(second, 5)
-    later = asyncio.ensure_future(budget.admit(1))
-    await settled()
+    [later] = await asking(budget, 1)
     assert not second.granted.done() and not later.done(), "its pages are not free yet"
     pages.give_back(pages.pages_of("second"), "second")
     await asyncio.wait_for(second.granted, 5)
@@ -234,7 +236,7 @@ async def test_a_retracted_request_waits_for_its_pages_and_the_others_for_it() -
     second.took(5)
     first.release()
     pages.give_back(pages.pages_of("first"), "first")
-    (await asyncio.wait_for(later, 5)).release()
+    await granted(later)
     second.release()
 
 
@@ -286,11 +288,10 @@ async def test_nobody_gives_cached_pages_up_for_a_row() -> None:
         return False
 
     budget = PageBudget(PageAllocator(4), rows=rows, release_cached=release_cached)
-    waiting = asyncio.ensure_future(budget.admit(4))
-    await settled()
+    [waiting] = await asking(budget, 4)
     assert not waiting.done() and not asked
     rows.give_back(taken, "a room")
-    (await asyncio.wait_for(waiting, 5)).release()
+    await granted(waiting)
 
 
 async def test_rows_that_nobody_will_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,8 +381,7 @@ async def test_what_a_request_begins_with_is_promised_to_it_no_more_and_once() -
 async def test_closing_spares_those_whose_wait_was_cancelled_in_the_same_turn() -> None:
     budget = PageBudget(PageAllocator(10))
     held = await budget.admit(10)
-    gone, waits = (asyncio.ensure_future(budget.admit(5)) for _ in range(2))
-    await settled()
+    gone, waits = await asking(budget, 5, 5)
     assert budget.waiting == 2
     gone.cancel()
     budget.close(AbortedError("closing"))

@@ -10,74 +10,70 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
-import torch
 
 from kvflow.protocols.errors import KvflowError
 from kvflow.serve.engine.model.ahead import MOST_STEPS
 from kvflow.serve.engine.model.load import LoadedModel
-from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler import budget, burst, decode
 from kvflow.serve.engine.scheduler.burst import DecodeRequest
 from kvflow.serve.engine.scheduler.params import TokenOut
-from tests.engine.pair import EnginePair, greedy, prompt_of, until
+from tests.engine.pair import EnginePair, Watched, greedy, prompt_of, tokens_of, until
+
+Tokens = AsyncGenerator[TokenOut, None]
 
 
-class Watched:
-    """The decode engine of a pair: calls of its model thread, widths of its steps; with a gate, a
-    step at a time.
+class Stepped(Watched):
+    """The steps of a pair's decode and the calls of its model thread; with `gated`, a step ends
+    when it is allowed.
     """
 
-    def __init__(self, pair: EnginePair) -> None:
-        self.widths: list[int] = []
+    def __init__(self, pair: EnginePair, *, gated: bool = False) -> None:
+        super().__init__(pair.decode._runner)
         self.calls = 0
         self._allowed = threading.Semaphore(0)
-        self.gated = False
-        honest, run = pair.decode._runner.forward, pair.decode._thread.run
-
-        def forward(rows: list[Row]) -> torch.Tensor:
-            self.widths.append(len(rows))
-            if self.gated:
-                assert self._allowed.acquire(timeout=20)
-            return honest(rows)
+        run = pair.decode._thread.run
 
         async def counted(*arguments: Any) -> Any:
             self.calls += 1
             return await run(*arguments)
 
-        pair.decode._runner.forward = forward  # type: ignore[method-assign]
         pair.decode._thread.run = counted  # type: ignore[method-assign,assignment]
+        if gated:
+            self.before = self._wait
+
+    def _wait(self) -> None:
+        assert self._allowed.acquire(timeout=20)
+
+    @property
+    def widths(self) -> list[int]:
+        return list(map(len, self.steps))
 
     def allow(self, steps: int) -> None:
         self._allowed.release(steps)
 
     async def at_step(self, number: int) -> None:
         """Wait until that step has begun; it does not end before it is allowed."""
-        await until(lambda: len(self.widths) >= number)
+        await until(lambda: len(self.steps) >= number)
 
 
-async def started(
-    pair: EnginePair, prompt: list[int], count: int
-) -> AsyncGenerator[TokenOut, None]:
+async def started(pair: EnginePair, prompt: list[int], count: int) -> Tokens:
     """A request whose first token has been read."""
-    room = pair.room(prompt)
-    asyncio.ensure_future(  # noqa: RUF006
-        pair.prefill.prefill(room.prefill_half, prompt, greedy(count)),
-    )
-    stream = pair.decode.generate(
-        room, prompt, greedy(count), await pair.decode.admit(prompt, greedy(count))
-    )
-    assert (await anext(stream)).finish_reason is None
+    stream, _ = await pair.begun(prompt, greedy(count))
     return stream
+
+
+def fail_at(watched: Watched, step: int) -> None:
+    if len(watched.steps) == step:
+        raise RuntimeError("out of something")
 
 
 async def test_one_call_has_several_steps(llama: LoadedModel) -> None:
     async with EnginePair(llama) as pair:
         want = await pair.tokens(prompt_of(20), greedy(50))
-        watched = Watched(pair)
+        watched = Stepped(pair)
         assert await pair.tokens(prompt_of(20), greedy(50)) == want
         assert len(watched.widths) == 49, "no step is computed in vain"
         assert watched.calls == -(-49 // MOST_STEPS)
-        await until(lambda: pair.home)
 
 
 async def test_the_token_of_a_step_that_is_not_short_leaves_when_it_has_ended(
@@ -86,8 +82,7 @@ async def test_the_token_of_a_step_that_is_not_short_leaves_when_it_has_ended(
     monkeypatch.setattr(burst, "DELIVER_EVERY_S", 0.0)
     async with EnginePair(llama) as pair:
         want = await pair.tokens(prompt_of(20), greedy(6))
-        watched = Watched(pair)
-        watched.gated = True
+        watched = Stepped(pair, gated=True)
         stream = await started(pair, prompt_of(20), 6)
         for number in range(1, 6):
             await watched.at_step(number)
@@ -103,8 +98,7 @@ async def test_short_steps_share_a_delivery(
     monkeypatch.setattr(burst, "DELIVER_EVERY_S", 60.0)
     async with EnginePair(llama) as pair:
         want = await pair.tokens(prompt_of(20), greedy(MOST_STEPS + 2))
-        watched, before = Watched(pair), pair.decode.steps
-        watched.gated = True
+        watched, before = Stepped(pair, gated=True), pair.decode.steps
         stream = await started(pair, prompt_of(20), MOST_STEPS + 2)
         watched.allow(MOST_STEPS - 1)
         await watched.at_step(MOST_STEPS)
@@ -129,7 +123,7 @@ async def test_a_turn_of_the_loop_wakes_few_readers(
     monkeypatch.setattr(burst, "DELIVER_EVERY_S", 60.0)
     prompts = [prompt_of(9 + i, i) for i in range(5)]
     async with EnginePair(llama) as pair:
-        want = [await pair.tokens(prompt, greedy(12)) for prompt in prompts]
+        want = await pair.tokens_of_all(prompts, greedy(12))
         pair.decode.pause()
         turn = 0
         seen: list[tuple[int, int]] = []
@@ -152,7 +146,6 @@ async def test_a_turn_of_the_loop_wakes_few_readers(
             await asyncio.sleep(0)
             turn += 1
         assert [await request for request in requests] == want
-        await until(lambda: pair.home)
     readers = [{i for at, i in seen if at == turn} for turn in {at for at, _ in seen}]
     assert len(seen) == 5 * 11 and max(map(len, readers)) == 2
     assert sum(map(len, readers)) <= 5 * 3, "the tokens of one reader's steps come at once"
@@ -160,8 +153,7 @@ async def test_a_turn_of_the_loop_wakes_few_readers(
 
 async def test_a_request_that_joins_is_in_the_next_step(llama: LoadedModel) -> None:
     async with EnginePair(llama) as pair:
-        watched = Watched(pair)
-        watched.gated = True
+        watched = Stepped(pair, gated=True)
         first = await started(pair, prompt_of(20), 30)
         await watched.at_step(1)
         watched.allow(1)
@@ -172,7 +164,7 @@ async def test_a_request_that_joins_is_in_the_next_step(llama: LoadedModel) -> N
         assert watched.widths[:3] == [1, 1, 2]
         watched.allow(100)
         for stream in (first, second):
-            assert len([out async for out in stream]) == 29
+            assert len(await tokens_of(stream)) == 29
 
 
 async def test_a_request_that_leaves_is_not_in_the_next_step(llama: LoadedModel) -> None:
@@ -181,12 +173,9 @@ async def test_a_request_that_leaves_is_not_in_the_next_step(llama: LoadedModel)
     """
     async with EnginePair(llama) as pair:
         want = await pair.tokens(prompt_of(21, 1), greedy(30))
-        watched = Watched(pair)
-        watched.gated = True
-        leaves, stays = (
-            await started(pair, prompt_of(40), 30),
-            await started(pair, prompt_of(21, 1), 30),
-        )
+        watched = Stepped(pair, gated=True)
+        leaves = await started(pair, prompt_of(40), 30)
+        stays = await started(pair, prompt_of(21, 1), 30)
         watched.allow(3)
         await watched.at_step(4)
         assert watched.widths[-1] == 2
@@ -197,8 +186,7 @@ async def test_a_request_that_leaves_is_not_in_the_next_step(llama: LoadedModel)
         await watched.at_step(5)
         assert watched.widths[-1] == 1 and not pair.target.pages.returning_pages
         watched.allow(100)
-        assert [out.token_id async for out in stays] == want[1:]
-        await until(lambda: pair.home)
+        assert await tokens_of(stays) == want[1:]
 
 
 async def test_several_steps_while_a_request_waits_which_is_granted_when_they_have_ended(
@@ -209,17 +197,15 @@ async def test_several_steps_while_a_request_waits_which_is_granted_when_they_ha
     """
     monkeypatch.setattr(budget, "RECHECK_S", 3600.0)
     async with EnginePair(llama, page_size=4, num_pages=20, source_pages=64) as pair:
-        watched = Watched(pair)
-        watched.gated = True
+        watched = Stepped(pair, gated=True)
         first = await started(pair, prompt_of(20), MOST_STEPS + 4)
         await watched.at_step(1)
         waiting = asyncio.ensure_future(pair.tokens(prompt_of(20, 1), greedy(30)))
         await until(lambda: pair.decode.load().waiting == 1)
         watched.allow(100)
-        assert len([out async for out in first]) == MOST_STEPS + 3
+        assert len(await tokens_of(first)) == MOST_STEPS + 3
         assert watched.calls <= 2, "the first begins before it waits"
         assert len(await asyncio.wait_for(waiting, 20)) == 30
-        await until(lambda: pair.home)
 
 
 async def test_a_burst_ends_with_the_first_request_that_ends(llama: LoadedModel) -> None:
@@ -229,11 +215,9 @@ async def test_a_burst_ends_with_the_first_request_that_ends(llama: LoadedModel)
     async with EnginePair(llama) as pair:
         want = await pair.tokens(prompt_of(21, 1), greedy(30))
         pair.decode.pause()
-        ends, stays = (
-            await started(pair, prompt_of(20), 4),
-            await started(pair, prompt_of(21, 1), 30),
-        )
-        watched, returned = Watched(pair), threading.Event()
+        ends = await started(pair, prompt_of(20), 4)
+        stays = await started(pair, prompt_of(21, 1), 30)
+        watched, returned = Stepped(pair), threading.Event()
         run = pair.decode._burst.run
 
         def noted(*arguments: Any) -> None:
@@ -247,9 +231,8 @@ async def test_a_burst_ends_with_the_first_request_that_ends(llama: LoadedModel)
             "while the event loop stands still here, nothing else tells the burst"
         )
         assert watched.widths == [2, 2, 2]
-        assert len([out async for out in ends]) == 3
-        assert [out.token_id async for out in stays] == want[1:]
-        await until(lambda: pair.home)
+        assert len(await tokens_of(ends)) == 3
+        assert await tokens_of(stays) == want[1:]
 
 
 async def test_a_step_that_fails_ends_a_burst_after_the_tokens_before_it(
@@ -257,15 +240,8 @@ async def test_a_step_that_fails_ends_a_burst_after_the_tokens_before_it(
 ) -> None:
     async with EnginePair(llama) as pair:
         want = await pair.tokens(prompt_of(20), greedy(9))
-        watched = Watched(pair)
-        counted = pair.decode._runner.forward
-
-        def forward(rows: list[Row]) -> torch.Tensor:
-            if len(watched.widths) == 3:
-                raise RuntimeError("out of something")
-            return counted(rows)
-
-        pair.decode._runner.forward = forward  # type: ignore[method-assign]
+        watched = Stepped(pair)
+        watched.before = lambda: fail_at(watched, 4)
         stream = await started(pair, prompt_of(20), 9)
         assert [(await anext(stream)).token_id for _ in range(3)] == want[1:4]
         with pytest.raises(KvflowError, match="decode step failed: RuntimeError"):
@@ -285,39 +261,31 @@ async def test_readers_that_wait_for_their_turn_get_their_tokens_before_the_erro
     async with EnginePair(llama) as pair:
         pair.decode.pause()
         requests = [await started(pair, prompt_of(9 + i, i), 30) for i in range(7)]
-        honest, deliver, steps = pair.decode._runner.forward, pair.decode._deliver, 0
-
-        def forward(rows: list[Row]) -> torch.Tensor:
-            nonlocal steps
-            steps += 1
-            if steps == 5 and fails == "step":
-                raise RuntimeError("out of something")
-            return honest(rows)
+        watched, deliver = Watched(pair.decode._runner), pair.decode._deliver
+        if fails == "step":
+            watched.before = lambda: fail_at(watched, 5)
 
         def delivered(tokens: list[burst.Tokens]) -> None:
             deliver(tokens)
             if fails == "close":
                 pair.decode.end_requests()
 
-        async def read(stream: AsyncGenerator[TokenOut, None]) -> None:
+        async def read(stream: Tokens) -> None:
             count = 0
             with pytest.raises(KvflowError):
                 async for _ in stream:
                     count += 1
             found.append(count)
 
-        pair.decode._runner.forward = forward  # type: ignore[method-assign]
         pair.decode._burst._deliver = delivered
         pair.decode.resume()
         await asyncio.gather(*(read(stream) for stream in requests))
-        await until(lambda: pair.home)
     assert found == [4 if fails == "step" else MOST_STEPS] * 7
 
 
 async def test_pause_and_close_end_a_burst(llama: LoadedModel) -> None:
     async with EnginePair(llama) as pair:
-        watched = Watched(pair)
-        watched.gated = True
+        watched = Stepped(pair, gated=True)
         stream = await started(pair, prompt_of(20), 30)
         await watched.at_step(1)
         pair.decode.pause()

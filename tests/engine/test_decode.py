@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from kvflow.node.handoff import HandOff
 from kvflow.protocols.errors import (
@@ -21,11 +19,11 @@ from kvflow.protocols.errors import (
     WireError,
 )
 from kvflow.serve.engine.model.load import LoadedModel
-from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler.loop import EngineLoop
 from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.telemetry.histogram import BOOTSTRAP_SECONDS, QUEUE_SECONDS
-from tests.engine.pair import EnginePair, greedy, prompt_of, until
+from tests.engine.pair import EnginePair, Watched, greedy, prompt_of, tokens_of, until
+from tests.engine.tiny_models import Generated
 
 
 def test_seconds_in_the_queue_are_counted_up_to_ascending_bounds() -> None:
@@ -34,34 +32,27 @@ def test_seconds_in_the_queue_are_counted_up_to_ascending_bounds() -> None:
 
 
 async def test_requests_join_and_leave_a_running_batch(llama: LoadedModel) -> None:
-    widths: list[int] = []
     async with EnginePair(llama) as pair:
         alone = [await pair.tokens(prompt_of(n, n), greedy(n)) for n in (5, 30, 12)]
-        honest = pair.decode._runner.forward
-
-        def forward(rows: list[Row]) -> torch.Tensor:
-            widths.append(len(rows))
-            return honest(rows)
-
-        pair.decode._runner.forward = forward  # type: ignore[method-assign]
+        steps = Watched(pair.decode._runner)
         among = await asyncio.gather(
             *(pair.tokens(prompt_of(n, n), greedy(n)) for n in (5, 30, 12))
         )
         assert among == alone
-        # The last burst holds its pages until its thread has returned.
-        await until(lambda: pair.home)
+    widths = list(map(len, steps.steps))
     assert max(widths) > 1 and widths[-1] == 1 and sum(widths) == 4 + 29 + 11
 
 
 async def test_every_request_owns_its_pages_alone(llama: LoadedModel) -> None:
     async with EnginePair(llama) as pair:
         pair.decode.pause()
-        asked = [asyncio.ensure_future(pair.tokens(prompt_of(20, n), greedy(4))) for n in range(3)]
+        asked = asyncio.create_task(
+            pair.tokens_of_all([prompt_of(20, n) for n in range(3)], greedy(4))
+        )
         await until(lambda: pair.decode.load().running == 3)
         assert sorted(pair.target.pages.owned().values()) == [2, 2, 2]
         pair.decode.resume()
-        await asyncio.gather(*asked)
-        await until(lambda: pair.home)
+        await asked
 
 
 async def test_what_ends_a_request(llama: LoadedModel) -> None:
@@ -76,7 +67,6 @@ async def test_what_ends_a_request(llama: LoadedModel) -> None:
         assert [(o.finish_reason, o.matched_stop) for o in first] == [("stop", tokens[0])]
         third = await pair.outputs(prompt, greedy(8, stop_token_ids=(tokens[2],)))
         assert len(third) == tokens.index(tokens[2]) + 1 and third[-1].matched_stop == tokens[2]
-        await until(lambda: pair.home)
     async with EnginePair(replace(llama, eos_ids=frozenset({tokens[1]}))) as pair:
         assert await pair.tokens(prompt, greedy(8)) == tokens[: tokens.index(tokens[1]) + 1]
         assert await pair.tokens(prompt, greedy(8, ignore_eos=True)) == tokens
@@ -88,45 +78,32 @@ async def test_new_tokens_are_cut_to_the_context(llama: LoadedModel) -> None:
         assert len(outs) == 7 and outs[-1].finish_reason == "length"
         with pytest.raises(CapacityError, match="asked for 512, limit 511"):
             pair.decode.check(prompt_of(512), greedy(1))
-        await until(lambda: pair.home)
 
 
 async def test_what_can_never_run_is_refused_at_once(llama: LoadedModel) -> None:
     async with EnginePair(llama, num_pages=8) as pair:
-        for prompt, params, said in (
-            (
-                prompt_of(200),
-                greedy(1),
-                "prompt tokens in the KV pool .*: asked for 200, limit 128",
-            ),
-            (
-                prompt_of(100),
-                greedy(60),
-                r"prompt \+ max_new_tokens in the KV pool .*: asked for 160, limit 129",
-            ),
+        for length, count, said in (
+            (200, 1, "prompt tokens in the KV pool .*: asked for 200, limit 128"),
+            (100, 60, r"prompt \+ max_new_tokens in the KV pool .*: asked for 160, limit 129"),
+            (100, 30, "asked for 130, limit 129"),
         ):
             with pytest.raises(CapacityError, match=said):
-                await pair.decode.admit(prompt, params)
+                await pair.decode.admit(prompt_of(length), greedy(count))
         assert pair.decode.limits.max_tokens == 129, (
             "8 pages, and the last token, which is never fed back"
         )
         assert len(await pair.tokens(prompt_of(100), greedy(29))) == 29, "8 pages exactly"
-        with pytest.raises(CapacityError, match="asked for 130, limit 129"):
-            await pair.decode.admit(prompt_of(100), greedy(30))
-        await until(lambda: pair.home)
 
 
-async def test_nobody_starves_in_a_small_pool(llama: LoadedModel) -> None:
+async def test_nobody_starves_in_a_small_pool(llama: LoadedModel, generated: Generated) -> None:
     """Twelve requests, each of which grows; at most two fit at once.
 
     All of them end, with the right tokens.
     """
     prompts = [prompt_of(20 + n, n) for n in range(12)]
-    async with EnginePair(llama) as roomy:
-        want = [await roomy.tokens(p, greedy(30)) for p in prompts]
+    want = [generated("llama", prompt, 30) for prompt in prompts]
     async with EnginePair(llama, page_size=4, num_pages=32) as pair:
-        assert await asyncio.gather(*(pair.tokens(p, greedy(30)) for p in prompts)) == want
-        await until(lambda: pair.home)
+        assert await pair.tokens_of_all(prompts, greedy(30)) == want
 
 
 async def test_without_admission_a_full_pool_ends_a_request_instead_of_all(
@@ -136,31 +113,14 @@ async def test_without_admission_a_full_pool_ends_a_request_instead_of_all(
     async with EnginePair(llama, page_size=4, num_pages=20, source_pages=64) as pair:
 
         async def one(n: int) -> int:
-            room = pair.room(prompt_of(20, n))
-            leg = asyncio.ensure_future(
-                pair.prefill.prefill(room.prefill_half, prompt_of(20, n), greedy(20))
-            )
-            await asyncio.wait([leg])
-            return len([o async for o in pair.decode.generate(room, prompt_of(20, n), greedy(20))])
+            prompt = prompt_of(20, n)
+            room = pair.room(prompt)
+            await asyncio.wait([pair.send(room, prompt, greedy(20))])
+            return len(await tokens_of(pair.decode.generate(room, prompt, greedy(20))))
 
         found = await asyncio.gather(*(one(n) for n in range(4)), return_exceptions=True)
         assert 20 in found
         assert all(f == 20 or isinstance(f, CapacityError) for f in found)
-        await until(lambda: pair.home)
-
-
-def blocked(pair: EnginePair) -> tuple[threading.Event, threading.Event]:
-    """Decode steps wait in the model thread; returns (entered, gate)."""
-    honest = pair.decode._runner.forward
-    entered, gate = threading.Event(), threading.Event()
-
-    def forward(rows: list[Row]) -> torch.Tensor:
-        entered.set()
-        assert gate.wait(20)
-        return honest(rows)
-
-    pair.decode._runner.forward = forward  # type: ignore[method-assign]
-    return entered, gate
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled", "engine closed"])
@@ -168,14 +128,9 @@ async def test_pages_of_a_dropped_request_are_free_when_its_step_has_ended(
     how: str, llama: LoadedModel
 ) -> None:
     async with EnginePair(llama) as pair:
-        entered, gate = blocked(pair)
-        room = pair.room(prompt_of(40))
-        asyncio.ensure_future(  # noqa: RUF006
-            pair.prefill.prefill(room.prefill_half, prompt_of(40), greedy(9)),
-        )
-        stream = pair.decode.generate(room, prompt_of(40), greedy(9))
-        assert (await anext(stream)).finish_reason is None
-        await until(entered.is_set)
+        steps = Watched(pair.decode._runner, held=True)
+        stream, _ = await pair.begun(prompt_of(40), greedy(9))
+        await until(steps.entered.is_set)
         closing: asyncio.Future[Any] | None = None
         if how == "closed":
             await stream.aclose()
@@ -190,11 +145,11 @@ async def test_pages_of_a_dropped_request_are_free_when_its_step_has_ended(
             with pytest.raises(AbortedError, match="closing"):
                 await anext(stream)
         assert pair.target.pages.returning_pages == 3 and pair.decode.load().running == 0
-        gate.set()
+        steps.gate.set()
         if closing is not None:
             await closing
         await until(pair.target.pages.at_rest)
-        assert room.closed
+        assert pair.rooms[0].closed
 
 
 async def test_a_failed_room_is_told_and_its_pages_come_home(llama: LoadedModel) -> None:
@@ -206,7 +161,6 @@ async def test_a_failed_room_is_told_and_its_pages_come_home(llama: LoadedModel)
         room.fail(Cause(Code.TRANSFER_ERROR, "the wire broke"))
         with pytest.raises(KvflowError, match="the wire broke"):
             await reader
-        await until(lambda: pair.home)
 
 
 async def test_a_reader_that_leaves_before_landing_aborts_the_room(llama: LoadedModel) -> None:
@@ -220,29 +174,20 @@ async def test_a_reader_that_leaves_before_landing_aborts_the_room(llama: Loaded
         reader.cancel()
         await asyncio.wait([reader])
         assert room.cause is not None and room.cause.code is Code.CLIENT_GONE
-        await until(lambda: pair.home)
+
+
+def handed_over(**changes: Any) -> bytes:
+    return HandOff(**{"first_token": 1, "prompt_tokens": 40, **changes}).encode()
 
 
 @pytest.mark.parametrize(
     ("handoff", "text"),
     [
         (b"junk", "cannot decode a 4-byte hand-over"),
-        (
-            HandOff(first_token=1, prompt_tokens=39).encode(),
-            "the hand-over is for a prompt of 39 tokens, not 40",
-        ),
-        (
-            HandOff(first_token=512, prompt_tokens=40).encode(),
-            r"the hand-over's first token 512 is outside 0\.\.511",
-        ),
-        (
-            HandOff(first_token=1, prompt_tokens=40, top_logprobs=((-1, -0.5),)).encode(),
-            r"tokens outside 0\.\.511",
-        ),
-        (
-            HandOff(first_token=1, prompt_tokens=40, top_logprobs=((512, -0.5),)).encode(),
-            r"tokens outside 0\.\.511",
-        ),
+        (handed_over(prompt_tokens=39), "the hand-over is for a prompt of 39 tokens, not 40"),
+        (handed_over(first_token=512), r"the hand-over's first token 512 is outside 0\.\.511"),
+        (handed_over(top_logprobs=((-1, -0.5),)), r"tokens outside 0\.\.511"),
+        (handed_over(top_logprobs=((512, -0.5),)), r"tokens outside 0\.\.511"),
     ],
 )
 async def test_a_hand_over_for_something_else_ends_the_request(
@@ -250,42 +195,36 @@ async def test_a_hand_over_for_something_else_ends_the_request(
 ) -> None:
     async with EnginePair(llama) as pair:
         room = pair.room(prompt_of(40))
-        room._landed.set_result(handoff)
+        room.hand_over(handoff)
         with pytest.raises(WireError, match=text):
-            await anext(pair.decode.generate(room, prompt_of(40), greedy(9)))
+            await tokens_of(pair.decode.generate(room, prompt_of(40), greedy(9)))
         assert room.closed
-        await until(lambda: pair.home)
 
 
-async def test_a_failing_step_ends_its_requests_and_nothing_else(llama: LoadedModel) -> None:
+async def test_a_failing_step_ends_its_requests_and_nothing_else(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with EnginePair(llama) as pair:
-        honest = pair.decode._runner.forward
-
-        def fail(rows: list[Row]) -> torch.Tensor:
-            raise RuntimeError("out of something")
-
-        pair.decode._runner.forward = fail  # type: ignore[method-assign]
-        with pytest.raises(KvflowError, match="decode step failed: RuntimeError") as caught:
-            await pair.tokens(prompt_of(30), greedy(5))
+        with monkeypatch.context() as patch:
+            patch.setattr(pair.decode._runner, "forward", lambda rows: 1 // 0)
+            with pytest.raises(
+                KvflowError, match="decode step failed: ZeroDivisionError"
+            ) as caught:
+                await pair.tokens(prompt_of(30), greedy(5))
         assert caught.value.code is Code.ENGINE_ERROR
-        pair.decode._runner.forward = honest  # type: ignore[method-assign]
         assert len(await pair.tokens(prompt_of(30), greedy(5))) == 5
         assert pair.decode.failed_steps == 1 and pair.decode.healthy
-        await until(lambda: pair.home)
 
 
-async def test_a_closed_engine_refuses(llama: LoadedModel) -> None:
+async def test_what_is_refused_before_it_is_admitted(llama: LoadedModel) -> None:
+    """A prompt that cannot be, and every one once the engine is closed."""
     async with EnginePair(llama) as pair:
+        with pytest.raises(MisuseError, match="empty"):
+            await pair.decode.admit([], SamplingParams())
         await pair.decode.close()
         assert not pair.decode.healthy
         with pytest.raises(AbortedError, match="closing"):
             await pair.decode.admit(prompt_of(3), SamplingParams())
-
-
-async def test_admission_checks_the_prompt(llama: LoadedModel) -> None:
-    async with EnginePair(llama) as pair:
-        with pytest.raises(MisuseError, match="empty"):
-            await pair.decode.admit([], SamplingParams())
 
 
 @pytest.mark.parametrize("stage", ["waiting for pages", "landing", "loop gone"])
@@ -309,36 +248,24 @@ async def test_an_engine_that_ends_leaves_nobody_waiting(stage: str, llama: Load
         else:
             await pair.decode.close()
         if stage != "waiting for pages":
-            room._landed.set_result(HandOff(first_token=1, prompt_tokens=40).encode())
+            room.hand_over(handed_over())
         with pytest.raises(AbortedError):
             await request
         assert not pair.decode.healthy
-        room.close()
-        await until(lambda: pair.home)
 
 
 async def test_pages_of_a_finished_request_do_not_wait_for_its_reader(llama: LoadedModel) -> None:
     async with EnginePair(llama, num_pages=8) as pair:
-        room = pair.room(prompt_of(40))
-        leg = asyncio.ensure_future(
-            pair.prefill.prefill(room.prefill_half, prompt_of(40), greedy(20))
-        )
-        slow = pair.decode.generate(
-            room, prompt_of(40), greedy(20), await pair.decode.admit(prompt_of(40), greedy(20))
-        )
-        first = await anext(slow)
-        await leg
+        slow, _ = await pair.begun(prompt_of(40), greedy(20))
         await until(lambda: not pair.decode.load().running)
         await until(lambda: pair.home)  # its last token is made, though nobody has read it
         assert len(await pair.tokens(prompt_of(100), greedy(29))) == 29, "the whole pool"
-        assert len([first] + [out async for out in slow]) == 20
-        await until(lambda: pair.home)
+        assert len(await tokens_of(slow)) == 19
 
 
 async def test_the_share_of_new_tokens_decays_with_every_step(llama: LoadedModel) -> None:
     async with EnginePair(llama, new_token_ratio=0.5) as pair:
-        counted: list[int] = []
-        stepped = pair.decode._ratio.stepped
+        counted, stepped = list[int](), pair.decode._ratio.stepped
 
         def counting(steps: int) -> None:
             counted.append(steps)

@@ -5,25 +5,20 @@ nothing is left.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
-from typing import Any, Self
 
+import msgspec
 import pytest
-import torch
 
 from kvflow.handlers.group import MemberShell, RankRequest
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError
 from kvflow.protocols.group.member import TicketKey
 from kvflow.protocols.machines.prefill_room import PrefillPhase
-from kvflow.serve.engine.model.load import LoadedModel
-from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.ranks import wire
 from kvflow.serve.engine.scheduler.params import TokenOut
-from kvflow.serve.engine.scheduler.prefill_steps import PrefillSteps
-from tests.engine import tiny_models
-from tests.engine.pair import greedy, prompt_of, until
-from tests.engine.stages import PAGE_SIZE, Stages, group
+from tests.engine.pair import Watched, greedy, prompt_of, until
+from tests.engine.stages import PAGE_SIZE, Grouped, Stages
+from tests.engine.tiny_models import Expected
 
 SMALL = 6  # pages of a pool of one prompt of 24 tokens
 
@@ -54,10 +49,8 @@ class Early:
     @property
     def computed(self) -> tuple[int, int]:
         """Tokens, at either rank."""
-        asked, followed = (
-            self.ranks.group._asked[self.ticket],
-            self.ranks.follower.requests[self.ticket],
-        )
+        asked = self.ranks.group._asked[self.ticket]
+        followed = self.ranks.follower.requests[self.ticket]
         first = asked.computing.sequence.computed if asked.computing else 0
         return first, followed.request.sequence.computed if followed.request else 0
 
@@ -82,9 +75,26 @@ class Early:
     def meet(self) -> asyncio.Task[list[int]]:
         return asyncio.create_task(self.ranks.decoded(self.number, self.prompt, greedy(4)))
 
+    async def answers(self, expected: Expected) -> None:
+        """Decode comes, and both have the tokens of a model that is whole."""
+        assert await self.meet() == expected(self.prompt)
+        assert (await self.leg).token_id == expected(self.prompt)[0]
+
 
 async def begun(ranks: Stages, tokens: int, salt: int = 0) -> Early:
     return await Early(ranks, prompt_of(tokens, salt)).opened()
+
+
+async def early_and_whole(ranks: Stages, tokens: int) -> Early:
+    early = await begun(ranks, tokens)
+    await early.whole()
+    return early
+
+
+async def beside(ranks: Stages, expected: Expected, tokens: int = 24, salt: int = 1) -> None:
+    """Another request, which is matched at once and gets its tokens."""
+    prompt = prompt_of(tokens, salt)
+    assert await ranks.tokens(prompt, greedy(4)) == expected(prompt)
 
 
 def counts(ranks: Stages) -> tuple[int, int, int, int]:
@@ -92,17 +102,11 @@ def counts(ranks: Stages) -> tuple[int, int, int, int]:
     return found.starts, found.hits, found.lost, found.holding_now
 
 
-@pytest.fixture
-def expected(stock: Callable[[str], Any]) -> Callable[[list[int]], list[int]]:
-    return lambda prompt: tiny_models.generate(stock("llama"), prompt, 4)
-
-
 async def test_what_is_computed_leaves_every_rank_when_decode_comes(
-    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+    grouped: Grouped, expected: Expected
 ) -> None:
-    async with group(stages, llama, chunk_tokens=10, optimistic_tries=1) as ranks:
-        early = await begun(ranks, 27)
-        await early.whole()
+    async with grouped(chunk_tokens=10, optimistic_tries=1) as ranks:
+        early = await early_and_whole(ranks, 27)
         assert (
             counts(ranks) == (1, 0, 0, 1)
             and early.phases == [PrefillPhase.EXPECTED] * 2
@@ -110,99 +114,79 @@ async def test_what_is_computed_leaves_every_rank_when_decode_comes(
         )
         load, steps = ranks.engine.load(), ranks.steps._step
         assert (load.running, load.waiting) == (1, 0)
-        assert await early.meet() == expected(early.prompt)
-        assert (await early.leg).token_id == expected(early.prompt)[0]
+        await early.answers(expected)
         assert counts(ranks) == (1, 1, 0, 0) and ranks.steps._step == steps == 3, (
             "nothing was computed after it"
         )
-        await ranks.rest()
 
 
 async def test_without_tries_nothing_begins_before_decode_comes(
-    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+    grouped: Grouped, expected: Expected
 ) -> None:
-    async with group(stages, llama) as ranks:
+    async with grouped() as ranks:
         early = await begun(ranks, 27)
         await until(lambda: bool(ranks.follower.requests))
-        assert await ranks.tokens(prompt_of(9), greedy(4)) == expected(prompt_of(9))
+        await beside(ranks, expected, 9, 0)
         assert ranks.steps._step == 1 and ranks.engine.load().waiting == 1
-        assert await early.meet() == expected(early.prompt)
-        await early.leg
+        await early.answers(expected)
         assert counts(ranks) == (0, 0, 0, 0)
-        await ranks.rest()
 
 
 @pytest.mark.parametrize(
     "pages", [(SMALL, SMALL), (SMALL, 40), (40, SMALL)], ids=["equal", "first", "second"]
 )
 async def test_every_rank_gives_places_back_for_whoever_has_both_halves(
-    pages: tuple[int, int],
-    stages: list[LoadedModel],
-    llama: LoadedModel,
-    expected: Callable[[list[int]], list[int]],
+    pages: tuple[int, int], grouped: Grouped, expected: Expected
 ) -> None:
     """The early prompt has all pages of the smallest pool, whichever rank has that."""
-    async with group(stages, llama, pages=pages, chunk_tokens=10, optimistic_tries=2) as ranks:
-        early = await begun(ranks, 24)
-        await early.whole()
-        assert await ranks.tokens(prompt_of(24, 1), greedy(4)) == expected(prompt_of(24, 1))
+    async with grouped(pages=pages, chunk_tokens=10, optimistic_tries=2) as ranks:
+        early = await early_and_whole(ranks, 24)
+        await beside(ranks, expected)
         await until(lambda: counts(ranks) == (2, 0, 1, 1))
         await early.whole()
-        assert await early.meet() == expected(early.prompt)
-        await early.leg
+        await early.answers(expected)
         assert counts(ranks) == (2, 1, 1, 0)
-        await ranks.rest()
 
 
 async def test_a_prompt_that_shares_cached_pages_gives_way_to_whom_no_page_is_missing_here(
-    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+    grouped: Grouped, expected: Expected
 ) -> None:
     """Both fit into the pools that cache their pages,
     and one alone into a pool that has lost them.
     """
-    async with group(
-        stages, llama, pages=(10, 10), caches=True, chunk_tokens=10, optimistic_tries=2
-    ) as ranks:
-        assert await ranks.tokens(prompt_of(24), greedy(4)) == expected(prompt_of(24))
-        early = await begun(ranks, 24)
-        await early.whole()
+    async with grouped(pages=(10, 10), caches=True, chunk_tokens=10, optimistic_tries=2) as ranks:
+        await beside(ranks, expected, 24, 0)
+        early = await early_and_whole(ranks, 24)
         async with asyncio.timeout(20):
-            assert await ranks.tokens(prompt_of(24), greedy(4)) == expected(prompt_of(24))
+            await beside(ranks, expected, 24, 0)
         assert ranks.engine.optimism.lost == 1
         await early.whole()
-        assert await early.meet() == expected(early.prompt)
-        await early.leg
-        await ranks.rest()
+        await early.answers(expected)
 
 
 async def test_after_its_last_try_a_prompt_waits_for_its_match(
-    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+    grouped: Grouped, expected: Expected
 ) -> None:
-    async with group(stages, llama, pages=(SMALL, SMALL), optimistic_tries=2) as ranks:
+    async with grouped(pages=(SMALL, SMALL), optimistic_tries=2) as ranks:
         early = await begun(ranks, 24)
         for lost in range(2):
             await until(
-                lambda lost=lost: counts(ranks) == (lost + 1, 0, lost, 1),  # type: ignore[misc]
+                lambda lost=lost: counts(ranks) == (lost + 1, 0, lost, 1)  # type: ignore[misc]
             )
-            assert await ranks.tokens(prompt_of(24, lost), greedy(4)) == expected(
-                prompt_of(24, lost)
-            )
+            await beside(ranks, expected, 24, lost)
         await until(lambda: all(node.pool.pages.at_rest() for node in ranks.nodes))
         assert counts(ranks) == (2, 0, 2, 0) and ranks.engine._early.first is None
-        assert await early.meet() == expected(early.prompt)
-        await early.leg
-        await ranks.rest()
+        await early.answers(expected)
 
 
 async def test_a_prompt_loses_its_places_when_only_the_other_rank_knows_that_it_has_started(
-    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+    grouped: Grouped, expected: Expected
 ) -> None:
     """That rank must not send what it has: the first one's word about places comes in the order of
     the steps.
     """
-    async with group(stages, llama, pages=(SMALL, SMALL), optimistic_tries=1) as ranks:
-        early = await begun(ranks, 24)
-        await early.whole()
+    async with grouped(pages=(SMALL, SMALL), optimistic_tries=1) as ranks:
+        early = await early_and_whole(ranks, 24)
         held: list[RankRequest] = []
         start = ranks.group._start
 
@@ -212,7 +196,7 @@ async def test_a_prompt_loses_its_places_when_only_the_other_rank_knows_that_it_
         ranks.group._start = hold  # type: ignore[method-assign]
         decoded = early.meet()
         await until(lambda: bool(held) and ranks.follower.requests[early.ticket].started)
-        assert await ranks.tokens(prompt_of(24, 1), greedy(4)) == expected(prompt_of(24, 1))
+        await beside(ranks, expected)
         assert (
             counts(ranks) == (1, 0, 1, 0) and early.phases == [PrefillPhase.WAITING_FOR_INPUT] * 2
         )
@@ -221,15 +205,13 @@ async def test_a_prompt_loses_its_places_when_only_the_other_rank_knows_that_it_
         assert await decoded == expected(early.prompt)
         await early.leg
         assert counts(ranks) == (1, 0, 1, 0)
-        await ranks.rest()
 
 
 async def test_a_rank_that_hears_late_of_the_start_sends_then(
-    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+    grouped: Grouped, expected: Expected
 ) -> None:
-    async with group(stages, llama, chunk_tokens=8, optimistic_tries=1) as ranks:
-        early = await begun(ranks, 40)
-        await early.whole()
+    async with grouped(chunk_tokens=8, optimistic_tries=1) as ranks:
+        early = await early_and_whole(ranks, 40)
         held: list[int] = []
         started = ranks.follower.started
         ranks.follower.started = held.append  # type: ignore[method-assign, assignment]
@@ -240,44 +222,27 @@ async def test_a_rank_that_hears_late_of_the_start_sends_then(
         started(held[0])
         assert await decoded == expected(early.prompt)
         await early.leg
-        await ranks.rest()
 
 
 async def test_decode_comes_while_another_prompt_is_computed(
-    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+    grouped: Grouped, expected: Expected
 ) -> None:
     """What a rank has computed leaves at once, though a step runs there."""
-    async with group(stages, llama, optimistic_tries=1) as ranks:
-        early = await begun(ranks, 24)
-        await early.whole()
-        with blocked(ranks.follower.steps) as gate:
+    async with grouped(optimistic_tries=1) as ranks:
+        early = await early_and_whole(ranks, 24)
+        with Watched(ranks.follower.steps.runner, held=True) as gate:
             other = await begun(ranks, 20, 1)
             await until(gate.entered.is_set)
-            decoded = early.meet()
-            assert await decoded == expected(early.prompt)
-            await early.leg
-        assert await other.meet() == expected(other.prompt)
-        await other.leg
-        await ranks.rest()
+            await early.answers(expected)
+        await other.answers(expected)
 
 
 async def test_the_token_of_a_computation_that_was_lost_is_not_taken(
-    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+    grouped: Grouped, expected: Expected
 ) -> None:
     """It comes after the places have been taken; what is computed again may choose another one."""
-    async with group(stages, llama, pages=(SMALL, SMALL), optimistic_tries=2) as ranks:
-        socket = ranks.dealer
-        held: list[wire.FirstToken] = []
-        send = socket.send
-
-        def hold(frame: bytes, *rest: Any, **more: Any) -> bool:
-            message = wire.parse_at_first(frame)
-            if isinstance(message, wire.FirstToken) and not held:
-                held.append(message)
-                return True
-            return send(frame, *rest, **more)
-
-        socket.send = hold  # type: ignore[method-assign]
+    async with grouped(pages=(SMALL, SMALL), optimistic_tries=2) as ranks:
+        held = ranks.hold(wire.FirstToken)
         taken: list[tuple[int, int]] = []
         on_token = ranks.steps._on_token
 
@@ -288,36 +253,31 @@ async def test_the_token_of_a_computation_that_was_lost_is_not_taken(
         ranks.steps._on_token = take
         early = await begun(ranks, 24)
         await until(lambda: early.computed == (24, 24) and bool(held))
-        assert await ranks.tokens(prompt_of(24, 1), greedy(4)) == expected(prompt_of(24, 1))
+        await beside(ranks, expected)
         computing = ranks.group._asked[early.ticket].computing
         assert computing is not None and counts(ranks)[2] == 1
-        wrong = wire.FirstToken(
-            generation=held[0].generation,
-            step=held[0].step,
-            ticket=early.ticket,
-            token=TokenOut(expected(early.prompt)[0] + 1),
-        )
-        send(wire.encode(wrong))
+        message = wire.parse_at_first(held[0])
+        assert isinstance(message, wire.FirstToken) and message.ticket == early.ticket
+        other_token = TokenOut(expected(early.prompt)[0] + 1)
+        ranks.dealer.send(wire.encode(msgspec.structs.replace(message, token=other_token)))
         after: list[int] = []
         ranks.steps._on_opened = lambda rank, ticket: after.append(ticket)
-        send(wire.encode(wire.Opened(ticket=1 << 40)))
+        ranks.dealer.send(wire.encode(wire.Opened(ticket=1 << 40)))
         await until(lambda: after == [1 << 40])
         await early.whole()
         assert [token for ticket, token in taken if ticket == early.ticket] == [
             expected(early.prompt)[0]
         ]
-        assert await early.meet() == expected(early.prompt)
-        assert (await early.leg).token_id == expected(early.prompt)[0]
-        await ranks.rest()
+        await early.answers(expected)
 
 
 async def test_a_prompt_waits_until_every_rank_has_dropped_what_it_needs(
-    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+    grouped: Grouped, expected: Expected
 ) -> None:
     """The room of the one before has ended at the first rank, where there are pages enough, and the
     group has not decided yet: the other rank could not take part in a step, and would not come to
     read that it may."""
-    async with group(stages, llama, pages=(40, SMALL)) as ranks:
+    async with grouped(pages=(40, SMALL)) as ranks:
         assert ranks.group.limits.max_tokens == SMALL * PAGE_SIZE + 1, (
             "by the smallest pool of all ranks"
         )
@@ -326,7 +286,7 @@ async def test_a_prompt_waits_until_every_rank_has_dropped_what_it_needs(
         votes: list[Callable[[], None]] = []
         for shell in ranks.members:
             hold_failures(shell, votes)
-        with blocked(ranks.engine.steps):
+        with Watched(ranks.engine.steps.runner, held=True):
             before = await begun(ranks, 24)
             decoded = before.meet()
             await until(lambda: bool(ranks.engine._placed) and ranks.steps._step == 1)
@@ -344,7 +304,6 @@ async def test_a_prompt_waits_until_every_rank_has_dropped_what_it_needs(
         for leg in (decoded, before.leg):
             with pytest.raises(KvflowError, match="planted"):
                 await leg
-        await ranks.home()
 
 
 def hold_failures(shell: MemberShell, votes: list[Callable[[], None]]) -> None:
@@ -363,51 +322,19 @@ def hold_failures(shell: MemberShell, votes: list[Callable[[], None]]) -> None:
     shell.member.released = lambda key: None  # type: ignore[method-assign]
 
 
-class blocked:  # noqa: N801 - reads as a verb
-    """Steps of one rank wait in its model thread until the block is left."""
-
-    def __init__(self, steps: PrefillSteps) -> None:
-        self._runner = steps.runner
-        self.entered, self._gate = threading.Event(), threading.Event()
-
-    def __enter__(self) -> Self:
-        self._honest = self._runner.forward
-
-        def forward(rows: list[Row]) -> torch.Tensor:
-            self.entered.set()
-            assert self._gate.wait(20)
-            return self._honest(rows)
-
-        self._runner.forward = forward  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._gate.set()
-        self._runner.forward = self._honest  # type: ignore[method-assign]
-
-
-async def test_decode_never_comes(
-    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
-) -> None:
-    async with group(
-        stages, llama, pages=(SMALL, SMALL), rendezvous_s=1.5, optimistic_tries=1
-    ) as ranks:
-        early = await begun(ranks, 24)
-        await early.whole()
+async def test_decode_never_comes(grouped: Grouped, expected: Expected) -> None:
+    async with grouped(pages=(SMALL, SMALL), rendezvous_s=1.5, optimistic_tries=1) as ranks:
+        early = await early_and_whole(ranks, 24)
         with pytest.raises(KvflowError) as caught:
             await early.leg
         assert caught.value.cause().code is Code.RENDEZVOUS
-        assert await ranks.tokens(prompt_of(24, 1), greedy(4)) == expected(prompt_of(24, 1))
-        await ranks.rest()
+        await beside(ranks, expected)
 
 
-async def test_no_step_names_what_a_generation_has_failed(
-    stages: list[LoadedModel], llama: LoadedModel
-) -> None:
+async def test_no_step_names_what_a_generation_has_failed(grouped: Grouped) -> None:
     """The next one may begin before the clients have their answers."""
-    async with group(stages, llama, optimistic_tries=1) as ranks:
-        early = await begun(ranks, 24)
-        await early.whole()
+    async with grouped(optimistic_tries=1) as ranks:
+        early = await early_and_whole(ranks, 24)
         waiting = await begun(ranks, 250, 1)
         assert ranks.engine.load().waiting == 1, "for pages"
         ranks.group.broken(Cause(Code.ENGINE_ERROR, "planted"))
@@ -417,7 +344,6 @@ async def test_no_step_names_what_a_generation_has_failed(
         await until(lambda: waiting.computed[0] > 0)
         waiting.leg.cancel()
         await asyncio.wait([waiting.leg])
-        await ranks.rest()
 
 
 MOMENTS = ["in a step", "computed", "lost"]
@@ -427,25 +353,18 @@ WAYS = ["its client leaves", "its room ends at one rank", "a step fails", "a ran
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("way", WAYS)
 async def test_an_end_at_any_moment_leaves_nothing_at_any_rank(
-    moment: str,
-    way: str,
-    stages: list[LoadedModel],
-    llama: LoadedModel,
-    expected: Callable[[list[int]], list[int]],
+    moment: str, way: str, grouped: Grouped, expected: Expected
 ) -> None:
-    async with group(
-        stages, llama, pages=(SMALL, SMALL + 2), chunk_tokens=8, optimistic_tries=1
-    ) as ranks:
-        gate = blocked(ranks.follower.steps)
-        if moment == "in a step":
-            gate.__enter__()
+    options = {"pages": (SMALL, SMALL + 2), "chunk_tokens": 8, "optimistic_tries": 1}
+    async with grouped(drops_frames=True, **options) as ranks:
+        gate = Watched(ranks.follower.steps.runner, held=moment == "in a step")
         early = await begun(ranks, 24)
         if moment == "in a step":
             await until(gate.entered.is_set)
         else:
             await early.whole()
         if moment == "lost":
-            assert await ranks.tokens(prompt_of(20, 1), greedy(4)) == expected(prompt_of(20, 1))
+            await beside(ranks, expected, 20, 1)
             assert counts(ranks) == (1, 0, 1, 0)
         replacing: asyncio.Task[None] | None = None
         if way == "its client leaves":
@@ -460,8 +379,7 @@ async def test_an_end_at_any_moment_leaves_nothing_at_any_rank(
         elif way == "a rank is lost":
             replacing = asyncio.create_task(ranks.replace_second())
             await asyncio.sleep(0)
-        if moment == "in a step":
-            gate.__exit__()
+        gate.gate.set()
         if replacing is not None:
             await replacing
         if (way, moment) == ("a step fails", "lost"):
@@ -474,6 +392,4 @@ async def test_an_end_at_any_moment_leaves_nothing_at_any_rank(
             error = early.leg.exception()
             assert isinstance(error, KvflowError) and error.cause().code is codes[way]
         await ranks.home()
-        assert await ranks.tokens(prompt_of(24, 2), greedy(4)) == expected(prompt_of(24, 2))
-        await ranks.home()
-        assert not any(shell.counts.handler_errors for shell in [*ranks.members, ranks.leader])
+        await beside(ranks, expected, 24, 2)

@@ -19,14 +19,14 @@ import pytest
 
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.serve.cache.tiers import OWNER as CACHED
-from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.ranks import wire
 from kvflow.serve.engine.ranks.followed import Followed
 from kvflow.serve.engine.ranks.following import StepFollower
 from kvflow.serve.engine.ranks.leading import StepLeader
-from tests.engine import tiny_models
 from tests.engine.pair import greedy, prompt_of, until
-from tests.engine.stages import Stages, group
+from tests.engine.stages import Grouped, Stages
+from tests.engine.storm import in_lanes, turns
+from tests.engine.tiny_models import Generated
 
 LANES = 6
 LENGTHS = (3, 12, 24, 40)
@@ -58,12 +58,6 @@ class Storm:
         self.ended: Counter[str] = Counter()
         self.breaks = 0
 
-    async def run(self, requests: int) -> None:
-        numbers = iter(range(requests))
-        async with asyncio.TaskGroup() as lanes:
-            for _ in range(LANES):
-                lanes.create_task(self._lane(numbers))
-
     def _weather(self) -> None:
         """What happens to the caches: they forget, or one of them loses more than the others."""
         what, pages = self.chance.random(), self.chance.randrange(1, 6)
@@ -73,12 +67,11 @@ class Storm:
         elif cache is not None and what < 0.5:
             cache.evict(pages)
 
-    async def _lane(self, numbers: Any) -> None:
-        for number in numbers:
-            self._weather()
-            if number in self._breaks:
-                await self._break(self._breaks[number])
-            await self._one(self.chance.choice(HOWS), self.chance.choice(LENGTHS))
+    async def request(self, number: int) -> None:
+        self._weather()
+        if number in self._breaks:
+            await self._break(self._breaks[number])
+        await self._one(self.chance.choice(HOWS), self.chance.choice(LENGTHS))
 
     async def _break(self, how: str) -> None:
         ranks, ended = self.ranks, len(self.ranks.broken)
@@ -93,17 +86,13 @@ class Storm:
         await until(lambda: len(ranks.broken) > ended and not ranks.group.unavailable_reason)
         self.breaks += 1
 
-    async def _turns(self) -> None:
-        for _ in range(self.chance.choice((0, 3, 30, 100, 300))):
-            await asyncio.sleep(0)
-
     async def _one(self, how: str, length: int) -> None:
         ranks, room = self.ranks, next(self.ranks.rooms)
         prompt = prompt_in(length, ranks.caches[0] is not None)
         before = self.breaks
         deadline_s = NEVER_S if how == "never" else 60.0
         leg = ranks.prefill(room, prompt, greedy(1, priority=self.chance.randrange(3)), deadline_s)
-        await self._turns()
+        await turns(self.chance, 0, 3, 30, 100, 300)
         half: asyncio.Task[list[int]] | None = None
         if how == "leaves":
             leg.cancel()
@@ -114,7 +103,7 @@ class Storm:
         if how != "never":
             half = asyncio.create_task(ranks.decoded(room, prompt, greedy(4)))
         if how == "decode leaves":
-            await self._turns()
+            await turns(self.chance, 0, 3, 30, 100, 300)
             assert half is not None
             half.cancel()
         results = await asyncio.gather(leg, *([half] if half else []), return_exceptions=True)
@@ -135,10 +124,9 @@ class Storm:
 
 
 async def played(
-    stages: list[LoadedModel],
-    llama: LoadedModel,
+    grouped: Grouped,
+    generated: Generated,
     seed: int,
-    stock: Any,
     breaks: dict[int, str],
     *,
     requests: int,
@@ -151,15 +139,13 @@ async def played(
 
     Raises what is wrong.
     """
-    expected = {
-        length: tiny_models.generate(stock, prompt_in(length, caches), 4) for length in LENGTHS
-    }
+    expected = {length: generated("llama", prompt_in(length, caches), 4) for length in LENGTHS}
     options |= {"chunk_tokens": 8, "max_batch_tokens": 16, "optimistic_tries": tries}
-    async with group(stages, llama, pages=POOLS, caches=caches, **options) as ranks:
+    async with grouped(pages=POOLS, caches=caches, drops_frames=True, **options) as ranks:
         storm = Storm(ranks, random.Random(seed), expected, breaks)
         try:
             async with asyncio.timeout(within_s):
-                await storm.run(requests)
+                await in_lanes(LANES, requests, storm.request)
         except TimeoutError:
             placed = {request.ticket for request in ranks.engine._placed.values()}
             kept = {
@@ -171,17 +157,14 @@ async def played(
             raise
         await ranks.home(within_s / 2)
         assert await ranks.tokens(prompt_in(40, caches), greedy(4)) == expected[40]
-        assert not any(shell.counts.handler_errors for shell in [*ranks.members, ranks.leader])
         assert len(ranks.broken) == len(breaks), ranks.broken
         return storm.ended, ranks.engine.optimism
 
 
 async def test_a_storm_leaves_nothing_at_any_rank(
-    seed: int, stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
+    seed: int, grouped: Grouped, generated: Generated
 ) -> None:
-    ended, counts = await played(
-        stages, llama, seed, stock("llama"), BREAKS, requests=40, within_s=60
-    )
+    ended, counts = await played(grouped, generated, seed, BREAKS, requests=40, within_s=60)
     print(
         f"seed {seed}: {dict(ended)}; {counts.starts} starts, {counts.hits} hits, {counts.lost} "
         "lost"
@@ -233,9 +216,8 @@ FOUND_BY: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 async def test_a_planted_bug_is_found(
     plant: Callable[[pytest.MonkeyPatch], None],
     seed: int,
-    stages: list[LoadedModel],
-    llama: LoadedModel,
-    stock: Callable[[str], Any],
+    grouped: Grouped,
+    generated: Generated,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plant(monkeypatch)
@@ -243,6 +225,6 @@ async def test_a_planted_bug_is_found(
     stands_still = plant is not send_before_the_match
     requests, within_s = (60, 8) if stands_still else (800, 90)
     with pytest.raises((AssertionError, KvflowError, TimeoutError, ExceptionGroup)) as found:
-        await played(stages, llama, seed, stock("llama"), {}, requests=requests, within_s=within_s)
+        await played(grouped, generated, seed, {}, requests=requests, within_s=within_s)
     print(f"seed {seed}: {found.value!r}")
     assert re.search(FOUND_BY[plant], repr(found.value))

@@ -4,7 +4,6 @@ the same way.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -12,36 +11,35 @@ import pytest
 from kvflow.protocols.errors import Code, MisuseError
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.scheduler.params import SamplingParams
-from tests.engine.pair import EnginePair, prompt_of, until
+from tests.engine.pair import EnginePair, prompt_of
 
 WARM: dict[str, Any] = {"temperature": 0.7, "seed": 5, "max_new_tokens": 4}
+
+
+def digest(**params: Any) -> str:
+    return SamplingParams(**{**WARM, **params}).first_token_digest().hex()
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        *(
-            {"temperature": 0.8},
-            {"temperature": 0.0},
-            {"seed": 6},
-            {"seed": None},
-            {"top_p": 0.5},
-            {"top_k": 3},
-        ),
-        *(
-            {"min_p": 0.1},
-            {"repetition_penalty": 1.1},
-            {"logit_bias": ((7, 1.0),)},
-            {"bad_words": ((7,),)},
-        ),
-        *({"min_new_tokens": 2}, {"min_new_tokens": 2, "ignore_eos": True}),
+        {"temperature": 0.8},
+        {"temperature": 0.0},
+        {"seed": 6},
+        {"seed": None},
+        {"top_p": 0.5},
+        {"top_k": 3},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": ((7, 1.0),)},
+        {"bad_words": ((7,),)},
+        {"min_new_tokens": 2},
+        {"min_new_tokens": 2, "ignore_eos": True},
     ],
+    ids=str,
 )
 def test_what_decides_the_first_token_is_in_its_digest(other: dict[str, Any]) -> None:
-    assert (
-        SamplingParams(**WARM).first_token_digest()
-        != SamplingParams(**{**WARM, **other}).first_token_digest()
-    )
+    assert digest() != digest(**other)
 
 
 def test_the_digest_of_the_same_request_never_changes() -> None:
@@ -54,34 +52,18 @@ def test_the_digest_of_the_same_request_never_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        *(
-            {"max_new_tokens": 1},
-            {"stop": ("a",)},
-            {"stop_token_ids": (4,)},
-            {"ignore_eos": True},
-            {"logprobs": 2},
-        ),
-        *(
-            {"frequency_penalty": 1.0},
-            {"presence_penalty": 1.0},
-            {"priority": 3},
-            {"hidden_states": True},
-        ),
-        {"top_k": 0},
-    ],
-)
-def test_what_does_not_is_left_out(other: dict[str, Any]) -> None:
-    assert (
-        SamplingParams(**WARM).first_token_digest()
-        == SamplingParams(**{**WARM, **other}).first_token_digest()
-    )
-
-
-@pytest.mark.parametrize(
     ("one", "other"),
     [
+        ({}, {"max_new_tokens": 1}),
+        ({}, {"stop": ("a",)}),
+        ({}, {"stop_token_ids": (4,)}),
+        ({}, {"ignore_eos": True}),
+        ({}, {"logprobs": 2}),
+        ({}, {"frequency_penalty": 1.0}),
+        ({}, {"presence_penalty": 1.0}),
+        ({}, {"priority": 3}),
+        ({}, {"hidden_states": True}),
+        ({}, {"top_k": 0}),
         (
             {"temperature": 1, "top_p": 1, "min_p": 0},
             {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0},
@@ -93,16 +75,19 @@ def test_what_does_not_is_left_out(other: dict[str, Any]) -> None:
             {"min_new_tokens": 1, "stop_token_ids": (4, 5)},
             {"min_new_tokens": 2, "stop_token_ids": (5, 4, 4)},
         ),
+        # Greedy requests draw nothing.
+        (
+            {"temperature": 0.0, "seed": 1, "top_p": 0.5},
+            {"temperature": 0.9, "seed": None, "top_k": 1},
+        ),
     ],
+    ids=str,
 )
-def test_one_thing_in_other_words_has_one_digest(
+def test_what_decides_nothing_is_left_out_and_one_thing_in_other_words_has_one_digest(
     one: dict[str, Any], other: dict[str, Any]
 ) -> None:
     """A proxy may write the body of each leg anew."""
-    assert (
-        SamplingParams(**{**WARM, **one}).first_token_digest()
-        == SamplingParams(**{**WARM, **other}).first_token_digest()
-    )
+    assert digest(**one) == digest(**other)
 
 
 def test_a_prefill_that_was_asked_for_exactly_one_token() -> None:
@@ -135,19 +120,10 @@ async def test_legs_that_ask_for_one_token_in_other_words_agree(
     )
     async with EnginePair(llama) as pair:
         room = pair.room(prompt)
-        prefilled = asyncio.create_task(pair.prefill.prefill(room.prefill_half, prompt, leg))
+        prefilled = pair.send(room, prompt, leg)
         answer = [token async for token in pair.decode.generate(room, prompt, asked)]
         assert len(answer) == asked.max_new_tokens
         assert answer[0].token_id == (await prefilled).token_id
-        await until(lambda: pair.home)
-
-
-def test_greedy_requests_draw_nothing() -> None:
-    greedy = [
-        SamplingParams(temperature=0.0, seed=1, top_p=0.5),
-        SamplingParams(temperature=0.9, top_k=1),
-    ]
-    assert len({params.first_token_digest() for params in greedy}) == 1
 
 
 async def test_a_token_that_was_chosen_for_another_request_is_refused(llama: LoadedModel) -> None:
@@ -157,11 +133,10 @@ async def test_a_token_that_was_chosen_for_another_request_is_refused(llama: Loa
     first, second = SamplingParams(**WARM), SamplingParams(**{**WARM, "temperature": 0.0})
     async with EnginePair(llama) as pair:
         room = pair.room(prompt)
-        leg = asyncio.create_task(pair.prefill.prefill(room.prefill_half, prompt, first))
+        leg = pair.send(room, prompt, first)
         with pytest.raises(
             MisuseError, match="chosen the first token by other sampling parameters than"
         ) as refused:
             await anext(pair.decode.generate(room, prompt, second))
         assert refused.value.code is Code.BAD_REQUEST
         await leg
-        await until(lambda: pair.home)

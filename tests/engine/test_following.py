@@ -21,24 +21,9 @@ from kvflow.serve.engine.ranks.following import StepFollower
 from kvflow.serve.engine.ranks.leading import StepLeader
 from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.testing.pair import until
+from tests.engine.stages import a_status
 
-
-def a_status(rank: int, pid: int = 1) -> wire.Status:
-    return wire.Status(
-        rank=Rank(rank),
-        pid=pid,
-        pages_free=0,
-        pages_total=1,
-        pages_at_rest=True,
-        pinned_pages=0,
-        rooms={},
-        requests=0,
-        tickets=0,
-        bytes_moved=0,
-        failed_steps=0,
-        handler_errors=0,
-        dropped=0,
-    )
+PLAN = wire.Plan(generation=1, step=1, rows=(wire.PlannedRow(1, 0, 1, 0),))
 
 
 class Socket:
@@ -91,6 +76,7 @@ class Follower:
             shards=shards,
         )
         self.steps._say_hello = lambda: None  # type: ignore[method-assign]
+        self.inner = steps
         self.status_error: Exception | None = None
 
     def _give_back(self, request: Any) -> None:
@@ -112,18 +98,21 @@ class Follower:
 
     def open(self, ticket: int) -> Any:
         """A request of three tokens, which has its places."""
-        room: Any = SimpleNamespace(ended=False, prefix_tokens=0)
-        self.steps.add(ticket, room, np.arange(3), SamplingParams())
+        self.add(ticket)
         found: Any = self.steps.requests[ticket]
         sequence = SimpleNamespace(prompt_length=3, computed=0, page_count=1)
         found.request = SimpleNamespace(ticket=ticket, choice=None, sequence=sequence)
         return found.request
 
+    def add(self, *tickets: int) -> None:
+        """Requests of three tokens, which have no places yet."""
+        room: Any = SimpleNamespace(ended=False, prefix_tokens=0)
+        for ticket in tickets:
+            self.steps.add(ticket, room, np.arange(3), SamplingParams())
+
     def drop(self) -> None:
-        room: Any = SimpleNamespace(ended=False)
-        self.steps.add(1, room, np.arange(3), SamplingParams())
-        self.steps.requests[1].request = SimpleNamespace(ticket=1)  # type: ignore[assignment]
-        self.socket.frames.put_nowait(wire.encode(wire.Drop(ticket=1)))
+        self.open(1)
+        self.hear(wire.Drop(ticket=1))
 
     def lose_status(self) -> None:
         self.status_error = ZeroDivisionError("pages of a pool of none")
@@ -171,7 +160,8 @@ async def test_shards_of_the_first_stage_finish_a_step_that_failed_in_another_st
     rank: int, failed: int | None, finishes: bool
 ) -> None:
     """Of two stages with two shards each: ranks 0 and 1 wait for each other within every layer."""
-    steps = (follower := Follower(rank, shards=2)).steps
+    follower = Follower(rank, shards=2)
+    steps = follower.steps
     steps._receive(wire.Begin(generation=1))
     steps._stepping = True
     cause = Cause(Code.ENGINE_ERROR, "it broke down")
@@ -190,16 +180,11 @@ async def test_only_a_step_that_runs_is_broken_off() -> None:
         running.set()
         await go_on.wait()
 
-    inner: Any = steps.steps
-    inner.run, inner.give_back = run, lambda request: None
+    follower.inner.run, follower.inner.give_back = run, lambda request: None
     follower.open(1)
     await steps.start()
-    row = wire.PlannedRow(ticket=1, start=0, count=1, logits=0)
     cause = Cause(Code.ENGINE_ERROR, "it broke down")
-    follower.hear(
-        wire.Begin(generation=1),
-        wire.Plan(generation=1, step=1, rows=(row,)),
-    )
+    follower.hear(wire.Begin(generation=1), PLAN)
     await asyncio.wait_for(running.wait(), 5)
     follower.hear(wire.End(generation=1, cause=cause))
     await until(lambda: follower.aborts == [True])
@@ -232,16 +217,14 @@ async def test_a_generation_that_cannot_begin_makes_the_rank_unusable_and_runs_n
     steps._receive(wire.Begin(generation=1))
     with pytest.raises(LostError, match="hidden states is gone"):
         await steps.unusable
-    row = wire.PlannedRow(ticket=1, start=0, count=1, logits=0)
-    steps._receive(wire.Plan(generation=1, step=1, rows=(row,)))
+    steps._receive(PLAN)
     assert steps.dropped == 1 and not steps._queue
 
 
 async def test_what_is_computed_leaves_once_it_has_started_here_and_at_the_first_rank() -> None:
     steps = (follower := Follower()).steps
     sent: list[int] = []
-    inner: Any = steps.steps
-    inner.send = lambda request: sent.append(request.ticket)
+    follower.inner.send = lambda request: sent.append(request.ticket)
     for ticket in (1, 2):
         follower.open(ticket)
     steps.started(1)
@@ -254,14 +237,13 @@ async def test_what_is_computed_leaves_once_it_has_started_here_and_at_the_first
 
 async def test_pages_that_cannot_be_sent_end_their_own_room() -> None:
     steps = (follower := Follower()).steps
-    inner: Any = steps.steps
     closed: list[str] = []
     for error in (ZeroDivisionError(), ZeroDivisionError(), LostError("decode is gone")):
 
         def fail(request: Any, error: Exception = error) -> None:
             raise error
 
-        inner.send = fail
+        follower.inner.send = fail
         request = follower.open(1)
         request.room = SimpleNamespace(close=lambda cause: closed.append(str(cause)))
         steps._send(request)
@@ -276,8 +258,10 @@ async def test_pages_that_cannot_be_sent_end_their_own_room() -> None:
 async def test_the_cache_keeps_what_every_rank_has_computed(succeeded: bool) -> None:
     steps = (follower := Follower()).steps
     kept: list[int] = []
-    inner: Any = steps.steps
-    inner.keep, inner.give_back = lambda request: kept.append(request.ticket), lambda request: None
+    follower.inner.keep, follower.inner.give_back = (
+        lambda request: kept.append(request.ticket),
+        lambda request: None,
+    )
     follower.open(1)
     steps._apply(wire.Drop(ticket=1, succeeded=succeeded))
     assert kept == [1] * succeeded and not steps.requests
@@ -285,8 +269,7 @@ async def test_the_cache_keeps_what_every_rank_has_computed(succeeded: bool) -> 
 
 async def test_a_rank_says_what_it_has_of_a_prompt_when_that_is_loaded() -> None:
     steps = (follower := Follower()).steps
-    inner: Any = steps.steps
-    inner.find = lambda request, tokens: None
+    follower.inner.find = lambda request, tokens: None
     loading: list[Any] = []
     loads: Any = steps._loads
 
@@ -295,8 +278,7 @@ async def test_a_rank_says_what_it_has_of_a_prompt_when_that_is_loaded() -> None
         return True
 
     loads.begin = begin
-    room: Any = SimpleNamespace(ended=False, prefix_tokens=0)
-    steps.add(1, room, np.arange(3), SamplingParams())
+    follower.add(1)
     assert not follower.socket.sent, "the first rank does not ask who has opened it"
     steps._receive(wire.Begin(generation=1))
     steps._apply(wire.Find(generation=1, number=7, ticket=1, tokens=2))
@@ -336,11 +318,9 @@ async def test_a_status_is_told_when_it_has_changed(monkeypatch: pytest.MonkeyPa
 async def test_a_request_that_was_dropped_before_it_came_is_not_kept() -> None:
     follower = Follower()
     await follower.steps.start()
-    follower.socket.frames.put_nowait(wire.encode(wire.Drop(ticket=2)))
+    follower.hear(wire.Drop(ticket=2))
     await until(lambda: follower.steps._dropped_ahead == {2})
-    room: Any = SimpleNamespace(ended=False)
-    for ticket in (1, 2, 3):
-        follower.steps.add(ticket, room, np.arange(3), SamplingParams())
+    follower.add(1, 2, 3)
     assert set(follower.steps.requests) == {1, 3} and not follower.steps._dropped_ahead
     await follower.steps.close()
 
@@ -358,19 +338,15 @@ def first_rank(world_size: int, told: list[KvflowError]) -> tuple[StepLeader, An
     socket: Any = Socket()
     nothing: Any = lambda *_: None  # noqa: E731
     neighbours: Any = SimpleNamespace(begin=nothing, abort=nothing, broken=False)
+    names = ("hello", "opened", "token", "agreed", "broken", "ready")
     steps = StepLeader(
         socket,
         world_size=world_size,
         shards=1,
         places=(1, 0),
         neighbours=neighbours,
-        on_hello=nothing,
-        on_opened=nothing,
-        on_token=nothing,
-        on_agreed=nothing,
-        on_broken=nothing,
-        on_ready=nothing,
         on_unusable=told.append,
+        **dict.fromkeys((f"on_{name}" for name in names), nothing),
     )
     return steps, socket
 

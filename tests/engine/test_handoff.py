@@ -92,6 +92,11 @@ def hidden(*shape: int, dtype: str = "f4") -> dict[str, Any]:
     return {"hidden_states": PackedArray.of(np.zeros(shape, dtype))}
 
 
+def states(dtype: str, shape: tuple[int, ...], size_bytes: int) -> dict[str, Any]:
+    """What `PackedArray.of` would not make."""
+    return {"hidden_states": PackedArray(dtype, shape, bytes(size_bytes))}
+
+
 MANY = MAX_DRAFT_ENTRIES + 1
 WRONG: list[tuple[dict[str, Any], str]] = [
     (hidden(8), r"hidden_states: \(8,\) of float32 are not \[tokens, hidden\]"),
@@ -104,27 +109,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         hidden(1, MAX_HIDDEN_BYTES // 4 + 1),
         f"hidden_states: {MAX_HIDDEN_BYTES + 4} bytes, limit {MAX_HIDDEN_BYTES}",
     ),
-    (
-        {"hidden_states": PackedArray("float64", (1, 1), bytes(8))},
-        "hidden_states: its dtype 'float64' is not one of",
-    ),
-    (
-        {"hidden_states": PackedArray("float32", (1, 2), bytes(7))},
-        r"hidden_states: 7 bytes are given, 8 make \(1, 2\)",
-    ),
-    ({"hidden_states": PackedArray("float32", (1, 0), b"")}, r"hidden_states: its shape \(1, 0\)"),
-    (
-        {"hidden_states": PackedArray("float32", (-1, -2), bytes(8))},
-        r"hidden_states: its shape \(-1, -2\)",
-    ),
-    (
-        {"hidden_states": PackedArray("float32", (1,) * 9, bytes(4))},
-        r"hidden_states: its shape \(1, 1, 1, 1, 1\) is",
-    ),
-    (
-        {"hidden_states": PackedArray("float32", (1 << 62, 1 << 62), b"")},
-        "hidden_states: 0 bytes are given",
-    ),
+    (states("float64", (1, 1), 8), "hidden_states: its dtype 'float64' is not one of"),
+    (states("float32", (1, 2), 7), r"hidden_states: 7 bytes are given, 8 make \(1, 2\)"),
+    (states("float32", (1, 0), 0), r"hidden_states: its shape \(1, 0\)"),
+    (states("float32", (-1, -2), 8), r"hidden_states: its shape \(-1, -2\)"),
+    (states("float32", (1,) * 9, 4), r"hidden_states: its shape \(1, 1, 1, 1, 1\) is"),
+    (states("float32", (1 << 62, 1 << 62), 0), "hidden_states: 0 bytes are given"),
     ({"draft_token_ids": draft()["draft_token_ids"]}, "draft_probabilities: missing"),
     ({"draft_probabilities": draft()["draft_probabilities"]}, "draft_token_ids: missing"),
     (
@@ -226,21 +216,12 @@ class Buffers:
 
 def values(handoff: HandOff) -> list[Any]:
     """Every field as plain values; the arrays as they are read, number by number."""
-    found: list[Any] = []
-    for name in handoff.__struct_fields__:
-        value = getattr(handoff, name)
-        found.append(
-            [
-                name,
-                value.array().tolist()
-                if isinstance(value, PackedArray)
-                else msgspec.to_builtins(value),
-            ]
-        )
-    assert None not in [value for _, value in found], (
-        "a field that no hand-over sets is not looked at"
-    )
-    return found
+    fields = {name: getattr(handoff, name) for name in handoff.__struct_fields__}
+    assert None not in fields.values(), "a field that no hand-over sets is not looked at"
+    return [
+        [name, one.array().tolist() if isinstance(one, PackedArray) else msgspec.to_builtins(one)]
+        for name, one in fields.items()
+    ]
 
 
 Open = Callable[[int], Any]
@@ -352,17 +333,6 @@ def test_a_reader_of_before_skips_what_it_does_not_know() -> None:
         prompt_tokens: int
 
     made = HandOff(first_token=1, prompt_tokens=PROMPT, **hidden(1, 8), **draft())
-    assert msgspec.msgpack.decode(made.encode(), type=Before) == Before(
-        first_token=1, prompt_tokens=PROMPT
-    )
-    assert (
-        HandOff.decode(
-            msgspec.msgpack.encode(Before(first_token=1, prompt_tokens=PROMPT))
-        ).hidden_states
-        is None
-    )
-
-
-def test_an_array_of_the_other_byte_order_is_handed_over_as_its_numbers() -> None:
-    numbers = np.arange(4, dtype=">f4")
-    assert PackedArray.of(numbers).array().tolist() == [0, 1, 2, 3]
+    before = Before(first_token=1, prompt_tokens=PROMPT)
+    assert msgspec.msgpack.decode(made.encode(), type=Before) == before
+    assert HandOff.decode(msgspec.msgpack.encode(before)).hidden_states is None

@@ -43,6 +43,13 @@ def thread() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
+def begin(generation: int, *ends: HiddenReceiver | HiddenSender) -> None:
+    """Each is in the first step of this generation."""
+    for end in ends:
+        end.begin(generation)
+        end.next_step()
+
+
 def blocked(executor: ThreadPoolExecutor, work: Callable[[], Any]) -> Future[Any]:
     """`work` in the thread, once it sleeps there."""
     started, number = threading.Event(), []
@@ -114,9 +121,7 @@ def test_abort_ends_a_wait_on_either_side_until_the_next_generation(
         receiver.receive(hidden)
     with pytest.raises(LostError):
         sender.send(hidden)
-    for end in (sender, receiver):
-        end.begin(1)
-        end.next_step()
+    begin(1, sender, receiver)
     sender.send(2 * hidden)
     assert torch.equal(receiver.receive(hidden), 2 * hidden)
     assert receiver.dropped == MAX_IN_FLIGHT
@@ -124,14 +129,12 @@ def test_abort_ends_a_wait_on_either_side_until_the_next_generation(
 
 def test_a_later_generation_ends_the_present_one_and_is_not_lost(ends: Ends) -> None:
     receiver, sender = ends
-    sender.begin(7)
-    sender.next_step()
+    begin(7, sender)
     hidden = torch.ones(1, 2, 3)
     sender.send(hidden)
     with pytest.raises(LostError, match="generation 0 has ended: the stage before is in 7 already"):
         receiver.receive(hidden)
-    receiver.begin(7)
-    receiver.next_step()
+    begin(7, receiver)
     assert torch.equal(receiver.receive(hidden), hidden)
     with pytest.raises(MisuseError, match="generation 6 of hidden states is older"):
         receiver.begin(6)
@@ -145,9 +148,7 @@ def test_other_hidden_states_than_this_step_needs_are_refused(ends: Ends) -> Non
         PeerError, match=rf"hidden states are float32 \[1, 3, 3\] of step 0, call 0, not {wanted}"
     ):
         receiver.receive(torch.ones(1, 2, 3))
-    for end, generation in ((sender, 1), (receiver, 1)):
-        end.begin(generation)
-        end.next_step()
+    begin(1, sender, receiver)
     sender.next_step()
     sender.send(torch.ones(1, 2, 3, dtype=torch.bfloat16))
     with pytest.raises(
@@ -195,26 +196,16 @@ def test_a_stage_that_is_started_again_is_found_at_its_address(ends: Ends, addre
     sender.send(hidden)  # never received
     receiver.close()
     with_new = HiddenReceiver(address)
-    for end in (sender, with_new):
-        end.begin(1)
-        end.next_step()
+    begin(1, sender, with_new)
     sender.send(3 * hidden)
     assert torch.equal(with_new.receive(hidden), 3 * hidden)
     with_new.close()
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "tcp://0.0.0.0:0",
-        "tcp://10.0.0.1:5",
-        "tcp://*:5",
-        "ipc://@x",
-        "inproc://x",
-        "x",
-        "tcp://localhost:1",
-    ],
-)
+REACHED = ["tcp://0.0.0.0:0", "tcp://10.0.0.1:5", "tcp://*:5", "tcp://localhost:1"]
+
+
+@pytest.mark.parametrize("address", [*REACHED, "ipc://@x", "inproc://x", "x"])
 def test_addresses_that_others_can_reach_are_refused(address: str) -> None:
     for end in (HiddenReceiver, HiddenSender):
         with pytest.raises(

@@ -5,7 +5,6 @@ decode.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.scheduler.handoff import check_handoff
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import SamplingParams
-from tests.engine.pair import EnginePair, greedy, prompt_of, until
+from tests.engine.pair import EnginePair, greedy, prompt_of
+from tests.engine.tiny_models import Generated, Loaded, Stock
 
 ASKED = {"hidden_states": True}
 NEW_TOKENS = 6
@@ -36,14 +36,13 @@ def states_of(stock: Any, tokens: list[int]) -> torch.Tensor:
     "family", ["llama", "gemma2", "gpt2", "deepseek_v3", "bloom", "falcon_h1", "mamba2"]
 )
 async def test_they_are_those_of_one_forward(
-    family: str, loaded: Callable[..., LoadedModel], stock: Callable[[str], Any]
+    family: str, loaded: Loaded, stock: Stock, generated: Generated
 ) -> None:
     """Several requests at once, in chunks, some of which ask for none."""
     model = loaded(family)
     prompts = [prompt_of(n, n) for n in (19, 1, 33)]
     async with EnginePair(model, chunk_tokens=16) as pair:
         assert model.hidden_size == 64
-        plain = [await pair.tokens(p, greedy(NEW_TOKENS)) for p in prompts]
         asked = [True, True, False]
         found = await asyncio.gather(
             *(
@@ -53,11 +52,10 @@ async def test_they_are_those_of_one_forward(
         )
         # None of the first chunk's tokens is kept.
         alone = await pair.outputs(prompts[2], greedy(NEW_TOKENS, **ASKED))
-        await until(lambda: pair.home)
-    assert [[out.token_id for out in outs] for outs in (*found, alone)] == [*plain, plain[2]]
     for prompt, outs, wanted in zip(
         (*prompts, prompts[2]), (*found, alone), (*asked, True), strict=True
     ):
+        assert [out.token_id for out in outs] == generated(family, prompt, NEW_TOKENS)
         if not wanted:
             assert all(out.hidden_states is None for out in outs)
             continue
@@ -69,14 +67,13 @@ async def test_they_are_those_of_one_forward(
 
 
 async def test_prefill_gives_the_prompts_and_hands_them_over(
-    llama: LoadedModel, stock: Callable[[str], Any]
+    llama: LoadedModel, stock: Stock
 ) -> None:
     prompt = prompt_of(21)
     async with EnginePair(llama) as pair:
         room = pair.room(prompt)
-        first = await pair.prefill.prefill(room.prefill_half, prompt, greedy(1, **ASKED))
-        handoff = HandOff.decode(await room.landed())
-        room.close()
+        first = await pair.send(room, prompt, greedy(1, **ASKED))
+        handoff = room.handoff
     assert first.hidden_states is not None and first.hidden_states == handoff.hidden_states
     handoff.check_fits(21, 512, 64)
     torch.testing.assert_close(
@@ -92,7 +89,6 @@ async def test_retracted_requests_have_theirs_too(llama: LoadedModel) -> None:
     async with EnginePair(llama, **small) as pair:
         found = await asyncio.gather(*(pair.outputs(p, greedy(24, **ASKED)) for p in prompts))
         assert pair.decode.retraction.recomputes > 0
-        await until(lambda: pair.home)
     for one, other in zip(found, want, strict=True):
         for a, b in zip(one, other, strict=True):
             assert a.token_id == b.token_id and a.hidden_states and b.hidden_states

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from kvflow.memory.copies import host_layout
 from kvflow.protocols.cache.hashes import Namespace
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import build_layout
-from kvflow.serve.cache.prefix import PrefixCache
 from kvflow.serve.cache.storage.identity import identity_of
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.ranks import wire
@@ -25,12 +25,13 @@ from kvflow.serve.engine.ranks.following import StepFollower
 from kvflow.serve.engine.ranks.hits import Agreed, HitVotes
 from kvflow.serve.engine.ranks.leading import StepLeader
 from kvflow.serve.engine.scheduler.beginnings import Beginnings
+from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 from kvflow.serve.engine.scheduler.prefill_steps import PrefillSteps
-from tests.engine import tiny_models
 from tests.engine.pair import greedy, prompt_of, until
-from tests.engine.stages import PAGE_SIZE, Stages, group
+from tests.engine.stages import PAGE_SIZE, Grouped, Stages
 from tests.engine.test_early_storm import played
+from tests.engine.tiny_models import Expected, Generated
 from tests.memory.gate import CopyGate
 
 PROMPT = prompt_of(30, 1)
@@ -80,122 +81,129 @@ def test_answers_that_nobody_waits_for_change_nothing() -> None:
 # --- two ranks
 
 
-def cached(ranks: Stages) -> list[int]:
-    found = [cache.stats().pages for cache in ranks.caches if cache is not None]
-    assert len(found) == 2
-    return found
+class Cached:
+    """Two ranks with caches, and requests that have to get the tokens of a model that is whole."""
+
+    def __init__(self, ranks: Stages, expected: Expected) -> None:
+        self.ranks, self._expected = ranks, expected
+        self.caches = [cache for cache in ranks.caches if cache is not None]
+        assert len(self.caches) == 2
+
+    async def hits(self, prompt: list[int] = PROMPT, **options: Any) -> int:
+        """How many tokens of a prompt are cached at both, for a request that runs alone."""
+        room, legs = next(self.ranks.rooms), list[asyncio.Task[TokenOut]]()
+        found = await self.ranks.decoded(
+            room,
+            prompt,
+            greedy(4),
+            lambda: legs.append(self.ranks.prefill(room, prompt, greedy(4), **options)),
+        )
+        first = await legs[0]
+        assert first.token_id == found[0] and found == self._expected(prompt)
+        return first.cached_tokens
+
+    def begin(self) -> tuple[asyncio.Task[TokenOut], asyncio.Task[list[int]]]:
+        """Both legs of a request."""
+        room = next(self.ranks.rooms)
+        half = asyncio.create_task(self.ranks.decoded(room, PROMPT, greedy(4)))
+        return self.ranks.prefill(room, PROMPT, greedy(4)), half
+
+    def locked(self) -> None:
+        """Both ranks have locked all that they have of a prompt."""
+        assert [cache.evictable_pages for cache in self.caches] == [0, 0], "locked at both"
+
+    async def lose(self, rank: int) -> None:
+        """The pool of a rank loses all that is cached in it, and only that."""
+        await until(lambda: not any(cache.busy for cache in self.caches))
+        self.caches[rank].evict(99)
+        assert self.caches[rank].stats().pages == 0
+
+    @property
+    def pages(self) -> list[int]:
+        return [cache.stats().pages for cache in self.caches]
+
+    def count(self, name: str) -> list[int]:
+        return [getattr(cache.stats(), name) for cache in self.caches]
 
 
-def cache_at(ranks: Stages, rank: int) -> PrefixCache:
-    cache = ranks.caches[rank]
-    assert cache is not None
-    return cache
+Caching = Callable[..., AbstractAsyncContextManager[Cached]]
 
 
-async def tokens_and_cached(
-    ranks: Stages, prompt: list[int], **options: Any
-) -> tuple[list[int], int]:
-    """Its tokens, and how many of its prompt were cached."""
-    room, legs = next(ranks.rooms), []
-    found = await ranks.decoded(
-        room,
-        prompt,
-        greedy(4),
-        lambda: legs.append(ranks.prefill(room, prompt, greedy(4), **options)),
-    )
-    first = await legs[0]
-    assert first.token_id == found[0]
-    return found, first.cached_tokens
+@pytest.fixture
+def caching(grouped: Grouped, expected: Expected) -> Caching:
+    @asynccontextmanager
+    async def made(**options: Any) -> AsyncIterator[Cached]:
+        async with grouped(caches=True, **options) as ranks:
+            yield Cached(ranks, expected)
+
+    return made
+
+
+async def ended(*legs: asyncio.Task[Any]) -> None:
+    """Wait for legs that have to end, and not well."""
+    results = await asyncio.gather(*legs, return_exceptions=True)
+    assert all(isinstance(r, KvflowError | asyncio.CancelledError) for r in results), results
 
 
 @pytest.mark.parametrize("tries", [0, 2])
-async def test_a_prompt_begins_with_what_both_ranks_have(
-    tries: int, stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
-) -> None:
-    expected = tiny_models.generate(stock("llama"), PROMPT, 4)
-    async with group(stages, llama, caches=True, optimistic_tries=tries, chunk_tokens=8) as ranks:
+async def test_a_prompt_begins_with_what_both_ranks_have(tries: int, caching: Caching) -> None:
+    async with caching(optimistic_tries=tries, chunk_tokens=8) as both:
+        ranks = both.ranks
         for cached_before in (0, WHOLE):
-            assert await tokens_and_cached(ranks, PROMPT) == (expected, cached_before)
+            assert await both.hits() == cached_before
         await ranks.rest()
-        assert cached(ranks) == [WHOLE // PAGE_SIZE] * 2
+        assert both.pages == [WHOLE // PAGE_SIZE] * 2
         for rank, left in ((1, 3), (0, 2)):  # the other one has more
-            cache_at(ranks, rank).evict(WHOLE // PAGE_SIZE - left)
-            assert await tokens_and_cached(ranks, PROMPT) == (expected, left * PAGE_SIZE)
+            both.caches[rank].evict(WHOLE // PAGE_SIZE - left)
+            assert await both.hits() == left * PAGE_SIZE
             await ranks.rest()
-            assert cached(ranks) == [WHOLE // PAGE_SIZE] * 2, "both have it again"
-        cache_at(ranks, 1).evict(99)
-        assert await tokens_and_cached(ranks, PROMPT) == (expected, 0)
-        longer = [*PROMPT[:20], *prompt_of(20, 2)]
-        assert await tokens_and_cached(ranks, longer) == (
-            tiny_models.generate(stock("llama"), longer, 4),
-            20,
-        )
-        assert (await tokens_and_cached(ranks, PROMPT, namespace=Namespace("salt")))[1] == 0
-        assert (await tokens_and_cached(ranks, PROMPT, namespace=Namespace("salt")))[1] == WHOLE
+            assert both.pages == [WHOLE // PAGE_SIZE] * 2, "both have it again"
+        both.caches[1].evict(99)
+        assert await both.hits() == 0
+        assert await both.hits([*PROMPT[:20], *prompt_of(20, 2)]) == 20
+        for cached_before in (0, WHOLE):
+            assert await both.hits(namespace=Namespace("salt")) == cached_before
         ranks.engine.flush()
-        assert await tokens_and_cached(ranks, PROMPT) == (expected, 0)
+        assert await both.hits() == 0
         await ranks.rest()
-        stats = [cache_at(ranks, rank).stats() for rank in range(2)]
-        assert (
-            stats[0].asked_tokens == stats[1].asked_tokens
-            and stats[0].hit_tokens == stats[1].hit_tokens > 0
-        )
-        assert [stat.pages - stat.evictable_pages for stat in stats] == [0, 0]
+        assert len(set(both.count("asked_tokens"))) == len(set(both.count("hit_tokens"))) == 1
+        assert both.count("hit_tokens")[0] > 0
 
 
 @pytest.mark.parametrize("tries", [0, 2])
-async def test_ranks_send_what_decode_lacks(
-    tries: int, stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
-) -> None:
+async def test_ranks_send_what_decode_lacks(tries: int, caching: Caching) -> None:
     """Of prompts of whole pages and others, whoever has more of them."""
-    async with group(
-        stages, llama, caches=True, decode_caches=True, optimistic_tries=tries, chunk_tokens=8
-    ) as ranks:
+    async with caching(decode_caches=True, optimistic_tries=tries, chunk_tokens=8) as both:
+        assert both.ranks.decode_cache is not None
         for length in (1, 4, 5, 16, 17, 30):
-            prompt = prompt_of(length, length)
-            expected, whole = (
-                tiny_models.generate(stock("llama"), prompt, 4),
-                (length - 1) // PAGE_SIZE * PAGE_SIZE,
-            )
-            cold, warm = (
-                await tokens_and_cached(ranks, prompt),
-                await tokens_and_cached(ranks, prompt),
-            )
-            assert (cold, warm) == ((expected, 0), (expected, whole))
-            ranks.engine.flush()
-            assert await tokens_and_cached(ranks, prompt) == (expected, 0)
-            assert ranks.decode_cache is not None
-            ranks.decode_cache.flush()
-            assert await tokens_and_cached(ranks, prompt) == (expected, whole)
-        await ranks.rest()
+            prompt, whole = prompt_of(length, length), (length - 1) // PAGE_SIZE * PAGE_SIZE
+            assert (await both.hits(prompt), await both.hits(prompt)) == (0, whole)
+            both.ranks.engine.flush()
+            assert await both.hits(prompt) == 0
+            both.ranks.decode_cache.flush()
+            assert await both.hits(prompt) == whole
 
 
-async def test_who_has_lost_its_places_asks_again(
-    stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
-) -> None:
-    expected, other = tiny_models.generate(stock("llama"), PROMPT, 4), prompt_of(24, 5)
-    async with group(stages, llama, caches=True, optimistic_tries=2, pages=(10, 10)) as ranks:
-        await tokens_and_cached(ranks, PROMPT)
+async def test_who_has_lost_its_places_asks_again(caching: Caching, expected: Expected) -> None:
+    async with caching(optimistic_tries=2, pages=(10, 10)) as both:
+        ranks = both.ranks
+        await both.hits()
         await ranks.rest()
         room = next(ranks.rooms)
         leg = ranks.prefill(room, PROMPT, greedy(4))
         await until(lambda: any(request.has_begun for request in ranks.engine._placed.values()))
-        await tokens_and_cached(ranks, other)
+        await both.hits(prompt_of(24, 5))
         assert ranks.engine.optimism.lost == 1
-        assert await ranks.decoded(room, PROMPT, greedy(4)) == expected
+        assert await ranks.decoded(room, PROMPT, greedy(4)) == expected(PROMPT)
         await leg
-        await ranks.rest()
 
 
 async def test_both_lose_what_is_flushed_before_its_first_step(
-    stages: list[LoadedModel],
-    llama: LoadedModel,
-    stock: Callable[[str], Any],
-    monkeypatch: pytest.MonkeyPatch,
+    caching: Caching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At whatever moment: while the ranks are asked, when one has answered, and when all have."""
-    expected = tiny_models.generate(stock("llama"), PROMPT, 4)
-    async with group(stages, llama, caches=True, chunk_tokens=8) as ranks:
+    async with caching(chunk_tokens=8) as both:
+        ranks = both.ranks
 
         def flush_at(where: type, name: str, *, before: bool) -> None:
             original = getattr(where, name)
@@ -212,74 +220,62 @@ async def test_both_lose_what_is_flushed_before_its_first_step(
             monkeypatch.setattr(where, name, planted)
 
         flush_at(StepLeader, "announce", before=False)
-        assert await tokens_and_cached(ranks, PROMPT) == (expected, 0), "flushed between its steps"
+        assert await both.hits() == 0, "flushed between its steps"
         await ranks.rest()
-        assert cached(ranks) == [0, 0]
+        assert both.pages == [0, 0]
         for where, name, before, found in (
             (StepLeader, "find", False, 0),
             (PrefillEngine, "agreed", True, 0),
             (Beginnings, "_begin", False, 0),
             (StepLeader, "announce", False, WHOLE),
         ):
-            assert (await tokens_and_cached(ranks, PROMPT))[0] == expected
+            await both.hits()
             await ranks.rest()
             flush_at(where, name, before=before)
-            assert await tokens_and_cached(ranks, PROMPT) == (expected, found), (where, name)
+            assert await both.hits() == found, (where, name)
             await ranks.rest()
-            assert len(set(cached(ranks))) == 1
+            assert len(set(both.pages)) == 1
 
 
-async def test_each_rank_loads_what_it_has_in_host_memory(
-    stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
-) -> None:
+async def test_each_rank_loads_what_it_has_in_host_memory(caching: Caching) -> None:
     """When the first rank asks: so a pool that has lost a prefix is no reason for the others to
     compute theirs.
     """
-    expected = tiny_models.generate(stock("llama"), PROMPT, 4)
-    async with group(stages, llama, caches=True, host_pages=32) as ranks:
-        await tokens_and_cached(ranks, PROMPT)
+    async with caching(host_pages=32) as both:
+        await both.hits()
         for rank in range(2):
-            await until(lambda: not any(cache_at(ranks, r).busy for r in range(2)))
-            cache_at(ranks, rank).evict(99)
-            assert cache_at(ranks, rank).stats().pages == 0
-            assert await tokens_and_cached(ranks, PROMPT) == (expected, WHOLE)
-            assert cache_at(ranks, rank).stats().loaded_pages == WHOLE // PAGE_SIZE
-            await ranks.rest()
+            await both.lose(rank)
+            assert await both.hits() == WHOLE
+            assert both.count("loaded_pages")[rank] == WHOLE // PAGE_SIZE
+            await both.ranks.rest()
 
 
 async def test_prompts_that_queue_lose_nothing_of_what_the_hosts_of_both_ranks_have(
-    stages: list[LoadedModel], llama: LoadedModel
+    caching: Caching,
 ) -> None:
     """Either pool has room for one prompt."""
     prompts = [prompt_of(30, salt) for salt in range(6)]
-    async with group(
-        stages, llama, caches=True, host_pages=64, pages=(12, 13), chunk_tokens=8
-    ) as ranks:
-        expected = [(await tokens_and_cached(ranks, prompt))[0] for prompt in prompts]
-        await ranks.rest()
+    async with caching(host_pages=64, pages=(12, 13), chunk_tokens=8) as both:
+        for prompt in prompts:
+            await both.hits(prompt)
+        await both.ranks.rest()
         for rank in range(2):
-            await until(lambda rank=rank: not cache_at(ranks, rank).busy)  # type: ignore[misc]
-            cache_at(ranks, rank).evict(99)
-        found = await asyncio.gather(*(tokens_and_cached(ranks, prompt) for prompt in prompts))
-        assert found == [(tokens, WHOLE) for tokens in expected]
-        await ranks.rest()
-        stats = [cache_at(ranks, rank).stats() for rank in range(2)]
-        assert [stat.loaded_pages for stat in stats] == [len(prompts) * WHOLE // PAGE_SIZE] * 2
-        assert [stat.pages - stat.evictable_pages for stat in stats] == [0, 0]
+            await both.lose(rank)
+        assert await asyncio.gather(*map(both.hits, prompts)) == [WHOLE] * len(prompts)
+        await both.ranks.rest()
+        assert both.count("loaded_pages") == [len(prompts) * WHOLE // PAGE_SIZE] * 2
 
 
 @pytest.mark.parametrize("how", ["the client leaves", "flush", "the rank ends"])
 async def test_a_rank_that_loads_for_a_request_that_ends_holds_nothing(
-    how: str, stages: list[LoadedModel], llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    how: str, caching: Caching, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with group(stages, llama, caches=True, host_pages=32) as ranks:
-        expected, _ = await tokens_and_cached(ranks, PROMPT)
-        await until(lambda: not cache_at(ranks, 1).busy)
-        cache_at(ranks, 1).evict(99)
+    async with caching(host_pages=32, drops_frames=True) as both:
+        ranks = both.ranks
+        await both.hits()
+        await both.lose(1)
         gate = CopyGate(monkeypatch)
-        room = next(ranks.rooms)
-        half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
-        leg = ranks.prefill(room, PROMPT, greedy(4))
+        leg, half = both.begin()
         await gate.reached()
         ending = None
         if how == "the client leaves":
@@ -290,20 +286,15 @@ async def test_a_rank_that_loads_for_a_request_that_ends_holds_nothing(
             ending = asyncio.create_task(ranks.replace_second())
         await until(lambda: not ranks.follower._loads._running)
         gate.go.set()
-        results = await asyncio.gather(leg, half, return_exceptions=True)
         if how == "flush":
-            assert results[1] == expected
+            await leg
+            assert await half == expected(PROMPT)
         else:
-            assert all(
-                isinstance(result, KvflowError | asyncio.CancelledError) for result in results
-            ), results
+            await ended(leg, half)
         if ending is not None:
             await ending
         await ranks.home()
-        for rank in range(2):
-            await until(lambda rank=rank: not cache_at(ranks, rank).busy)  # type: ignore[misc]
-            assert cache_at(ranks, rank).stats().pages == cache_at(ranks, rank).evictable_pages
-        assert (await tokens_and_cached(ranks, PROMPT))[0] == expected
+        await Cached(ranks, expected).hits()
 
 
 def test_what_ranks_store_is_not_taken_for_one_anothers(
@@ -315,16 +306,12 @@ def test_what_ranks_store_is_not_taken_for_one_anothers(
     parts = [llama.streams]
     for stage in stages:
         heads, *rest = map(int, stage.streams[0].shape)
+        half = heads // 2
         parts.append(stage.streams)
         for n in range(2):
-            half = (heads // 2, *rest)
-            parts.append(
-                [
-                    kind._replace(shape=half, start=n * half[0], whole=heads)
-                    for kind in stage.streams
-                ]
-            )
-            parts.append([kind._replace(replica=n, replicas=2) for kind in stage.streams])
+            divided = {"shape": (half, *rest), "start": n * half, "whole": heads}
+            for changes in (divided, {"replica": n, "replicas": 2}):
+                parts.append([kind._replace(**changes) for kind in stage.streams])
     identities = set()
     for streams in parts:
         layout = build_layout(
@@ -334,127 +321,83 @@ def test_what_ranks_store_is_not_taken_for_one_anothers(
     assert len(identities) == len(parts) == 11
 
 
-async def fails_without_a_trace(ranks: Stages, end: Callable[[int], Any]) -> None:
-    """A request of which `end`, called with its room once both ranks compute, ends a part."""
-    room = next(ranks.rooms)
-    half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
-    leg = ranks.prefill(room, PROMPT, greedy(4))
-    end(room)
-    results = await asyncio.gather(leg, half, return_exceptions=True)
-    assert all(isinstance(result, KvflowError) for result in results), results
-    await ranks.home()
-
-
+@pytest.mark.parametrize("failing", [0, 1], ids=["the first rank", "the second rank"])
 async def test_pages_of_a_room_that_failed_enter_no_cache(
-    stages: list[LoadedModel], llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    failing: int, caching: Caching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails at one rank after its last chunk has landed at the other."""
-    async with group(stages, llama, caches=True) as ranks:
-        for failing in range(2):
+    async with caching(drops_frames=True) as both:
+        ranks, original = both.ranks, PrefillSteps.send
+        where = (ranks.engine.steps, ranks.follower.steps)[failing]
 
-            def close_at_last(room: int, failing: int = failing) -> None:
-                original = PrefillSteps.send
+        def planted(self: PrefillSteps, request: Any) -> None:
+            original(self, request)
+            if self is where and request.sequence.computed == request.sequence.prompt_length:
+                request.room.close(Cause(Code.ENGINE_ERROR, "planted"))
 
-                def planted(self: PrefillSteps, request: Any) -> None:
-                    original(self, request)
-                    mine = self is (ranks.engine.steps, ranks.follower.steps)[failing]
-                    if mine and request.sequence.computed == request.sequence.prompt_length:
-                        request.room.close(Cause(Code.ENGINE_ERROR, "planted"))
-
-                monkeypatch.setattr(PrefillSteps, "send", planted)
-
-            await fails_without_a_trace(ranks, close_at_last)
-            monkeypatch.undo()
-            assert cached(ranks) == [0, 0]
+        monkeypatch.setattr(PrefillSteps, "send", planted)
+        await ended(*both.begin())
+        await ranks.home()
+        assert both.pages == [0, 0]
 
 
 async def test_a_rank_that_does_not_answer_holds_nothing_once_the_client_has_left(
-    stages: list[LoadedModel], llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    caching: Caching,
 ) -> None:
-    async with group(stages, llama, caches=True) as ranks:
-        await tokens_and_cached(ranks, PROMPT)
+    async with caching() as both:
+        ranks = both.ranks
+        await both.hits()
         await ranks.rest()
-        answers: list[bytes] = []
-        send = ranks.dealer.send
-
-        def held(frame: bytes, *args: Any, **kwargs: Any) -> bool:
-            if not isinstance(wire.parse_at_first(frame), wire.Found):
-                return send(frame, *args, **kwargs)
-            answers.append(frame)
-            return True
-
-        monkeypatch.setattr(ranks.dealer, "send", held)
-        room = next(ranks.rooms)
-        half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
-        leg = ranks.prefill(room, PROMPT, greedy(4))
+        answers = ranks.hold(wire.Found)
+        leg, half = both.begin()
         await until(lambda: bool(answers))
-        assert [cache_at(ranks, rank).evictable_pages for rank in range(2)] == [0, 0], (
-            "locked at both"
-        )
+        both.locked()
         assert not any(request.has_begun for request in ranks.engine._placed.values())
-        other = prompt_of(9, 5)  # has nothing cached: nobody is asked
-        assert (await tokens_and_cached(ranks, other))[1] == 0
+        # It has nothing cached: nobody is asked.
+        assert await both.hits(prompt_of(9, 5)) == 0
         leg.cancel()
-        await asyncio.gather(leg, half, return_exceptions=True)
-        monkeypatch.undo()
-        send(answers[0])  # late
-        assert (await tokens_and_cached(ranks, PROMPT))[1] == WHOLE
-        await ranks.rest()
+        await ended(leg, half)
+        ranks.dealer.send(answers[0])  # late
+        assert await both.hits() == WHOLE
 
 
-async def agreed_on(
-    ranks: Stages, monkeypatch: pytest.MonkeyPatch
-) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
+async def agreed_on(both: Cached) -> tuple[asyncio.Task[TokenOut], asyncio.Task[list[int]]]:
     """Both legs of a request whose ranks have answered how much they have of it, and no step has
     named it.
     """
+    await both.hits()
+    await both.ranks.rest()
     agreed: list[int] = []
-    monkeypatch.setattr(
-        PrefillEngine, "agreed", lambda self, request, tokens: agreed.append(tokens)
-    )
-    room = next(ranks.rooms)
-    half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
-    leg = ranks.prefill(room, PROMPT, greedy(4))
-    await until(lambda: bool(agreed))
-    monkeypatch.undo()
-    return leg, half
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefillEngine, "agreed", lambda self, request, tokens: agreed.append(tokens))
+        legs = both.begin()
+        await until(lambda: bool(agreed))
+    return legs
 
 
 async def test_a_rank_that_is_lost_between_its_answer_and_the_step(
-    stages: list[LoadedModel],
-    llama: LoadedModel,
-    stock: Callable[[str], Any],
-    monkeypatch: pytest.MonkeyPatch,
+    caching: Caching, expected: Expected
 ) -> None:
-    expected = tiny_models.generate(stock("llama"), PROMPT, 4)
-    async with group(stages, llama, caches=True) as ranks:
-        await tokens_and_cached(ranks, PROMPT)
-        await ranks.rest()
-        leg, half = await agreed_on(ranks, monkeypatch)
-        await ranks.replace_second()
-        results = await asyncio.gather(leg, half, return_exceptions=True)
-        assert all(isinstance(result, KvflowError) for result in results), results
-        await ranks.home()
-        assert cached(ranks) == [WHOLE // PAGE_SIZE, 0], "the new process has nothing"
-        assert await tokens_and_cached(ranks, PROMPT) == (expected, 0)
-        assert await tokens_and_cached(ranks, PROMPT) == (expected, WHOLE)
-        await ranks.home()
+    async with caching(drops_frames=True) as both:
+        legs = await agreed_on(both)
+        await both.ranks.replace_second()
+        await ended(*legs)
+        await both.ranks.home()
+        now = Cached(both.ranks, expected)
+        assert now.pages == [WHOLE // PAGE_SIZE, 0], "the new process has nothing"
+        assert (await now.hits(), await now.hits()) == (0, WHOLE)
 
 
 async def test_a_flush_that_finds_a_rank_gone_begins_nothing_anew(
-    stages: list[LoadedModel], llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    caching: Caching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with group(stages, llama, caches=True) as ranks:
-        await tokens_and_cached(ranks, PROMPT)
-        await ranks.rest()
-        leg, half = await agreed_on(ranks, monkeypatch)
+    async with caching(drops_frames=True) as both:
+        legs = await agreed_on(both)
         with monkeypatch.context() as patch:
-            patch.setattr(ranks.steps._socket, "send", lambda frame, peer: False)
-            ranks.engine.flush()
-        results = await asyncio.gather(leg, half, return_exceptions=True)
-        assert all(isinstance(result, KvflowError) for result in results), results
-        await ranks.replace_second()
-        await ranks.home()
+            patch.setattr(both.ranks.steps._socket, "send", lambda frame, peer: False)
+            both.ranks.engine.flush()
+        await ended(*legs)
+        await both.ranks.replace_second()
 
 
 # --- storms
@@ -470,12 +413,7 @@ STORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("how", STORMS)
 async def test_a_storm_over_caches_leaves_no_lock(
-    how: str,
-    seed: int,
-    stages: list[LoadedModel],
-    llama: LoadedModel,
-    stock: Callable[[str], Any],
-    monkeypatch: pytest.MonkeyPatch,
+    how: str, seed: int, grouped: Grouped, generated: Generated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorter: list[int] = []
     start_again = PrefillSteps.start_again
@@ -486,18 +424,8 @@ async def test_a_storm_over_caches_leaves_no_lock(
         start_again(self, request)
 
     monkeypatch.setattr(PrefillSteps, "start_again", counted)
-    breaks = {50: "a rank is lost"}
-    ended, _ = await played(
-        stages,
-        llama,
-        seed,
-        stock("llama"),
-        breaks,
-        requests=60,
-        within_s=60,
-        caches=True,
-        **STORMS[how],
-    )
+    options: dict[str, Any] = {"requests": 60, "within_s": 60, "caches": True, **STORMS[how]}
+    ended, _ = await played(grouped, generated, seed, {50: "a rank is lost"}, **options)
     print(
         f"seed {seed}: {dict(ended)}; {len(shorter)} began with less than the first rank had: "
         f"{shorter}"
@@ -508,16 +436,16 @@ async def test_a_storm_over_caches_leaves_no_lock(
 # --- planted bugs: what finds them is checked on every run
 
 
-async def unlike_caches(ranks: Stages) -> None:
+async def unlike_caches(both: Cached) -> None:
     """Either rank has more than the other, and a third one, of which only the answer is there, less
     than both.
     """
-    await tokens_and_cached(ranks, PROMPT)
+    await both.hits()
     for rank in range(2):
-        await ranks.rest()
-        cache_at(ranks, rank).evict(99)
-        assert (await tokens_and_cached(ranks, PROMPT))[1] == 0
-    await ranks.rest()
+        await both.ranks.rest()
+        both.caches[rank].evict(99)
+        assert await both.hits() == 0
+    await both.ranks.rest()
     answer = HitVotes.answer
 
     def of_three(self: HitVotes, rank: int, number: int, tokens: int) -> Agreed | None:
@@ -525,27 +453,17 @@ async def unlike_caches(ranks: Stages) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HitVotes, "answer", of_three)
-        assert (await tokens_and_cached(ranks, PROMPT))[1] == 12
-    await ranks.rest()
+        assert await both.hits() == 12
+    await both.ranks.rest()
 
 
-async def left_before_a_step(ranks: Stages) -> None:
+async def left_before_a_step(both: Cached) -> None:
     """A client that leaves when the ranks have locked what they have, and none has begun."""
-    await tokens_and_cached(ranks, PROMPT)
-    await ranks.rest()
-    with pytest.MonkeyPatch.context() as patch:
-        told: list[int] = []
-        patch.setattr(PrefillEngine, "agreed", lambda self, request, tokens: told.append(tokens))
-        room = next(ranks.rooms)
-        half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
-        leg = ranks.prefill(room, PROMPT, greedy(4))
-        await until(lambda: bool(told))
-        assert [cache_at(ranks, rank).evictable_pages for rank in range(2)] == [0, 0], (
-            "locked at both"
-        )
+    leg, half = await agreed_on(both)
+    both.locked()
     leg.cancel()
-    await asyncio.gather(leg, half, return_exceptions=True)
-    await ranks.home(0.5)
+    await ended(leg, half)
+    await both.ranks.home(0.5)
 
 
 def begin_with_ones_own(patch: pytest.MonkeyPatch) -> None:
@@ -591,7 +509,9 @@ def lock_no_more(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepFollower, "_answer", planted)
 
 
-FOUND_BY: dict[Callable[[pytest.MonkeyPatch], None], tuple[Callable[[Stages], Any], str]] = {
+Scenario = Callable[[Cached], Any]
+
+FOUND_BY: dict[Callable[[pytest.MonkeyPatch], None], tuple[Scenario, str]] = {
     begin_with_ones_own: (
         unlike_caches,
         "a step begins at token 0 of request 2, and this rank at 28",
@@ -607,21 +527,19 @@ FOUND_BY: dict[Callable[[pytest.MonkeyPatch], None], tuple[Callable[[Stages], An
 
 @pytest.mark.parametrize("scenario", [unlike_caches, left_before_a_step])
 async def test_what_finds_planted_bugs_finds_none_in_what_is_there(
-    scenario: Callable[[Stages], Any], stages: list[LoadedModel], llama: LoadedModel
+    scenario: Scenario, caching: Caching
 ) -> None:
-    async with group(stages, llama, caches=True) as ranks:
-        await scenario(ranks)
+    async with caching(drops_frames=True) as both:
+        await scenario(both)
 
 
 @pytest.mark.parametrize("plant", FOUND_BY)
 async def test_a_planted_bug_is_found(
-    plant: Callable[[pytest.MonkeyPatch], None],
-    stages: list[LoadedModel],
-    llama: LoadedModel,
-    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None], caching: Caching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
     scenario, text = FOUND_BY[plant]
-    async with group(stages, llama, caches=True) as ranks:
+    async with caching() as both:
         with pytest.raises((AssertionError, KvflowError), match=re.escape(text)):
-            await scenario(ranks)
+            await scenario(both)
+        both.ranks.has_to_rest = False

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ from kvflow.model_files import STRETCH_BYTES, STRETCHES, config_digest
 from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.layout import MAX_LABEL, build_layout
 from kvflow.serve.engine.model.load import load_model
-
-Tiny = Callable[[str], Path]
+from tests.engine.tiny_models import Tiny
 
 
 @pytest.fixture
@@ -50,12 +48,7 @@ def test_another_fine_tune_is_refused_with_both_names(tiny: Tiny, copied: Path) 
     save_file(weights, copied / "model.safetensors", {"format": "pt"})
     here, there = load_model(str(tiny("llama"))), load_model(str(copied))
     layouts = [
-        build_layout(
-            model.streams,
-            page_size=4,
-            num_pages=4,
-            fingerprint=model.fingerprint,
-        )
+        build_layout(model.streams, page_size=4, num_pages=4, fingerprint=model.fingerprint)
         for model in (here, there)
     ]
     assert differences(layouts[0], layouts[1]) == [

@@ -8,7 +8,6 @@ import json
 import shutil
 import threading
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,15 +28,32 @@ from kvflow.serve.engine.model.load import LoadedModel, load_model
 from kvflow.serve.engine.model.probe import _TOKENS, _read_layer, probe
 from kvflow.serve.engine.model.quiet import explained
 from kvflow.serve.engine.model.tokenizer import load_tokenizer
+from tests.engine import tiny_models
+from tests.engine.tiny_models import Loaded, Stock, Tiny
 
-Tiny = Callable[[str], Path]
 
-
-def test_a_model_with_a_cache_of_its_own_is_refused(tiny: Tiny) -> None:
-    with pytest.raises(
-        MisuseError, match="cannot be probed: MiniMax uses cache of its own"
-    ) as caught:
-        load_model(str(tiny("minimax")))
+@pytest.mark.parametrize(
+    ("family", "options", "said"),
+    [
+        ("minimax", {}, "cannot be probed: MiniMax uses cache of its own"),
+        ("llama4_chunked", {"attention": "packed"}, "packed: "),
+        (
+            "lfm2",
+            {"attention": "packed"},
+            r"packed: the model keeps more than K and V \(layer0\.conv0\)",
+        ),
+        ("/nowhere/at/all", {}, "model path '/nowhere/at/all' does not exist"),
+        ("", {}, "does not exist"),
+        ("x", {"dtype": "int3"}, "dtype 'int3' is not one of"),
+        ("x", {"attention": "flash"}, "attention 'flash' is not one of"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_with_one_line(
+    family: str, options: dict[str, Any], said: str, tiny: Tiny
+) -> None:
+    path = str(tiny(family)) if family in tiny_models.ALL else family
+    with pytest.raises(MisuseError, match=said) as caught:
+        load_model(path, **options)
     assert "\n" not in str(caught.value)
 
 
@@ -85,7 +101,7 @@ def test_a_stream_that_is_not_known_is_refused_by_name(
             probe(stock, "deepseek_v32")
 
 
-def test_what_is_kept_is_described_as_it_is(loaded: Callable[..., LoadedModel]) -> None:
+def test_what_is_kept_is_described_as_it_is(loaded: Loaded) -> None:
     half = loaded("falcon_h1", "bfloat16")
     assert half.streams[:4] == [
         StateKind("layer0.k", "bfloat16", (2, 16)),
@@ -95,20 +111,23 @@ def test_what_is_kept_is_described_as_it_is(loaded: Callable[..., LoadedModel]) 
     ]
     assert loaded("deepseek_v32").streams[2] == StateKind("layer0.index_k", "float32", (16,))
     assert {kind.unit for kind in loaded("mamba2").streams} == {ROW}
-    assert [kind.name for kind in loaded("lfm2").streams[:3]] == [
-        "layer0.conv0",
-        "layer1.k",
-        "layer1.v",
-    ]
+    names = [kind.name for kind in loaded("lfm2").streams[:3]]
+    assert names == ["layer0.conv0", "layer1.k", "layer1.v"]
+    mla = loaded("deepseek_v3").layers[0]
+    assert mla is not None and [kind.shape for kind in mla.kinds] == [(1, 24), (1, 8)]
+    shared = loaded("gemma4_shared_kv")
+    assert [layer is None for layer in shared.layers[:2]] == [False, False]
+    assert len(shared.streams) == 4
+    assert loaded("mistral").layers[0].window == 16  # type: ignore[union-attr]
+    half = loaded("llama", "bfloat16")
+    assert half.dtype == "bfloat16" and {kind.dtype for kind in half.streams} == {"bfloat16"}
 
 
 @pytest.mark.parametrize(
     ("family", "mode"),
     [("llama", "packed"), ("llama4_chunked", "pad"), ("bloom", "pad"), ("qwen3_next", "pad")],
 )
-def test_the_self_test_chooses_the_mode(
-    family: str, mode: str, loaded: Callable[..., LoadedModel]
-) -> None:
+def test_the_self_test_chooses_the_mode(family: str, mode: str, loaded: Loaded) -> None:
     """llama4's chunked masks never reach an attention function; bloom takes no positions."""
     assert loaded(family).mode == mode
 
@@ -117,31 +136,12 @@ def test_the_recommended_sampling_is_read(tiny: Tiny, tmp_path: Path) -> None:
     source = tiny("llama")
     assert load_model(str(source)).sampling_defaults == {}
     path = shutil.copytree(source, tmp_path / "model")
-    recommended = {
-        "temperature": 0.6,
-        "top_p": 0.9,
-        "top_k": 20,
-        "min_p": 0.05,
-        "repetition_penalty": 1.1,
-    }
+    recommended = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05}
+    recommended["repetition_penalty"] = 1.1
     (path / "generation_config.json").write_text(
         json.dumps({**recommended, "do_sample": True, "eos_token_id": 2})
     )
     assert load_model(str(path)).sampling_defaults == recommended
-
-
-def test_mla_and_shared_layers_are_described_as_they_are(
-    loaded: Callable[..., LoadedModel],
-) -> None:
-    mla = loaded("deepseek_v3").layers[0]
-    assert mla is not None and [kind.shape for kind in mla.kinds] == [(1, 24), (1, 8)]
-    shared = loaded("gemma4_shared_kv")
-    assert [layer is None for layer in shared.layers[:2]] == [False, False] and len(
-        shared.streams
-    ) == 4
-    assert loaded("mistral").layers[0].window == 16  # type: ignore[union-attr]
-    half = loaded("llama", "bfloat16")
-    assert half.dtype == "bfloat16" and {kind.dtype for kind in half.streams} == {"bfloat16"}
 
 
 def test_a_model_wrong_on_our_pages_fails_its_self_test(
@@ -167,10 +167,7 @@ def test_a_model_wrong_on_our_pages_fails_its_self_test(
     ],
 )
 def test_the_reference_is_a_whole_prompt_or_chunks_and_the_last_token_alone(
-    chunk: int,
-    fed: list[tuple[int, int]],
-    stock: Callable[[str], Any],
-    monkeypatch: pytest.MonkeyPatch,
+    chunk: int, fed: list[tuple[int, int]], stock: Stock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[tuple[int, int]] = []
     model, forward = stock("llama"), selftest._forward
@@ -242,41 +239,23 @@ def test_a_model_that_disagrees_with_itself_is_refused(
         load_model(str(tiny("llama")))
 
 
-def test_asking_for_a_mode_takes_that_or_refuses(tiny: Tiny) -> None:
+def test_a_mode_that_is_asked_for_is_taken(tiny: Tiny) -> None:
     assert load_model(str(tiny("llama")), attention="pad").mode == "pad"
-    with pytest.raises(MisuseError, match="packed: "):
-        load_model(str(tiny("llama4_chunked")), attention="packed")
-    with pytest.raises(
-        MisuseError, match=r"packed: the model keeps more than K and V \(layer0\.conv0\)"
-    ):
-        load_model(str(tiny("lfm2")), attention="packed")
-
-
-@pytest.mark.parametrize(
-    ("path", "dtype", "attention", "said"),
-    [
-        ("/nowhere/at/all", "auto", "auto", "model path '/nowhere/at/all' does not exist"),
-        ("", "auto", "auto", "does not exist"),
-        ("x", "int3", "auto", "dtype 'int3' is not one of"),
-        ("x", "auto", "flash", "attention 'flash' is not one of"),
-    ],
-)
-def test_bad_arguments_get_one_line(path: str, dtype: str, attention: str, said: str) -> None:
-    with pytest.raises(MisuseError, match=said) as caught:
-        load_model(path, dtype, attention)
-    assert "\n" not in str(caught.value)
 
 
 def test_broken_directories_get_one_line(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(MisuseError, match=r"has no config\.json"):
-        load_model(str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
-    with pytest.raises(MisuseError, match="cannot be loaded") as caught:
-        load_model(str(tmp_path))
-    assert "\n" not in str(caught.value)
+    config = tmp_path / "config.json"
+
+    def refused(said: str) -> None:
+        with pytest.raises(MisuseError, match=said) as caught:
+            load_model(str(tmp_path))
+        assert "\n" not in str(caught.value)
+
+    refused(r"has no config\.json")
+    config.write_text(json.dumps({"model_type": "no_such_model"}))
+    refused("cannot be loaded")
     shutil.copy(tiny("llama") / "config.json", tmp_path)
-    with pytest.raises(MisuseError, match="cannot be loaded"):
-        load_model(str(tmp_path))
+    refused("cannot be loaded")
 
 
 def test_a_checkpoint_with_holes_is_refused(tiny: Tiny, tmp_path: Path) -> None:
@@ -306,11 +285,6 @@ def test_a_configuration_need_not_name_the_architecture(tiny: Tiny, tmp_path: Pa
     assert model.context_length == config["max_position_embeddings"]
 
 
-def test_a_context_of_no_tokens_is_none() -> None:
-    """Some configurations have the field and leave it at 0, where another one tells the length."""
-    assert load._context_length(SimpleNamespace(max_position_embeddings=0, n_positions=128)) == 128
-
-
 @pytest.mark.parametrize(
     ("error", "text"),
     [
@@ -330,14 +304,16 @@ def test_loading_is_silent_and_tells_how_far_it_is(
 ) -> None:
     path = str(tiny("llama"))
     capfd.readouterr()
-    before = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+
+    def of_transformers() -> tuple[object, ...]:
+        logs = transformers_logging
+        return logs.get_verbosity(), logs.is_progress_bar_enabled()
+
+    before = of_transformers()
     told: list[tuple[str, float]] = []
     load_model(path, progress=lambda stage, done: told.append((stage, done)))
     assert capfd.readouterr() == ("", "")
-    assert (
-        transformers_logging.get_verbosity(),
-        transformers_logging.is_progress_bar_enabled(),
-    ) == before
+    assert of_transformers() == before
     stages = list(dict.fromkeys(stage for stage, _ in told))
     assert stages == ["configuration", "weights", "self-test", "ready"]
     assert (told[0], told[-2:]) == (("configuration", 1.0), [("self-test", 0.0), ("ready", 1.0)])
@@ -345,7 +321,7 @@ def test_loading_is_silent_and_tells_how_far_it_is(
     assert weights == sorted(weights) and weights[-1] == 1.0 and len(weights) > 10
 
 
-def test_a_pool_of_another_model_is_refused(loaded: Callable[..., LoadedModel]) -> None:
+def test_a_pool_of_another_model_is_refused(loaded: Loaded) -> None:
     streams: Any = loaded("qwen3").streams[:-1]
     pool = PagedPool.allocate(build_layout(streams, page_size=4, num_pages=2), shared=False)
     with pytest.raises(LayoutError, match=r"the pool does not fit the model: .*only model has it"):
@@ -431,6 +407,8 @@ def test_the_forms_of_what_a_layer_keeps() -> None:
     [
         ({"max_position_embeddings": 512, "seq_length": 8}, 512),
         ({"max_position_embeddings": None, "n_positions": 64}, 64),
+        # Some have the field and leave it at 0, where another one tells the length.
+        ({"max_position_embeddings": 0, "n_positions": 128}, 128),
         ({"max_position_embeddings": 0, "max_seq_len": 32}, 32),
         ({"max_position_embeddings": -1}, load.NO_LIMIT),
         ({}, load.NO_LIMIT),

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,8 @@ from kvflow.serve.engine.model.probe import Layers
 from kvflow.serve.engine.model.selftest import Fit
 from kvflow.transports.host.identity import own_identity
 from tests.engine import tiny_models
+from tests.engine.tiny_models import Loaded, Tiny
 from tests.engine.world import NEW, PAGE_SIZE, PROMPTS, Ran, World, run, world
-
-Tiny = Callable[[str], Path]
-Loaded = Callable[..., LoadedModel]
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +72,8 @@ def check(found: list[Ran], whole: Ran, stages: int, shards: int) -> None:
     """Tokens, logits, pages and identity of all parts against those of the whole."""
     held: dict[str, list[tuple[int, int]]] = {}
     for rank, ran in enumerate(found):
-        assert ran.tokens == whole.tokens and (ran.mode, ran.fingerprint) == (
-            whole.mode,
-            whole.fingerprint,
-        )
+        for name in ("tokens", "mode", "fingerprint"):
+            assert getattr(ran, name) == getattr(whole, name), name
         last = rank // shards == stages - 1
         assert len(ran.logits) == (len(whole.logits) if last else 0)
         for mine, wanted in zip(ran.logits, whole.logits, strict=last):
@@ -132,10 +128,7 @@ def test_all_parts_choose_one_mode(two: World, tmp_path: Path) -> None:
     path = tiny_models.build("lfm2", tmp_path, layer_types=layer_types)
     found = two.run(path, 2, 1)
     check(found, one(path), 2, 1)
-    assert [ran.mode for ran in found] == ["pad", "pad"] and [len(ran.kept) for ran in found] == [
-        2,
-        4,
-    ]
+    assert [(ran.mode, len(ran.kept)) for ran in found] == [("pad", 2), ("pad", 4)]
 
 
 def test_a_rank_that_cannot_load_is_named_by_the_others(two: World, tmp_path: Path) -> None:
@@ -278,34 +271,22 @@ def test_windows_in_rows_and_in_pages(four: World, tiny: Tiny, rows: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "stages", "shards", "changes", "said"),
+    ("family", "stages", "shards", "heads", "said"),
     [
         (
             "gpt2",
             1,
             2,
-            {},
+            (),
             "cannot be divided among 2 shards: transformers has no tensor-parallel plan for it",
         ),
-        (
-            "qwen3",
-            1,
-            2,
-            {"num_attention_heads": 3, "num_key_value_heads": 3},
-            "has 3 attention heads: 2 shards",
-        ),
-        (
-            "qwen3",
-            1,
-            4,
-            {"num_attention_heads": 12, "num_key_value_heads": 3},
-            "has 3 K/V heads: 4 shards",
-        ),
+        ("qwen3", 1, 2, (3, 3), "has 3 attention heads: 2 shards"),
+        ("qwen3", 1, 4, (12, 3), "has 3 K/V heads: 4 shards"),
         (
             "glm_moe_dsa",
             2,
             1,
-            {},
+            (),
             "cannot be cut into stages: its layers hand on more than hidden states",
         ),
     ],
@@ -316,9 +297,11 @@ def test_what_cannot_be_divided_gets_one_line(
     family: str,
     stages: int,
     shards: int,
-    changes: dict[str, int],
+    heads: tuple[int, ...],
     said: str,
 ) -> None:
+    """`heads`: attention heads, and those of K and V, where they are not the family's."""
+    changes = dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=False))
     path = tiny_models.build(family, tmp_path, **changes)
     for found in four.outcomes(path, stages, shards):
         assert said in found.strip().splitlines()[-1]
@@ -431,10 +414,8 @@ def choose_together(
 
     monkeypatch.setattr(joining, "choose_fit", choose)
     monkeypatch.setattr(joining, "set_packed", lambda model, packed: True)
-    parts, meeting = (
-        [ModelPart(stage, 2) for stage in range(2)],
-        Meeting(meeting.directory, load_timeout_s=20),
-    )
+    parts = [ModelPart(stage, 2) for stage in range(2)]
+    meeting = Meeting(meeting.directory, load_timeout_s=20)
     with ThreadPoolExecutor(2) as threads:
         stages = [joining.Joined(part, meeting, Agreement(part, meeting)) for part in parts]
         asked = [
@@ -465,11 +446,8 @@ def test_parts_of_one_model_run_as_all_of_them_can(
 
 
 def test_a_layer_of_another_stage_is_stood_for_by_one_of_its_kind() -> None:
-    plain, sliding, linear = (
-        DynamicLayer(),
-        DynamicSlidingWindowLayer(sliding_window=4),
-        LinearAttentionLayer(),
-    )
+    plain, linear = DynamicLayer(), LinearAttentionLayer()
+    sliding = DynamicSlidingWindowLayer(sliding_window=4)
     assert _stand_in(DynamicLayer(), [sliding, plain]) is plain
     assert _stand_in(DynamicLayer(), [linear, sliding]) is sliding, (
         "any that knows how long a sequence is"
@@ -489,10 +467,7 @@ def test_what_stands_for_a_layer_shows_what_models_read_of_it_and_has_no_weights
     assert not hasattr(found, "_own")
     assert {
         name: buffer is inner.get_buffer(name[6:]) for name, buffer in found.named_buffers()
-    } == {
-        "inner.scale": True,
-        "inner.shift": True,
-    }
+    } == {"inner.scale": True, "inner.shift": True}
     assert not list(found.parameters()) and not found.state_dict()
 
 

@@ -3,69 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from kvflow.node.handoff import HandOff
 from kvflow.protocols.errors import AbortedError, CapacityError, Code, KvflowError, MisuseError
 from kvflow.serve.engine.model.load import LoadedModel
-from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler.params import SamplingParams
-from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
+from tests.engine.pair import EnginePair, FakeRoom, Watched, greedy, prompt_of, until
+from tests.engine.tiny_models import Loaded
 
-Forward = Callable[[list[Row]], torch.Tensor]
 
-
-def watch(
-    pair: EnginePair, seen: list[list[int]], before: Callable[[], object] = lambda: None
-) -> None:
-    """Note the new tokens of every row of every prefill step."""
-    honest: Forward = pair.prefill.steps.runner.forward
-
-    def forward(rows: list[Row]) -> torch.Tensor:
-        seen.append([r.new for r in rows])
-        before()
-        return honest(rows)
-
-    pair.prefill.steps.runner.forward = forward  # type: ignore[method-assign]
+async def steps_of(
+    model: LoadedModel, lengths: tuple[int, ...], *priorities: int, **options: Any
+) -> list[list[int]]:
+    """New tokens of every row of every step, for prompts that come together."""
+    async with EnginePair(model, **options) as pair:
+        steps = Watched(pair.prefill.steps.runner)
+        asked = priorities or (0,) * len(lengths)
+        legs = [
+            pair.send(pair.room(prompt), prompt, greedy(1, priority=priority))
+            for prompt, priority in zip((prompt_of(n, n) for n in lengths), asked, strict=True)
+        ]
+        await asyncio.gather(*legs)
+        return steps.new
 
 
 async def test_prompts_that_cannot_be_divided_share_a_step_as_far_as_its_limit_allows(
-    loaded: Callable[[str], LoadedModel],
+    loaded: Loaded,
 ) -> None:
     """One of them alone may have more tokens than that."""
-    async with EnginePair(loaded("jamba"), chunk_tokens=8, max_batch_tokens=24) as pair:
-        steps: list[list[int]] = []
-        watch(pair, steps)
-        await asyncio.gather(
-            *(pair.tokens(prompt_of(length, length), greedy(1)) for length in (30, 14, 9, 13))
-        )
-        assert steps == [[30], [14, 9], [13]]
-
-
-async def test_full_pages_leave_while_the_next_chunk_is_computed(llama: LoadedModel) -> None:
-    async with EnginePair(llama, page_size=4, chunk_tokens=10) as pair:
-        steps: list[list[int]] = []
-        watch(pair, steps)
-        room = pair.room(prompt_of(27))
-        room.gate.clear()
-        leg = asyncio.ensure_future(
-            pair.prefill.prefill(room.prefill_half, prompt_of(27), greedy(1))
-        )
-        await until(lambda: len(room.sends) == 3)
-        assert steps == [[10], [10], [7]], "computing went on although nothing had landed"
-        assert room.sends == [(2, False), (3, False), (2, True)]
-        assert not leg.done() and pair.source.pages.held_pages == 7
-        room.gate.set()
-        first = await leg
-        handoff = HandOff.decode(await room.landed())
-        assert (handoff.first_token, handoff.prompt_tokens) == (first.token_id, 27)
-        assert pair.source.pages.at_rest()
-        room.close()
+    found = await steps_of(loaded("jamba"), (30, 14, 9, 13), chunk_tokens=8, max_batch_tokens=24)
+    assert found == [[30], [14, 9], [13]]
 
 
 async def test_what_was_gathered_for_a_last_chunk_of_one_token_is_let_go_of(
@@ -73,53 +42,52 @@ async def test_what_was_gathered_for_a_last_chunk_of_one_token_is_let_go_of(
 ) -> None:
     """Such a chunk looks like a decode step, and up to 64 MiB were kept for a next one."""
     async with EnginePair(llama, chunk_tokens=16) as pair:
-        steps: list[list[int]] = []
-        watch(pair, steps)
+        steps = Watched(pair.prefill.steps.runner)
         await pair.tokens(prompt_of(33), greedy(1))
         await until(lambda: pair.prefill.steps.runner._ahead is None)
-    assert steps == [[16], [16], [1]]
+    assert steps.new == [[16], [16], [1]]
 
 
-async def test_several_rooms_share_a_step_within_the_budgets(llama: LoadedModel) -> None:
-    prompts = [prompt_of(n, n) for n in (20, 9, 30)]
-    for options, want in (
-        ({"chunk_tokens": 16, "max_batch_tokens": 24}, [[16, 8], [4, 1, 16], [14]]),
-        (
-            {"chunk_tokens": 16, "max_batch_tokens": 24, "max_batch_rooms": 1},
-            [[16], [4], [9], [16], [14]],
-        ),
-    ):
-        steps: list[list[int]] = []
-        async with EnginePair(llama, **options) as pair:
-            watch(pair, steps)
-            rooms = [pair.room(p) for p in prompts]
-            await asyncio.gather(
-                *(
-                    pair.prefill.prefill(r.prefill_half, p, greedy(1))
-                    for r, p in zip(rooms, prompts, strict=True)
-                )
-            )
-            for room in rooms:
-                room.close()
-            assert pair.home
-        assert steps == want
+@pytest.mark.parametrize(
+    ("priorities", "rooms", "want"),
+    [
+        ((), None, [[16, 8], [4, 1, 16], [14]]),
+        ((), 1, [[16], [4], [9], [16], [14]]),
+        ((0, 1, 2), None, [[16, 8], [14, 1, 9], [11]]),
+    ],
+    ids=["within the budgets", "one room a step", "the more urgent prompt first"],
+)
+async def test_several_rooms_share_a_step(
+    priorities: tuple[int, ...], rooms: int | None, want: list[list[int]], llama: LoadedModel
+) -> None:
+    options = {"chunk_tokens": 16, "max_batch_tokens": 24, "max_batch_rooms": rooms}
+    assert await steps_of(llama, (20, 9, 30), *priorities, **options) == want
+
+
+async def test_full_pages_leave_while_the_next_chunk_is_computed(llama: LoadedModel) -> None:
+    async with EnginePair(llama, page_size=4, chunk_tokens=10) as pair:
+        steps, room = Watched(pair.prefill.steps.runner), pair.room(prompt_of(27))
+        room.gate.clear()
+        leg = pair.send(room, prompt_of(27), greedy(1))
+        await until(lambda: len(room.sends) == 3)
+        assert steps.new == [[10], [10], [7]], "computing went on although nothing had landed"
+        assert room.sends == [(2, False), (3, False), (2, True)]
+        assert not leg.done() and pair.source.pages.held_pages == 7
+        room.gate.set()
+        first = await leg
+        assert (room.handoff.first_token, room.handoff.prompt_tokens) == (first.token_id, 27)
 
 
 async def test_a_prompt_waits_for_pages_in_its_turn(llama: LoadedModel) -> None:
     async with EnginePair(llama, page_size=4, source_pages=6, num_pages=64) as pair:
-        rooms = [pair.room(prompt_of(n, n)) for n in (20, 16, 3)]
+        prompts = [prompt_of(n, n) for n in (20, 16, 3)]
+        rooms = [pair.room(prompt) for prompt in prompts]
         rooms[0].gate.clear()
-        legs = [
-            asyncio.ensure_future(pair.prefill.prefill(r.prefill_half, prompt_of(n, n), greedy(1)))
-            for r, n in zip(rooms, (20, 16, 3), strict=True)
-        ]
-        await until(lambda: bool(rooms[0].sends) and rooms[0].sends[-1][1])
+        legs = [pair.send(r, p, greedy(1)) for r, p in zip(rooms, prompts, strict=True)]
+        await rooms[0].sent()
         assert pair.prefill.load().waiting == 2, "the third would fit, but came after the second"
         rooms[0].gate.set()
         await asyncio.gather(*legs)
-        for room in rooms:
-            room.close()
-        assert pair.home
 
 
 async def test_of_prompts_that_wait_for_pages_the_more_urgent_gets_them_first(
@@ -134,7 +102,7 @@ async def test_of_prompts_that_wait_for_pages_the_more_urgent_gets_them_first(
 
         async def prefill(number: int) -> None:
             params = greedy(1, priority=priorities[number])
-            await pair.prefill.prefill(rooms[number].prefill_half, prompt_of(24, number), params)
+            await pair.send(rooms[number], prompt_of(24, number), params)
             done.append(number)
 
         legs = []
@@ -147,45 +115,17 @@ async def test_of_prompts_that_wait_for_pages_the_more_urgent_gets_them_first(
         rooms[0].gate.set()
         await asyncio.gather(*legs, return_exceptions=True)
         assert done == [0, 5, 3, 6, 1, 2]
-        for room in rooms:
-            room.close()
-        assert pair.home
-
-
-async def test_a_step_takes_the_more_urgent_prompt_first(llama: LoadedModel) -> None:
-    prompts = [prompt_of(n, n) for n in (20, 9, 30)]
-    steps: list[list[int]] = []
-    async with EnginePair(llama, chunk_tokens=16, max_batch_tokens=24) as pair:
-        watch(pair, steps)
-        rooms = [pair.room(p) for p in prompts]
-        given = zip(rooms, prompts, (0, 1, 2), strict=True)
-        await asyncio.gather(
-            *(pair.prefill.prefill(r.prefill_half, p, greedy(1, priority=n)) for r, p, n in given)
-        )
-        for room in rooms:
-            room.close()
-        assert pair.home
-    assert steps == [[16, 8], [14, 1, 9], [11]]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "room ended", "engine closed"])
 async def test_pages_of_an_ended_request_are_free_when_its_step_has_ended(
     how: str, llama: LoadedModel
 ) -> None:
-    entered, gate = threading.Event(), threading.Event()
-
-    def block() -> None:
-        entered.set()
-        assert gate.wait(20)
-
     async with EnginePair(llama, page_size=4, chunk_tokens=8) as pair:
-        steps: list[list[int]] = []
-        watch(pair, steps, block)
+        steps = Watched(pair.prefill.steps.runner, held=True)
         room = pair.room(prompt_of(30))
-        leg = asyncio.ensure_future(
-            pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1))
-        )
-        await until(entered.is_set)
+        leg = pair.send(room, prompt_of(30), greedy(1))
+        await until(steps.entered.is_set)
         closing: asyncio.Future[Any] | None = None
         if how == "cancelled":
             leg.cancel()
@@ -195,33 +135,41 @@ async def test_pages_of_an_ended_request_are_free_when_its_step_has_ended(
             closing = asyncio.ensure_future(pair.prefill.close())
         await asyncio.wait([leg])
         assert pair.source.pages.returning_pages == 8 and pair.source.pages.free_pages == 248
-        gate.set()
+        steps.gate.set()
         if closing is not None:
             await closing
         await until(pair.source.pages.at_rest)
-        assert steps == [[8]] and not room.sends
+        assert steps.new == [[8]] and not room.sends
         assert room.cause is not None
         assert room.cause.code is (Code.SHUTDOWN if how == "engine closed" else Code.CLIENT_GONE)
         assert leg.cancelled() or isinstance(leg.exception(), AbortedError)
-        room.close()
 
 
-async def test_a_failing_step_ends_its_requests_and_nothing_else(llama: LoadedModel) -> None:
+@pytest.mark.parametrize(
+    ("what", "fault", "said"),
+    [
+        ("step", RuntimeError("out of something"), "prefill step failed: RuntimeError"),
+        ("room", OSError("no route"), "sending pages failed: OSError"),
+    ],
+)
+async def test_what_breaks_ends_its_request_and_no_other(
+    what: str, fault: Exception, said: str, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise fault
+
     async with EnginePair(llama) as pair:
-        honest = pair.prefill.steps.runner.forward
-
-        def fail(rows: list[Row]) -> torch.Tensor:
-            raise RuntimeError("out of something")
-
-        pair.prefill.steps.runner.forward = fail  # type: ignore[method-assign]
         room = pair.room(prompt_of(30))
-        with pytest.raises(KvflowError, match="prefill step failed: RuntimeError") as caught:
-            await pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1))
+        with monkeypatch.context() as patch:
+            if what == "step":
+                patch.setattr(pair.prefill.steps.runner, "forward", broken)
+            else:
+                patch.setattr(room.prefill_half, "send", broken)
+            with pytest.raises(KvflowError, match=said) as caught:
+                await pair.send(room, prompt_of(30), greedy(1))
         assert caught.value.code is Code.ENGINE_ERROR and room.cause is not None
         room.close()
-        pair.prefill.steps.runner.forward = honest  # type: ignore[method-assign]
         assert len(await pair.tokens(prompt_of(30), greedy(3))) == 3
-        await until(lambda: pair.home)
         assert pair.prefill.failed_steps == 1 and pair.prefill.healthy
 
 
@@ -248,65 +196,36 @@ async def test_prompts_that_cannot_be_are_refused_and_decode_is_told(
         with pytest.raises(error, match=said):
             pair.prefill.check(prompt, SamplingParams())
         with pytest.raises(error, match=said):
-            await pair.prefill.prefill(room.prefill_half, prompt, SamplingParams())
+            await pair.send(room, prompt, SamplingParams())
         assert room.cause is not None and room.cause.code is error.code
-        room.close()
-        assert pair.home
-
-
-async def test_a_room_that_breaks_takes_no_other_with_it(llama: LoadedModel) -> None:
-    async with EnginePair(llama) as pair:
-        room = pair.room(prompt_of(30))
-
-        def broken(*_: Any, **__: Any) -> None:
-            raise OSError("no route")
-
-        room.prefill_half.send = broken
-        with pytest.raises(KvflowError, match="sending pages failed: OSError"):
-            await pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1))
-        room.close()
-        assert len(await pair.tokens(prompt_of(30), greedy(3))) == 3
-        assert pair.home and pair.prefill.healthy
 
 
 async def test_a_match_that_comes_after_the_end_is_refused(llama: LoadedModel) -> None:
     async with EnginePair(llama) as pair:
-        room = pair.room(prompt_of(30))
-        met = asyncio.Event()
+        room, met = pair.room(prompt_of(30)), asyncio.Event()
 
         async def matched() -> int:
             await met.wait()
             return 0
 
         room.prefill_half.matched = matched
-        leg = asyncio.ensure_future(
-            pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1))
-        )
+        leg = pair.send(room, prompt_of(30), greedy(1))
         await asyncio.sleep(0)
         await pair.prefill.close()
         met.set()
         with pytest.raises(AbortedError, match="closing"):
             await leg
         assert room.cause is not None and room.cause.code is Code.SHUTDOWN
-        room.close()
-        assert pair.home
 
 
 async def test_tokens_decode_has_already_are_not_sent(llama: LoadedModel) -> None:
     """They are computed all the same: there is no prefix cache on this side yet."""
     async with EnginePair(llama, page_size=4, chunk_tokens=10) as pair:
-        room = pair.room(prompt_of(27))
-
-        async def matched() -> int:
-            return 12
-
-        room.prefill_half.matched = matched
-        room.pages, held = room.pages[3:], room.pages[:3]
-        await pair.prefill.prefill(room.prefill_half, prompt_of(27), greedy(1))
+        room = pair.room(prompt_of(27), late=True)
+        room.known(3)
+        room.meet(12)
+        await pair.send(room, prompt_of(27), greedy(1))
         assert room.sends == [(2, False), (2, True)], "the first chunk was known"
-        pair.target.pages.give_back(held, room._owner)
-        room.close()
-        assert pair.home
 
 
 async def test_a_prompt_takes_no_places_while_what_others_gave_up_is_not_enough(

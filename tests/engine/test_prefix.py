@@ -6,67 +6,51 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from contextlib import aclosing
 
 import numpy as np
 import pytest
 
 from kvflow.protocols.cache.hashes import Namespace
 from kvflow.protocols.errors import KvflowError
-from kvflow.serve.cache.tiers import OWNER
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.scheduler.params import SamplingParams
-from tests.engine.pair import EnginePair, greedy, prompt_of, until
-from tests.engine.test_prefill import watch
+from tests.engine.pair import EnginePair, FakeRoom, Watched, greedy, prompt_of, tokens_of, until
+from tests.engine.tiny_models import Generated, Loaded
 
 
-async def flushed(pair: EnginePair) -> bool:
-    """Every page is free again once the caches forget theirs."""
-    await until(lambda: pair.home)  # a burst may still run
-    for cache in pair.caches:
-        cache.flush()
-    return pair.home and not any(OWNER in side.pages.owned() for side in (pair.source, pair.target))
-
-
-async def test_what_is_cached_is_neither_computed_nor_sent_again(llama: LoadedModel) -> None:
+async def test_what_is_cached_is_neither_computed_nor_sent_again(
+    llama: LoadedModel, generated: Generated
+) -> None:
     prompt = prompt_of(30)
-    async with EnginePair(llama, page_size=4, chunk_tokens=16) as pair:
-        plain = await pair.tokens(prompt, greedy(7))
-        longer = prompt + plain + prompt_of(9, 2)
-        expected = await pair.outputs(longer, greedy(5))
+    plain = generated("llama", prompt, 7)
+    longer = prompt + plain + prompt_of(9, 2)
     async with EnginePair(llama, page_size=4, chunk_tokens=16, cache="lru") as pair:
-        steps: list[list[int]] = []
-        watch(pair, steps)
+        steps = Watched(pair.prefill.steps.runner)
         first = await pair.outputs(prompt, greedy(7))
         assert [out.token_id for out in first] == plain and first[0].cached_tokens == 0
-        steps.clear()
+        steps.steps.clear()
         found = await pair.outputs(longer, greedy(5))
-        assert [out.token_id for out in found] == [out.token_id for out in expected]
+        assert [out.token_id for out in found] == generated("llama", longer, 5)
         # Prefill has the 7 whole pages of the prompt; decode those of all that was fed to it: 36
         # tokens, 9 pages.
-        assert found[0].cached_tokens == 28 and sum(map(sum, steps)) == len(longer) - 28
+        assert found[0].cached_tokens == 28 and sum(map(sum, steps.new)) == len(longer) - 28
         assert sum(count for count, _ in pair.rooms[-1].sends) == -(-len(longer) // 4) - 9
-        assert await flushed(pair)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "gpt2", "mixtral"])
 async def test_latents_indexers_and_experts_are_cached_too(
-    family: str, loaded: Callable[[str], LoadedModel]
+    family: str, loaded: Loaded, generated: Generated
 ) -> None:
-    async def talk(pair: EnginePair) -> tuple[list[list[int]], list[int]]:
-        prompt, answers, cached = prompt_of(37), [], []
+    prompt, cached = prompt_of(37), []
+    async with EnginePair(loaded(family), page_size=4, chunk_tokens=16, cache="lru") as pair:
         for turn in range(3):
             outputs = await pair.outputs(prompt, greedy(6))
-            answers.append([out.token_id for out in outputs])
+            answer = [out.token_id for out in outputs]
+            assert answer == generated(family, prompt, 6)
             cached.append(outputs[0].cached_tokens)
-            prompt = prompt + answers[-1] + prompt_of(5 + turn, 9 + turn)
-        return answers, cached
-
-    async with EnginePair(loaded(family), page_size=4, chunk_tokens=16) as pair:
-        expected, _ = await talk(pair)
-    async with EnginePair(loaded(family), page_size=4, chunk_tokens=16, cache="lru") as pair:
-        assert await talk(pair) == (expected, [0, 36, 48])
-        assert await flushed(pair)
+            prompt = prompt + answer + prompt_of(5 + turn, 9 + turn)
+    assert cached == [0, 36, 48]
 
 
 async def test_a_prompt_that_decode_has_whole_moves_nothing(llama: LoadedModel) -> None:
@@ -79,59 +63,43 @@ async def test_a_prompt_that_decode_has_whole_moves_nothing(llama: LoadedModel) 
             "the last token is computed once more: its logits are wanted"
         )
         assert pair.rooms[-1].sends[-1] == (0, True) and not pair.rooms[-1].pages.size
-        assert await flushed(pair)
 
 
-async def test_what_was_evicted_comes_back_from_the_host(llama: LoadedModel) -> None:
+async def test_what_was_evicted_comes_back_from_the_host(
+    llama: LoadedModel, generated: Generated
+) -> None:
     """Every byte of both pools is poison in between."""
     prompt = prompt_of(30)
-    async with EnginePair(llama, page_size=4) as pair:
-        expected = await pair.tokens(prompt, greedy(7))
-        longer = prompt + expected + prompt_of(9, 2)
-        more = await pair.tokens(longer, greedy(5))
+    expected = generated("llama", prompt, 7)
+    longer = prompt + expected + prompt_of(9, 2)
     async with EnginePair(
         llama, page_size=4, cache="lru", cache_host_pages=64, num_pages=40
     ) as pair:
         assert await pair.tokens(prompt, greedy(7)) == expected
         await until(lambda: [cache.stats().saved_pages for cache in pair.caches] == [7, 9])
-        for cache, side in zip(pair.caches, (pair.source, pair.target), strict=True):
-            await until(lambda side=side: not side.pages.held_pages)  # type: ignore[misc]
-            cache.evict(40)
-            assert side.pages.free_pages == 40 and not cache.stats().pages
-            for component in side.pool.layout.components:
-                side.pool.tensor(component.name).fill_(float("nan"))
+        await pair.evict_all()
         found = await pair.outputs(longer, greedy(5))
-        assert [out.token_id for out in found] == more and found[0].cached_tokens == 28
+        assert [out.token_id for out in found] == generated("llama", longer, 5)
+        assert found[0].cached_tokens == 28
         assert [cache.stats().loaded_pages for cache in pair.caches] == [7, 9]
-        assert await flushed(pair)
-        assert all(tier.pages.at_rest() for tier in pair.host_tiers)
 
 
-async def test_what_was_read_up_to_a_stop_string_is_cached(llama: LoadedModel) -> None:
+async def test_what_was_read_up_to_a_stop_string_is_cached(
+    llama: LoadedModel, generated: Generated
+) -> None:
     """Its reader closes the tokens, maybe while a step runs: what that step writes is not among the
     pages kept.
     """
     prompt = prompt_of(22)
-    async with EnginePair(llama, page_size=4) as pair:
-        expected = await pair.tokens(prompt, greedy(20))
+    expected = generated("llama", prompt, 20)
     for read in (1, 2, 3, 7, 11):
         longer = prompt + expected[:read] + prompt_of(9, 2)
-        async with EnginePair(llama, page_size=4) as pair:
-            more = await pair.tokens(longer, greedy(5))
         async with EnginePair(llama, page_size=4, cache="lru") as pair:
-            admission = await pair.decode.admit(prompt, greedy(20))
-            room = pair.room(prompt)
-            leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(20)))
-            tokens = pair.decode.generate(
-                room, prompt, greedy(20), admission, await pair.decode.cached(prompt)
-            )
-            found = [(await anext(tokens)).token_id for _ in range(read)]
-            await tokens.aclose()
-            await leg
+            async with aclosing(pair.stream(prompt, greedy(20))) as tokens:
+                found = [(await anext(tokens)).token_id for _ in range(read)]
             assert found == expected[:read]
             assert pair.caches[1].stats().pages >= (22 + read - 1) // 4
-            assert await pair.tokens(longer, greedy(5)) == more
-            assert await flushed(pair)
+            assert await pair.tokens(longer, greedy(5)) == generated("llama", longer, 5)
 
 
 async def test_who_was_not_admitted_asks_for_no_page_that_the_cache_has(llama: LoadedModel) -> None:
@@ -145,29 +113,17 @@ async def test_who_was_not_admitted_asks_for_no_page_that_the_cache_has(llama: L
         await until(lambda: pair.home)
         prefix = await pair.decode.cached(prompt)
         assert prefix is not None and prefix.tokens == 20
-        room = pair.room(prompt, prefix.tokens)
-        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(18)))
-        stream = pair.decode.generate(room, prompt, greedy(18), prefix=prefix)
-        assert [out.token_id async for out in stream] == want
-        await leg
-        assert await flushed(pair)
+        assert await tokens_of(pair.not_admitted(prompt, greedy(18), prefix)) == want
 
 
 async def test_namespaces_share_nothing(llama: LoadedModel) -> None:
     prompt, mine, other = prompt_of(20), Namespace(salt="mine"), Namespace(salt="other")
     async with EnginePair(llama, page_size=4, cache="lru") as pair:
-        room = pair.room(prompt)
-        await pair.prefill.prefill(room.prefill_half, prompt, greedy(1), namespace=mine)
-        room.close()
-        found = {}
-        for name in (mine, other):
-            room = pair.room(prompt)
-            found[name] = (
-                await pair.prefill.prefill(room.prefill_half, prompt, greedy(1), namespace=name)
-            ).cached_tokens
-            room.close()
-        assert found == {mine: 16, other: 0}
-        assert await flushed(pair)
+        found = [
+            (await pair.send(pair.room(prompt), prompt, greedy(1), namespace=name)).cached_tokens
+            for name in (mine, mine, other)
+        ]
+        assert found == [0, 16, 0]
 
 
 async def test_scores_of_cached_tokens_are_computed(llama: LoadedModel) -> None:
@@ -188,7 +144,6 @@ async def test_scores_of_cached_tokens_are_computed(llama: LoadedModel) -> None:
                 for scores in (found.prompt_logprobs, expected)
             )
             assert len(mine) == 39 - start and np.allclose(mine, want, atol=1e-4)
-            assert await flushed(pair)
 
 
 async def test_pages_of_failed_requests_are_not_cached(llama: LoadedModel) -> None:
@@ -196,15 +151,14 @@ async def test_pages_of_failed_requests_are_not_cached(llama: LoadedModel) -> No
     async with EnginePair(llama, page_size=4, cache="lru") as pair:
         room = pair.room(prompt)
         room.gate.clear()  # all of it is computed and nothing lands
-        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(1)))
-        await until(lambda: bool(room.sends) and room.sends[-1][1])
+        leg = pair.send(room, prompt, greedy(1))
+        await room.sent()
         room.close()
         with pytest.raises(KvflowError):
             await leg
         assert not pair.caches[0].stats().pages
         room.gate.set()
         assert await pair.tokens(prompt, greedy(3))
-        assert await flushed(pair)
 
 
 async def test_a_request_whose_room_fails_locks_nothing_any_more(llama: LoadedModel) -> None:
@@ -212,16 +166,10 @@ async def test_a_request_whose_room_fails_locks_nothing_any_more(llama: LoadedMo
     prompt = prompt_of(30)
     async with EnginePair(llama, page_size=4, cache="lru") as pair:
         await pair.tokens(prompt, greedy(3))
-        admission = await pair.decode.admit(prompt, greedy(3))
-        prefix = await pair.decode.cached(prompt, admission=admission)
-        assert prefix is not None and prefix.held
-        room = pair.room(prompt, prefix.tokens)
-        tokens = pair.decode.generate(room, prompt, greedy(3), admission, prefix)
-        room.fail()
+        pair.on_room = FakeRoom.fail
         with pytest.raises(KvflowError):
-            await anext(tokens)
-        assert prefix.end is None
-        assert await flushed(pair)
+            await pair.tokens(prompt, greedy(3))
+        assert pair.rooms[-1].pages.size == 1, "decode has locked the other seven"
 
 
 async def test_a_flush_leaves_alone_who_reads(llama: LoadedModel) -> None:
@@ -229,16 +177,11 @@ async def test_a_flush_leaves_alone_who_reads(llama: LoadedModel) -> None:
     async with EnginePair(llama, page_size=4, cache="lru") as pair:
         expected = await pair.tokens(prompt, greedy(12))
         tokens = []
-        admission = await pair.decode.admit(prompt, greedy(12))
-        prefix = await pair.decode.cached(prompt)
-        assert prefix is not None and prefix.tokens == 28
-        room = pair.room(prompt, prefix.tokens)
-        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(12)))
-        async for out in pair.decode.generate(room, prompt, greedy(12), admission, prefix):
+        async for out in pair.stream(prompt, greedy(12)):
             tokens.append(out.token_id)
             for cache in pair.caches:
                 cache.flush()
-        await leg
+        assert pair.rooms[-1].pages.size == 1, "decode reads the other seven"
         assert tokens == expected
         await until(lambda: pair.home)
         assert not any(cache.stats().pages for cache in pair.caches)
@@ -308,4 +251,3 @@ async def test_chats_get_the_tokens_that_they_get_without_a_cache(
         assert all(hits), "nothing was found in the cache"
         if pages == 30:
             assert any(cache.stats().evicted_pages for cache in pair.caches)
-        assert await flushed(pair)

@@ -17,8 +17,9 @@ from kvflow.serve.engine.scheduler import budget as budget_module
 from kvflow.serve.engine.scheduler import decode as decode_module
 from kvflow.serve.engine.scheduler import prefill as prefill_module
 from kvflow.serve.engine.scheduler.budget import PageBudget
-from tests.engine.pair import EnginePair, greedy, prompt_of, until
+from tests.engine.pair import EnginePair, greedy, prompt_of, tokens_of, until
 from tests.engine.test_optimistic import Early
+from tests.engine.tiny_models import Generated
 
 PAGE = 4
 
@@ -76,13 +77,14 @@ async def test_where_nobody_runs_who_waits_lets_go_of_cached_pages() -> None:
     admission.release()
 
 
-async def test_requests_that_are_away_do_not_starve_the_one_that_runs(llama: LoadedModel) -> None:
+async def test_requests_that_are_away_do_not_starve_the_one_that_runs(
+    llama: LoadedModel, generated: Generated
+) -> None:
     """The prefixes of all are locked, each runs on its own, and what it needs is a prefix of who
     waits for it.
     """
     prompts = [prompt_of(48, 3 * i + 1) for i in range(3)]
-    async with EnginePair(llama, page_size=PAGE) as pair:
-        expected = [await pair.tokens(prompt, greedy(60)) for prompt in prompts]
+    expected = [generated("llama", prompt, 60) for prompt in prompts]
     small = {"page_size": PAGE, "num_pages": 46, "source_pages": 256, "new_token_ratio": 0.1}
     for host in ({"host_pages": 200}, {}):
         async with EnginePair(llama, cache="lru", **small, **host) as pair:
@@ -90,19 +92,12 @@ async def test_requests_that_are_away_do_not_starve_the_one_that_runs(llama: Loa
                 await pair.tokens(prompt, greedy(1))
             # Half of the time after which who is short would be failed.
             async with asyncio.timeout(10):
-                found = await asyncio.gather(
-                    *(pair.tokens(prompt, greedy(60)) for prompt in prompts)
-                )
-            assert found == expected
+                assert await pair.tokens_of_all(prompts, greedy(60)) == expected
             report = pair.decode.retraction
             assert report.retracts == report.resumes + report.recomputes and report.recomputes
             assert pair.caches[1].stats().asked_tokens == 6 * 48, (
                 "who comes back is not counted again"
             )
-            await until(lambda: pair.home)
-            for cache in pair.caches:
-                cache.flush()
-            assert pair.target.pages.free_pages == 46
 
 
 @pytest.mark.parametrize(
@@ -123,15 +118,13 @@ async def test_nobody_waits_for_an_early_prompt_because_of_cached_pages(
         shares = early > cached + PAGE - 1 and cached == 40
         prompt = prompt_of(cached) + prompt_of(early - cached, 7) if shares else prompt_of(early, 7)
         room, leg = begun.begin(prompt)
-        await until(lambda: begun.computed(early - cached if shares else early))
+        await begun.computed(early - cached if shares else early)
         assert begun.counts == (1, 0, 0, 1)
         async with asyncio.timeout(5):
             await pair.tokens(prompt_of(matched, 3), greedy(1))
         assert begun.counts[2] == 1, "it gave way"
         room.meet()
         await leg
-        room.close()
-        await until(lambda: pair.home)
 
 
 async def test_a_prompt_that_waits_is_looked_up_once(llama: LoadedModel) -> None:
@@ -140,10 +133,8 @@ async def test_a_prompt_that_waits_is_looked_up_once(llama: LoadedModel) -> None
     ) as pair:
         blocker = pair.room(prompt_of(40, 5))
         blocker.gate.clear()
-        leg = asyncio.ensure_future(
-            pair.prefill.prefill(blocker.prefill_half, prompt_of(40, 5), greedy(1))
-        )
-        await until(lambda: bool(blocker.sends) and blocker.sends[-1][1])
+        leg = pair.send(blocker, prompt_of(40, 5), greedy(1))
+        await blocker.sent()
         waits = asyncio.ensure_future(pair.tokens(prompt_of(20), greedy(1)))
         await until(lambda: pair.prefill.load().waiting == 1)
         for _ in range(5):
@@ -159,7 +150,6 @@ async def test_a_prompt_that_waits_is_looked_up_once(llama: LoadedModel) -> None
             for root in index._residents.roots.values()
             for child in root.children.values()
         )
-        blocker.close()
 
 
 async def test_without_an_admission_cached_pages_are_not_asked_for_again(
@@ -173,13 +163,7 @@ async def test_without_an_admission_cached_pages_are_not_asked_for_again(
         expected = await pair.tokens(prompt, params)
         prefix = await pair.decode.cached(prompt)
         assert prefix is not None and prefix.tokens == 32
-        room = pair.room(prompt, prefix.tokens)
-        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, params))
-        found = [
-            out.token_id async for out in pair.decode.generate(room, prompt, params, None, prefix)
-        ]
-        await leg
-        assert found == expected
+        assert await tokens_of(pair.not_admitted(prompt, params, prefix)) == expected
 
 
 class SlowStore:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,20 +23,19 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, SLOT, StateKind
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.serve.cache.prefix import PrefixCache
 from kvflow.serve.cache.states import StateStore
+from kvflow.serve.config.settings import Role
 from kvflow.serve.config.sources import resolve
 from kvflow.serve.engine.model.load import LoadedModel, load_model
 from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 from kvflow.serve.engine.scheduler.prefill_states import PromptStates
 from kvflow.serve.launch.caching import prefix_cache
 from kvflow.serve.launch.parts import Parts
-from tests.engine.pair import EnginePair, greedy, prompt_of, until
-from tests.engine.test_optimistic import LateRoom
-from tests.engine.test_prefill import watch
-from tests.engine.test_prefix import flushed
+from tests.engine.pair import EnginePair, Watched, greedy, prompt_of, tokens_of, until
+from tests.engine.tiny_models import Generated, Loaded, Tiny
 
 HOW: dict[str, Any] = {"page_size": 4, "chunk_tokens": 16}
-Loaded = Callable[[str], LoadedModel]
 
 
 def store_of(pair: EnginePair) -> StateStore:
@@ -43,34 +44,32 @@ def store_of(pair: EnginePair) -> StateStore:
     return store
 
 
-async def talk(pair: EnginePair) -> tuple[list[list[int]], list[int]]:
+async def talk(model: LoadedModel, **options: Any) -> tuple[list[list[int]], list[int]]:
     """Three turns of one conversation, then two prompts that begin as it did, and leave it at one
-    place.
+    place: the answers, and how much of each prompt was cached.
     """
     prompt = prompt_of(37)
     prompts = [prompt_of(37), [], [], prompt[:29] + prompt_of(9, 3), prompt[:29] + prompt_of(6, 4)]
     answers, cached = [], []
-    for turn, given in enumerate(prompts):
-        outputs = await pair.outputs(given or prompt, greedy(6))
-        answers.append([out.token_id for out in outputs])
-        cached.append(outputs[0].cached_tokens)
-        prompt = prompt + answers[-1] + prompt_of(5 + turn, 9 + turn)
+    async with EnginePair(model, **HOW, **options) as pair:
+        for turn, given in enumerate(prompts):
+            outputs = await pair.outputs(given or prompt, greedy(6))
+            answers.append([out.token_id for out in outputs])
+            cached.append(outputs[0].cached_tokens)
+            prompt = prompt + answers[-1] + prompt_of(5 + turn, 9 + turn)
+        if "cache" in options and model.has_rows:
+            assert pair.caches[0].stats().states and store_of(pair).slots.num_pages == 32
+    assert len({tuple(answer) for answer in answers}) == 5
     return answers, cached
 
 
 async def check(model: LoadedModel) -> None:
-    async with EnginePair(model, **HOW) as pair:
-        expected, _ = await talk(pair)
-    assert len({tuple(answer) for answer in expected}) == 5
-    async with EnginePair(model, **HOW, cache="lru") as pair:
-        answers, cached = await talk(pair)
-        assert answers == expected
-        # Of 37 tokens a model with states computes no last one alone. The second prompt has 48: 12
-        # whole pages. The fourth shares 28 tokens with what is cached, where there is a state after
-        # 16, and leaves one after 28.
-        assert cached == [0, 32 if model.has_states else 36, 48, 16, 28]
-        assert pair.caches[0].stats().states and await flushed(pair)
-        assert store_of(pair).slots.free_pages == 32
+    expected, _ = await talk(model)
+    # Of 37 tokens a model with states computes no last one alone. The second prompt has 48: 12
+    # whole pages. The fourth shares 28 tokens with what is cached, where there is a state after 16,
+    # and leaves one after 28; where windows are in pages, every prefix has what they need.
+    cached = [0, 32 if model.has_states else 36, 48, 16 if model.has_rows else 28, 28]
+    assert await talk(model, cache="lru") == (expected, cached)
 
 
 @pytest.mark.parametrize(
@@ -83,20 +82,16 @@ async def test_a_conversation_goes_on_from_its_last_state(family: str, loaded: L
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3"])
 @pytest.mark.parametrize("rings", ["always", "never"])
-async def test_a_conversation_goes_on_from_its_windows(
-    family: str, rings: str, tiny: Callable[[str], Path]
-) -> None:
-    """In rows they are states; in pages every prefix has what its windows need."""
+async def test_a_conversation_goes_on_from_its_windows(family: str, rings: str, tiny: Tiny) -> None:
+    """In rows they are states."""
     model = load_model(str(tiny(family)), attention="packed", sliding_window_rows=rings)
     assert model.has_rows == (rings == "always")
-    if model.has_rows:
-        await check(model)
-        return
-    async with EnginePair(model, **HOW) as pair:
-        expected, _ = await talk(pair)
-    async with EnginePair(model, **HOW, cache="lru") as pair:
-        assert await talk(pair) == (expected, [0, 36, 48, 28, 28])
-        assert await flushed(pair)
+    await check(model)
+
+
+async def cached_of(pair: EnginePair, length: int, salt: int) -> int:
+    """How much of a prompt is cached; it is afterwards."""
+    return (await pair.outputs(prompt_of(length, salt), greedy(2)))[0].cached_tokens
 
 
 async def test_a_prompt_is_divided_where_a_state_is_of_use(loaded: Loaded) -> None:
@@ -104,47 +99,33 @@ async def test_a_prompt_is_divided_where_a_state_is_of_use(loaded: Loaded) -> No
     leaves others.
     """
     async with EnginePair(loaded("lfm2"), page_size=4, chunk_tokens=18, cache="lru") as pair:
-        steps: list[list[int]] = []
-        watch(pair, steps)
+        steps = Watched(pair.prefill.steps.runner)
         await pair.tokens(prompt_of(40), greedy(1))
-        assert steps == [[16], [16], [4], [4]], "18 tokens are no whole pages"
+        assert steps.new == [[16], [16], [4], [4]], "18 tokens are no whole pages"
         assert pair.caches[0].stats().states == 4
-        steps.clear()
+        steps.steps.clear()
         await pair.tokens(prompt_of(25) + prompt_of(8, 1), greedy(1))
-        assert steps == [[8], [4], [5]], "24 tokens are cached, and there is a state after 16"
-        assert await flushed(pair)
+        assert steps.new == [[8], [4], [5]], "24 tokens are cached, and there is a state after 16"
 
 
 async def test_what_was_evicted_is_computed_again(loaded: Loaded) -> None:
     """A store of one state has that of the prompt that came last."""
     async with EnginePair(loaded("lfm2"), **HOW, cache="lru", cache_states=1) as pair:
-        found = [
-            (await pair.outputs(prompt_of(30, salt), greedy(2)))[0].cached_tokens
-            for salt in (0, 0, 1, 0, 0)
-        ]
+        found = [await cached_of(pair, 30, salt) for salt in (0, 0, 1, 0, 0)]
         assert found == [0, 28, 0, 0, 28]
         stats = pair.caches[0].stats()
-        assert (stats.states, stats.limit_states, stats.pages) == (
-            1,
-            1,
-            14,
-        ) and stats.evicted_states >= 2
-        assert await flushed(pair)
+        assert (stats.states, stats.limit_states, stats.pages) == (1, 1, 14)
+        assert stats.evicted_states >= 2
 
 
 async def test_a_long_prompt_leaves_slots_to_others(loaded: Loaded) -> None:
     """It has 7 ends of chunks, and the last two of them stay."""
     async with EnginePair(loaded("lfm2"), **HOW, cache="lru", cache_states=8) as pair:
         for salt, length in enumerate((30, 30, 30, 110)):
-            await pair.tokens(prompt_of(length, salt), greedy(1))
+            assert await cached_of(pair, length, salt) == 0
         stats = pair.caches[0].stats()
         assert (stats.states, stats.evicted_states) == (8, 0)
-        found = [
-            (await pair.outputs(prompt_of(n, salt), greedy(1)))[0].cached_tokens
-            for salt, n in ((0, 30), (3, 110))
-        ]
-        assert found == [28, 108]
-        assert await flushed(pair)
+        assert (await cached_of(pair, 30, 0), await cached_of(pair, 110, 3)) == (28, 108)
 
 
 async def test_a_prompt_that_decode_has_whole_moves_its_row(loaded: Loaded) -> None:
@@ -162,14 +143,11 @@ async def test_a_prompt_that_decode_has_whole_moves_its_row(loaded: Loaded) -> N
         assert one_more.cached_tokens == 28, (
             "there is a state after 32, and no token is computed alone"
         )
-        assert await flushed(pair)
 
 
 @pytest.mark.parametrize("rings", [False, True])
 @pytest.mark.parametrize("what", ["zeroed", "swapped"])
-async def test_a_wrong_state_shows(
-    what: str, rings: bool, loaded: Loaded, tiny: Callable[[str], Path]
-) -> None:
+async def test_a_wrong_state_shows(what: str, rings: bool, loaded: Loaded, tiny: Tiny) -> None:
     """So what is right above is read."""
     model = (
         load_model(str(tiny("gpt_oss")), attention="packed", sliding_window_rows="always")
@@ -187,55 +165,44 @@ async def test_a_wrong_state_shows(
             stream[:] = 0 if what == "zeroed" else np.roll(stream, 2, axis=0)
         outputs = await pair.outputs(prompt, greedy(8))
         assert outputs[0].cached_tokens == 28 and [out.token_id for out in outputs] != expected
-        assert await flushed(pair)
 
 
-async def test_pages_come_back_from_the_host_for_a_state_that_is_there(loaded: Loaded) -> None:
+async def test_pages_come_back_from_the_host_for_a_state_that_is_there(
+    loaded: Loaded, generated: Generated
+) -> None:
     """Every byte of both pools, rows too, is poison in between."""
     model, prompt = loaded("lfm2"), prompt_of(30)
-    async with EnginePair(model, **HOW) as pair:
-        expected = await pair.tokens(prompt, greedy(7))
-        longer = prompt + expected + prompt_of(9, 2)
-        more = await pair.tokens(longer, greedy(5))
+    expected = generated("lfm2", prompt, 7)
+    longer = prompt + expected + prompt_of(9, 2)
     async with EnginePair(model, **HOW, cache="lru", cache_host_pages=64, num_pages=40) as pair:
         assert await pair.tokens(prompt, greedy(7)) == expected
         await until(lambda: [cache.stats().saved_pages for cache in pair.caches] == [7, 7])
-        for cache, side in zip(pair.caches, (pair.source, pair.target), strict=True):
-            await until(lambda side=side: not side.pages.held_pages)  # type: ignore[misc]
-            cache.evict(40)
-            assert side.pages.free_pages == 40 and not cache.stats().pages
-            for component in side.pool.layout.components:
-                side.pool.tensor(component.name).fill_(float("nan"))
+        await pair.evict_all()
         outputs = await pair.outputs(longer, greedy(5))
-        assert [out.token_id for out in outputs] == more and outputs[0].cached_tokens == 28
+        assert [out.token_id for out in outputs] == generated("lfm2", longer, 5)
+        assert outputs[0].cached_tokens == 28
         assert [cache.stats().loaded_pages for cache in pair.caches] == [7, 7]
-        assert await flushed(pair)
 
 
 @pytest.mark.parametrize("host", [{"host_pages": 64}, {}], ids=["comes back", "is computed again"])
-async def test_who_is_retracted_has_his_state(host: dict[str, int], loaded: Loaded) -> None:
+async def test_who_is_retracted_has_his_state(
+    host: dict[str, int], loaded: Loaded, generated: Generated
+) -> None:
     """Without host memory the row is lost, and with it what the cached pages are good for."""
     model, prompt = loaded("qwen3_next"), prompt_of(30)
-    async with EnginePair(model, **HOW) as pair:
-        expected = await pair.tokens(prompt, greedy(12))
+    expected = generated("qwen3_next", prompt, 12)
     async with EnginePair(model, **HOW, cache="lru", new_token_ratio=0.5, **host) as pair:
         await pair.tokens(prompt, greedy(2))
         for step in (2, 5):
-            admission = await pair.decode.admit(prompt, greedy(12))
-            prefix = await pair.decode.cached(prompt, admission=admission)
-            assert prefix is not None and prefix.tokens == 28
-            room = pair.room(prompt, prefix.tokens)
-            leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(12)))
             found = []
-            async for out in pair.decode.generate(room, prompt, greedy(12), admission, prefix):
+            async for out in pair.stream(prompt, greedy(12)):
                 found.append(out.token_id)
                 if len(found) == step:
                     pair.decode.retract_all()
-            await leg
             assert found == expected
+            assert pair.rooms[-1].pages.size == 2, "a page and the row: decode had the others"
         report = pair.decode.retraction
         assert (report.resumes, report.recomputes) == ((2, 0) if host else (0, 2))
-        assert await flushed(pair)
 
 
 async def test_a_prompt_is_computed_where_no_slot_is_to_be_had(loaded: Loaded) -> None:
@@ -246,7 +213,6 @@ async def test_a_prompt_is_computed_where_no_slot_is_to_be_had(loaded: Loaded) -
         assert len(await pair.tokens(prompt_of(37), greedy(3))) == 3
         assert not pair.caches[0].stats().states and pair.prefill.failed_steps == 0
         slots.give_back(taken, "another prompt")
-        assert await flushed(pair)
 
 
 async def test_states_of_failed_rooms_are_not_cached(loaded: Loaded) -> None:
@@ -254,8 +220,8 @@ async def test_states_of_failed_rooms_are_not_cached(loaded: Loaded) -> None:
     async with EnginePair(loaded("lfm2"), **HOW, cache="lru") as pair:
         room = pair.room(prompt)
         room.gate.clear()  # all of it is computed and nothing lands
-        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(1)))
-        await until(lambda: bool(room.sends) and room.sends[-1][1])
+        leg = pair.send(room, prompt, greedy(1))
+        await room.sent()
         assert store_of(pair).slots.free_pages == 32 - 2
         room.close()
         with pytest.raises(KvflowError):
@@ -263,14 +229,13 @@ async def test_states_of_failed_rooms_are_not_cached(loaded: Loaded) -> None:
         assert not pair.caches[0].stats().states and store_of(pair).slots.free_pages == 32
         room.gate.set()
         assert (await pair.outputs(prompt, greedy(3)))[0].cached_tokens == 0
-        assert await flushed(pair)
 
 
 async def test_slots_of_a_running_step_are_not_used_again(loaded: Loaded) -> None:
     """Its request is dropped meanwhile (I13)."""
     async with EnginePair(loaded("lfm2"), **HOW, cache="lru") as pair:
         await pair.tokens(prompt_of(30), greedy(1))
-        slots, steps = store_of(pair).slots, list[list[int]]()
+        slots = store_of(pair).slots
         seen: list[tuple[int, int]] = []
         legs: list[asyncio.Task[Any]] = []
         loop = asyncio.get_running_loop()
@@ -281,38 +246,31 @@ async def test_slots_of_a_running_step_are_not_used_again(loaded: Loaded) -> Non
             await asyncio.gather(*legs, return_exceptions=True)
             seen.append((slots.held_pages, slots.returning_pages))
 
-        watch(pair, steps, lambda: asyncio.run_coroutine_threadsafe(drop(), loop).result(10))
+        steps = Watched(pair.prefill.steps.runner)
+        steps.before = lambda: asyncio.run_coroutine_threadsafe(drop(), loop).result(10)
         prompt = prompt_of(30) + prompt_of(9, 1)
-        room = pair.room(prompt)
-        legs.append(
-            asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(1)))
-        )
+        legs.append(pair.send(pair.room(prompt), prompt, greedy(1)))
         await until(lambda: bool(seen))
         assert seen == [(2, 2)], "one is read, the other written"
         await until(lambda: slots.free_pages == 32 and pair.source.places.at_rest())
-        room.close()
 
 
-async def test_who_gives_way_has_his_slots_no_more(loaded: Loaded) -> None:
+async def test_who_gives_way_has_his_slots_no_more(loaded: Loaded, generated: Generated) -> None:
     """A prompt that has begun before its room was matched, where a prompt has one slot."""
-    model = loaded("lfm2")
     early, other, params = prompt_of(30, 1), prompt_of(30, 2), greedy(4)
-    async with EnginePair(model, **HOW) as pair:
-        expected = [await pair.tokens(prompt, params) for prompt in (early, other)]
     async with EnginePair(
-        model, **HOW, cache="lru", cache_states=4, source_pages=12, optimistic_tries=2
+        loaded("lfm2"), **HOW, cache="lru", cache_states=4, source_pages=12, optimistic_tries=2
     ) as pair:
-        slots, room = store_of(pair).slots, LateRoom(pair.source, pair.target, len(early)).expect()
-        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, early, params))
+        slots, room = store_of(pair).slots, pair.room(early, late=True)
+        leg = pair.send(room, early, params)
         await until(lambda: slots.free_pages == 3)
-        assert await pair.tokens(other, params) == expected[1]
+        assert await pair.tokens(other, params) == generated("lfm2", other, 4)
         assert pair.prefill.optimism.lost == 1
         room.meet()
-        found = [out.token_id async for out in pair.decode.generate(room, early, params)]
-        assert found == expected[0]
+        found = await tokens_of(pair.decode.generate(room, early, params))
         await leg
-        assert [await pair.tokens(prompt, params) for prompt in (early, other)] == expected
-        await until(lambda: pair.home)
+        again = [await pair.tokens(prompt, params) for prompt in (early, other, early)]
+        assert [found, *again] == [generated("lfm2", p, 4) for p in (early, early, other, early)]
 
 
 async def test_caches_that_would_do_without_states_are_refused(loaded: Loaded) -> None:
@@ -331,6 +289,40 @@ async def test_caches_that_would_do_without_states_are_refused(loaded: Loaded) -
             )
 
 
+@asynccontextmanager
+async def configured(
+    model: LoadedModel,
+    role: Role = "prefill",
+    ranks: int = 1,
+    memory_bytes: int | None = None,
+    **given: Any,
+) -> AsyncIterator[PrefixCache | None]:
+    """The cache of a role with these settings.
+
+    `memory_bytes`: what the machine has when it is made.
+    """
+    computes = role == "prefill"
+    settings = resolve(role, {"model_path": model.name, **given}, env={})
+    async with EnginePair(model, **HOW) as pair:
+        side = pair.source if computes else pair.target
+        parts = Parts(model, side.pool, pair._threads[0])
+        with pytest.MonkeyPatch.context() as patch:
+            if memory_bytes is not None:
+                available = Available(memory_bytes, "memory of the machine")
+                patch.setattr("kvflow.memory.shared.available_memory", lambda: available)
+            async with prefix_cache(settings, parts, computes=computes, ranks=ranks) as found:
+                yield found
+
+
+async def refusal(model: LoadedModel, **given: Any) -> str:
+    """What a prefill with these settings says, in one line."""
+    with pytest.raises(MisuseError) as refused:
+        async with configured(model, **given):
+            pass
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("family", "ranks", "why"),
     [
@@ -346,26 +338,15 @@ async def test_by_default_a_prefill_caches_what_its_model_can_take(
     """What cannot be cached is said in one line, and refused only where a setting asks for it."""
     model = loaded(family)
     caplog.set_level("INFO")
-    async with EnginePair(model, **HOW) as pair:
-        parts = Parts(model, pair.source.pool, pair._threads[0])
-        settings = resolve("prefill", {"model_path": model.name}, env={})
-        async with prefix_cache(settings, parts, computes=True, ranks=ranks) as found:
-            assert (found is None) is bool(why)
-        lines = [
-            record.getMessage() for record in caplog.records if "not cached" in record.getMessage()
-        ]
-        assert len(lines) == bool(why) and all(why in line for line in lines)
-        off = resolve("prefill", {"model_path": model.name, "prefix_cache": "off"}, env={})
-        async with prefix_cache(off, parts, computes=True, ranks=ranks) as found:
-            assert found is None
-        for given in ({"prefix_cache": "lru"}, {"kv_events_config": "{}"}) if why else ():
-            asked = resolve("prefill", {"model_path": model.name, **given}, env={})
-            (name,) = given
-            with pytest.raises(
-                MisuseError, match=f"--{name.replace('_', '-')} .*{why}.*leave it out"
-            ):
-                async with prefix_cache(asked, parts, computes=True, ranks=ranks):
-                    pass
+    async with configured(model, ranks=ranks) as found:
+        assert (found is None) is bool(why)
+    lines = [r.getMessage() for r in caplog.records if "not cached" in r.getMessage()]
+    assert len(lines) == bool(why) and all(why in line for line in lines)
+    async with configured(model, ranks=ranks, prefix_cache="off") as found:
+        assert found is None
+    for name, value in (("prefix_cache", "lru"), ("kv_events_config", "{}")) if why else ():
+        said = await refusal(model, ranks=ranks, **{name: value})
+        assert re.search(f"--{name.replace('_', '-')} .*{why}.*leave it out", said)
 
 
 @pytest.mark.parametrize(
@@ -391,81 +372,43 @@ async def test_by_default_a_prefill_caches_what_its_model_can_take(
 async def test_what_a_prefill_cannot_cache_is_said_in_one_line(
     family: str, given: dict[str, Any], message: str, loaded: Loaded
 ) -> None:
-    model = loaded(family)
-    async with EnginePair(model, **HOW) as pair:
-        settings = resolve(
-            "prefill", {"model_path": model.name, "prefix_cache": "lru", **given}, env={}
-        )
-        with pytest.raises(MisuseError, match=message) as refused:
-            async with prefix_cache(
-                settings, Parts(model, pair.source.pool, pair._threads[0]), computes=True
-            ):
-                pass
-        assert "\n" not in str(refused.value)
+    assert re.search(message, await refusal(loaded(family), prefix_cache="lru", **given))
 
 
 async def test_a_prefill_starts_without_a_cache_where_states_have_no_memory(
-    loaded: Loaded, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    loaded: Loaded, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The cache is only the default; one that is asked for by name is refused."""
-    model = loaded("lfm2")
-    async with EnginePair(model, **HOW) as pair:
-        monkeypatch.setattr(
-            "kvflow.memory.shared.available_memory", lambda: Available(100, "memory of the machine")
-        )
-        parts = Parts(model, pair.source.pool, pair._threads[0])
-        settings = resolve("prefill", {"model_path": model.name}, env={})
-        async with prefix_cache(settings, parts, computes=True) as found:
-            assert found is None
-        assert caplog.text.count("prefixes are not cached: --cache-state-bytes 1073741824: ") == 1
-        settings = resolve("prefill", {"model_path": model.name, "prefix_cache": "lru"}, env={})
-        with pytest.raises(
-            MisuseError, match=r"--cache-state-bytes 1073741824: .*100 bytes are available"
-        ):
-            async with prefix_cache(settings, parts, computes=True):
-                pass
+    async with configured(loaded("lfm2"), memory_bytes=100) as found:
+        assert found is None
+    assert caplog.text.count("prefixes are not cached: --cache-state-bytes 1073741824: ") == 1
+    said = await refusal(loaded("lfm2"), memory_bytes=100, prefix_cache="lru")
+    assert re.search(r"--cache-state-bytes 1073741824: .*100 bytes are available", said)
 
 
 async def test_a_prefill_leaves_storage_out_and_a_decode_keeps_no_states(
     loaded: Loaded, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = loaded("lfm2")
-    given = {
-        "model_path": model.name,
-        "prefix_cache": "lru",
-        "cache_host_bytes": 1 << 20,
-        "l3": "file",
-    }
-    settings = resolve("prefill", {**given, "l3_dir": str(tmp_path), "l3_bytes": 1 << 20}, env={})
-    async with EnginePair(model, **HOW) as pair:
-        executor = pair._threads[0]
-        async with prefix_cache(
-            settings, Parts(model, pair.source.pool, executor), computes=True
-        ) as found:
-            assert found is not None and found.states is not None and found.stats().storage is None
-            assert found.stats().limit_states == 256 + found.stats().host_limit_pages, (
-                "one for each page"
-            )
-        assert "states are not stored" in caplog.text
-        settings = resolve("decode", {"model_path": model.name, "prefix_cache": "lru"}, env={})
-        async with prefix_cache(settings, Parts(model, pair.target.pool, executor)) as found:
-            assert found is not None and found.states is None
+    store: dict[str, Any] = {"l3": "file", "l3_dir": str(tmp_path), "l3_bytes": 1 << 20}
+    async with configured(model, prefix_cache="lru", cache_host_bytes=1 << 20, **store) as found:
+        assert found is not None and found.states is not None and found.stats().storage is None
+        assert found.stats().limit_states == 256 + found.stats().host_limit_pages, (
+            "one for each page"
+        )
+    assert "states are not stored" in caplog.text
+    async with configured(model, "decode", prefix_cache="lru") as found:
+        assert found is not None and found.states is None
 
 
 async def test_memory_for_states_of_a_model_without_any_is_said_to_be_of_no_use(
-    loaded: Loaded, caplog: pytest.LogCaptureFixture
+    llama: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = loaded("llama")
-    async with EnginePair(model, **HOW) as pair:
-        for given, lines in ({}, 0), ({"cache_state_bytes": 5}, 1):
-            settings = resolve(
-                "prefill", {"model_path": model.name, "prefix_cache": "lru", **given}, env={}
-            )
-            async with prefix_cache(
-                settings, Parts(model, pair.source.pool, pair._threads[0]), computes=True
-            ) as found:
-                assert found is not None and found.states is None
-            assert caplog.text.count("--cache-state-bytes 5: ") == lines
+    cases: list[tuple[dict[str, Any], int]] = [({}, 0), ({"cache_state_bytes": 5}, 1)]
+    for given, lines in cases:
+        async with configured(llama, prefix_cache="lru", **given) as found:
+            assert found is not None and found.states is None
+        assert caplog.text.count("--cache-state-bytes 5: ") == lines
 
 
 def test_memory_for_no_state_is_refused() -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from kvflow.protocols.errors import Code, KvflowError
-from kvflow.serve.cache.tiers import OWNER
 from kvflow.serve.engine.model.load import LoadedModel
-from tests.engine.pair import EnginePair, greedy, prompt_of, until
+from tests.engine.pair import EnginePair, greedy, prompt_of
+from tests.engine.storm import in_lanes, turns
 
 LANES, REQUESTS, MOST_TOKENS = 8, 40, 24
 HOWS = ("stays", "stays", "stays", "leaves", "prefill leaves", "stops reading")
@@ -69,12 +69,6 @@ class Storm:
         self.pair, self.chance, self.expected = pair, chance, expected
         self.ended: Counter[str] = Counter()
 
-    async def run(self, requests: int) -> None:
-        numbers = iter(range(requests))
-        async with asyncio.TaskGroup() as lanes:
-            for _ in range(LANES):
-                lanes.create_task(self._lane(numbers))
-
     async def _weather(self) -> None:
         """What happens to all at once."""
         await self._turns()
@@ -86,14 +80,12 @@ class Storm:
         for side in (self.pair.source, self.pair.target):
             assert side.pages.free_pages + sum(side.pages.owned().values()) == side.pages.capacity
 
-    async def _lane(self, numbers: Any) -> None:
-        for _ in numbers:
-            await self._weather()
-            await self._one(self.chance.choice(HOWS), self.chance.randrange(len(self.expected)))
+    async def request(self, _: int) -> None:
+        await self._weather()
+        await self._one(self.chance.choice(HOWS), self.chance.randrange(len(self.expected)))
 
     async def _turns(self) -> None:
-        for _ in range(self.chance.choice((0, 1, 5, 30, 100, 300))):
-            await asyncio.sleep(0)
+        await turns(self.chance, 0, 1, 5, 30, 100, 300)
 
     async def _one(self, how: str, number: int) -> None:
         prompt, count = prompts()[number], self.chance.randrange(1, MOST_TOKENS + 1)
@@ -139,7 +131,7 @@ class Storm:
         room = pair.room(prompt, prefix.tokens)
         if self.chance.random() < 0.3:
             room.gate.clear()
-        legs.append(asyncio.create_task(pair.prefill.prefill(room.prefill_half, prompt, params)))
+        legs.append(pair.send(room, prompt, params))
         found: list[int] = []
         try:
             async with aclosing(
@@ -168,8 +160,7 @@ async def expected_of(model: LoadedModel) -> list[list[int]]:
     """Without a cache. Greedy tokens are those of every shorter answer, too."""
     if id(model) not in _expected:
         async with EnginePair(model, page_size=4, num_pages=1000) as pair:
-            runs = [pair.tokens(prompt, greedy(MOST_TOKENS)) for prompt in prompts()]
-            _expected[id(model)] = await asyncio.gather(*runs)
+            _expected[id(model)] = await pair.tokens_of_all(prompts(), greedy(MOST_TOKENS))
     return _expected[id(model)]
 
 
@@ -196,15 +187,7 @@ async def storm_over(model: LoadedModel, pool: str, seed: int) -> None:
     async with EnginePair(model, cache=policy, cache_states=5, **POOLS[pool]) as pair:
         storm = Storm(pair, chance, expected)
         async with asyncio.timeout(15):
-            await storm.run(REQUESTS)
+            await in_lanes(LANES, REQUESTS, storm.request)
         assert storm.ended["tokens"] and storm.ended["gone"]
-        await until(lambda: pair.home and not any(cache.busy for cache in pair.caches))
-        for cache, side in zip(pair.caches, (pair.source, pair.target), strict=True):
-            found = cache.stats()
-            assert found.pages == found.evictable_pages, "a lock was left"
-            assert side.pages.owned() == ({OWNER: found.pages} if found.pages else {})
-            cache.flush()
-            assert side.pages.free_pages == side.pages.capacity
-            assert cache.states is None or cache.states.slots.free_pages == 5
-        assert all(host.pages.at_rest() and not host.pages.owned() for host in pair.host_tiers)
+        await pair.rest()
         assert not pair.decode.retraction.retracted_now

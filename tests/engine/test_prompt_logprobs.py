@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -24,11 +23,9 @@ from kvflow.serve.engine.scheduler import limits, scoring
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.serve.engine.scheduler.sampling import Draw, choose
-from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
-from tests.engine.test_parity import single
-
-Loader = Callable[..., LoadedModel]
-Stock = Callable[[str], Any]
+from tests.engine.pair import EnginePair, greedy, prompt_of, tokens_of
+from tests.engine.test_parity import equals_one_process
+from tests.engine.tiny_models import Generated, Loaded, Stock, Tiny
 
 
 def reference(stock: Any, prompt: list[int]) -> torch.Tensor:
@@ -60,28 +57,20 @@ def assert_like(
 
 @pytest.mark.parametrize("attention", ["packed", "pad"])
 async def test_they_are_those_of_a_plain_forward(
-    attention: str, llama: LoadedModel, tiny: Callable[[str], Any], stock: Stock
+    attention: str, llama: LoadedModel, tiny: Tiny, stock: Stock, generated: Generated
 ) -> None:
     """Across chunks and pages, from any token on; beside requests that ask for none."""
     model = llama if attention == "packed" else load_model(str(tiny("llama")), "float32", "pad")
     prompt = prompt_of(150)
     want = reference(stock("llama"), prompt)
     async with EnginePair(model, chunk_tokens=40, max_batch_tokens=64) as pair:
-        plain = [pair.tokens(prompt_of(n, n), greedy(5)) for n in (1, 39, 80)]
+        plain = [prompt_of(n, n) for n in (1, 39, 80)]
         asked = [(0, 3), (0, 0), (1, 1), (39, 2), (40, 2), (41, 2), (100, 5), (148, 1), (149, 4)]
-        got = await asyncio.gather(
-            *(
-                scored(pair, prompt, logprobs=top, prompt_logprobs_from=start)
-                for start, top in asked
-            ),
-            *plain,
-        )
-        await until(lambda: pair.home)
-        for (start, top), found in zip(asked, got[: len(asked)], strict=True):
-            assert_like(found, want, prompt, start, top)  # type: ignore[arg-type]
-        assert got[len(asked) :] == [
-            await pair.tokens(prompt_of(n, n), greedy(5)) for n in (1, 39, 80)
-        ]
+        runs = (scored(pair, prompt, logprobs=n, prompt_logprobs_from=at) for at, n in asked)
+        *got, beside = await asyncio.gather(*runs, pair.tokens_of_all(plain, greedy(5)))
+    for (start, top), found in zip(asked, got, strict=True):
+        assert_like(found, want, prompt, start, top)  # type: ignore[arg-type]
+    assert beside == [generated("llama", other, 5) for other in plain]
 
 
 async def test_what_is_scored_in_one_step_is_bounded(
@@ -108,7 +97,7 @@ async def test_what_is_scored_in_one_step_is_bounded(
         assert_like(found, reference(stock("llama"), prompt), prompt, 0, 2)
 
 
-async def test_one_process_hands_over_the_same(loaded: Loader) -> None:
+async def test_one_process_hands_over_the_same(loaded: Loaded) -> None:
     """In bfloat16 not one bit apart; the tokens are those of a request that asks for none."""
     model = loaded("qwen3", "bfloat16")
     prompt = prompt_of(70)
@@ -116,10 +105,10 @@ async def test_one_process_hands_over_the_same(loaded: Loader) -> None:
         temperature=1.1, seed=3, max_new_tokens=9, logprobs=2, prompt_logprobs_from=5
     )
     async with EnginePair(model, chunk_tokens=40, max_batch_rooms=1) as pair:
-        outs = await pair.outputs(prompt, params)
-        assert [outs] == await single(model, [prompt], params)
         plain = msgspec.structs.replace(params, prompt_logprobs_from=None)
-        assert [out.token_id for out in outs] == await pair.tokens(prompt, plain)
+        tokens = await pair.tokens(prompt, plain)
+    [outs] = await equals_one_process(model, [prompt], params)
+    assert [out.token_id for out in outs] == tokens
 
 
 async def test_no_new_token_is_still_a_handed_over_prompt(llama: LoadedModel) -> None:
@@ -128,7 +117,6 @@ async def test_no_new_token_is_still_a_handed_over_prompt(llama: LoadedModel) ->
         assert only.finish_reason == "length"
         assert only.prompt_logprobs is not None
         assert len(list(only.prompt_logprobs.tokens(prompt_of(20)))) == 20
-        await until(lambda: pair.home)
 
 
 async def test_tokens_that_are_named_have_theirs_at_every_place(
@@ -231,7 +219,7 @@ def test_no_more_logits_in_one_step_than_memory_is_meant_for() -> None:
 
 @pytest.mark.parametrize("family", ["jamba", "llama"])
 async def test_both_legs_refuse_too_many_logits(
-    family: str, loaded: Loader, monkeypatch: pytest.MonkeyPatch
+    family: str, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Jamba computes a prompt in one step, llama in chunks: its own are bounded by them."""
     monkeypatch.setattr(limits, "MAX_LOGITS_BYTES", 1)
@@ -259,56 +247,49 @@ def test_the_most_that_is_accepted_fits_the_message(tokens: int, top: int) -> No
     assert HandOff.decode(handoff.encode()) == handoff
 
 
+NOT_FOR = r"tokens outside 0\.\.511"
+ASKED = {"logprobs": 1, "prompt_logprobs_from": 0}
+
+
 @pytest.mark.parametrize(
-    ("scores", "text"),
+    ("told", "params", "text"),
     [
-        (None, "has no logprobs of the prompt"),
-        (PromptLogprobs(1, b"x" * 4 * 39), "from 1, not of 39 tokens"),
-        (PromptLogprobs(0, b"x" * 4 * 38), "are \\(152, 0, 0, 0\\) bytes"),
-        (PromptLogprobs(0, b"x" * 4 * 39, b"\0" * 4 * 39, b""), "are \\(156, 156, 0, 0\\) bytes"),
+        (None, ASKED, "has no logprobs of the prompt"),
+        (PromptLogprobs(1, b"x" * 4 * 39), ASKED, "from 1, not of 39 tokens"),
+        (PromptLogprobs(0, b"x" * 4 * 38), ASKED, "are \\(152, 0, 0, 0\\) bytes"),
         (
-            PromptLogprobs(0, b"\0" * 4 * 39, b"\xff" * 4 * 39, b"\0" * 4 * 39),
-            r"tokens outside 0\.\.511",
+            PromptLogprobs(0, b"x" * 4 * 39, b"\0" * 4 * 39, b""),
+            ASKED,
+            "are \\(156, 156, 0, 0\\) bytes",
         ),
+        (PromptLogprobs(0, b"\0" * 4 * 39, b"\xff" * 4 * 39, b"\0" * 4 * 39), ASKED, NOT_FOR),
+        (PromptLogprobs(0, b"\0" * 4 * 39, b"\x00\x02\0\0" * 39, b"\0" * 4 * 39), ASKED, NOT_FOR),
         (
-            PromptLogprobs(0, b"\0" * 4 * 39, b"\x00\x02\0\0" * 39, b"\0" * 4 * 39),
-            r"tokens outside 0\.\.511",
+            ((6, -1.0),),
+            {"logprobs": 0, "logprob_token_ids": (5,)},
+            "not of the token ids that were asked for",
         ),
+        (PromptLogprobs(0, b"junk"), {}, ""),
     ],
+    ids=str,
 )
-async def test_scores_that_were_not_asked_for_fail_the_room(
-    llama: LoadedModel, scores: PromptLogprobs | None, text: str
+async def test_scores_that_were_not_asked_for_fail_the_room_or_are_dropped(
+    told: PromptLogprobs | tuple[tuple[int, float], ...] | None,
+    params: dict[str, Any],
+    text: str,
+    llama: LoadedModel,
 ) -> None:
+    """Where no scores are asked for, those of the prompt are nobody's."""
+    field = "asked_logprobs" if isinstance(told, tuple) else "prompt_logprobs"
+    scores: dict[str, Any] = {field: told}
+    handoff = HandOff(first_token=1, prompt_tokens=40, **scores)
     prompt = prompt_of(40)
-    params = greedy(3, logprobs=1, prompt_logprobs_from=0)
     async with EnginePair(llama) as pair:
-        room: FakeRoom = pair.room(prompt)
-        room._landed.set_result(
-            HandOff(first_token=1, prompt_tokens=40, prompt_logprobs=scores).encode()
-        )
-        with pytest.raises(KvflowError, match=text):
-            async for _ in pair.decode.generate(room, prompt, params):
-                pass
-        await until(lambda: pair.home)
-
-
-async def test_other_ids_than_those_asked_for_fail_the_room(llama: LoadedModel) -> None:
-    async with EnginePair(llama) as pair:
-        room = pair.room(prompt_of(40))
-        told = HandOff(first_token=1, prompt_tokens=40, asked_logprobs=((6, -1.0),))
-        room._landed.set_result(told.encode())
-        with pytest.raises(KvflowError, match="not of the token ids that were asked for"):
-            async for _ in pair.decode.generate(
-                room, prompt_of(40), greedy(3, logprobs=0, logprob_token_ids=(5,))
-            ):
-                pass
-        await until(lambda: pair.home)
-
-
-async def test_scores_nobody_asked_for_are_dropped(llama: LoadedModel) -> None:
-    async with EnginePair(llama) as pair:
-        room = pair.room(prompt_of(40))
-        told = HandOff(first_token=1, prompt_tokens=40, prompt_logprobs=PromptLogprobs(0, b"junk"))
-        room._landed.set_result(told.encode())
-        outs = [out async for out in pair.decode.generate(room, prompt_of(40), greedy(1))]
-        assert [out.prompt_logprobs for out in outs] == [None]
+        room = pair.room(prompt)
+        room.hand_over(handoff.encode())
+        generating = pair.decode.generate(room, prompt, greedy(1, **params))
+        if text:
+            with pytest.raises(KvflowError, match=text):
+                await tokens_of(generating)
+        else:
+            assert [out.prompt_logprobs async for out in generating] == [None]

@@ -5,13 +5,11 @@ requests end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from kvflow.handlers.group import GroupRequest
 from kvflow.protocols.cache.hashes import ANY
@@ -26,57 +24,45 @@ from kvflow.protocols.errors import (
     WireError,
 )
 from kvflow.protocols.wire.messages import Incarnation, Rank
-from kvflow.serve.engine.model.load import LoadedModel
-from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.ranks import wire
 from kvflow.serve.engine.ranks.group import PrefillGroup, _Asked
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.transports.control.zmq import connect_dealer
-from tests.engine import tiny_models
-from tests.engine.pair import greedy, prompt_of, until
-from tests.engine.stages import PAGE_SIZE, PAGES, group
+from tests.engine.pair import Watched, greedy, prompt_of, until
+from tests.engine.stages import PAGE_SIZE, PAGES, Grouped
+from tests.engine.tiny_models import Expected
 
 
 async def test_stages_compute_in_lockstep_what_one_rank_does(
-    stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
+    grouped: Grouped, expected: Expected
 ) -> None:
     prompts = [prompt_of(n, n) for n in (1, 3, 17, 40, 64)]
-    async with group(stages, llama, chunk_tokens=8, max_batch_tokens=20) as ranks:
-        found = await asyncio.gather(*(ranks.tokens(prompt, greedy(6)) for prompt in prompts))
-        await ranks.rest()
+    async with grouped(chunk_tokens=8, max_batch_tokens=20) as ranks:
+        found = await asyncio.gather(*(ranks.tokens(prompt, greedy(4)) for prompt in prompts))
         assert not ranks.broken
-    assert found == [tiny_models.generate(stock("llama"), prompt, 6) for prompt in prompts]
+    assert found == [expected(prompt) for prompt in prompts]
 
 
 async def test_a_step_that_fails_at_one_rank_fails_what_runs_and_no_more(
-    stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
+    grouped: Grouped, expected: Expected
 ) -> None:
     """The first rank has gone on to the next steps, whose hidden states nobody takes."""
-    async with group(stages, llama, chunk_tokens=4, max_batch_tokens=4) as ranks:
-        runner = ranks.follower.steps.runner
-        honest = runner.forward
-
-        def failing(rows: list[Row]) -> torch.Tensor:
-            runner.forward = honest  # type: ignore[method-assign]
-            raise RuntimeError("planted")
-
-        runner.forward = failing  # type: ignore[method-assign]
+    async with grouped(chunk_tokens=4, max_batch_tokens=4) as ranks:
+        steps = Watched(ranks.follower.steps.runner)
+        steps.before = lambda: 1 // (len(steps.steps) - 1)
         legs = [asyncio.create_task(ranks.tokens(prompt_of(40, n), greedy(2))) for n in range(3)]
         for leg in legs:
-            with pytest.raises(RefusedError, match="prefill step failed: RuntimeError"):
+            with pytest.raises(RefusedError, match="prefill step failed: ZeroDivisionError"):
                 await leg
         await ranks.rest()
-        assert ranks.broken == ["engine_error: prefill step failed: RuntimeError"]
-        assert await ranks.tokens(prompt_of(40), greedy(4)) == tiny_models.generate(
-            stock("llama"), prompt_of(40), 4
-        )
-        await ranks.rest()
+        assert ranks.broken == ["engine_error: prefill step failed: ZeroDivisionError"]
+        assert await ranks.tokens(prompt_of(40), greedy(4)) == expected(prompt_of(40))
 
 
 async def test_a_request_that_cannot_start_ends_and_the_next_one_starts(
-    stages: list[LoadedModel], llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    grouped: Grouped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with group(stages, llama) as ranks:
+    async with grouped() as ranks:
         with monkeypatch.context() as patched:
             patched.setattr(ranks.steps, "keep", lambda ticket: 1 // 0)
             with pytest.raises(
@@ -85,16 +71,15 @@ async def test_a_request_that_cannot_start_ends_and_the_next_one_starts(
                 await asyncio.wait_for(ranks.tokens(prompt_of(9), greedy(2)), 10)
         await ranks.rest()
         assert len(await asyncio.wait_for(ranks.tokens(prompt_of(9), greedy(2)), 10)) == 2
-        await ranks.rest()
 
 
 async def test_clients_that_leave_take_their_requests_along(
-    stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
+    grouped: Grouped, expected: Expected
 ) -> None:
     """Before decode's half has come, and in the middle of their steps;
     the others get their tokens.
     """
-    async with group(stages, llama, chunk_tokens=4, max_batch_tokens=12) as ranks:
+    async with grouped(chunk_tokens=4, max_batch_tokens=12) as ranks:
         alone = ranks.prefill(next(ranks.rooms), prompt_of(20), greedy(1))
         await until(lambda: len(ranks.follower.requests) == 1)
         alone.cancel()
@@ -108,29 +93,21 @@ async def test_clients_that_leave_take_their_requests_along(
             if not number % 2:
                 assert leg.cancelled()
             else:
-                assert leg.result() == tiny_models.generate(
-                    stock("llama"), prompt_of(40, number), 4
-                )
+                assert leg.result() == expected(prompt_of(40, number))
         assert not ranks.broken
 
 
-async def test_what_a_rank_must_not_say_changes_nothing(
-    stages: list[LoadedModel], llama: LoadedModel
-) -> None:
-    async with group(stages, llama) as ranks:
+async def test_what_a_rank_must_not_say_changes_nothing(grouped: Grouped) -> None:
+    async with grouped(drops_frames=True) as ranks:
         stranger = connect_dealer(ranks.steps_address, 77)
         info = ranks.follower._hello.info
-        for frame in (
-            b"",
-            b"\xc1",
-            wire.encode(
-                wire.Hello(member=Incarnation(2), rank=Rank(1), pages=1, rows=0, info=info)
-            ),
-            wire.encode(wire.StepFailed(generation=1, cause=Cause(Code.ENGINE_ERROR))),
-            wire.encode(
-                wire.Hello(member=Incarnation(77), rank=Rank(9), pages=1, rows=0, info=info)
-            ),
-        ):
+        rank_of = {Incarnation(2): Rank(1), Incarnation(77): Rank(9)}
+        hellos = [
+            wire.Hello(member=member, rank=rank, pages=1, rows=0, info=info)
+            for member, rank in rank_of.items()
+        ]
+        failed = wire.StepFailed(generation=1, cause=Cause(Code.ENGINE_ERROR))
+        for frame in (b"", b"\xc1", *map(wire.encode, (*hellos, failed))):
             stranger.send(frame)
         await until(lambda: ranks.steps.dropped == 5)
         stranger.close()
@@ -145,24 +122,18 @@ def test_requests_of_a_group_are_checked_where_they_arrive() -> None:
     params = SamplingParams(logit_bias=((1, 2.0),))
     good = wire.GroupPrompt(ids=b"\x01\0\0\0", digest=bytes(32), params=params, deadline_s=1)
     assert wire.parse_prompt(wire.encode(good)) == good
-    for bad in (
-        b"",
-        wire.encode(msgspec.structs.replace(good, ids=b"")),
-        wire.encode(msgspec.structs.replace(good, ids=b"\0\0\0\0\0")),
-        wire.encode(msgspec.structs.replace(good, digest=b"short")),
-        wire.encode(msgspec.structs.replace(good, deadline_s=-1)),
-    ):
+    with pytest.raises(WireError):
+        wire.parse_prompt(b"")
+    for wrong in ({"ids": b""}, {"ids": bytes(5)}, {"digest": b"short"}, {"deadline_s": -1}):
         with pytest.raises(WireError):
-            wire.parse_prompt(bad)
+            wire.parse_prompt(wire.encode(msgspec.structs.replace(good, **wrong)))
     broken = msgspec.msgpack.decode(wire.encode(good))
     broken[3]["temperature"] = -1.0
     with pytest.raises(MisuseError, match="temperature"):
         wire.parse_prompt(wire.encode(broken))
     row = wire.PlannedRow(1, 0, 1, 0)
-    for plan in (
-        wire.Plan(generation=1, step=1, rows=()),
-        wire.Plan(generation=0, step=1, rows=(row,)),
-    ):
+    for generation, rows in ((1, ()), (0, (row,))):
+        plan = wire.Plan(generation=generation, step=1, rows=rows)
         with pytest.raises(WireError):
             wire.parse_at_others(wire.encode(plan))
 
@@ -173,7 +144,7 @@ async def test_a_group_that_was_not_started_can_be_closed() -> None:
 
 
 async def test_closing_ends_every_request_and_waits_for_them(
-    stages: list[LoadedModel], llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    grouped: Grouped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, decided = asyncio.Event(), GroupRequest.decided
 
@@ -184,7 +155,7 @@ async def test_closing_ends_every_request_and_waits_for_them(
             await gate.wait()
 
     monkeypatch.setattr(GroupRequest, "decided", slowly)
-    async with group(stages, llama) as ranks:
+    async with grouped() as ranks:
         legs = [ranks.prefill(next(ranks.rooms), prompt_of(n), greedy(1)) for n in (9, 20)]
         await until(lambda: len(ranks.follower.requests) == 2)
         closing = asyncio.create_task(ranks.group.close())

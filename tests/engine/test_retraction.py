@@ -9,7 +9,7 @@ import itertools
 import logging
 import random
 import threading
-from collections.abc import Callable
+from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,33 +33,32 @@ from kvflow.serve.engine.scheduler.retraction import Retractions
 from kvflow.serve.launch.logs import RequestFields
 from kvflow.telemetry.requests import CURRENT, RequestTrace
 from tests.engine import tiny_models
-from tests.engine.pair import EnginePair, greedy, prompt_of, until
+from tests.engine.pair import EnginePair, greedy, prompt_of, tokens_of, until
+from tests.engine.tiny_models import Generated, Loaded
 from tests.memory.gate import CopyGate
 
 SMALL = {"page_size": 4, "num_pages": 24, "source_pages": 512, "new_token_ratio": 0.2}
 PROMPTS = [prompt_of(8 + n, n) for n in range(12)]  # each needs 10 to 13 pages in the end
 NEW_TOKENS = 32
-HOST = {"snapshots": {"host_pages": 200}, "little": {"host_pages": 12}, "none": {}}
+HOST: dict[str, dict[str, int]] = {
+    "snapshots": {"host_pages": 200},
+    "little": {"host_pages": 12},
+    "none": {},
+}
 
 
-_expected: dict[tuple[str, str], list[list[int]]] = {}
-
-
-async def expected(model: LoadedModel, params: list[SamplingParams]) -> list[list[int]]:
-    key = (model.fingerprint, repr(params))
-    if key not in _expected:
-        async with EnginePair(model) as roomy:
-            pairs = zip(PROMPTS, params, strict=False)
-            _expected[key] = [await roomy.tokens(prompt, given) for prompt, given in pairs]
-    return _expected[key]
+@pytest.fixture
+def want(generated: Generated) -> list[list[int]]:
+    """The answers to all prompts, greedy."""
+    return [generated("llama", prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("host", HOST)
-async def test_a_small_pool_gives_the_same_tokens(llama: LoadedModel, host: str) -> None:
-    want = await expected(llama, [greedy(NEW_TOKENS)] * 12)
+async def test_a_small_pool_gives_the_same_tokens(
+    llama: LoadedModel, host: str, want: list[list[int]]
+) -> None:
     async with EnginePair(llama, **SMALL, **HOST[host]) as pair:
-        found = await asyncio.gather(*(pair.tokens(p, greedy(NEW_TOKENS)) for p in PROMPTS))
-        assert found == want
+        assert await pair.tokens_of_all(PROMPTS, greedy(NEW_TOKENS)) == want
         report = pair.decode.retraction
         assert report.retracts > 0 and report.resumes + report.recomputes == report.retracts
         assert bool(report.resumes) == (host != "none")
@@ -70,33 +69,24 @@ async def test_a_small_pool_gives_the_same_tokens(llama: LoadedModel, host: str)
 
 async def test_the_safe_mode_retracts_nobody(llama: LoadedModel) -> None:
     async with EnginePair(llama, **{**SMALL, "new_token_ratio": 1.0}) as pair:
-        await asyncio.gather(*(pair.tokens(p, greedy(NEW_TOKENS)) for p in PROMPTS))
+        await pair.tokens_of_all(PROMPTS, greedy(NEW_TOKENS))
         assert pair.decode.retraction.retracts == 0
-        await until(lambda: pair.home)
 
 
-async def test_without_host_memory_and_recomputation_the_reason_is_told(llama: LoadedModel) -> None:
-    want = await expected(llama, [greedy(NEW_TOKENS)] * 12)
-    async with EnginePair(llama, **SMALL, host_pages=12, recompute=False) as pair:
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [("little", "pages of host memory"), ("none", "pages of host memory, of which 0 are free")],
+)
+async def test_without_enough_host_memory_and_recomputation_the_reason_is_told(
+    llama: LoadedModel, host: str, said: str, want: list[list[int]]
+) -> None:
+    async with EnginePair(llama, **SMALL, **HOST[host], recompute=False) as pair:
         runs = (pair.tokens(p, greedy(NEW_TOKENS)) for p in PROMPTS)
         found = await asyncio.gather(*runs, return_exceptions=True)
         failed = [f for f in found if isinstance(f, BaseException)]
-        assert failed and all(isinstance(f, HostMemoryError) for f in failed)
-        assert "pages of host memory" in str(failed[0])
-        assert all(
-            f == w for f, w in zip(found, want, strict=True) if not isinstance(f, BaseException)
-        )
-        await until(lambda: pair.home)
-
-
-async def test_without_any_host_memory_it_is_refused_too(llama: LoadedModel) -> None:
-    async with EnginePair(llama, **SMALL, recompute=False) as pair:
-        runs = (pair.tokens(p, greedy(NEW_TOKENS)) for p in PROMPTS)
-        found = await asyncio.gather(*runs, return_exceptions=True)
-        failed = [f for f in found if isinstance(f, BaseException)]
-        assert failed and all("pages of host memory, of which 0 are free" in str(f) for f in failed)
+        assert failed and all(isinstance(f, HostMemoryError) and said in str(f) for f in failed)
+        assert all(f == w for f, w in zip(found, want, strict=True) if f not in failed)
         assert pair.decode.retraction.recomputes == 0
-        await until(lambda: pair.home)
 
 
 async def test_nobody_else_leaves_while_pages_that_are_enough_are_copied_out(
@@ -104,7 +94,7 @@ async def test_nobody_else_leaves_while_pages_that_are_enough_are_copied_out(
 ) -> None:
     async with EnginePair(llama, **SMALL, host_pages=200) as pair:
         gate = CopyGate(monkeypatch)
-        running = [asyncio.create_task(pair.tokens(p, greedy(NEW_TOKENS))) for p in PROMPTS[:3]]
+        running = asyncio.create_task(pair.tokens_of_all(PROMPTS[:3], greedy(NEW_TOKENS)))
         await gate.reached()
         looks, look = 0, pair.decode._next_batch
 
@@ -117,7 +107,7 @@ async def test_nobody_else_leaves_while_pages_that_are_enough_are_copied_out(
         await until(lambda: looks > 10 and bool(pair.decode._growth.short))
         assert pair.decode.retraction.retracts == 1
         gate.go.set()
-        await asyncio.gather(*running)
+        await running
 
 
 @pytest.mark.parametrize("host", HOST)
@@ -164,37 +154,33 @@ SAMPLED = SamplingParams(
 )
 
 
-def retract_at(pair: EnginePair, steps: set[int]) -> None:
-    """Everybody who runs is retracted after these steps (counted from 1; 0:
-    before the first one).
-    """
-    engine, loop, done = pair.decode, asyncio.get_running_loop(), itertools.count(1)
-    honest = engine._runner.forward
-    if 0 in steps:
-        engine.retract_all()
-
-    def forward(rows: list[Row]) -> torch.Tensor:
-        found = honest(rows)
-        if next(done) in steps:
-            told = threading.Event()
-            loop.call_soon_threadsafe(engine.retract_all)
-            loop.call_soon_threadsafe(told.set)
-            assert told.wait(20)
-        return found
-
-    engine._runner.forward = forward  # type: ignore[method-assign]
-
-
-async def together(
+async def answers(
     pair: EnginePair, prompts: list[list[int]], params: SamplingParams, steps: set[int]
-) -> Any:
-    """The answers to `prompts`, which decode in one batch from their first steps on."""
-    pair.decode.pause()
-    running = [asyncio.ensure_future(pair.outputs(p, params)) for p in prompts]
-    await until(lambda: pair.decode.load().running == len(prompts))
-    retract_at(pair, steps)
-    pair.decode.resume()
-    return [[out.token_id for out in outs] for outs in await asyncio.gather(*running)]
+) -> list[list[int]]:
+    """The answers to `prompts`, which decode in one batch from their first steps on.
+
+    All who run are retracted after `steps`, counted from 1; 0: before the first one.
+    """
+    engine, loop = pair.decode, asyncio.get_running_loop()
+
+    def begin() -> None:
+        honest, done = engine._runner.forward, itertools.count(1)
+        if 0 in steps:
+            engine.retract_all()
+
+        def forward(rows: list[Row]) -> torch.Tensor:
+            found = honest(rows)
+            if next(done) in steps:
+                told = threading.Event()
+                loop.call_soon_threadsafe(engine.retract_all)
+                loop.call_soon_threadsafe(told.set)
+                assert told.wait(20)
+            return found
+
+        engine._runner.forward = forward  # type: ignore[method-assign]
+
+    found = await pair.together(prompts, params, begin)
+    return [[out.token_id for out in outs] for outs in found]
 
 
 @pytest.mark.parametrize(
@@ -207,95 +193,56 @@ async def test_everybody_is_retracted_in_mid_decode(
 ) -> None:
     """Also between landing and the first step, and twice in a row."""
     async with EnginePair(llama, page_size=4) as roomy:
-        want = await together(roomy, PROMPTS[:4], params, set())
+        want = await answers(roomy, PROMPTS[:4], params, set())
     async with EnginePair(llama, page_size=4, **HOST[host]) as pair:
-        assert await together(pair, PROMPTS[:4], params, steps) == want
+        assert await answers(pair, PROMPTS[:4], params, steps) == want
         assert pair.decode.retraction.retracts >= 4
-        await until(lambda: pair.home)
 
 
 @pytest.mark.parametrize("family", [*tiny_models.INDEXED, *tiny_models.STATEFUL, "gpt_oss"])
-async def test_every_kind_of_state_leaves_and_comes_back(
-    loaded: Callable[..., LoadedModel], family: str
-) -> None:
+async def test_every_kind_of_state_leaves_and_comes_back(loaded: Loaded, family: str) -> None:
     """In mid-decode, once to host memory and once to be computed again."""
     model, params = loaded(family), greedy(24)
     async with EnginePair(model, page_size=4) as roomy:
-        want = await together(roomy, PROMPTS[:3], params, set())
-    for host in ("snapshots", "none"):
+        want = await answers(roomy, PROMPTS[:3], params, set())
+    for host, counts in (("snapshots", (3, 0)), ("none", (0, 3))):
         async with EnginePair(model, page_size=4, **HOST[host]) as pair:
-            assert await together(pair, PROMPTS[:3], params, {5}) == want
+            assert await answers(pair, PROMPTS[:3], params, {5}) == want
             report = pair.decode.retraction
-            assert (report.resumes, report.recomputes) == (
-                (3, 0) if host == "snapshots" else (0, 3)
-            )
-            await until(lambda: pair.home)
+            assert (report.resumes, report.recomputes) == counts
 
 
 @pytest.mark.parametrize("family", ["llama", "jamba"])
 async def test_a_long_prompt_is_computed_again_as_it_was_at_first(
-    loaded: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch, family: str
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Some tokens a step, beside those of others; a prompt that cannot be divided, all at once."""
     monkeypatch.setattr("kvflow.serve.engine.scheduler.burst.RECOMPUTED_PER_STEP", 16)
     model, params, prompts = loaded(family), greedy(12), [prompt_of(n, n) for n in (100, 41, 9)]
     async with EnginePair(model, page_size=4) as roomy:
-        want = await together(roomy, prompts, params, set())
+        want = await answers(roomy, prompts, params, set())
     async with EnginePair(model, page_size=4) as pair:
-        assert await together(pair, prompts, params, {3}) == want
+        assert await answers(pair, prompts, params, {3}) == want
         assert pair.decode.retraction.recomputes == 3
-        await until(lambda: pair.home)
 
 
 async def test_a_closed_engine_copies_no_more(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with EnginePair(llama, page_size=4, host_pages=64) as pair:
-        stream = pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
-        await anext(stream)
-        gate = Gate(monkeypatch)
+        stream, _ = await pair.begun(PROMPTS[0], greedy(NEW_TOKENS))
+        gate = CopyGate(monkeypatch)
         pair.decode.retract_all()
-        await until(gate.entered.is_set)
+        await gate.reached()
         closing = asyncio.ensure_future(pair.decode.close())
         await until(lambda: pair.decode._task is not None and pair.decode._task.done())
         for _ in range(5):
             await asyncio.sleep(0)
         assert not closing.done(), "a copy still reads the pool (I12)"
-        gate.open.set()
+        gate.go.set()
         await closing
         with pytest.raises(AbortedError):
-            while True:
-                await anext(stream)
-        await until(lambda: pair.home)
-
-
-def pair_stream(pair: EnginePair, prompt: list[int], params: SamplingParams) -> Any:
-    async def run() -> Any:
-        admission = await pair.decode.admit(prompt, params)
-        room = pair.room(prompt)
-        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, params))
-        try:
-            async for out in pair.decode.generate(room, prompt, params, admission):
-                yield out
-        finally:
-            await asyncio.wait([leg])
-
-    return run()
-
-
-class Gate:
-    """Copies wait in their thread until it is open."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.entered, self.open = threading.Event(), threading.Event()
-        real = HostCopier.copy
-
-        def gated(blocks: Any) -> None:
-            self.entered.set()
-            assert self.open.wait(20)
-            real(blocks)
-
-        monkeypatch.setattr(HostCopier, "copy", staticmethod(gated))
+            await tokens_of(stream)
 
 
 @pytest.mark.parametrize(
@@ -315,27 +262,26 @@ async def test_a_request_ends_while_it_is_away(
 
     monkeypatch.setattr(Resident, "__init__", noted)
     async with EnginePair(llama, page_size=4, num_pages=16, host_pages=64) as pair:
-        stream = pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
+        stream = pair.stream(PROMPTS[0], greedy(NEW_TOKENS))
         for _ in range(6):
             await anext(stream)
-        gate = Gate(monkeypatch)
+        gate = CopyGate(monkeypatch)
         if phase is ResidencyPhase.AWAY:
             pair.decode._budget._most = 0  # nothing is admitted again
         pair.decode.retract_all()
-        await until(gate.entered.is_set)
+        await gate.reached()
         if phase is not ResidencyPhase.LEAVING:
-            gate.open.set()
+            gate.go.set()
         if phase is ResidencyPhase.RETURNING:
-            gate.open.clear()
+            gate.go.clear()
         await until(lambda: residents[0].phase is phase)
         closing = asyncio.ensure_future(stream.aclose() if how == "abort" else pair.decode.close())
         await asyncio.sleep(0)
-        gate.open.set()
+        gate.go.set()
         await closing
         if how != "abort":
             with pytest.raises(AbortedError):
-                while True:
-                    await anext(stream)
+                await tokens_of(stream)
         await until(lambda: pair.home)
         assert residents[0].phase is ResidencyPhase.ENDED
 
@@ -343,46 +289,38 @@ async def test_a_request_ends_while_it_is_away(
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
 )
-async def test_aborts_at_random_in_a_small_pool(llama: LoadedModel, seed: int) -> None:
+async def test_aborts_at_random_in_a_small_pool(
+    llama: LoadedModel, seed: int, want: list[list[int]]
+) -> None:
     print("seed", seed)
     dice = random.Random(seed)
-    want = await expected(llama, [greedy(NEW_TOKENS)] * 12)
     async with EnginePair(llama, **SMALL, host_pages=20) as pair:
 
         async def one(n: int, leaves_after: int) -> list[int]:
-            stream = pair_stream(pair, PROMPTS[n], greedy(NEW_TOKENS))
-            got: list[int] = []
-            async for out in stream:
-                got.append(out.token_id)
-                if len(got) == leaves_after:
-                    break
-            await stream.aclose()
-            return got
+            async with aclosing(pair.stream(PROMPTS[n], greedy(NEW_TOKENS))) as stream:
+                return [(await anext(stream)).token_id for _ in range(leaves_after)]
 
         leaving = [
             dice.randrange(1, NEW_TOKENS) if dice.random() < 0.3 else NEW_TOKENS for _ in PROMPTS
         ]
         found = await asyncio.gather(*(one(n, after) for n, after in enumerate(leaving)))
         assert found == [w[:after] for w, after in zip(want, leaving, strict=True)]
-        await until(lambda: pair.home)
+
+
+def broken(_: object) -> None:
+    raise OSError("no")
 
 
 async def test_a_failed_copy_ends_its_request_alone(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with EnginePair(llama, page_size=4, host_pages=64) as pair:
-        stream = pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
-        await anext(stream)
-
-        def broken(_: object) -> None:
-            raise OSError("no")
-
+        stream, _ = await pair.begun(PROMPTS[0], greedy(NEW_TOKENS))
         with monkeypatch.context() as patch:
             patch.setattr(HostCopier, "copy", staticmethod(broken))
             pair.decode.retract_all()
             with pytest.raises(KvflowError, match="moving a retracted request failed: OSError"):
-                while True:
-                    await anext(stream)
+                await tokens_of(stream)
         await until(lambda: pair.home)
         assert len(await pair.tokens(PROMPTS[1], greedy(5))) == 5
 
@@ -392,28 +330,20 @@ async def test_a_request_that_nobody_can_make_room_for_is_told(
 ) -> None:
     monkeypatch.setattr("kvflow.serve.engine.scheduler.budget.STUCK_S", 0.1)
     async with EnginePair(llama, **SMALL) as pair:
-        stream = pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
-        await anext(stream)
+        stream, _ = await pair.begun(PROMPTS[0], greedy(NEW_TOKENS))
         lost = pair.target.pages.take(pair.target.pages.free_pages, "quarantine")
         with pytest.raises(
             CapacityError, match="no running request will free more: asked for 4, limit 0"
         ):
-            while True:
-                await anext(stream)
+            await tokens_of(stream)
         pair.target.pages.give_back(lost, "quarantine")
-        await until(lambda: pair.home)
 
 
 async def test_pages_of_a_room_that_has_not_landed_are_waited_for(
-    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    llama: LoadedModel, generated: Generated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long its prefill takes: who runs is not ended meanwhile."""
-    long = prompt_of(40, 5)
-    async with EnginePair(llama, page_size=4) as roomy:
-        want = [
-            await roomy.tokens(PROMPTS[0], greedy(NEW_TOKENS)),
-            await roomy.tokens(long, greedy(4)),
-        ]
+    asked = ((PROMPTS[0], NEW_TOKENS), (prompt_of(40, 5), 4))
     async with EnginePair(llama, **{**SMALL, "num_pages": 16}) as pair:
         growth, looks = pair.decode._growth, list[int]()
         monkeypatch.setattr(growth._shortage, "lasts", lambda: True)
@@ -425,26 +355,19 @@ async def test_pages_of_a_room_that_has_not_landed_are_waited_for(
 
         monkeypatch.setattr(growth, "fail_stuck", fail_stuck)
         pair.on_room = lambda room: room.gate.clear() if room.pages.size == 10 else None
-        runs = asyncio.gather(
-            *(pair.tokens(p, greedy(n)) for p, n in ((PROMPTS[0], NEW_TOKENS), (long, 4)))
-        )
+        runs = asyncio.gather(*(pair.tokens(p, greedy(n)) for p, n in asked))
         await until(lambda: sum(looks) > 3)
         pair.rooms[1].gate.set()
-        assert await runs == want
-        await until(lambda: pair.home)
+        assert await runs == [generated("llama", p, n) for p, n in asked]
 
 
 async def test_what_has_failed_or_ended_does_not_wait_for_its_reader(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others wait for its pages, and for its place."""
-
-    def broken(_: object) -> None:
-        raise OSError("no")
-
     async with EnginePair(llama, page_size=4, host_pages=64, max_batch=2) as pair:
         failing, ended = (
-            pair_stream(pair, p, greedy(n)) for p, n in zip(PROMPTS, (NEW_TOKENS, 1), strict=False)
+            pair.stream(p, greedy(n)) for p, n in zip(PROMPTS, (NEW_TOKENS, 1), strict=False)
         )
         await anext(failing)
         await anext(ended)
@@ -453,13 +376,12 @@ async def test_what_has_failed_or_ended_does_not_wait_for_its_reader(
         await until(lambda: pair.home)
         assert not pair.decode._budget.admitted
         with pytest.raises(KvflowError, match="moving a retracted request failed: OSError"):
-            while True:
-                await anext(failing)
+            await tokens_of(failing)
         await ended.aclose()
 
 
 async def test_who_comes_back_finds_its_pages_taken_and_is_protected(
-    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    llama: LoadedModel, want: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another owner of the pool takes them after they were promised: it waits again, and stays once
     it is back.
@@ -477,10 +399,8 @@ async def test_who_comes_back_finds_its_pages_taken_and_is_protected(
         return await resume(self)
 
     monkeypatch.setattr(Resident, "resume", late)
-    want = await expected(llama, [greedy(NEW_TOKENS)])
     async with EnginePair(llama, page_size=16, host_pages=64) as pair:
-        engine, stream = pair.decode, pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
-        got = [(await anext(stream)).token_id]
+        engine, (stream, first) = pair.decode, await pair.begun(PROMPTS[0], greedy(NEW_TOKENS))
         engine._budget._most = 0  # it stays away for now
         engine.retract_all()
         await until(lambda: engine.retraction.retracted_now == 1)
@@ -490,8 +410,7 @@ async def test_who_comes_back_finds_its_pages_taken_and_is_protected(
         (request,) = engine._running.values()
         assert waits.is_set() and request.protected_until == request.generated + 16
         engine.resume()
-        assert got + [out.token_id async for out in stream] == want[0]
-        await until(lambda: pair.home)
+        assert [first.token_id, *await tokens_of(stream)] == want[0]
 
 
 async def test_who_leaves(llama: LoadedModel) -> None:
@@ -524,7 +443,6 @@ async def test_who_leaves(llama: LoadedModel) -> None:
         for task in asked:
             task.cancel()
         await asyncio.wait(asked)
-        await until(lambda: pair.home)
 
 
 async def test_cached_pages_are_taken_from_nobody_who_is_about_to_come_back(
@@ -578,16 +496,8 @@ def test_what_is_computed_again_begins_with_what_the_cache_has_by_then(
         admission=SimpleNamespace(has=covered.append),
     )
     nothing: Any = None
-    retractions = Retractions(
-        nothing,
-        nothing,
-        nothing,
-        frozenset(),
-        recompute=True,
-        back=nothing,
-        failed=nothing,
-        moved=nothing,
-    )
+    calls = dict.fromkeys(("back", "failed", "moved"), nothing)
+    retractions = Retractions(nothing, nothing, nothing, frozenset(), recompute=True, **calls)
     retractions._look_again(request)
     looks = not held and not copied
     assert asked == [19] * looks, "the last token is always computed"
@@ -643,9 +553,8 @@ async def test_a_hand_over_stays_its_requests_own_while_others_come_and_go(
             return request
 
         pair.decode._take_over = with_more  # type: ignore[method-assign, assignment]
-        await asyncio.gather(*(pair.tokens(p, greedy(NEW_TOKENS)) for p in PROMPTS))
+        await pair.tokens_of_all(PROMPTS, greedy(NEW_TOKENS))
         assert pair.decode.retraction.retracts > 0
         assert len(requests) == len(PROMPTS)
         assert all(request.handoff == told[request.number] for request in requests)
         assert len({request.handoff.hidden_states for request in requests}) == len(PROMPTS)
-        await until(lambda: pair.home)

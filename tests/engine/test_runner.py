@@ -4,7 +4,6 @@ nothing in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,32 +12,14 @@ import pytest
 import torch
 
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.pages.layout import Order, PageIndices, build_layout
+from kvflow.protocols.pages.layout import Order, PageIndices
 from kvflow.serve.engine.model.load import LoadedModel, load_model
 from kvflow.serve.engine.model.runner import hidden_size_of
-from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.model.step import Row
-from tests.engine.pair import prompt_of
+from tests.engine.pair import poisoned_pool, prompt_of, sequence_of
+from tests.engine.tiny_models import Loaded, Tiny
 
 PAGE = 4
-
-
-def pool_of(model: LoadedModel, num_pages: int, order: Order) -> PagedPool:
-    rows = 5 * model.has_rows
-    layout = build_layout(
-        model.streams, page_size=PAGE, num_pages=num_pages, num_rows=rows, order=order
-    )
-    pool = PagedPool.allocate(layout, shared=False)
-    for component in pool.layout.components:
-        pool.tensor(component.name).fill_(float("nan"))
-    return pool
-
-
-def sequence_of(prompt: list[int], pages: list[int], row: int = 0) -> Sequence:
-    found = Sequence("test", prompt, 8, PAGE)
-    found.add_pages(np.array(pages, dtype=np.int32))
-    found.rows = np.array([row], dtype=np.int32)
-    return found
 
 
 def others(pool: PagedPool, mine: list[int]) -> PageIndices:
@@ -62,14 +43,14 @@ def test_hidden_states_are_not_to_be_had_where_nothing_linear_reads_them(
 def test_a_stage_that_is_not_the_last_has_no_logits(stages: list[LoadedModel]) -> None:
     first = stages[0]
     first.neighbours.begin(1)
-    pool = pool_of(first, 4, "page_first")
+    pool = poisoned_pool(first, 4)
     assert first.runner(pool).forward([Row(sequence_of(prompt_of(6), [0, 1]), 6)]).shape[0] == 0
     pool.close()
 
 
 def test_a_model_does_not_attend_outside_of_a_step(llama: LoadedModel) -> None:
     """Not even after one: it would read the pages of that step's sequences."""
-    pool = pool_of(llama, 4, "page_first")
+    pool = poisoned_pool(llama, 4)
     llama.runner(pool).forward([Row(sequence_of(prompt_of(6), [0, 1]), 6)])
     with pytest.raises(
         RuntimeError, match="the attention function kvflow was called outside a step"
@@ -80,14 +61,12 @@ def test_a_model_does_not_attend_outside_of_a_step(llama: LoadedModel) -> None:
 
 @pytest.mark.parametrize("order", ["page_first", "layer_first"])
 @pytest.mark.parametrize("family", ["gemma2", "deepseek_v2", "gpt2", "bloom"])
-def test_a_step_touches_its_own_slots_only(
-    family: str, order: Order, loaded: Callable[..., LoadedModel]
-) -> None:
+def test_a_step_touches_its_own_slots_only(family: str, order: Order, loaded: Loaded) -> None:
     """All else is NaN before and after: neither read, for the logits are numbers, nor written.
 
     (gemma2 has windows of 16 tokens in rows.)"""
     model = loaded(family)
-    pool = pool_of(model, 20, order)
+    pool = poisoned_pool(model, 20, order=order, num_rows=5)
     runner = model.runner(pool)
     a, b = sequence_of(prompt_of(10), [7, 3, 12], 4), sequence_of(prompt_of(6, 1), [1, 18], 1)
     logits = runner.forward([Row(a, 9, 0), Row(b, 6)])
@@ -114,15 +93,13 @@ def test_a_step_touches_its_own_slots_only(
 
 @pytest.mark.parametrize("attention", ["packed", "pad"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "mixtral"])
-def test_chunks_and_company_change_nothing_in_fp32(
-    family: str, attention: str, tiny: Callable[[str], object]
-) -> None:
+def test_chunks_and_company_change_nothing_in_fp32(family: str, attention: str, tiny: Tiny) -> None:
     model = load_model(str(tiny(family)), attention=attention)
     assert model.mode == attention
     prompts = [prompt_of(n, n) for n in (30, 7, 1, 19)]
 
     def run(groups: list[list[int]], chunk: int) -> torch.Tensor:
-        pool = pool_of(model, 40, "page_first")
+        pool = poisoned_pool(model, 40)
         runner = model.runner(pool)
         pages = np.random.default_rng(1).permutation(40).tolist()
         needed = [-(-len(p) // PAGE) for p in prompts]
@@ -149,8 +126,5 @@ def test_chunks_and_company_change_nothing_in_fp32(
 
 
 def test_a_step_without_logits_computes_none(llama: LoadedModel) -> None:
-    pool = pool_of(llama, 8, "page_first")
-    assert (
-        llama.runner(pool).forward([Row(sequence_of(prompt_of(9), [0, 1, 2]), 8, False)]).shape[0]
-        == 0
-    )
+    runner = llama.runner(poisoned_pool(llama, 8))
+    assert runner.forward([Row(sequence_of(prompt_of(9), [0, 1, 2]), 8, False)]).shape[0] == 0

@@ -7,43 +7,35 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvflow.aio import Threads
-from kvflow.memory.pool import PagedPool
-from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.protocols.limits import Timing
-from kvflow.protocols.pages.layout import build_layout
-from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.serve.engine.model.load import LoadedModel
-from kvflow.serve.engine.scheduler.decode import DecodeEngine
-from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 from kvflow.serve.http.completion_service import CompletionService, GenerationRequest, ModelCard
 from kvflow.serve.http.engine_services import DecodeService, PrefillService
 from kvflow.serve.http.group_service import GroupPrefillService, ShardedDecodeService
 from kvflow.testing.pair import until
+from tests.engine.nodes import nodes
 from tests.engine.pair import greedy, prompt_of
-from tests.engine.stages import PAGES, Stages, group
+from tests.engine.stages import PAGES, Grouped, Stages
 
 CARD = ModelCard(path="m", name="m", context_length=256, vocab_size=512)
 NEVER_S = 60.0
 
 
-class Pair:
+class Pair(NamedTuple):
     """A prefill and a decode service over the local plane."""
 
-    def __init__(
-        self, prefill: PrefillService, decode: DecodeService, pools: tuple[PagedPool, PagedPool]
-    ) -> None:
-        self.prefill, self.decode, self.pools = prefill, decode, pools
+    prefill: PrefillService
+    decode: DecodeService
+    page_bytes: int
 
     async def tokens(self, room: int, prompt: list[int], count: int) -> list[int]:
         """Both legs of a request. Raises: what decode raises."""
@@ -79,30 +71,19 @@ async def services(
     rendezvous_s: float = NEVER_S,
     **more: Any,
 ) -> AsyncIterator[Pair]:
-    layout = build_layout(model.streams, page_size=4, num_pages=64, fingerprint=model.fingerprint)
-    async with AsyncExitStack() as stack:
-        pools = PagedPool.allocate(layout, shared=True), PagedPool.allocate(layout, shared=True)
-        threads = Threads("model"), Threads("model")
-        for one in (*pools, *threads):
-            stack.callback(one.close)
-
-        async def resolve(_: str) -> Sequence[RankInfo]:
-            return [source.info]
-
-        source = PrefillNode(pools[0], "local", timing=Timing(rendezvous_s=rendezvous_s))
-        target = DecodeNode(pools[1], "local", resolve=resolve)
-        engines = (
-            PrefillEngine(model, pools[0], pools[0].pages, threads[0]),
-            DecodeEngine(model, pools[1], pools[1].pages, threads[1]),
-        )
-        for part in (source, target, *engines):
-            await part.start()
-            stack.push_async_callback(part.close)
+    async with nodes(model, rendezvous_s=rendezvous_s) as found:
         yield Pair(
-            PrefillService(CARD, source, engines[0], NEVER_S),
-            decode_service(CARD, target, engines[1], NEVER_S, **more),
-            pools,
+            PrefillService(CARD, found.prefill, found.sending, NEVER_S),
+            decode_service(CARD, found.decode, found.landing, NEVER_S, **more),
+            found.decode.pool.layout.page_bytes,
         )
+
+
+async def begun(service: CompletionService, room: int = 7) -> asyncio.Task[Code]:
+    """A request whose other half does not come; how it ends."""
+    leg = asyncio.create_task(code_of(service, request(room, prompt_of(5))))
+    await until(lambda: service.report().rooms_by_state != {})
+    return leg
 
 
 async def test_both_report_what_a_request_has_moved(llama: LoadedModel) -> None:
@@ -114,28 +95,20 @@ async def test_both_report_what_a_request_has_moved(llama: LoadedModel) -> None:
         )
         for service in (pair.prefill, pair.decode):
             report = service.report()
-            assert report.rooms_ended == {"success": 1} and report.internal_errors == {
-                "handler": 0,
-                "step": 0,
-            }
+            assert report.rooms_ended == {"success": 1}
+            assert report.internal_errors == {"handler": 0, "step": 0}
             assert (report.pages_free, report.pages_total, report.rows_total) == (64, 64, 0)
-            assert report.bytes_moved == 4 * pair.pools[0].layout.page_bytes
+            assert report.bytes_moved == 4 * pair.page_bytes
             assert report.peers_declared_dead == 0 and report.rooms_failed == {}
             [summary] = service.rooms()
-            assert (summary["room"], summary["phase"], summary["ended"], summary["cause"]) == (
-                7,
-                "success",
-                True,
-                None,
-            )
+            told = [summary[name] for name in ("room", "phase", "ended", "cause")]
+            assert told == [7, "success", True, None]
             story = service.story(7)
             assert story is not None and story["room"] == 7 and service.story(8) is None
             assert before <= story["opened_unix_s"] <= time.time()
             times = [event["at_s"] for event in story["events"]]
-            assert (
-                times == sorted(times) == [round(at_s, 6) for at_s in times]
-                and 0 <= times[-1] < NEVER_S
-            )
+            assert times == sorted(times) == [round(at_s, 6) for at_s in times]
+            assert 0 <= times[-1] < NEVER_S
             assert all(event["what"] and event["phase"] for event in story["events"])
         assert pair.decode.report().decode_steps == 4 and pair.prefill.report().decode_steps is None
 
@@ -152,8 +125,7 @@ async def test_a_room_that_fails_is_counted_by_where_and_why(llama: LoadedModel)
 
 async def test_what_fails_before_it_has_a_room_is_counted_as_refused(llama: LoadedModel) -> None:
     async with services(llama) as pair:
-        leg = asyncio.create_task(code_of(pair.prefill, request(7, prompt_of(5))))
-        await until(lambda: pair.prefill.report().rooms_by_state != {})
+        leg = await begun(pair.prefill)
         assert await code_of(pair.prefill, request(7, prompt_of(5))) is Code.ROOM_IN_USE
         assert pair.prefill.report().requests_refused == {"room_in_use": 1}
         assert await code_of(pair.decode, request(7, prompt_of(5), prefill="")) is Code.BAD_REQUEST
@@ -168,8 +140,7 @@ async def test_when_a_worker_ends_its_requests_none_begins_any_more(
 ) -> None:
     async with services(llama) as pair:
         service: CompletionService = pair.prefill if role == "prefill" else pair.decode
-        leg = asyncio.create_task(code_of(service, request(7, prompt_of(5))))
-        await until(lambda: service.report().rooms_by_state != {})
+        leg = await begun(service)
         service.end_requests()
         assert await leg is Code.SHUTDOWN
         assert await code_of(service, request(8, prompt_of(5))) is Code.SHUTDOWN
@@ -198,61 +169,59 @@ async def test_the_shards_of_a_decode_are_reported_and_end_as_one(llama: LoadedM
         other.is_up, other.pid = True, 42
         second = pair.decode.report().ranks[1]
         assert (second.up, second.pid, second.requests, second.pages_free) == (True, 42, 3, 64)
-        leg = asyncio.create_task(code_of(pair.decode, request(7, prompt_of(5))))
-        await until(lambda: pair.decode.report().rooms_by_state != {})
+        leg = await begun(pair.decode)
         pair.decode.break_off(Cause(Code.ENGINE_ERROR, "a shard is gone"))
         assert await leg is Code.ENGINE_ERROR
         [summary] = pair.decode.rooms()
         assert summary["cause"] == "engine_error: a shard is gone"
-        assert await code_of(pair.decode, request(8, prompt_of(5))) in (
-            Code.SHUTDOWN,
-            Code.ENGINE_ERROR,
+        after = await code_of(pair.decode, request(8, prompt_of(5)))
+        assert after in (Code.SHUTDOWN, Code.ENGINE_ERROR)
+
+
+@asynccontextmanager
+async def of_a_group(
+    grouped: Grouped, others: dict[int, Any]
+) -> AsyncIterator[tuple[Stages, GroupPrefillService]]:
+    async with grouped() as ranks:
+        statuses: dict[str, Any] = {"own_status": ranks._status, "others": others}
+        yield (
+            ranks,
+            GroupPrefillService(
+                CARD,
+                ranks.nodes[0],
+                ranks.engine,
+                NEVER_S,
+                group=ranks.group,
+                world=(2, 1),
+                **statuses,
+            ),
         )
 
 
-@pytest.fixture
-async def grouped(stages: list[LoadedModel], llama: LoadedModel) -> AsyncIterator[Stages]:
-    async with group(stages, llama) as made:
-        yield made
-
-
-def service_of(grouped: Stages, others: dict[int, Any]) -> GroupPrefillService:
-    node, engine, own = grouped.nodes[0], grouped.engine, grouped._status
-    return GroupPrefillService(
-        CARD,
-        node,
-        engine,
-        NEVER_S,
-        group=grouped.group,
-        own_status=own,
-        others=others,
-        world=(2, 1),
-    )
-
-
-async def test_the_ranks_of_a_prefill_are_reported(grouped: Stages) -> None:
+async def test_the_ranks_of_a_prefill_are_reported(grouped: Grouped) -> None:
     statuses: dict[int, Any] = {}
-    service = service_of(grouped, statuses)
-    first, second = service.report().ranks
-    assert (first.rank, first.up, first.pages_total) == (0, True, PAGES)
-    assert (second.rank, second.up) == (1, False)
-    statuses[1] = msgspec.structs.replace(
-        grouped._status(), pages_free=3, handler_errors=4, failed_steps=5, pinned_pages=6, tickets=7
-    )
-    first, second = service.report().ranks
-    assert (second.rank, second.up, second.pid) == (1, True, 1)
-    assert (second.pages_free, second.pages_total, second.pinned_pages) == (3, PAGES, 6)
-    assert second.internal_errors == {"handler": 4, "step": 5} and second.tickets == 7
-    assert (service.report().pp_size, service.report().tp_size) == (2, 1)
+    async with of_a_group(grouped, statuses) as (ranks, service):
+        first, second = service.report().ranks
+        assert (first.rank, first.up, first.pages_total) == (0, True, PAGES)
+        assert (second.rank, second.up) == (1, False)
+        counts = {"handler_errors": 4, "failed_steps": 5, "pinned_pages": 6, "tickets": 7}
+        statuses[1] = msgspec.structs.replace(ranks._status(), pages_free=3, **counts)
+        first, second = service.report().ranks
+        assert (second.rank, second.up, second.pid) == (1, True, 1)
+        assert (second.pages_free, second.pages_total, second.pinned_pages) == (3, PAGES, 6)
+        assert second.internal_errors == {"handler": 4, "step": 5} and second.tickets == 7
+        assert (service.report().pp_size, service.report().tp_size) == (2, 1)
 
 
 async def test_a_group_that_ends_its_requests_ends_those_that_wait_for_their_decode(
-    grouped: Stages,
+    grouped: Grouped,
 ) -> None:
-    service = service_of(grouped, {})
-    leg = asyncio.create_task(code_of(service, request(7, prompt_of(5))))
-    await until(lambda: bool(service._open))
-    service.end_requests()
-    assert await leg is Code.SHUTDOWN
-    assert await code_of(service, request(8, prompt_of(5))) is Code.SHUTDOWN
-    assert service.report().requests_refused == {}, "it was opened, or refused by the group itself"
+    async with of_a_group(grouped, {}) as (_, service):
+        leg = asyncio.create_task(code_of(service, request(7, prompt_of(5))))
+        await until(lambda: bool(service._open))
+        service.end_requests()
+        assert await leg is Code.SHUTDOWN
+        assert await code_of(service, request(8, prompt_of(5))) is Code.SHUTDOWN
+        assert service.report().requests_refused == {}, (
+            "it was opened, or refused by the group itself"
+        )

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from kvflow.aio import Threads
 from kvflow.protocols.errors import KvflowError, LostError
@@ -33,16 +32,12 @@ from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.parallel.division import of_every_shard
 from kvflow.serve.engine.model.parallel.neighbours import Neighbours
 from kvflow.serve.engine.model.parallel.part import ModelPart
-from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.ranks import shard_wire as wire
 from kvflow.serve.engine.ranks.shard_following import ShardFollower
 from kvflow.serve.engine.ranks.shard_leading import ShardLeader
-from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.transports.host.identity import is_alive, own_identity
-from tests.engine import tiny_models
-from tests.engine.pair import EnginePair, greedy, prompt_of, until
-
-Loaded = Callable[..., LoadedModel]
+from tests.engine.pair import EnginePair, Watched, greedy, prompt_of, tokens_of, until
+from tests.engine.tiny_models import Generated, Loaded
 
 
 def copy_of(model: LoadedModel, shard: int) -> LoadedModel:
@@ -129,26 +124,24 @@ async def shards(model: LoadedModel, **options: Any) -> AsyncIterator[Shards]:
             there.close()
 
 
-async def test_both_compute_and_keep_the_same(
-    llama: LoadedModel, stock: Callable[[str], Any]
-) -> None:
+async def test_both_compute_and_keep_the_same(llama: LoadedModel, generated: Generated) -> None:
     """Requests come and go, are retracted to host memory and computed again; in the end the second
     shard's copy of the pool is that of the first, byte for byte."""
     prompts = [prompt_of(n, n) for n in (1, 3, 17, 40, 64, 30)]
     async with shards(llama, page_size=4, num_pages=50, new_token_ratio=0.0, host_pages=20) as both:
         pair = both.pair
-        found = await asyncio.gather(*(pair.tokens(prompt, greedy(24)) for prompt in prompts))
+        found = await pair.tokens_of_all(prompts, greedy(24))
         report = pair.decode.retraction
         assert report.resumes and report.recomputes, report
         await until(lambda: pair.home)
         assert not both.leader.sequences and not both.lost
         assert both.differing == []
-    assert found == [tiny_models.generate(stock("llama"), prompt, 24) for prompt in prompts]
+    assert found == [generated("llama", prompt, 24) for prompt in prompts]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_next"])
 async def test_every_kind_of_state_is_followed(
-    loaded: Loaded, stock: Callable[[str], Any], family: str
+    loaded: Loaded, generated: Generated, family: str
 ) -> None:
     """Latents, windows in rings, and states in rows; sampled, with all that a request may ask for
     beside tokens.
@@ -161,38 +154,27 @@ async def test_every_kind_of_state_is_followed(
         await until(lambda: both.pair.home)
         assert both.differing == []
     for prompt, found in zip(prompts, outs, strict=True):
-        assert [out.token_id for out in found] == tiny_models.generate(stock(family), prompt, 12)
+        assert [out.token_id for out in found] == generated(family, prompt, 12)
         assert all(
             out.hidden_states is not None and len(out.top_logprobs) == 2 for out in found[1:]
         )
 
 
-def blocked(both: Shards, then: Exception | None = None) -> tuple[threading.Event, threading.Event]:
-    """The second shard waits in the middle of its next steps; returns (entered, gate)."""
-    runner = both.follower._runner
-    assert runner is not None
-    honest, entered, gate = runner.forward, threading.Event(), threading.Event()
-
-    def forward(rows: list[Row]) -> torch.Tensor:
-        entered.set()
-        assert gate.wait(20)
-        if then is not None:
-            raise then
-        return honest(rows)
-
-    runner.forward = forward  # type: ignore[method-assign]
-    return entered, gate
+def held(both: Shards) -> Watched:
+    """The second shard waits in the middle of its next steps."""
+    assert both.follower._runner is not None
+    return Watched(both.follower._runner, held=True)
 
 
 async def test_pages_are_held_until_every_shard_has_ended_the_step(llama: LoadedModel) -> None:
     async with shards(llama) as both:
-        pair, (entered, gate) = both.pair, blocked(both)
-        stream, first = await begun(pair, prompt_of(40), greedy(9))
+        pair, steps = both.pair, held(both)
+        stream, _ = await pair.begun(prompt_of(40), greedy(9))
         second = await anext(stream)  # the first shard has ended that step
-        assert entered.is_set() and first.finish_reason is second.finish_reason is None
+        assert steps.entered.is_set() and second.finish_reason is None
         await stream.aclose()
         assert pair.target.pages.returning_pages == 3 and pair.decode.load().running == 0
-        gate.set()
+        steps.gate.set()
         await until(pair.target.pages.at_rest)
         assert both.differing == []
 
@@ -202,9 +184,10 @@ async def test_a_shard_that_fails_is_killed_before_its_pages_are_free(
 ) -> None:
     """The request gets one error, and so does whoever comes later."""
     async with shards(llama) as both:
-        pair, (entered, gate) = both.pair, blocked(both, RuntimeError("planted"))
-        stream, _ = await begun(pair, prompt_of(40), greedy(200))
-        await until(entered.is_set)
+        pair, steps = both.pair, held(both)
+        steps.before = lambda: 1 // 0
+        stream, _ = await pair.begun(prompt_of(40), greedy(200))
+        await until(steps.entered.is_set)
         honest, alive = pair.target.pages.unhold, list[bool]()
 
         def unhold(pages: PageIndices) -> None:
@@ -212,26 +195,17 @@ async def test_a_shard_that_fails_is_killed_before_its_pages_are_free(
             honest(pages)
 
         monkeypatch.setattr(pair.target.pages, "unhold", unhold)
-        gate.set()
+        steps.gate.set()
         with pytest.raises(LostError, match="shard 1 of the model is gone"):
-            while True:
-                await anext(stream)
+            await tokens_of(stream)
         await until(pair.target.pages.at_rest)
         assert alive and not any(alive)
         pair.decode.break_off(both.lost[0].cause())
         with pytest.raises(LostError, match="shard 1"):
             await pair.decode.admit(prompt_of(4), greedy(2))
         assert not pair.decode.healthy and not both.leader.shards[0].is_up
-        with pytest.raises(RuntimeError, match="planted"):
+        with pytest.raises(ZeroDivisionError):
             await both.following
-
-
-async def begun(pair: EnginePair, prompt: list[int], params: SamplingParams) -> Any:
-    """A stream of tokens, and its first one."""
-    room = pair.room(prompt)
-    asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, params))  # noqa: RUF006
-    stream = pair.decode.generate(room, prompt, params)
-    return stream, await anext(stream)
 
 
 async def test_a_step_that_fails_at_the_first_shard_ends_all(
@@ -304,22 +278,19 @@ async def test_a_silent_shard_is_lost_and_one_that_speaks_is_not() -> None:
 
 async def test_a_plan_that_cannot_be_meant_ends_the_shard(llama: LoadedModel) -> None:
     good = wire.PlannedRow(1, 0, np.arange(4).tobytes(), 1, np.zeros(1, np.int32).tobytes(), 9)
-    for rows, why in (
-        (
-            [msgspec.structs.replace(good, capacity=0)],
-            "goes on with sequence 1, which was not in the step before",
-        ),
-        ([msgspec.structs.replace(good, pages=b"")], "tokens 0..4 have no place"),
-        ([msgspec.structs.replace(good, tokens=b"")], "tokens 0..0 have no place"),
-        ([msgspec.structs.replace(good, capacity=3)], "tokens 0..4 have no place"),
-        (
-            [msgspec.structs.replace(good, pages=np.array([64], np.int32).tobytes())],
-            "index 64 is outside",
-        ),
-    ):
-        async with shards(llama, num_pages=64) as both:
+    outside = np.array([64], np.int32).tobytes()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"capacity": 0}, "goes on with sequence 1, which was not in the step before"),
+        ({"pages": b""}, "tokens 0..4 have no place"),
+        ({"tokens": b""}, "tokens 0..0 have no place"),
+        ({"capacity": 3}, "tokens 0..4 have no place"),
+        ({"pages": outside}, "index 64 is outside"),
+    ]
+    async with shards(llama, num_pages=64) as both:
+        for wrong, why in cases:
+            row = msgspec.structs.replace(good, **wrong)
             with pytest.raises(KvflowError, match=why):
-                both.follower._rows(wire.Plan(1, tuple(rows)))
+                both.follower._rows(wire.Plan(1, (row,)))
 
 
 def test_what_the_shards_of_a_model_keep() -> None:
@@ -332,14 +303,8 @@ def test_what_the_shards_of_a_model_keep() -> None:
     ring = StateKind("ring", "float32", (5, 2, 8), ROW, start=2, whole=4, axis=1)
     found = of_every_shard([heads, latent, ring], 2)
     assert [kind.name for kind in found] == ["k", "latent", "ring"] * 2
-    assert [(kind.start, kind.replica) for kind in found] == [
-        (0, 0),
-        (0, 0),
-        (0, 0),
-        (2, 0),
-        (0, 1),
-        (2, 0),
-    ]
+    places = [(0, 0), (0, 0), (0, 0), (2, 0), (0, 1), (2, 0)]
+    assert [(kind.start, kind.replica) for kind in found] == places
     grouped = of_every_shard([few._replace(whole=2)], 4)
     assert [(kind.start, kind.replica) for kind in grouped] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 

@@ -10,16 +10,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Hashable
 from typing import NoReturn
 
 import pytest
-import torch
 
-from kvflow.aio import Threads
 from kvflow.protocols.errors import CapacityError
 from kvflow.serve.engine.model.load import LoadedModel
-from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.testing.cancellation import Steps
-from tests.engine.pair import EnginePair, Side, greedy, prompt_of, until
-from tests.engine.single import SingleEngine
+from tests.engine.pair import EnginePair, Watched, greedy, prompt_of, tokens_of, until
+from tests.engine.single import SingleEngine, one_process
 
 
 async def _first(tokens: AsyncGenerator[TokenOut, None]) -> TokenOut:
@@ -27,11 +24,8 @@ async def _first(tokens: AsyncGenerator[TokenOut, None]) -> TokenOut:
 
 
 async def test_one_process_equals_two_and_frees_everything(llama: LoadedModel) -> None:
-    side = Side(llama, 30, 16, "layer_first")
     prompts = [prompt_of(n, n) for n in (1, 16, 100, 61)]
-    with Threads("model") as executor:
-        engine = SingleEngine(llama, side.pool, side.pages, executor, chunk_tokens=32)
-        await engine.start()
+    async with one_process(llama, 30, chunk_tokens=32) as (engine, side):
 
         async def one(prompt: list[int]) -> list[TokenOut]:
             return [out async for out in engine.generate(prompt, greedy(12))]
@@ -56,20 +50,14 @@ async def test_one_process_equals_two_and_frees_everything(llama: LoadedModel) -
             if steps.waits <= at:
                 break
         assert at, "it waits for its tokens"
-        await engine.close()
     async with EnginePair(llama, chunk_tokens=32) as pair:
         assert found == [await pair.outputs(p, greedy(12)) for p in prompts]
 
 
 @pytest.fixture
 async def engine(llama: LoadedModel) -> AsyncIterator[SingleEngine]:
-    side = Side(llama, 30, 16, "layer_first")
-    with Threads("model") as executor:
-        made = SingleEngine(llama, side.pool, side.pages, executor)
-        await made.start()
+    async with one_process(llama, 30) as (made, _):
         yield made
-        await made.close()
-    assert side.pages.at_rest()
 
 
 async def test_a_request_whose_pages_are_gone_keeps_no_promise_of_others(
@@ -84,30 +72,18 @@ async def test_a_request_whose_pages_are_gone_keeps_no_promise_of_others(
         patch.setattr(engine._places, "take_room", refuse)
         with pytest.raises(CapacityError):
             await anext(engine.generate(prompt_of(40), greedy(4)))
-    assert len([out async for out in engine.generate(prompt_of(400), greedy(80))]) == 80, (
-        "which is all of the pool"
-    )
+    tokens = await tokens_of(engine.generate(prompt_of(400), greedy(80)))
+    assert len(tokens) == 80, "which is all of the pool"
 
 
 async def test_a_step_takes_no_more_of_the_prompts_than_it_may(llama: LoadedModel) -> None:
-    side = Side(llama, 30, 16, "layer_first")
-    with Threads("model") as executor:
-        engine = SingleEngine(llama, side.pool, side.pages, executor, max_batch_tokens=24)
-        runner, steps = engine.prefill.steps.runner, list[int]()
-        honest = runner.forward
-
-        def forward(rows: list[Row]) -> torch.Tensor:
-            steps.append(sum(row.new for row in rows))
-            return honest(rows)
-
-        runner.forward = forward  # type: ignore[method-assign]
-
-        async def one(length: int) -> int:
-            return len([out async for out in engine.generate(prompt_of(length), greedy(1))])
-
-        asked = [asyncio.ensure_future(one(length)) for length in (20, 30, 22)]
+    async with one_process(llama, 30, starts=False, max_batch_tokens=24) as (engine, _):
+        steps = Watched(engine.prefill.steps.runner)
+        asked = [
+            asyncio.ensure_future(tokens_of(engine.generate(prompt_of(length), greedy(1))))
+            for length in (20, 30, 22)
+        ]
         await asyncio.sleep(0)
         await engine.start()
-        assert await asyncio.gather(*asked) == [1, 1, 1]
-        await engine.close()
-    assert steps == [24, 24, 24]
+        assert list(map(len, await asyncio.gather(*asked))) == [1, 1, 1]
+    assert list(map(sum, steps.new)) == [24, 24, 24]

@@ -5,164 +5,130 @@ whose it is.
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvflow.aio import Threads
-from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.components import Component
 from kvflow.protocols.pages.kinds import ROW
-from kvflow.protocols.pages.layout import build_layout
-from kvflow.serve.engine.model.load import LoadedModel
-from kvflow.serve.engine.model.runner import Runner
-from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler import limits
 from tests.engine import tiny_models
-from tests.engine.pair import EnginePair, FakeRoom, Side, greedy, prompt_of, until
-from tests.engine.single import SingleEngine
+from tests.engine.pair import (
+    EnginePair,
+    Watched,
+    goes_wrong_after_the_first,
+    greedy,
+    poisoned_pool,
+    prompt_of,
+    sequence_of,
+    tokens_of,
+    until,
+)
+from tests.engine.single import one_process
+from tests.engine.tiny_models import Generated, Loaded, Stock
 
-Loader = Callable[..., LoadedModel]
-Stock = Callable[[str], Any]
 NEW, CHUNK, PAGE = 12, 40, 16
 # One token and two, a page, a chunk, a window of gpt_oss (16), and 8 indexed keys, with their
 # neighbours.
 LENGTHS = (1, 2, 9, 16, 17, 40, 41, 97)
 FAMILIES = [*tiny_models.INDEXED, *tiny_models.STATEFUL]
 
-_expected: dict[str, list[list[int]]] = {}
+PROMPTS = [prompt_of(n, n) for n in LENGTHS]
 
 
-def prompts() -> list[list[int]]:
-    return [prompt_of(n, n) for n in LENGTHS]
-
-
-def expected(family: str, stock: Stock) -> list[list[int]]:
-    if family not in _expected:
-        _expected[family] = [tiny_models.generate(stock(family), p, NEW) for p in prompts()]
-    return _expected[family]
+async def equal_generate(
+    family: str, pair: EnginePair, generated: Generated, prompts: list[list[int]] = PROMPTS
+) -> None:
+    """Requests at once have the tokens of `generate`, which differ."""
+    found = await pair.tokens_of_all(prompts, greedy(NEW))
+    assert found == [generated(family, prompt, NEW) for prompt in prompts]
+    assert len({tuple(tokens) for tokens in found}) == len(prompts)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
-async def test_eight_at_once_equal_generate(family: str, loaded: Loader, stock: Stock) -> None:
+async def test_eight_at_once_equal_generate(
+    family: str, loaded: Loaded, generated: Generated
+) -> None:
     async with EnginePair(
         loaded(family), page_size=PAGE, chunk_tokens=CHUNK, max_batch_tokens=64
     ) as pair:
-        found = await asyncio.gather(*(pair.tokens(p, greedy(NEW)) for p in prompts()))
-        await until(lambda: pair.home)
-    assert found == expected(family, stock)
-    assert len({tuple(tokens) for tokens in found}) == len(LENGTHS)
+        await equal_generate(family, pair, generated)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 16])
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "deepseek_v32", "gpt_oss"])
 async def test_however_a_prompt_is_divided(
-    family: str, chunk: int, loaded: Loader, stock: Stock
+    family: str, chunk: int, loaded: Loaded, generated: Generated
 ) -> None:
     """nemotron_h has other numbers for a token that comes alone: prompts must never leave one."""
     async with EnginePair(loaded(family), chunk_tokens=chunk, max_batch_tokens=3 * chunk) as pair:
-        found = await asyncio.gather(*(pair.tokens(p, greedy(NEW)) for p in prompts()[:7]))
-    assert found == expected(family, stock)[:7]
+        await equal_generate(family, pair, generated, PROMPTS[:7])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_zeroed_stream_changes_the_output(
-    family: str, loaded: Loader, stock: Stock
+    family: str, loaded: Loaded, generated: Generated
 ) -> None:
     """The negative control: one page of every indexer, or the row, is lost on the way."""
-    model, prompt = loaded(family), prompts()[-1]
     indexed = family in tiny_models.INDEXED
-    lost = [
-        k.name for k in model.streams if (k.name.endswith("index_k") if indexed else k.unit == ROW)
-    ]
-    assert lost
-    async with EnginePair(model) as pair:
 
-        def spoil(room: FakeRoom) -> None:
-            def zero() -> None:
-                places = pair.target.pool.layout.split(room.pages)
-                for name in lost:
-                    pair.target.pool.tensor(name)[
-                        int(places.pages[3] if indexed else places.rows[0])
-                    ] = 0
+    def lost(component: Component) -> bool:
+        return component.name.endswith("index_k") if indexed else component.in_rows
 
-            room.on_landed = zero
-
-        pair.on_room = spoil
-        tokens = await pair.tokens(prompt, greedy(NEW))
-    whole = expected(family, stock)[-1]
-    assert tokens[0] == whole[0], "the first token is prefill's"
-    assert tokens != whole
+    async with EnginePair(loaded(family)) as pair:
+        assert any(map(lost, pair.target.pool.layout.components))
+        tokens = await pair.spoiled(PROMPTS[-1], NEW, lost, page=3)
+    goes_wrong_after_the_first(tokens, generated(family, PROMPTS[-1], NEW))
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "jamba", "mamba2", "gpt_oss", "mistral"])
 async def test_one_row_for_one_request_after_the_other(
-    family: str, loaded: Loader, stock: Stock
+    family: str, loaded: Loaded, generated: Generated
 ) -> None:
     """Prompts wait for the one row of prefill, which begins at nothing for each; so do requests in
     one process.
     """
     model = loaded(family)
     async with EnginePair(model, source_rows=1, chunk_tokens=CHUNK) as pair:
-        found = await asyncio.gather(*(pair.tokens(p, greedy(NEW)) for p in prompts()))
-        await until(lambda: pair.home)
-    assert found == expected(family, stock)
-    side = Side(model, 64, PAGE, "page_first", num_rows=1)
-    with Threads("model") as executor:
-        engine = SingleEngine(model, side.pool, side.pages, executor, chunk_tokens=CHUNK)
-        await engine.start()
-        for prompt, tokens in zip(prompts()[-2:], expected(family, stock)[-2:], strict=True):
-            assert [out.token_id async for out in engine.generate(prompt, greedy(NEW))] == tokens
+        await equal_generate(family, pair, generated)
+    async with one_process(model, 64, num_rows=1, chunk_tokens=CHUNK) as (engine, side):
+        for prompt in PROMPTS[-2:]:
+            tokens = await tokens_of(engine.generate(prompt, greedy(NEW)))
+            assert tokens == generated(family, prompt, NEW)
             await until(side.places.at_rest)
-        await engine.close()
 
 
 @pytest.mark.parametrize("host_pages", [200, 0], ids=["snapshots", "computed again"])
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "gemma3", "mistral"])
 async def test_everybody_is_retracted_in_mid_decode(
-    family: str, host_pages: int, loaded: Loader, stock: Stock, monkeypatch: pytest.MonkeyPatch
+    family: str, host_pages: int, loaded: Loaded, generated: Generated
 ) -> None:
     """Once, all of them, after four steps together."""
     async with EnginePair(loaded(family), host_pages=host_pages, chunk_tokens=CHUNK) as pair:
-        forward, steps = pair.decode._runner.forward, itertools.count(1)
-
-        def counted(rows: list[Row]) -> torch.Tensor:
-            if next(steps) == 4:
-                pair.decode.retract_all()  # the burst ends with this step
-            return forward(rows)
-
-        monkeypatch.setattr(pair.decode._runner, "forward", counted)
-        pair.decode.pause()
-        running = [asyncio.ensure_future(pair.tokens(p, greedy(NEW))) for p in prompts()]
-        await until(lambda: pair.decode.load().running == len(LENGTHS))
-        pair.decode.resume()
-        found = await asyncio.gather(*running)
+        steps = Watched(pair.decode._runner)
+        # The burst ends with this step.
+        steps.before = lambda: pair.decode.retract_all() if len(steps.steps) == 4 else None
+        outs = await pair.together(PROMPTS, greedy(NEW))
         report = pair.decode.retraction
         assert (report.resumes, report.recomputes) == ((8, 0) if host_pages else (0, 8))
-        await until(lambda: pair.home)
-    assert found == expected(family, stock)
+    for prompt, found in zip(PROMPTS, outs, strict=True):
+        assert [out.token_id for out in found] == generated(family, prompt, NEW)
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "gpt_oss"])
-async def test_a_full_prefix_still_gets_its_row(family: str, loaded: Loader) -> None:
+async def test_a_full_prefix_still_gets_its_row(family: str, loaded: Loaded) -> None:
     """Decode has the pages of the prompt, and no state at their end."""
     async with EnginePair(loaded(family), page_size=PAGE, chunk_tokens=PAGE) as pair:
         prompt = prompt_of(3 * PAGE)
-
-        async def matched() -> int:
-            return len(prompt)
-
         admission = await pair.decode.admit(prompt, greedy(2))
-        room = pair.room(prompt)
-        room.prefill_half.matched = matched
+        room = pair.room(prompt, late=True)
         room._sent = 3
-        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(2)))
+        room.meet(len(prompt))
+        leg = pair.send(room, prompt, greedy(2))
         tokens = pair.decode.generate(room, prompt, greedy(2), admission)
         await anext(tokens)
         assert room.sends == [(1, True)]
@@ -175,12 +141,11 @@ async def test_a_full_prefix_still_gets_its_row(family: str, loaded: Loader) -> 
         ]
         assert all(bool(torch.isfinite(state).all()) for state in states)
         await tokens.aclose()
-        await until(lambda: pair.home)
 
 
 @pytest.mark.parametrize("family", ["jamba", "nemotron_h", "mamba2", "deepseek_v32"])
 async def test_logprobs_of_the_prompt_are_those_of_the_stock_model(
-    family: str, loaded: Loader, stock: Stock
+    family: str, loaded: Loaded, stock: Stock
 ) -> None:
     prompt = prompt_of(70)
     async with EnginePair(loaded(family), chunk_tokens=CHUNK) as pair:
@@ -195,7 +160,7 @@ async def test_logprobs_of_the_prompt_are_those_of_the_stock_model(
 
 @pytest.mark.parametrize(("family", "refused"), [("jamba", True), ("nemotron_h", False)])
 async def test_logprobs_of_a_prompt_that_is_not_divided_are_bounded(
-    family: str, refused: bool, loaded: Loader, monkeypatch: pytest.MonkeyPatch
+    family: str, refused: bool, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "MAX_LOGITS_BYTES", 69 * 4 * loaded(family).vocab_size)
     async with EnginePair(loaded(family), chunk_tokens=CHUNK) as pair:
@@ -206,7 +171,7 @@ async def test_logprobs_of_a_prompt_that_is_not_divided_are_bounded(
 
 @pytest.mark.parametrize("family", ["lfm2", "gpt_oss"])
 async def test_a_request_that_ends_in_any_state_gives_its_row_back(
-    family: str, loaded: Loader
+    family: str, loaded: Loaded
 ) -> None:
     async with EnginePair(loaded(family), source_rows=2, chunk_tokens=8) as pair:
         running = [
@@ -220,32 +185,21 @@ async def test_a_request_that_ends_in_any_state_gives_its_row_back(
         for task in running:
             task.cancel()
         await asyncio.wait(running)
-        await until(lambda: pair.home)
 
 
-def runner_of(model: LoadedModel, num_rows: int) -> tuple[PagedPool, Runner]:
-    layout = build_layout(model.streams, page_size=4, num_pages=40, num_rows=num_rows)
-    pool = PagedPool.allocate(layout, shared=False)
-    for component in layout.components:
-        pool.tensor(component.name).fill_(float("nan"))
-    return pool, model.runner(pool)
-
-
-def sequence_of(prompt: list[int], first_page: int, row: int) -> Sequence:
-    found = Sequence("test", prompt, 8, 4)
-    found.add_pages(
-        np.arange(first_page, first_page + found.pages_missing(len(prompt) + 8), dtype=np.int32)
-    )
-    found.rows = np.array([row], dtype=np.int32)
-    return found
+def pages_from(first: int, tokens: int) -> range:
+    """For a prompt of so many tokens, and eight new ones."""
+    return range(first, first + -(-(tokens + 8) // 4))
 
 
 @pytest.mark.parametrize("family", tiny_models.STATEFUL)
-def test_a_step_reads_and_writes_its_own_rows_in_every_layer(family: str, loaded: Loader) -> None:
+def test_a_step_reads_and_writes_its_own_rows_in_every_layer(family: str, loaded: Loaded) -> None:
     """Rows of others are poison, and stay it; a new request does not see what lies in its own."""
     model = loaded(family)
-    pool, runner = runner_of(model, 5)
-    a, b = sequence_of(prompt_of(10), 3, 4), sequence_of(prompt_of(6, 1), 20, 1)
+    pool = poisoned_pool(model, 40, num_rows=5)
+    runner = model.runner(pool)
+    a = sequence_of(prompt_of(10), pages_from(3, 10), 4)
+    b = sequence_of(prompt_of(6, 1), pages_from(20, 6), 1)
     first = runner.forward([Row(a, 10), Row(b, 6)])
     a.computed, b.computed = 10, 6
     a.append(5)
@@ -260,7 +214,7 @@ def test_a_step_reads_and_writes_its_own_rows_in_every_layer(family: str, loaded
         assert bool(torch.isfinite(states[[1, 4]]).all()), name
         for row in (1, 4):
             assert not torch.equal(states[row], before[name][row]), f"{name} was left behind"
-    again = sequence_of(prompt_of(6, 1), 30, 4)  # in the row of another
+    again = sequence_of(prompt_of(6, 1), pages_from(30, 6), 4)  # in the row of another
     # Not bit for bit: seen to differ in the last digits where many tests had run before. Another's
     # state is off by far.
     assert torch.allclose(runner.forward([Row(again, 6)])[0], first[1], atol=1e-4)
@@ -270,7 +224,7 @@ def test_a_step_reads_and_writes_its_own_rows_in_every_layer(family: str, loaded
     ("family", "whole"), [("jamba", True), ("mamba2", False), ("nemotron_h", False)]
 )
 def test_the_self_test_finds_scans_that_begin_at_nothing(
-    family: str, whole: bool, loaded: Loader
+    family: str, whole: bool, loaded: Loaded
 ) -> None:
     for model in (loaded(family), loaded(family, "bfloat16")):
         assert (model.whole_prompts, model.mode) == (whole, "pad")

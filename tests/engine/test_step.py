@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from kvflow.serve.engine.model.runner import Runner
 from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.model.step import Row
 from tests.engine import tiny_models
-from tests.engine.pair import prompt_of
+from tests.engine.pair import poisoned_pool, prompt_of
+from tests.engine.tiny_models import Tiny
 
 PAGE = 4
 ORDERS: tuple[Order, ...] = ("page_first", "layer_first")
@@ -36,6 +37,21 @@ def decoding(lengths: list[int], num_pages: int = 4096) -> list[Sequence]:
         pages, s.computed = pages[count:], length - 1
         found.append(s)
     return found
+
+
+def computed(runner: Runner, sequences: list[Sequence]) -> None:
+    """Compute all of them but for the last token, which is new."""
+    for s in sequences:
+        s.computed = 0
+        runner.forward([Row(s, s.length - 1, 0)])
+        s.computed = s.length - 1
+
+
+def appended(sequences: list[Sequence], token: int) -> None:
+    """The last step of all has chosen this token."""
+    for s in sequences:
+        s.computed += 1
+        s.append(token)
 
 
 def packed(sequences: list[Sequence]) -> DecodeSteps:
@@ -106,34 +122,22 @@ def test_a_step_that_was_planned_ahead_equals_one_made_anew() -> None:
             assert torch.equal(getattr(step, name), getattr(anew, name)), name
         assert torch.equal(gathered_by(step), gathered_by(anew))
         for one, other in zip(step.batches, anew.batches, strict=True):
-            assert (one.q0, one.q1, one.k0, one.k1, one.keys) == (
-                other.q0,
-                other.q1,
-                other.k0,
-                other.k1,
-                other.keys,
-            )
+            for name in ("q0", "q1", "k0", "k1", "keys"):
+                assert getattr(one, name) == getattr(other, name), name
             for last in (1, 7, one.keys):
                 mine, theirs = one.mask(last, torch.float32), other.mask(last, torch.float32)
                 assert (mine is None) == (theirs is None)
                 assert mine is None or theirs is None or torch.equal(mine, theirs)
-    assert (
-        steps
-        == min(
-            s.page_count * PAGE - n
-            for s, n in zip(sequences, [4, 169, 15, PAGE, 1199], strict=True)
-        )
-        > 2
-    )
+    computed_at_first = (4, 169, 15, PAGE, 1199)
+    room = [s.page_count * PAGE - n for s, n in zip(sequences, computed_at_first, strict=True)]
+    assert steps == min(room) > 2
 
 
 def test_another_batch_is_not_what_was_planned() -> None:
     a, b, c = decoding([9, 13, 9])
     step = packed([a, b])
     assert not step.advance([Row(a, 1), Row(b, 1)]), "not computed yet"
-    for s in (a, b, c):
-        s.append(3)
-        s.computed += 1
+    appended([a, b, c], 3)
     for others in ([a], [b, a], [a, c], [a, b, c]):
         assert not step.advance([Row(s, 1) for s in others])
     assert step.advance([Row(a, 1), Row(b, 1)])
@@ -141,9 +145,7 @@ def test_another_batch_is_not_what_was_planned() -> None:
 
 @pytest.mark.parametrize("attention", ["packed", "pad"])
 @pytest.mark.parametrize("family", [*tiny_models.FAMILIES, "gpt_oss", "gemma4_shared_kv"])
-def test_a_batch_equals_its_rows_alone(
-    family: str, attention: str, tiny: Callable[[str], object]
-) -> None:
+def test_a_batch_equals_its_rows_alone(family: str, attention: str, tiny: Tiny) -> None:
     """Windows, soft caps, sinks, grouped heads, latents: short rows, and one that is in a call of
     its own.
     """
@@ -154,17 +156,8 @@ def test_a_batch_equals_its_rows_alone(
 
 def check_rows(model: LoadedModel, attention: str, order: Order) -> None:
     *sequences, chunk = decoding([3, 30, 300, 17, 40, 18, 31, 16, 9, 2, 21], 400)
-    layout = build_layout(
-        model.streams, page_size=PAGE, num_pages=400, num_rows=12 * model.has_rows, order=order
-    )
-    pool = PagedPool.allocate(layout, shared=False)
-    for component in layout.components:
-        pool.tensor(component.name).fill_(float("nan"))
-    runner = model.runner(pool)
-    for s in sequences:
-        s.computed = 0
-        runner.forward([Row(s, s.length - 1, False)])
-        s.computed = s.length - 1
+    runner = model.runner(poisoned_pool(model, 400, order=order, num_rows=12))
+    computed(runner, sequences)
     alone = torch.cat([runner.forward([Row(s, 1)]) for s in sequences])
     together = runner.forward([Row(s, 1) for s in sequences])
     assert bool(torch.isfinite(together).all())
@@ -196,7 +189,7 @@ def check_rows(model: LoadedModel, attention: str, order: Order) -> None:
     ],
 )
 def test_steps_over_kept_states_equal_steps_that_gather(
-    family: str, rings: str, tiny: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+    family: str, rings: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing, some streams, or all of them are kept: the logits, pages and rings are those of
     steps made anew.
@@ -223,9 +216,7 @@ def check_kept(
         sequences = decoding([3, 30, 300, 17, 40, 18], 380)
         for i, s in enumerate(sequences):
             s.add_pages(np.array([380 + 2 * i, 381 + 2 * i], dtype=np.int32))
-            s.computed = 0
-            runner.forward([Row(s, s.length - 1, 0)])
-            s.computed = s.length - 1
+        computed(runner, sequences)
         monkeypatch.setattr(ahead, "_MOST_KEPT_BYTES", 1 << 30)
         runner.forward([Row(s, 1) for s in sequences])
         monkeypatch.setattr(ahead, "_MOST_KEPT_BYTES", int(share * sum(kept_by(runner))))
@@ -235,9 +226,7 @@ def check_kept(
             steps.append(runner.forward([Row(s, 1) for s in sequences]))
             kept = len(kept_by(runner))
             assert not planned or (0 < kept < streams if share == 0.5 else kept == share * streams)
-            for s in sequences:
-                s.computed += 1
-                s.append(token)
+            appended(sequences, token)
             if not planned:
                 runner.rest()
         found.append((torch.stack(steps), [pool.tensor(c.name) for c in layout.components]))
@@ -263,16 +252,9 @@ def test_no_page_is_read_twice_within_a_plan(
 ) -> None:
     layout = build_layout(llama.streams, page_size=PAGE, num_pages=20)
     pool = PagedPool.allocate(layout, shared=False)
-    runner, sequences, reads, read = (
-        llama.runner(pool),
-        decoding([5, 9], 20),
-        list[object](),
-        DecodeSteps.read,
-    )
-    for s in sequences:
-        s.computed = 0
-        runner.forward([Row(s, s.length - 1, 0)])
-        s.computed = s.length - 1
+    runner, sequences = llama.runner(pool), decoding([5, 9], 20)
+    reads, read = list[object](), DecodeSteps.read
+    computed(runner, sequences)
 
     def counted(self: DecodeSteps, stream: Hashable, *rest: Any) -> torch.Tensor:
         reads.append(stream)
@@ -282,9 +264,7 @@ def test_no_page_is_read_twice_within_a_plan(
     for _ in range(3):  # what its last page has room for
         runner.forward([Row(s, 1) for s in sequences])
         assert len(reads) == len(set(reads)) == len(llama.streams)
-        for s in sequences:
-            s.computed += 1
-            s.append(7)
+        appended(sequences, 7)
     pool.close()
 
 

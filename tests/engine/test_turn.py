@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,8 @@ from kvflow.serve.engine.scheduler import prefill as prefill_module
 from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest
 from kvflow.serve.engine.scheduler.turn import Turn
-from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
+from tests.engine.pair import EnginePair, greedy, prompt_of, until
+from tests.engine.storm import turns
 from tests.memory.gate import CopyGate
 
 PAGE, WHOLE, LENGTH = 4, 20, 23
@@ -37,14 +38,16 @@ def small_pair(model: LoadedModel, pages: int = 8, **options: Any) -> EnginePair
     )
 
 
-async def only_on_the_host(pair: EnginePair) -> None:
+@asynccontextmanager
+async def only_on_the_host(model: LoadedModel, **options: Any) -> AsyncIterator[EnginePair]:
     """Every prompt has been computed, and is on prefill's host alone."""
-    for prompt in PROMPTS:
-        await pair.outputs(prompt, greedy(1))
-    await until(lambda: pair.home and not any(cache.busy for cache in pair.caches))
-    source = pair.source.pages
-    assert source.reclaim(source.capacity) == source.capacity
-    pair.caches[1].flush()
+    async with small_pair(model, **options) as pair:
+        for prompt in PROMPTS:
+            await pair.outputs(prompt, greedy(1))
+        await until(lambda: pair.home and not any(cache.busy for cache in pair.caches))
+        await pair.evict_all()
+        pair.caches[1].flush()
+        yield pair
 
 
 async def cached_tokens(pair: EnginePair, prompt: list[int], priority: int = 0) -> int:
@@ -63,8 +66,7 @@ def holders(engine: PrefillEngine) -> list[PrefillRequest]:
 async def test_prompts_that_queue_lose_nothing_of_what_the_host_has(
     policy: PrefetchPolicy, llama: LoadedModel
 ) -> None:
-    async with small_pair(llama, prefetch=policy) as pair:
-        await only_on_the_host(pair)
+    async with only_on_the_host(llama, prefetch=policy) as pair:
         before = pair.caches[0].stats().loaded_pages
         found = await asyncio.gather(*(cached_tokens(pair, prompt) for prompt in PROMPTS))
         assert found == [WHOLE] * len(PROMPTS)
@@ -76,8 +78,7 @@ async def test_prompts_that_queue_lose_nothing_of_what_the_host_has(
 async def test_who_comes_before_takes_the_turn_and_both_have_their_pages(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with small_pair(llama) as pair:
-        await only_on_the_host(pair)
+    async with only_on_the_host(llama) as pair:
         gate = CopyGate(monkeypatch)
         later = asyncio.create_task(cached_tokens(pair, PROMPTS[0]))
         await gate.reached()
@@ -91,8 +92,7 @@ async def test_who_comes_before_takes_the_turn_and_both_have_their_pages(
 async def test_a_prompt_that_loads_is_left_to_load(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with small_pair(llama) as pair:
-        await only_on_the_host(pair)
+    async with only_on_the_host(llama) as pair:
         gate = CopyGate(monkeypatch)
         asked = asyncio.create_task(cached_tokens(pair, PROMPTS[0]))
         await gate.reached()
@@ -130,11 +130,10 @@ async def test_a_prompt_that_waits_for_places_holds_nothing_of_the_cache(
 async def test_who_ends_while_it_loads_holds_nothing(
     how: str, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with small_pair(llama) as pair:
-        await only_on_the_host(pair)
+    async with only_on_the_host(llama) as pair:
         gate = CopyGate(monkeypatch)
         room = pair.room(PROMPTS[0])
-        leg = asyncio.create_task(pair.prefill.prefill(room.prefill_half, PROMPTS[0], greedy(1)))
+        leg = pair.send(room, PROMPTS[0], greedy(1))
         await gate.reached()
         closing = None
         if how == "prefill is cancelled":
@@ -166,30 +165,17 @@ async def test_who_ends_while_it_loads_holds_nothing(
 async def test_an_early_prompt_that_loads_gives_way_to_one_that_is_matched(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with small_pair(llama, optimistic_tries=1) as pair:
-        await only_on_the_host(pair)
+    async with only_on_the_host(llama, optimistic_tries=1) as pair:
         gate = CopyGate(monkeypatch)
-        room, matched = pair.room(PROMPTS[0]), asyncio.Event()
-        _matches_later(room, matched)
-        early = asyncio.create_task(pair.prefill.prefill(room.prefill_half, PROMPTS[0], greedy(1)))
+        room = pair.room(PROMPTS[0], late=True)
+        early = pair.send(room, PROMPTS[0], greedy(1))
         await gate.reached()
         other = asyncio.create_task(cached_tokens(pair, PROMPTS[1]))
         await until(lambda: len(pair.prefill._waiting) == 1)
         gate.go.set()
         assert await other == WHOLE
-        matched.set()
+        room.meet()
         assert (await early).cached_tokens == WHOLE
-        room.close()
-
-
-def _matches_later(room: FakeRoom, when: asyncio.Event) -> None:
-    match = room.prefill_half.matched
-
-    async def matched() -> int:
-        await when.wait()
-        return await match()
-
-    room.prefill_half.matched = matched
 
 
 # --- any order, and bugs planted into it
@@ -234,13 +220,12 @@ class Queue:
     async def _client(self, prompt: list[int]) -> None:
         await self._turns()
         pair, params = self._pair, greedy(1, priority=self._chance.randrange(3))
-        room, matched = pair.room(prompt), asyncio.Event()
-        _matches_later(room, matched)
-        leg = asyncio.create_task(pair.prefill.prefill(room.prefill_half, prompt, params))
+        room = pair.room(prompt, late=True)
+        leg = pair.send(room, prompt, params)
         leaves = self._chance.random() < 0.2
         try:
             await self._turns()
-            matched.set()
+            room.meet()
             if leaves:
                 await self._turns()
                 leg.cancel()
@@ -253,8 +238,7 @@ class Queue:
             raise answer
 
     async def _turns(self) -> None:
-        for _ in range(self._chance.choice((0, 1, 5, 20, 60))):
-            await asyncio.sleep(0)
+        await turns(self._chance, 0, 1, 5, 20, 60)
 
 
 def _keeps_what_it_has() -> AbstractContextManager[object]:
@@ -291,14 +275,11 @@ PLANTS: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
 async def _broken(
     model: LoadedModel, seed: int, plant: AbstractContextManager[object], tries: int
 ) -> set[str]:
-    async with small_pair(model, optimistic_tries=tries) as pair:
-        await only_on_the_host(pair)
+    async with only_on_the_host(model, optimistic_tries=tries) as pair:
         queue = Queue(pair, seed)
         with plant:
             await queue.play()
-        if not queue.broken:
-            await until(lambda: pair.home)
-            assert all(cache.stats().pages == cache.evictable_pages for cache in pair.caches)
+        pair.has_to_rest = not queue.broken
         return queue.broken
 
 
@@ -328,8 +309,7 @@ async def test_a_planted_bug_is_found(name: str, llama: LoadedModel) -> None:
 async def test_what_cannot_be_loaded_is_computed_and_not_loaded_again(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with small_pair(llama) as pair:
-        await only_on_the_host(pair)
+    async with only_on_the_host(llama) as pair:
         gate = CopyGate(monkeypatch, fails_at=1)
         gate.go.set()
         assert await cached_tokens(pair, PROMPTS[0]) == 0

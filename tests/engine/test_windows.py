@@ -5,7 +5,6 @@ token parity.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +26,26 @@ from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.model.step import Row, Step
 from kvflow.serve.engine.model.windows import choose_rings
 from tests.engine import tiny_models
-from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
+from tests.engine.pair import (
+    EnginePair,
+    Watched,
+    goes_wrong_after_the_first,
+    greedy,
+    poisoned_pool,
+    prompt_of,
+)
+from tests.engine.tiny_models import Generated, Loaded, Tiny
 
-Loader = Callable[..., LoadedModel]
-Stock = Callable[[str], Any]
-Tiny = Callable[[str], Path]
 WINDOW, NEW = 16, 24
 FAMILIES = ["gpt_oss", "gemma2", "gemma3", "gemma4_shared_kv", "mistral"]
 HYBRID = FAMILIES[:-1]
-
-_expected: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-
-
-def expected(family: str, stock: Stock, prompt: list[int]) -> list[int]:
-    key = (family, tuple(prompt))
-    if key not in _expected:
-        _expected[key] = tiny_models.generate(stock(family), prompt, NEW)
-    return _expected[key]
 
 
 def units(model: LoadedModel) -> list[set[str]]:
     return [{kind.unit for kind in layer.kinds} if layer else set() for layer in model.layers]
 
 
-def test_windows_are_kept_in_rows_and_the_rest_in_pages(loaded: Loader) -> None:
+def test_windows_are_kept_in_rows_and_the_rest_in_pages(loaded: Loaded) -> None:
     model = loaded("gpt_oss")
     assert model.mode == "packed" and units(model) == [{ROW}, {SLOT}, {ROW}, {SLOT}]
     assert model.streams[0] == StateKind(
@@ -67,7 +62,7 @@ def test_windows_are_kept_in_rows_and_the_rest_in_pages(loaded: Loader) -> None:
     ) == (False, 0, 0)
 
 
-def test_a_request_takes_fewer_bytes(loaded: Loader, tiny: Tiny) -> None:
+def test_a_request_takes_fewer_bytes(loaded: Loaded, tiny: Tiny) -> None:
     """Of 4,096 tokens, half of the layers keep 16."""
 
     def bytes_of(model: LoadedModel, tokens: int) -> int:
@@ -178,7 +173,7 @@ def test_the_self_test_of_a_long_window_is_not_long(
     )
 
 
-def test_a_pool_with_windows_in_pages_is_refused(loaded: Loader, tiny: Tiny) -> None:
+def test_a_pool_with_windows_in_pages_is_refused(loaded: Loaded, tiny: Tiny) -> None:
     """As a peer's is, in the same words."""
     streams = load_model(str(tiny("gpt_oss")), sliding_window_rows="never").streams
     pool = PagedPool.allocate(build_layout(streams, page_size=4, num_pages=2), shared=False)
@@ -187,26 +182,16 @@ def test_a_pool_with_windows_in_pages_is_refused(loaded: Loader, tiny: Tiny) -> 
 
 
 def edges(chunk: int) -> list[list[int]]:
-    lengths = {
-        1,
-        2,
-        chunk - 1,
-        chunk,
-        chunk + 1,
-        WINDOW - 1,
-        WINDOW,
-        WINDOW + 1,
-        2 * WINDOW + 1,
-        2 * chunk + 7,
-        97,
-    }
+    """Of one token, and about as long as a chunk, a window, or two of them."""
+    around = (chunk - 1, chunk, chunk + 1, WINDOW - 1, WINDOW, WINDOW + 1)
+    lengths = {1, 2, *around, 2 * WINDOW + 1, 2 * chunk + 7, 97}
     return [prompt_of(n, n) for n in sorted(lengths)]
 
 
 @pytest.mark.parametrize(("page", "chunk"), [(4, 7), (16, 40), (64, 16)])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_fp32_equals_generate(
-    family: str, page: int, chunk: int, loaded: Loader, stock: Stock
+    family: str, page: int, chunk: int, loaded: Loaded, generated: Generated
 ) -> None:
     """Chunks shorter than a window and longer, decoded with requests that join and leave; rows are
     used again.
@@ -221,75 +206,38 @@ async def test_fp32_equals_generate(
         chunk_tokens=chunk,
         max_batch_tokens=2 * chunk,
     ) as pair:
-        found = await asyncio.gather(
-            *(
-                pair.tokens(prompt, greedy(count))
-                for prompt, count in zip(prompts, counts, strict=True)
-            )
-        )
-        await until(lambda: pair.home)
+        runs = zip(prompts, counts, strict=True)
+        found = await asyncio.gather(*(pair.tokens(p, greedy(count)) for p, count in runs))
     for prompt, count, tokens in zip(prompts, counts, found, strict=True):
-        assert tokens == expected(family, stock, prompt)[:count], f"prompt of {len(prompt)} tokens"
+        assert tokens == generated(family, prompt, count), f"prompt of {len(prompt)} tokens"
 
 
 @pytest.mark.parametrize("family", HYBRID)
 @pytest.mark.parametrize("lost", ["row", "page"])
 async def test_neither_rows_nor_pages_are_kept_in_vain(
-    family: str, lost: str, loaded: Loader, stock: Stock
+    family: str, lost: str, loaded: Loaded, generated: Generated
 ) -> None:
     """The negative control: a zeroed row changes the output, and so does a zeroed page."""
     prompt = prompt_of(60)
     async with EnginePair(loaded(family)) as pair:
-
-        def spoil(room: FakeRoom) -> None:
-            def zero() -> None:
-                pool = pair.target.pool
-                places = pool.layout.split(room.pages)
-                for component in pool.layout.components:
-                    if component.in_rows == (lost == "row"):
-                        pool.tensor(component.name)[
-                            int(places.rows[0] if lost == "row" else places.pages[-1])
-                        ] = 0
-
-            room.on_landed = zero
-
-        pair.on_room = spoil
-        tokens = await pair.tokens(prompt, greedy(NEW))
-    whole = expected(family, stock, prompt)
-    assert tokens[0] == whole[0], "the first token is prefill's"
-    assert tokens != whole
+        tokens = await pair.spoiled(prompt, NEW, lambda one: one.in_rows == (lost == "row"))
+    goes_wrong_after_the_first(tokens, generated(family, prompt, NEW))
 
 
 async def test_generated_tokens_are_computed_again_in_a_chunk(
-    loaded: Loader, stock: Stock, monkeypatch: pytest.MonkeyPatch
+    loaded: Loaded, generated: Generated
 ) -> None:
     """A ring depends on no division into steps, as states do."""
     prompt = prompt_of(30)
     async with EnginePair(loaded("gpt_oss")) as pair:
-        forward, ends = pair.decode._runner.forward, []
-
-        def counted(rows: list[Row]) -> torch.Tensor:
-            ends.append((rows[0].new, rows[0].end))
-            if len(ends) == 4:
-                pair.decode.retract_all()
-            return forward(rows)
-
-        monkeypatch.setattr(pair.decode._runner, "forward", counted)
-        assert await pair.tokens(prompt, greedy(NEW)) == expected("gpt_oss", stock, prompt)
+        steps = Watched(pair.decode._runner)
+        steps.before = lambda: pair.decode.retract_all() if len(steps.steps) == 4 else None
+        assert await pair.tokens(prompt, greedy(NEW)) == generated("gpt_oss", prompt, NEW)
         assert pair.decode.retraction.recomputes == 1
-    assert ends[4] == (35, 35)
+    assert steps.new[4] == [35]
 
 
-def runner_of(model: LoadedModel) -> tuple[PagedPool, Runner]:
-    pool = PagedPool.allocate(
-        build_layout(model.streams, page_size=4, num_pages=80, num_rows=6), shared=False
-    )
-    for component in pool.layout.components:
-        pool.tensor(component.name).fill_(float("nan"))
-    return pool, model.runner(pool)
-
-
-def sequence_of(prompt: list[int], places: Places) -> Sequence:
+def sequence_at(prompt: list[int], places: Places) -> Sequence:
     found = Sequence("test", prompt, 4 * places.pages.size - len(prompt), 4)
     found.add(places)
     return found
@@ -307,26 +255,27 @@ def continued(runner: Runner, sequences: list[Sequence], steps: int) -> torch.Te
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_of_an_earlier_request_is_read(family: str, loaded: Loader) -> None:
+def test_nothing_of_an_earlier_request_is_read(family: str, loaded: Loaded) -> None:
     """A row of NaN, and one that another request has filled: not one bit of the logits is another.
 
     Prompts are shorter than the window, so that part of the row is still the other's while they
     decode."""
-    pool, runner = runner_of(loaded(family))
+    pool = poisoned_pool(loaded(family), 80)
+    runner = loaded(family).runner(pool)
     prompts = [prompt_of(3, 1), prompt_of(9, 2)]
     places = [
         Places(np.arange(12 * i, 12 * i + 12, dtype=np.int32), np.array([i + 1], np.int32))
         for i in range(2)
     ]
-    fresh = continued(
-        runner, [sequence_of(p, at) for p, at in zip(prompts, places, strict=True)], 10
-    )
+
+    def of_both() -> torch.Tensor:
+        both = [sequence_at(p, at) for p, at in zip(prompts, places, strict=True)]
+        return continued(runner, both, 10)
+
+    fresh = of_both()
     assert bool(torch.isfinite(fresh).all())
-    continued(runner, [sequence_of(prompt_of(20, i), at) for i, at in enumerate(places)], 3)
-    again = continued(
-        runner, [sequence_of(p, at) for p, at in zip(prompts, places, strict=True)], 10
-    )
-    assert torch.equal(again, fresh)
+    continued(runner, [sequence_at(prompt_of(20, i), at) for i, at in enumerate(places)], 3)
+    assert torch.equal(of_both(), fresh)
     for name in (kind.name for kind in loaded(family).streams if kind.unit == ROW):
         assert bool(torch.isnan(pool.tensor(name)[[0, 3, 4, 5]]).all()), (
             "a row of nobody's was written"
@@ -336,14 +285,15 @@ def test_nothing_of_an_earlier_request_is_read(family: str, loaded: Loader) -> N
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("length", [5, 30])
 async def test_a_snapshot_goes_on_in_other_pages_and_another_row(
-    family: str, length: int, loaded: Loader
+    family: str, length: int, loaded: Loaded
 ) -> None:
     """In mid-decode, before its ring is full and after; what it leaves is poisoned."""
-    pool, runner = runner_of(loaded(family))
+    pool = poisoned_pool(loaded(family), 80)
+    runner = loaded(family).runner(pool)
     here = Places(pool.pages.take(14, "here"), pool.rows.take(1, "here"))
     there = Places(pool.pages.take(14, "there")[::-1].copy(), pool.rows.take(1, "there"))
-    alone = continued(runner, [sequence_of(prompt_of(length), here)], 14)
-    moving = sequence_of(prompt_of(length), here)
+    alone = continued(runner, [sequence_at(prompt_of(length), here)], 14)
+    moving = sequence_at(prompt_of(length), here)
     first = continued(runner, [moving], 6)
     store = SnapshotStore(pool, 1 << 20)
     snapshot = await store.take(here)
@@ -353,7 +303,7 @@ async def test_a_snapshot_goes_on_in_other_pages_and_another_row(
         ] = float("nan")
     await store.restore(snapshot, there)
     await store.close()
-    moved = sequence_of(moving.tokens[: moving.length].tolist(), there)
+    moved = sequence_at(moving.tokens[: moving.length].tolist(), there)
     moved.computed = moving.computed
     found = torch.cat([first, continued(runner, [moved], 8)])
     assert torch.allclose(found, alone, atol=1e-4, rtol=1e-4)

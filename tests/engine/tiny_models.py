@@ -7,11 +7,21 @@ random model repeats one token for ever, and parity would mean nothing.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvflow.serve.engine.model.load import LoadedModel
+
+# What the fixtures of these models are: see conftest.py.
+Tiny = Callable[[str], Path]
+Loaded = Callable[..., LoadedModel]
+Stock = Callable[[str], Any]
+Generated = Callable[[str, list[int], int], list[int]]
+Expected = Callable[[list[int]], list[int]]
 
 BASE: dict[str, Any] = {
     "vocab_size": 512,
@@ -66,51 +76,41 @@ KV_SHARED: dict[str, Any] = {
     "hidden_size_per_layer_input": 16,
 }
 
+Family = tuple[str, dict[str, Any]]
+
+
+def family(model_type: str, *parts: dict[str, Any], **changes: Any) -> Family:
+    """`BASE` with these parts, and what is named."""
+    values = dict(BASE)
+    for part in (*parts, changes):
+        values |= part
+    return model_type, values
+
+
 # The families the project promises, then others that reach a corner of their own.
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", BASE),
-    "qwen3": ("qwen3", {**BASE, "head_dim": 16}),
-    "mistral": ("mistral", {**BASE, "sliding_window": 16}),
-    "gemma2": ("gemma2", {**BASE, **GEMMA}),
-    "gemma3": ("gemma3_text", {**BASE, **GEMMA}),
+FAMILIES: dict[str, Family] = {
+    "llama": family("llama"),
+    "qwen3": family("qwen3", head_dim=16),
+    "mistral": family("mistral", sliding_window=16),
+    "gemma2": family("gemma2", GEMMA),
+    "gemma3": family("gemma3_text", GEMMA),
     "gpt2": ("gpt2", GPT2),
-    "mixtral": ("mixtral", {**BASE, "num_local_experts": 4}),
-    "deepseek_v2": ("deepseek_v2", {**BASE, **MLA}),
-    "deepseek_v3": ("deepseek_v3", {**BASE, **MLA}),
+    "mixtral": family("mixtral", num_local_experts=4),
+    "deepseek_v2": family("deepseek_v2", MLA),
+    "deepseek_v3": family("deepseek_v3", MLA),
 }
-CORNERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt_oss": (
-        "gpt_oss",
-        {
-            **BASE,
-            "head_dim": 16,
-            "sliding_window": 16,
-            "num_local_experts": 4,
-            "layer_types": ALTERNATING,
-        },
-    ),
-    "gemma4_shared_kv": (
-        "gemma4_text",
-        {
-            **BASE,
-            "head_dim": 16,
-            "global_head_dim": 32,
-            "sliding_window": 16,
-            "layer_types": ALTERNATING,
-            **KV_SHARED,
-        },
-    ),
-    "llama4_chunked": (
+WINDOWED: dict[str, Any] = {"head_dim": 16, "sliding_window": 16, "layer_types": ALTERNATING}
+CORNERS: dict[str, Family] = {
+    "gpt_oss": family("gpt_oss", WINDOWED, num_local_experts=4),
+    "gemma4_shared_kv": family("gemma4_text", WINDOWED, KV_SHARED, global_head_dim=32),
+    "llama4_chunked": family(
         "llama4_text",
-        {
-            **BASE,
-            "head_dim": 16,
-            "attention_chunk_size": 16,
-            "num_local_experts": 2,
-            "intermediate_size_mlp": 128,
-            "no_rope_layers": [1, 1, 1, 0],
-            "use_qk_norm": True,
-        },
+        head_dim=16,
+        attention_chunk_size=16,
+        num_local_experts=2,
+        intermediate_size_mlp=128,
+        no_rope_layers=[1, 1, 1, 0],
+        use_qk_norm=True,
     ),
     "bloom": (
         "bloom",
@@ -123,7 +123,7 @@ CORNERS: dict[str, tuple[str, dict[str, Any]]] = {
             "eos_token_id": None,
         },
     ),
-    "opt": ("opt", {**BASE, "ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "opt": family("opt", ffn_dim=128, word_embed_proj_dim=64),
 }
 SSM: dict[str, Any] = {
     "mamba_n_heads": 8,
@@ -159,58 +159,46 @@ PURE = {
 INDEXER = {"index_topk": 8, "index_n_heads": 32, "index_head_dim": 16, "pad_token_id": None}
 
 # Families that keep an indexer's keys, and those that keep states per request.
-INDEXED: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v32": ("deepseek_v32", {**BASE, **MLA, **INDEXER}),
-    "glm_moe_dsa": ("glm_moe_dsa", {**BASE, **MLA, **INDEXER}),
+INDEXED: dict[str, Family] = {
+    "deepseek_v32": family("deepseek_v32", MLA, INDEXER),
+    "glm_moe_dsa": family("glm_moe_dsa", MLA, INDEXER),
 }
-STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_next": ("qwen3_next", {**BASE, **LINEAR, **MOE}),
-    "falcon_h1": (
-        "falcon_h1",
-        {**BASE, **SSM, "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4},
-    ),
-    "lfm2": (
+STATEFUL: dict[str, Family] = {
+    "qwen3_next": family("qwen3_next", LINEAR, MOE),
+    "falcon_h1": family("falcon_h1", SSM, head_dim=16, mamba_d_ssm=64, mamba_n_heads=4),
+    "lfm2": family(
         "lfm2",
-        {
-            **BASE,
-            "layer_types": ["conv", "full_attention"] * 2,
-            "conv_L_cache": 3,
-            "block_ff_dim": 128,
-            "block_auto_adjust_ff_dim": False,
-        },
+        layer_types=["conv", "full_attention"] * 2,
+        conv_L_cache=3,
+        block_ff_dim=128,
+        block_auto_adjust_ff_dim=False,
     ),
-    "bamba": ("bamba", {**BASE, **SSM, "attn_layer_indices": [1, 3]}),
-    "jamba": (
+    "bamba": family("bamba", SSM, attn_layer_indices=[1, 3]),
+    "jamba": family(
         "jamba",
-        {
-            **BASE,
-            "attn_layer_offset": 1,
-            "attn_layer_period": 2,
-            "expert_layer_offset": 1,
-            "expert_layer_period": 2,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "mamba_d_state": 16,
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "mamba_dt_rank": 8,
-            "use_mamba_kernels": False,
-        },
+        attn_layer_offset=1,
+        attn_layer_period=2,
+        expert_layer_offset=1,
+        expert_layer_period=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_dt_rank=8,
+        use_mamba_kernels=False,
     ),
-    "nemotron_h": (
+    "nemotron_h": family(
         "nemotron_h",
-        {
-            **BASE,
-            "head_dim": 16,
-            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "n_groups": 1,
-            "ssm_state_size": 16,
-            "conv_kernel": 4,
-            "expand": 2,
-            "chunk_size": 16,
-        },
+        head_dim=16,
+        layers_block_type=["mamba", "attention", "mamba", "mlp"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=1,
+        ssm_state_size=16,
+        conv_kernel=4,
+        expand=2,
+        chunk_size=16,
     ),
     "mamba2": (
         "mamba2",
@@ -225,31 +213,25 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-MORE_STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
-    "granitemoehybrid": (
+MORE_STATEFUL: dict[str, Family] = {
+    "granitemoehybrid": family(
         "granitemoehybrid",
-        {
-            **BASE,
-            **SSM,
-            "layer_types": ["mamba", "attention"] * 2,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 64,
-            "position_embedding_type": "rope",
-        },
-    ),
+        SSM,
+        layer_types=["mamba", "attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=64,
+        position_embedding_type="rope",
+    )
 }
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "minimax": (
+REFUSED: dict[str, Family] = {
+    "minimax": family(
         "minimax",
-        {
-            **BASE,
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "block_size": 16,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-        },
-    ),
+        head_dim=16,
+        num_local_experts=4,
+        block_size=16,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    )
 }
 ALL = {**FAMILIES, **CORNERS, **INDEXED, **STATEFUL, **MORE_STATEFUL, **REFUSED}
 
@@ -289,17 +271,17 @@ def load_stock(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
-def generate(stock: Any, prompt: list[int], count: int) -> list[int]:
-    """What `model.generate` says, greedy."""
+def generate(stock: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
+    """What `model.generate` says, greedy: `count` tokens, unless `options` let it end earlier."""
     ids = torch.tensor([prompt])
+    given = {"min_new_tokens": count, "eos_token_id": None, **options}
     out = stock.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=count,
-        min_new_tokens=count,
         do_sample=False,
-        eos_token_id=None,
         pad_token_id=0,
+        **given,
     )
     found: list[int] = out[0, len(prompt) :].tolist()
     return found

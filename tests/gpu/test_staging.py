@@ -16,6 +16,7 @@ from kvflow.protocols.errors import KvflowError
 from kvflow.serve.demo_model import DEMO_PROMPTS
 from kvflow.testing.pair import until
 from tests.e2e.fleet import all_home, running
+from tests.gpu.test_copies import fill
 from tests.memory.kinds import has_rows, in_rows, layout_of, names_of
 
 pytestmark = pytest.mark.gpu
@@ -28,15 +29,7 @@ PROMPT = range(16 * 29 + 5)  # 30 pages
 
 def filled(kind: str, seed: int) -> kvflow.PagedPool:
     pool = kvflow.PagedPool.allocate(layout_of(kind, 16, 64, 6, "layer_first"), device="cuda")
-    for n, name in enumerate(names_of(kind)):
-        view = pool.tensor(name).view(torch.uint8)
-        random = torch.Generator(device=pool.device).manual_seed(seed + n)
-        view.copy_(
-            torch.randint(
-                0, 256, view.shape, dtype=torch.uint8, device=pool.device, generator=random
-            )
-        )
-    torch.cuda.synchronize()
+    fill(pool, kind, seed)
     return pool
 
 
