@@ -487,8 +487,8 @@ async def _priority(on: Service, body: str, name: str) -> None:
 
 @of("ctg:cache_salt", "ctg:extra_key")
 async def _salts(on: Service, body: str, name: str) -> None:
-    """They say what may be shared (tests/server/test_prefixes.py), never what is generated; both
-    legs check them.
+    """They say what may be shared (tests/serve/http/test_prefixes.py), never what is generated;
+    both legs check them.
     """
     assert text_of(await on.ask(body, **{name: "mine"})) == text_of(await on.ask(body))
     with pytest.raises(

@@ -11,8 +11,8 @@ import pytest
 
 from kvflow.serve.launch.child import Child
 from tests.e2e.fleet import WITHIN_S, all_home, running
-from tests.server.servers import labelled, summed
-from tests.server.test_measures import QUEUES, TRANSFER_NAMES
+from tests.fakes.servers import labelled, summed
+from tests.serve.http.test_measures import QUEUES, TRANSFER_NAMES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]
 

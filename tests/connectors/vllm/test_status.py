@@ -16,7 +16,7 @@ import kvflow
 from kvflow.connectors.vllm import status
 from kvflow.connectors.vllm.status import StatusServer
 from tests.connectors.vllm.worker_pair import NAME, Pair, pair
-from tests.server.servers import Client
+from tests.fakes.servers import Client
 
 KEY = "sesame"
 

@@ -1,0 +1,235 @@
+"""The router: pairs, least loaded, what it does when a leg fails, and what a client that leaves
+causes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+
+import aiohttp
+import msgspec
+import pytest
+
+from kvflow.http.app import MAX_BODY_BYTES
+from kvflow.http.large_bodies import MAX_REST_BYTES
+from kvflow.protocols.errors import Cause, Code
+from kvflow.router import legs, pairs
+from kvflow.router.kvflow_engine import _Fields, _room_count
+from kvflow.router.router import Router
+from kvflow.router.workers import Worker
+from tests.fakes.servers import Front
+from tests.fakes.service import BODY, Role, body
+
+
+async def test_both_legs_get_the_same_room_and_decode_answers(
+    front: Front, prefill: Role, decode: Role
+) -> None:
+    answer = await front.call("POST", "/generate", BODY)
+    room = int(answer.headers["X-Kvflow-Room"])
+    assert answer.json["output_ids"] == [2, 3, 4]
+    [first], [second] = prefill.service.requests, decode.service.requests
+    assert first.room == second.room == room and 0 <= room < 1 << 63
+    assert second.prefill == "127.0.0.1:8998"
+
+
+async def test_a_client_cannot_choose_the_meeting(front: Front, decode: Role) -> None:
+    await front.post(
+        "/generate", {**BODY, "bootstrap_host": "evil", "bootstrap_room": 1, "bootstrap_port": 1}
+    )
+    assert decode.service.requests[0].prefill == "127.0.0.1:8998"
+
+
+async def test_streams_come_through_event_by_event(front: Front, decode: Role) -> None:
+    decode.service.gate.clear()
+    async with front.opened("/generate", {**BODY, "stream": True}) as answer:
+        first = await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 5)
+        assert json.loads(first.removeprefix(b"data: "))["output_ids"] == [2]
+        decode.service.gate.set()
+        assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_several_rooms_for_several_completions(front: Front, decode: Role) -> None:
+    document = {"text": ["w1", "w2"], "sampling_params": {"max_new_tokens": 1, "n": 2}}
+    answers = await front.post("/generate", document)
+    assert [answer["output_ids"] for answer in answers] == [[2], [2], [3], [3]]
+    assert len({request.room for request in decode.service.requests}) == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "rooms"),
+    [
+        (b'{"text": "w1"}', 1),
+        (b'{"text": ["w1", "w2"]}', 2),
+        (b'{"input_ids": [1, 2, 3]}', 1),
+        (b'{"input_ids": [[1], [2], [3]], "n": 2}', 6),
+        (b'{"prompt": [[1], [2]], "n": 3}', 6),
+        (b'{"text": "w1", "sampling_params": {"n": 4}}', 4),
+        (b'{"text": ["w1", "w2"], "sampling_params": [{"n": 2}, {"n": 2}]}', 4),
+        (b'{"text": "w1", "sampling_params": []}', 1),
+    ],
+)
+def test_every_choice_of_every_prompt_has_a_room(body: bytes, rooms: int) -> None:
+    assert _room_count(msgspec.json.decode(body, type=_Fields)) == rooms
+
+
+@pytest.mark.parametrize("longest", [False, True], ids=["many short values", "one long value"])
+async def test_workers_take_what_their_router_takes(front: Front, longest: bool) -> None:
+    """The rooms of many completions make a body larger on its way.
+
+    `user` is a field that nobody reads.
+    """
+    limit = MAX_BODY_BYTES if longest else MAX_REST_BYTES
+    least = {"prompt": "w1", "n": 128, "max_tokens": 1}
+
+    def sized(size: int) -> io.BytesIO:
+        user = "x" if longest else ["x", *["y" * 200] * ((size - 100) // 204)]
+        short = json.dumps({**least, "user": user}).encode()
+        return io.BytesIO(short.replace(b'x"', b"x" * (size - len(short) + 1) + b'"', 1))
+
+    headers = {"Content-Type": "application/json"}
+    for size, wanted in ((limit, 200), (limit + 1, 413 if longest else 400), (limit, 200)):
+        await front.post("/v1/completions", data=sized(size), headers=headers, status=wanted)
+    assert [(worker.up, worker.served) for worker in front.router.workers.all] == [(True, 2)] * 2
+
+
+async def test_the_least_loaded_worker_gets_the_request(
+    prefill: Role, decode: Role, spare: Role
+) -> None:
+    async with Front([prefill], [decode, spare]) as front:
+        decode.service.gate.clear()
+        held = asyncio.create_task(front.post("/generate", BODY))
+        await decode.begun()
+        for _ in range(3):
+            await front.post("/generate", BODY)
+        assert (len(decode.service.requests), len(spare.service.requests)) == (1, 3)
+        decode.service.gate.set()
+        await asyncio.wait_for(held, 5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_when_prefill_refuses_decodes_leg_is_dropped(
+    front: Front, prefill: Role, decode: Role, stream: bool
+) -> None:
+    prefill.service.failure = Cause(Code.CAPACITY, "prefill is full")
+    error = await front.refused(503, "/generate", {**BODY, "stream": stream})
+    assert "prefill is full" in error["message"]
+    await decode.over(decode.service.requests[0].room)
+
+
+async def test_when_decode_refuses_prefills_leg_is_dropped(
+    front: Front, prefill: Role, decode: Role
+) -> None:
+    prefill.service.gate.clear()
+    decode.service.failure = Cause(Code.CAPACITY, "decode is full")
+    error = await front.refused(503, "/generate", BODY)
+    assert "decode is full" in error["message"]
+    await prefill.over(prefill.service.requests[0].room)
+
+
+async def test_prefills_echo_of_decodes_failure_does_not_hide_it(
+    front: Front, prefill: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, "ROOT_CAUSE_WAIT_S", 0.05)
+    prefill.service.failure = Cause(Code.CLIENT_GONE, "decode aborted")
+    error = await front.refused(502, "/generate", BODY)
+    assert error["message"] == "decode ended the room and gave no reason within 0.05 s"
+
+
+@pytest.mark.parametrize("held", ["prefill", "decode"])
+async def test_a_client_that_leaves_drops_both_legs(
+    front: Front, prefill: Role, decode: Role, held: str
+) -> None:
+    (prefill if held == "prefill" else decode).service.gate.clear()
+    request = asyncio.create_task(front.events("/generate", BODY))
+    for role in (prefill, decode):
+        await role.begun()
+    request.cancel()
+    for role in (prefill, decode):
+        await role.over(role.service.requests[0].room)
+
+
+async def test_a_worker_that_is_gone_is_left_out_and_another_one_serves(
+    prefill: Role, decode: Role, spare: Role
+) -> None:
+    async with Front([prefill], [decode, spare]) as front:
+        await decode.stop()
+        for _ in range(3):
+            await front.post("/generate", BODY)
+        found = await front.get("/server_info")
+    assert [worker["up"] for worker in found.pop("workers")] == [True, False, True]
+    assert found == {
+        "role": "router",
+        "served_model_name": "fake",
+        "draining": False,
+        "running": 0,
+        "waiting": 0,
+    }
+
+
+async def test_nobody_left_is_a_clear_error(front: Front, prefill: Role) -> None:
+    await prefill.stop()
+    error = await front.refused(502, "/generate", BODY)
+    assert "prefill" in error["message"] and "cannot be reached" in error["message"]
+    error = await front.refused(503, "/generate", BODY)
+    assert "no prefill worker is up (1 known): prefill http" in error["message"]
+    await front.get("/health", status=503)
+
+
+async def test_workers_of_the_wrong_role_are_not_used(prefill: Role, decode: Role) -> None:
+    async with Front([decode], [prefill]) as front:
+        error = (await front.get("/health", status=503))["error"]
+    reason = "it is not a prefill worker: its disaggregation_mode is 'decode'"
+    assert reason in error["message"]
+
+
+@pytest.mark.parametrize(
+    "raw", [b"{", b"[]", b"\xff", b'{"n": "x", "prompt": "a"}', b'{"prompt": [[1]], "n": 100000}']
+)
+async def test_bodies_that_cannot_be_routed_are_400(front: Front, raw: bytes) -> None:
+    await front.refused(400, "/v1/completions", data=raw)
+
+
+async def test_fan_out_and_proxied_routes(front: Front, decode: Role) -> None:
+    await front.post("/generate", BODY)
+    room = decode.service.requests[0].room
+    assert set(await front.get(f"/rooms/{room}")) == {"prefill", "decode"}
+    assert len(await front.get("/get_load")) == 2
+    assert (await front.get("/model_info"))["model_path"] == "fake/model"
+    assert (await front.call("POST", "/flush_cache")).status == 200
+    await front.get("/rooms/1", status=404)
+
+
+async def test_a_failed_write_followed_by_a_cancellation_still_drops_both_legs(
+    prefill: Role, decode: Role
+) -> None:
+    """What a client that leaves a full connection causes: the handler's write fails, and then it is
+    cancelled.
+    """
+    workers = Worker("prefill", prefill.url), Worker("decode", decode.url)
+    raw = json.dumps(body(stream=True)).encode()
+    decode.service.gate.clear()
+
+    async def handler(session: aiohttp.ClientSession) -> None:
+        json_body = {"Content-Type": "application/json"}
+        first, second = (legs.Leg(session, one, "/generate", raw, json_body) for one in workers)
+        async with pairs.together(first, second, {}) as both:
+            await both.answer()
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            raise ConnectionResetError
+
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises((ConnectionResetError, asyncio.CancelledError)):
+            await asyncio.create_task(handler(session))
+        assert [worker.running for worker in workers] == [0, 0]
+        await decode.over(7)
+
+
+async def test_a_request_may_take_longer_than_any_limit_of_its_connection() -> None:
+    router = Router(["http://127.0.0.1:1"], ["http://127.0.0.1:2"])
+    timeout = router._session.timeout
+    assert (timeout.total, timeout.sock_read) == (None, None) and timeout.sock_connect
+    await router.close()
