@@ -167,6 +167,7 @@ class FakeService:
         self.started.set()
         try:
             if self.failure is not None:
+                await self.gate.wait()
                 raise room_error(self.failure)
             meeting = self._meeting.of(request.room)
             if self.role == "prefill":

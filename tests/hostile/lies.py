@@ -38,7 +38,7 @@ from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.pair import until
 from kvflow.transports.host.identity import own_identity
 from tests.hostile.falsehoods import lie, name_of, paths
-from tests.hostile.nodes import PROMPT, Nodes, Report, nodes
+from tests.hostile.nodes import PROMPT, Nodes, Report, nodes, register
 from tests.hostile.wire import compared
 
 SESSION = 16  # lies by one stranger
@@ -79,17 +79,10 @@ def of_decode(n: Nodes, me: Incarnation, room: int, grant: int) -> list[Any]:
     """What a decode `me` could truly say of a room, and of itself."""
     lives: dict[str, Any] = {"source": n.prefill.incarnation, "target": me}
     header: dict[str, Any] = {"room": room, "grant": grant, **lives}
-    address, layout = n.decode.exported
     pages = n.decode.pages.take(2, "to be named by a liar")
     n.decode.pages.give_back(pages, "to be named by a liar")
     return [
-        wire.Register(
-            wire_version=WIRE_VERSION,
-            layout=layout,
-            address=address,
-            fresh_from=wire.GrantId(1),
-            **lives,
-        ),
+        register(n.prefill.incarnation, me, *n.decode.exported),
         wire.Announce(**header),
         wire.Bootstrap(
             pages=pack_pages(pages),
@@ -111,19 +104,11 @@ def of_prefill(
     """What a prefill `me` at `address` could truly say."""
     lives: dict[str, Any] = {"source": me, "target": n.decode.incarnation}
     header: dict[str, Any] = {"room": room, "grant": grant, "rank": 0, **lives}
-    accepted = {
-        "wire_version": WIRE_VERSION,
-        "rank": 0,
-        "refusal": "",
-        "address": address,
-        "asked": me,
-    }
+    accepted: dict[str, Any] = {"wire_version": WIRE_VERSION, "rank": 0, "refusal": "", "asked": me}
     return [
         wire.Registered(
-            served=served_of(n.decode.pool.layout),
-            **accepted,
-            **lives,
-        ),  # type: ignore[arg-type]
+            served=served_of(n.decode.pool.layout), address=address, **accepted, **lives
+        ),
         wire.Begun(**header),
         wire.ChunkDone(seq=0, pages=2, last=True, handoff=b"h", **header),
         wire.RoomFailed(cause=GONE, **header),
@@ -140,7 +125,7 @@ def start_ticks(pid: int) -> int:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
-async def as_decode(n: Nodes, liar: Liar, me: Incarnation, count: int, *, register: bool) -> None:
+async def as_decode(n: Nodes, liar: Liar, me: Incarnation, count: int, *, says_hello: bool) -> None:
     """One connection under the name of `me`, about rooms whose engine waits for a decode."""
     numbers = [n.number() for _ in range(ROOMS)]
     waiting = [n.prefill.room(number, PROMPT, rendezvous_s=30) for number in numbers]
@@ -148,7 +133,7 @@ async def as_decode(n: Nodes, liar: Liar, me: Incarnation, count: int, *, regist
         dealer.setsockopt(zmq.ROUTING_ID, routing_id(me))
         dealer.setsockopt(zmq.LINGER, 2_000)
         dealer.connect(n.prefill.control)
-        if register:
+        if says_hello:
             await dealer.send(encode(of_decode(n, me, 0, 1)[0]))
             await dealer.poll(5_000)
         for i in range(count):
@@ -192,14 +177,8 @@ async def as_prefill(n: Nodes, liar: Liar, router: Any, port: int, count: int) -
     )
     for i in range(count):
         room = liar.rng.choice(rooms)
-        known = (
-            room.room,
-            room.grant,
-            me,
-            n.prefill.incarnation,
-            n.decode.incarnation,
-            os.getpid(),
-        )
+        lives = (me, n.prefill.incarnation, n.decode.incarnation)
+        known = (room.room, room.grant, *lives, os.getpid())
         lied = liar.about(of_prefill(n, me, address, room.room, room.grant), known, parse_at_decode)
         await router.send_multipart([peer, lied])
         if i % 4 == 3:
@@ -218,7 +197,7 @@ async def attack(n: Nodes, liar: Liar, messages: int) -> None:
         segment = n.decode.pool.segment
         assert segment is not None
         segment.claim(me)  # what it says of its memory is true, but for the lie
-        await as_decode(n, liar, me, SESSION, register=i % 2 == 0)
+        await as_decode(n, liar, me, SESSION, says_hello=i % 2 == 0)
         segment.disclaim(me)
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)

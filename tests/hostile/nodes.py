@@ -17,9 +17,11 @@ from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import KvflowError, WireError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.peer import PeerPhase
-from kvflow.protocols.ports import ControlSocket
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.ports import ControlSocket, PlaneAddress
 from kvflow.protocols.wire.codec import parse_at_decode, parse_at_prefill, routing_id
 from kvflow.protocols.wire.messages import (
+    WIRE_VERSION,
     Abort,
     AbortAck,
     Announce,
@@ -27,7 +29,9 @@ from kvflow.protocols.wire.messages import (
     ChunkDone,
     Goodbye,
     GoodbyeAck,
+    GrantId,
     Heartbeat,
+    Incarnation,
     Register,
     Registered,
     RoomFailed,
@@ -41,6 +45,18 @@ from tests.hostile.tables import tables
 TIMING = Timing(heartbeat_s=0.2, lost_after_s=2.0, repeat_after_s=0.2, rendezvous_s=3.0)
 PROMPT = range(8)
 END = b"the end of an attack "
+
+
+def register(prefill: int, me: int, address: PlaneAddress, layout: PoolLayout) -> Register:
+    """What a decode that calls itself `me`, and this memory its own, says first."""
+    return Register(
+        source=Incarnation(prefill),
+        target=Incarnation(me),
+        wire_version=WIRE_VERSION,
+        layout=layout,
+        address=address,
+        fresh_from=GrantId(1),
+    )
 
 
 class Tap:

@@ -18,8 +18,8 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.codec import encode, parse_at_decode, routing_id
-from kvflow.protocols.wire.messages import WIRE_VERSION, GrantId, Incarnation, Register, Registered
-from tests.hostile.nodes import Nodes, nodes
+from kvflow.protocols.wire.messages import Incarnation, Registered
+from tests.hostile.nodes import Nodes, nodes, register
 
 
 async def registered(
@@ -30,16 +30,7 @@ async def registered(
         dealer.setsockopt(zmq.ROUTING_ID, routing_id(me))
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(n.prefill.control)
-        source, first = n.prefill.incarnation, GrantId(1)
-        register = Register(
-            source=source,
-            target=me,
-            wire_version=WIRE_VERSION,
-            layout=layout,
-            address=address,
-            fresh_from=first,
-        )
-        await dealer.send(encode(register))
+        await dealer.send(encode(register(n.prefill.incarnation, me, address, layout)))
         async with asyncio.timeout(10):
             answer = parse_at_decode(await dealer.recv())
     assert isinstance(answer, Registered)

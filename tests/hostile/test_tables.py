@@ -10,11 +10,12 @@ import pytest
 from kvflow.protocols.errors import KvflowError
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import WIRE_VERSION, GrantId, Incarnation, Register
+from kvflow.protocols.wire.messages import Incarnation
 from kvflow.testing.pair import Pair, until
 from kvflow.transports.control.memory import Frame
 from tests.handlers.scenes import PROMPT, code_of, success
 from tests.hostile import endings, strays
+from tests.hostile.nodes import register
 from tests.hostile.tables import tables
 from tests.soak import sized
 
@@ -65,27 +66,16 @@ async def test_nothing_is_kept_of_decodes_that_were_refused(kvflow_pair: Pair) -
     address, layout = p.decode.exported
     layout = msgspec.structs.replace(layout, page_size=3)
     tasks = len(p.prefill.shell._tasks)
-    for me in map(Incarnation, range(1, 3_001)):
-        register = Register(
-            source=p.prefill.incarnation,
-            target=me,
-            wire_version=WIRE_VERSION,
-            layout=layout,
-            address=address,
-            fresh_from=GrantId(1),
-        )
-        p.network.inject(Frame(p.prefill.control, routing_id(me), True, encode(register)))
+    for me in range(1, 3_001):
+        frame = encode(register(p.prefill.incarnation, me, address, layout))
+        p.network.inject(Frame(p.prefill.control, routing_id(Incarnation(me)), True, frame))
     await until(
         lambda: (
             len(p.prefill.shell.endpoint.core.peers) == 1 and len(p.prefill.shell._tasks) == tasks
         )
     )
     other = await p.add_decode()
-    source = p.prefill.room(8, PROMPT)
-    async with await other.room(8, "sim", PROMPT) as target:
-        await source.matched()
-        p.send_all(source)
-        await target.landed()
+    await strays.one_room(p, 8, other)
     assert not tables(p)["handler errors"]
     core = p.prefill.shell.endpoint.core
     assert len(core.refused) == core.bounds.targets, (

@@ -25,7 +25,7 @@ from kvflow.protocols.wire.messages import WIRE_VERSION, Goodbye, Incarnation, R
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.pair import until
 from tests.hostile.frames import bent
-from tests.hostile.nodes import END, Nodes, Report, nodes, tasks
+from tests.hostile.nodes import END, Nodes, Report, nodes, register, tasks
 from tests.protocols.wire import GOOD, to_decode, to_prefill
 
 GREETING = b"\xff" + bytes(7) + b"\1\x7f\3\0NULL" + bytes(48)
@@ -84,22 +84,15 @@ async def attack_prefill(n: Nodes, count: int, rng: random.Random) -> None:
     """By strangers, by a registered decode, and under the honest decode's name."""
     me, insider = (Incarnation(secrets.randbits(62) | 1) for _ in range(2))
     source, honest = n.prefill.incarnation, n.decode.incarnation
-    address, layout = n.decode.exported
     assert n.pools[1].segment is not None
     n.pools[1].segment.claim(insider)  # so that it is let in
-    mine: dict[str, Any] = {
-        "wire_version": WIRE_VERSION,
-        "layout": layout,
-        "address": address,
-        "fresh_from": 1,
-    }
-    register = encode(Register(source=source, target=insider, **mine))
+    hello = encode(register(source, insider, *n.decode.exported))
     strangers = [kind for kind in to_prefill if kind is not Register]
     waves: list[tuple[bytes, dict[type, Any], int, bytes]] = [
         (routing_id(me), messages(strangers, source, me), count // 4, b""),
         (routing_id(Incarnation(me + 2)), messages(strangers, source + 1, me + 2), count // 8, b""),
         (b"somebody else", messages(to_prefill, source, honest), count // 4, b""),
-        (routing_id(insider), messages(strangers, source, insider), count // 4, register),
+        (routing_id(insider), messages(strangers, source, insider), count // 4, hello),
         # A stolen name.
         (routing_id(honest), {Registered: GOOD[Registered]}, count - 7 * (count // 8), b""),
     ]

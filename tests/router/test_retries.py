@@ -76,10 +76,10 @@ async def test_a_draining_prefill_is_left_out_and_its_decode_leg_closed(
     ):
         prefill.pipeline.draining = True
         await front.post("/generate", BODY)
-        first, second = decode.service.requests
-        assert first.room != second.room
-        assert await asyncio.wait_for(decode.service.ended.get(), 5) == first.room
-        assert [room for room, _ in prefill.service.refused] == [first.room]
+        [(dropped, _)] = prefill.service.refused
+        rooms = {request.room for request in decode.service.requests}
+        assert rooms - {dropped} == {other.service.requests[0].room}, "each try has a room"
+        await decode.over(*rooms)  # the dropped leg may have ended before it began
         await until(lambda: not front.worker(prefill).up)
         await front.post("/generate", BODY)
         assert len(prefill.service.refused) == 1, "a worker that drains is not asked again"

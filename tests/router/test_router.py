@@ -109,23 +109,20 @@ async def test_the_least_loaded_worker_gets_the_request(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_when_prefill_refuses_decodes_leg_is_dropped(
-    front: Front, prefill: Role, decode: Role, stream: bool
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+async def test_when_a_leg_is_refused_the_other_one_is_dropped(
+    front: Front, prefill: Role, decode: Role, name: str, stream: bool
 ) -> None:
-    prefill.service.failure = Cause(Code.CAPACITY, "prefill is full")
-    error = await front.refused(503, "/generate", {**BODY, "stream": stream})
-    assert "prefill is full" in error["message"]
-    await decode.over(decode.service.requests[0].room)
-
-
-async def test_when_decode_refuses_prefills_leg_is_dropped(
-    front: Front, prefill: Role, decode: Role
-) -> None:
-    prefill.service.gate.clear()
-    decode.service.failure = Cause(Code.CAPACITY, "decode is full")
-    error = await front.refused(503, "/generate", BODY)
-    assert "decode is full" in error["message"]
-    await prefill.over(prefill.service.requests[0].room)
+    refusing, other = (prefill, decode) if name == "prefill" else (decode, prefill)
+    refusing.service.gate.clear()
+    refusing.service.failure = Cause(Code.CAPACITY, f"{name} is full")
+    other.service.gate.clear()
+    body = {**BODY, "stream": stream}
+    asking = asyncio.create_task(front.refused(503, "/generate", body))
+    await other.begun()  # one that has not begun is dropped, too
+    refusing.service.gate.set()
+    assert f"{name} is full" in (await asking)["message"]
+    await other.over(other.service.requests[0].room)
 
 
 async def test_prefills_echo_of_decodes_failure_does_not_hide_it(
