@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from tests.forked_roles import Nursery
 
+# Before a conftest imports it: modules that name it as a plugin could not have it rewritten then.
+pytest.register_assert_rewrite("kvflow.testing.fixtures")
 # Before anything imports torch: more threads than cores make every timing and every timeout a
 # matter of luck.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
