@@ -21,7 +21,8 @@ import zmq
 
 from kvflow.bench.child import StallTicker, cpu_s, serve
 from kvflow.handlers.group import LeaderShell, MemberShell
-from kvflow.handlers.rooms import Answer, PrefillRoom
+from kvflow.handlers.rooms import PrefillRoom
+from kvflow.handlers.shell import Answer
 from kvflow.protocols.errors import Cause, Code, room_error
 from kvflow.protocols.group.leader import GroupLeader
 from kvflow.protocols.group.member import GroupMember

@@ -11,8 +11,7 @@ from kvflow.handlers.connections import Connect, Connections
 from kvflow.handlers.earlier import EarlierShell, check_unseen, log_declared
 from kvflow.handlers.room_log import about, follow
 from kvflow.handlers.room_log import log as room_log
-from kvflow.handlers.room_pages import RoomStores
-from kvflow.handlers.rooms import DecodeRoom
+from kvflow.handlers.rooms import DecodeRoom, RoomStores
 from kvflow.handlers.shell import Shell
 from kvflow.handlers.verify import Begin, ChunkVerifier
 from kvflow.protocols import commands as c

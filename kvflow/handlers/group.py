@@ -12,8 +12,8 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable
 
-from kvflow.handlers.rooms import Answer, PrefillRoom
-from kvflow.handlers.shell import Shell, seen_ended
+from kvflow.handlers.rooms import PrefillRoom
+from kvflow.handlers.shell import Answer, Shell, seen_ended
 from kvflow.protocols.arguments import check_cause
 from kvflow.protocols.errors import Cause, Code, MisuseError, RoomInUseError, room_error
 from kvflow.protocols.group import leader as group_leader

@@ -12,7 +12,7 @@ import contextvars
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvflow.aio import ENDS_PROCESS, must_pass
 from kvflow.protocols.errors import Cause, Code, KvflowError, TransferError, room_error
@@ -21,7 +21,55 @@ from kvflow.protocols.ports import ControlSocket, DataPlane, PlaneAddress
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 TICK_GRAIN_S = 0.005  # one tick handles everything that is due within this time
+
+
+class Answer(Generic[T]):
+    """The result or the error that the users of a room wait for, given once.
+
+    Cancelling one user does not cancel the wait of another. It is not an `asyncio.Future`, because
+    most answers are given before a user asks for them, or are never asked for.
+    """
+
+    __slots__ = ("_error", "_result", "_waiting", "given")
+
+    def __init__(self) -> None:
+        self.given = False
+        self._result: Any = None
+        self._error: BaseException | Cause | None = None
+        self._waiting: tuple[asyncio.Future[None], ...] = ()
+
+    async def get(self) -> T:
+        """Wait for the answer, and return the result. Raises: the error."""
+        if not self.given:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting += (waiter,)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                self._waiting = tuple(other for other in self._waiting if other is not waiter)
+                raise
+        if isinstance(self._error, Cause):
+            raise room_error(self._error)
+        if self._error is not None:
+            # Several users may raise this one object: its traceback would grow with each of them.
+            raise self._error.with_traceback(None)
+        result: T = self._result
+        return result
+
+    def give(self, result: T | None, error: BaseException | Cause | None = None) -> None:
+        """Set the result or the error; no effect if one was given before.
+
+        A cause becomes an error where a user asks: most users of a room that failed never do.
+        """
+        if self.given:
+            return
+        self.given, self._result, self._error = True, result, error
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiting = ()
 
 
 class Endpoint(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvflow.aio import ENDS_PROCESS
-from kvflow.handlers.room_pages import RoomPages
+from kvflow.handlers.rooms import RoomPages
 from kvflow.protocols.machines.ownership import PageKind
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 
-from kvflow.handlers.room_pages import Quarantined
+from kvflow.handlers.rooms import Quarantined
 from kvflow.memory.allocator import Index, Kept, PageAllocator
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.places import PlaceAllocator

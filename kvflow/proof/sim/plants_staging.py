@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvflow.handlers.decode import DecodeShell
-from kvflow.handlers.room_pages import RoomPages
+from kvflow.handlers.rooms import RoomPages
 from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.swap import swapped
 from kvflow.protocols import waiting

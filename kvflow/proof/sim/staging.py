@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from kvflow.aio import Job
 from kvflow.handlers.decode import DecodeShell
-from kvflow.handlers.room_pages import Quarantined
-from kvflow.handlers.rooms import DecodeRoom
+from kvflow.handlers.rooms import DecodeRoom, Quarantined
 from kvflow.memory.copies import HostCopier
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import StagedArrivals, Staging

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from kvflow.aio import in_thread, run_to_end
-from kvflow.handlers.rooms import Answer
+from kvflow.handlers.shell import Answer
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.node.threads.decode import DecodeThread

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvflow.handlers.room_pages import Quarantined
-from kvflow.handlers.rooms import PrefillRoom
+from kvflow.handlers.rooms import PrefillRoom, Quarantined
 from kvflow.http.errors import STATUS_OF_CODE, failure_of
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, QuarantineError
