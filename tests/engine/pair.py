@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from kvflow.aio import Threads
-from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.node.handoff import HandOff
@@ -130,8 +129,7 @@ class Side:
         copies: int = 1,
     ) -> None:
         self.pool = poisoned_pool(model, num_pages, page_size, order, num_rows, copies)
-        self.pages = PageAllocator(num_pages)
-        self.places = self.pool.places_over(self.pages)
+        self.pages, self.places = self.pool.pages, self.pool.places
 
     def snapshots(self, host_pages: int) -> SnapshotStore:
         layout = self.pool.layout

@@ -16,11 +16,15 @@ import pytest
 from kvflow.proof.sim.swap import swapped
 from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.serve.config.settings import Settings
 from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.scheduler import prefetch
 from kvflow.serve.engine.scheduler import prefill as prefill_module
 from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest
 from kvflow.serve.engine.scheduler.turn import Turn
+from kvflow.serve.launch.parts import Parts
+from kvflow.serve.launch.services import prefill_engine
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
 from tests.engine.storm import turns
 from tests.memory.gate import CopyGate
@@ -328,3 +332,19 @@ async def test_a_request_whose_turn_was_taken_from_it_loads_again_when_it_comes_
     turn.over(request)
     assert forgotten == [request] and not turn.begins(request)
     await turn.close()
+
+
+@pytest.mark.parametrize(("policy", "found"), [("timeout", 0), ("wait_complete", WHOLE)])
+async def test_a_prefill_waits_for_its_host_as_long_as_its_setting_says(
+    policy: PrefetchPolicy, found: int, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, and as the first of several ranks: both have their engine from one place."""
+    monkeypatch.setattr(prefetch, "TIMEOUT_S", 0.0)
+    monkeypatch.setattr(prefetch, "TIMEOUT_PER_TOKEN_S", 0.0)
+    async with only_on_the_host(llama) as pair:
+        await pair.prefill.close()
+        parts = Parts(llama, pair.source.pool, pair._threads[0])
+        settings = Settings(cache_prefetch_policy=policy)
+        pair.prefill = prefill_engine(parts, settings, pair.caches[0])
+        await pair.prefill.start()
+        assert await cached_tokens(pair, PROMPTS[0]) == found
