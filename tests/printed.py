@@ -53,7 +53,7 @@ LESS = {
     "kvflow sim --cache": "--seeds 0:20",
     "kvflow sim --group": "--seeds 0:60",
     "kvflow sim --exhaust": "--bounds eviction",
-    "kvflow bench transfer": "--transfer-backend local --pairs 1",
+    "kvflow bench transfer": "--transfer-backend local --pairs 2",
     "kvflow bench rooms": "--transfer-backend local --rounds 1",
     "kvflow bench group": "--ranks 1,2 --rounds 1 --requests 50",
     "kvflow bench serve": "--clients 2 --new-tokens 32 --turns 1 --streams 0",
