@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable
 
 from kvflow.protocols.pages.layout import Order
+from kvflow.protocols.ports import Write, WriteOutcome
 from kvflow.testing.conformance import peer, station
 from kvflow.testing.conformance.peer import spawned
 from kvflow.testing.conformance.station import NUM_PAGES, PAGE_SIZE, STREAMS, pages
 from kvflow.transports.data.select import open_plane
 
-__all__ = ["NUM_PAGES", "PAGE_SIZE", "STREAMS", "Peer", "Side", "pages", "spawned", "until"]
+__all__ = ["NUM_PAGES", "PAGE_SIZE", "STREAMS", "pages", "spawned"]  # of the suite, as they are
 
 Peer = peer.ProcessPeer
 
@@ -32,3 +33,8 @@ async def until(condition: Callable[[], bool], *, within_s: float = 20.0) -> Non
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+async def end_of(write: Write, within_s: float = 20.0) -> WriteOutcome:
+    """Wait for it; a write that does not end in time goes on. Raises: TimeoutError."""
+    return await asyncio.wait_for(asyncio.shield(write.done), within_s)

@@ -19,7 +19,7 @@ from kvflow.protocols.ports import WriteOutcome
 from kvflow.transports.data.local import LocalPlane, LocalRoute
 from kvflow.transports.data.route import FEW_BLOCKS
 from kvflow.transports.data.write_thread import AT_ONCE_BYTES
-from tests.transports.peer_process import pages, until
+from tests.transports.peer_process import end_of, pages, until
 
 KIB = 1 << 10
 PAGES = 1024
@@ -94,7 +94,7 @@ async def test_up_to_64_kib_in_few_blocks_has_landed_when_write_returns(
             write = p.route.write(at, there)
             at_once = count <= at_once_pages
             assert write.done.done() is at_once and (p.same(at, there) or not at_once)
-            assert await asyncio.shield(write.done) is write.outcome is WriteOutcome.LANDED
+            assert await end_of(write) is write.outcome is WriteOutcome.LANDED
             assert p.same(at, there)
             assert write.landed_bytes == write.total_bytes == count * 4 * KIB and not write.error
             write.cancel()  # too late, and harmless
@@ -110,8 +110,8 @@ async def test_nothing_overtakes_what_was_written_before() -> None:
         tiny = p.route.write(pages(PAGES - 1), pages(PAGES - 1))
         assert not tiny.done.done() and p.plane.stalled_s < 20
         large.cancel()
-        assert await asyncio.shield(large.done) is WriteOutcome.CANCELLED
-        assert await asyncio.shield(tiny.done) is WriteOutcome.LANDED
+        assert await end_of(large) is WriteOutcome.CANCELLED
+        assert await end_of(tiny) is WriteOutcome.LANDED
         assert p.same(pages(PAGES - 1), pages(PAGES - 1))
 
 
@@ -130,7 +130,7 @@ async def test_one_turn_of_the_loop_copies_a_bounded_amount(
     async with pair(page_kib, streams=streams, order=order) as p:
         writes = [p.route.write(pages(i), pages(i)) for i in range(in_one_turn + 10)]
         assert [write.done.done() for write in writes] == [True] * in_one_turn + [False] * 10
-        assert {await asyncio.shield(write.done) for write in writes} == {WriteOutcome.LANDED}
+        assert {await end_of(write) for write in writes} == {WriteOutcome.LANDED}
         assert p.landed_pages == len(writes)
         assert p.route.write(pages(0), pages(1)).done.done()
 
@@ -145,7 +145,7 @@ async def test_the_rate_limit_holds_for_tiny_writes_too() -> None:
                 sum(write.landed_bytes for write in writes)
                 <= rate * (clock() - began) + rate * 0.005 + 4 * KIB
             )
-            await asyncio.shield(writes[-1].done)
+            await end_of(writes[-1])
         assert any(write.done.done() for write in writes[1:])
         # More than one slice of that rate.
         assert not p.route.write(pages(*range(16)), pages(*range(16))).done.done()

@@ -13,7 +13,7 @@ from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PageIndices, build_layout
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeRoute, Fault
-from tests.transports.peer_process import pages
+from tests.transports.peer_process import end_of, pages
 
 PAGE_BYTES = 64
 
@@ -52,7 +52,7 @@ async def test_without_a_script_everything_lands(pair: PlanePair) -> None:
     route = await pair.route()
     write = route.write(*FOUR)
     assert write.landed_bytes == 0 and not write.done.done()  # never within the call itself
-    assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+    assert await end_of(write) is WriteOutcome.LANDED
     assert write.landed_bytes == write.total_bytes == pair.arrived() == 4 * PAGE_BYTES
     assert pair.prefill.writes == [] and pair.prefill.started == [write]
 
@@ -78,7 +78,7 @@ async def test_held_writes_move_page_by_page(pair: PlanePair) -> None:
 async def test_errors_prove_nothing_and_late_ones_land_later(pair: PlanePair, fault: Fault) -> None:
     pair.prefill.script(fault)
     write = (await pair.route()).write(*FOUR)
-    assert await asyncio.shield(write.done) is WriteOutcome.UNPROVEN and fault.value in write.error
+    assert await end_of(write) is WriteOutcome.UNPROVEN and fault.value in write.error
     assert write.landed_bytes == pair.arrived() == 2 * PAGE_BYTES
     pair.source.tensor("k")[:] = 2  # whatever the source holds by then
     assert pair.prefill.land_late() == (2 * PAGE_BYTES if fault is Fault.LATE else 0)
@@ -95,7 +95,7 @@ async def test_one_page_meets_a_fault_too(
 ) -> None:
     pair.prefill.script(fault)
     write = (await pair.route()).write(pages(1), pages(1))
-    assert await asyncio.shield(write.done) is outcome and pair.arrived() == 0
+    assert await end_of(write) is outcome and pair.arrived() == 0
     assert write.error, "an error all the same"
 
 
@@ -103,7 +103,7 @@ async def test_a_stuck_write_ends_only_when_released(pair: PlanePair) -> None:
     pair.prefill.script(Fault.STUCK)
     route = await pair.route()
     stuck, other = route.write(*FOUR), route.write(pages(5), pages(5))
-    assert await asyncio.shield(other.done) is WriteOutcome.LANDED  # it holds up nobody else
+    assert await end_of(other) is WriteOutcome.LANDED  # it holds up nobody else
     stuck.cancel()
     await asyncio.sleep(0)
     assert not stuck.done.done()
@@ -132,7 +132,7 @@ async def test_a_cancelled_write_of_a_plane_that_drains_ends_at_its_next_turn(
 async def test_a_fence_resolves_with_death_and_nothing_lands_after_it(pair: PlanePair) -> None:
     pair.prefill.script(Fault.LATE)
     route = await pair.route()
-    await asyncio.shield(route.write(*FOUR).done)
+    await end_of(route.write(*FOUR))
     fence = asyncio.ensure_future(pair.decode.fence(pair.prefill_end))
     await asyncio.sleep(0)
     assert not fence.done()

@@ -24,7 +24,7 @@ from kvflow.transports.data import local
 from kvflow.transports.data.local import LocalPlane
 from kvflow.transports.data.route import BlockList
 from kvflow.transports.data.write_thread import ThreadWrite
-from tests.transports.peer_process import NUM_PAGES, Peer, Side, pages, spawned
+from tests.transports.peer_process import NUM_PAGES, Peer, Side, end_of, pages, spawned
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ async def test_writing_on_after_the_receiver_died_is_harmless(side: Side) -> Non
     async with spawned("local") as peer:
         route = await side.plane.connect(peer.address, peer.layout)
     write = route.write(pages(0), pages(0))  # its memory lives as long as our mapping
-    assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+    assert await end_of(write) is WriteOutcome.LANDED
 
 
 async def test_a_pool_of_a_users_own_tensors_can_send_and_not_receive(side: Side) -> None:
@@ -253,7 +253,7 @@ async def test_a_pool_of_a_users_own_tensors_can_send_and_not_receive(side: Side
     other = LocalPlane(target.segment)
     route = await plane.connect(*other.export(target.layout))
     private.tensor("k")[3] = 9
-    assert await asyncio.shield(route.write(pages(3), pages(5)).done) is WriteOutcome.LANDED
+    assert await end_of(route.write(pages(3), pages(5))) is WriteOutcome.LANDED
     assert (target.pages_bytes(pages(5)) == 9).all()
     assert not target.pages_bytes(np.arange(5, dtype=np.int32)).any()
     for opened in (plane, other):

@@ -25,7 +25,7 @@ from kvflow.transports.data.mooncake import plane as mooncake
 from kvflow.transports.data.mooncake.route import MooncakeRoute
 from kvflow.transports.data.write_thread import ThreadWrite
 from tests.soak import sized
-from tests.transports.peer_process import NUM_PAGES, Peer, Side, pages, spawned, until
+from tests.transports.peer_process import NUM_PAGES, Peer, Side, end_of, pages, spawned, until
 
 pytest.importorskip("mooncake")
 
@@ -53,7 +53,7 @@ async def test_a_write_to_a_receiver_that_is_killed_is_unproven() -> None:
         write = route.write(EVERYTHING, EVERYTHING)
         await until(lambda: write.landed_bytes > 0)
         peer.process.kill()
-        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+        assert await end_of(write, 10) is WriteOutcome.UNPROVEN
         # Which of the two is seen first.
         assert any(cause in write.error for cause in ("status -1", "has ended"))
         assert 0 < write.landed_bytes < write.total_bytes
@@ -65,30 +65,27 @@ async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost(side
     async with spawned("mooncake") as peer, spawned("mooncake") as other:
         route = await side.plane.connect(peer.address, peer.layout)
         assert isinstance(route, MooncakeRoute)
-        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+        assert await end_of(route.write(pages(0), pages(0))) is WriteOutcome.LANDED
         await freeze(peer.process.pid)
         write = route.write(EVERYTHING, EVERYTHING)
         write.cancel()  # before it began, or with blocks under way: both are to be told truly
         stuck = route.write(EVERYTHING, EVERYTHING)
         await until(lambda: _begun(stuck))
         second = await side.plane.connect(other.address, other.layout)
-        assert (
-            await asyncio.wait_for(asyncio.shield(second.write(EVERYTHING, EVERYTHING).done), 10)
-            is WriteOutcome.LANDED
-        )
+        assert await end_of(second.write(EVERYTHING, EVERYTHING), 10) is WriteOutcome.LANDED
         stuck.cancel()
         # Its pages wait for what is under way.
         await until(lambda: _pause_s(stuck) == route.pause_s / 2)
         # What was submitted may land at any time: nothing is proven.
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(stuck.done), 0.5)
+            await end_of(stuck, 0.5)
         assert _pause_s(stuck) == route.pause_s / 2  # it is looked at no more often
         peer.process.send_signal(signal.SIGCONT)
-        assert await asyncio.wait_for(asyncio.shield(stuck.done), 10) in (
+        assert await end_of(stuck, 10) in (
             WriteOutcome.CANCELLED,
             WriteOutcome.LANDED,
         )
-        assert await asyncio.wait_for(asyncio.shield(write.done), 10) in (
+        assert await end_of(write, 10) in (
             WriteOutcome.CANCELLED,
             WriteOutcome.LANDED,
         )
@@ -107,15 +104,13 @@ async def test_a_receiver_that_was_frozen_for_long_proves_its_pages_when_it_goes
     """
     side.fill(1)
     route = await side.plane.connect(peer.address, peer.layout)
-    assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+    assert await end_of(route.write(pages(0), pages(0))) is WriteOutcome.LANDED
     await freeze(peer.process.pid)
     write = route.write(EVERYTHING, EVERYTHING)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(write.done), 33)
+        await end_of(write, 33)
     peer.process.send_signal(signal.SIGCONT)
-    assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.LANDED, (
-        write.error
-    )
+    assert await end_of(write, 10) is WriteOutcome.LANDED, write.error
     assert await bytes_of(peer, EVERYTHING) == side.pool.pages_bytes(EVERYTHING).tobytes()
 
 
@@ -142,7 +137,7 @@ async def test_a_plane_with_a_frozen_peer_closes_all_the_same(
     async with spawned("mooncake") as peer:
         route = await side.plane.connect(peer.address, peer.layout)
         assert isinstance(route, MooncakeRoute)
-        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+        assert await end_of(route.write(pages(0), pages(0))) is WriteOutcome.LANDED
         await freeze(peer.process.pid)
         write = route.write(EVERYTHING, EVERYTHING)
         await until(lambda: _begun(write))
@@ -162,10 +157,7 @@ async def test_addresses_outside_the_receivers_pool_are_refused_by_it(
     route = await side.plane.connect(
         peer.address, msgspec.structs.replace(peer.layout, buffers=(lie,))
     )
-    assert (
-        await asyncio.wait_for(asyncio.shield(route.write(pages(0), pages(0)).done), 10)
-        is WriteOutcome.UNPROVEN
-    )
+    assert await end_of(route.write(pages(0), pages(0)), 10) is WriteOutcome.UNPROVEN
     assert await peer.ask("landed") == 0
 
 
@@ -174,15 +166,15 @@ async def test_a_session_of_another_process_is_not_used_again(side: Side, peer: 
     side.fill(2)
     earlier = _elsewhere(peer.address)  # the port's last owner, as we got to know it
     stale = await side.plane.connect(earlier, peer.layout)
-    assert await asyncio.shield(stale.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+    assert await end_of(stale.write(pages(0), pages(0))) is WriteOutcome.LANDED
     for _ in range(2):
         route = await side.plane.connect(peer.address, peer.layout)
-        assert await asyncio.shield(route.write(pages(3), pages(4)).done) is WriteOutcome.LANDED
+        assert await end_of(route.write(pages(3), pages(4))) is WriteOutcome.LANDED
     assert await bytes_of(peer, pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
     assert len(side.plane._engines) == 2
     landed = await peer.ask("landed")
     write = stale.write(pages(5), pages(6))  # meant for the last owner
-    assert await asyncio.shield(write.done) is WriteOutcome.UNPROVEN
+    assert await end_of(write) is WriteOutcome.UNPROVEN
     assert "has ended" in write.error
     assert await peer.ask("landed") == landed
 
@@ -201,7 +193,7 @@ async def test_a_peer_of_another_host_is_reached_whatever_its_pid_means_here(
     there = _elsewhere(peer.address)
     there = msgspec.structs.replace(there, process=msgspec.structs.replace(there.process, pid=pid))
     route = await side.plane.connect(there, peer.layout)
-    assert await asyncio.shield(route.write(pages(3), pages(4)).done) is WriteOutcome.LANDED
+    assert await end_of(route.write(pages(3), pages(4))) is WriteOutcome.LANDED
     assert await bytes_of(peer, pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
     with pytest.raises(TransferError, match="another host"):
         await side.plane.fence(there)
@@ -212,12 +204,12 @@ async def test_a_route_to_a_dead_process_submits_nothing(side: Side) -> None:
     async with spawned("mooncake") as peer:
         route = await side.plane.connect(peer.address, peer.layout)
         assert isinstance(route, MooncakeRoute)
-        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+        assert await end_of(route.write(pages(0), pages(0))) is WriteOutcome.LANDED
         submitted = _count_submits(route)
         peer.process.kill()
         await peer.process.wait()
         write = route.write(EVERYTHING, EVERYTHING)
-        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+        assert await end_of(write, 10) is WriteOutcome.UNPROVEN
         assert "has ended" in write.error and not submitted and route.jobs == 0
         with pytest.raises(TransferError, match="ended"):
             await side.plane.connect(peer.address, peer.layout)
@@ -259,14 +251,14 @@ async def test_an_engine_that_raises_gets_its_window_back(
             submitted = _count_submits(route)
             patched.setattr(route, "check", lambda handle: 1 // 0)
         write = route.write(SCATTERED, SCATTERED)
-        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+        assert await end_of(write, 10) is WriteOutcome.UNPROVEN
     assert ("RuntimeError" if call == "submit" else "ZeroDivisionError") in write.error
     assert (route.jobs, route.handles, route.bytes) == (0, 0, 0)
     if call == "submit":
         assert len(submitted) == 3
         # Followed to their end.
         assert write.landed_bytes == sum(submitted[:2]) == await peer.ask("landed")
-    assert await asyncio.shield(route.write(SCATTERED, SCATTERED).done) is WriteOutcome.LANDED
+    assert await end_of(route.write(SCATTERED, SCATTERED)) is WriteOutcome.LANDED
 
 
 async def test_after_a_failed_block_nothing_more_of_a_write_is_submitted() -> None:
@@ -281,17 +273,14 @@ async def test_after_a_failed_block_nothing_more_of_a_write_is_submitted() -> No
         assert isinstance(route, MooncakeRoute)
         submitted = _count_submits(route)
         write = route.write(SCATTERED, SCATTERED)
-        assert await asyncio.wait_for(asyncio.shield(write.done), 20) is WriteOutcome.UNPROVEN
+        assert await end_of(write) is WriteOutcome.UNPROVEN
         assert "status -1" in write.error
         # At this rate a write takes a second, and a block that is refused is known to be after some
         # milliseconds.
         assert 0 < sum(submitted) < write.total_bytes / 2
         so_far = len(submitted)
         good = await side.plane.connect(peer.address, peer.layout)
-        assert (
-            await asyncio.wait_for(asyncio.shield(good.write(pages(0), pages(0)).done), 20)
-            is WriteOutcome.LANDED
-        )
+        assert await end_of(good.write(pages(0), pages(0))) is WriteOutcome.LANDED
         assert len(submitted) == so_far
     await side.close()
 
@@ -384,7 +373,7 @@ async def test_pages_go_both_ways_between_two_hosts(network_namespace: str) -> N
     side.fill(2)
     async with spawned("mooncake", prefix=apart, host="10.213.77.2") as peer:
         route = await side.plane.connect(peer.address, peer.layout)
-        assert await asyncio.shield(route.write(pages(3), pages(4)).done) is WriteOutcome.LANDED
+        assert await end_of(route.write(pages(3), pages(4))) is WriteOutcome.LANDED
         assert await bytes_of(peer, pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
         await peer.ask("fill", 8)
         await let_write(peer, side)

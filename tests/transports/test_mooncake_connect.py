@@ -27,7 +27,7 @@ from kvflow.transports.data import threaded
 from kvflow.transports.data.mooncake import plane as mooncake
 from kvflow.transports.host.identity import own_identity
 from tests.transports.over_ipv6 import move_one_room
-from tests.transports.peer_process import Peer, Side, pages, spawned, until
+from tests.transports.peer_process import Peer, Side, end_of, pages, spawned, until
 
 pytest.importorskip("mooncake")
 
@@ -98,10 +98,7 @@ async def sender() -> AsyncIterator[tuple[Side, mooncake.MooncakePlane]]:
 
 async def lands(plane: mooncake.MooncakePlane, peer: Peer) -> bool:
     route = await asyncio.wait_for(plane.connect(peer.address, peer.layout), 10)
-    return (
-        await asyncio.wait_for(asyncio.shield(route.write(pages(0), pages(0)).done), 10)
-        is WriteOutcome.LANDED
-    )
+    return await end_of(route.write(pages(0), pages(0)), 10) is WriteOutcome.LANDED
 
 
 async def test_an_engine_that_does_not_give_memory_back_holds_up_no_close(
@@ -204,9 +201,7 @@ async def test_a_session_is_the_process_that_listens_there(
         TransferError, match=f"process {os.getpid()} does not listen at {peer.address.locator}"
     ):
         await plane.connect(at(peer.address.locator), peer.layout)
-    assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED, (
-        "it is its owner's"
-    )
+    assert await end_of(route.write(pages(0), pages(0))) is WriteOutcome.LANDED, "it is its owner's"
     assert len(plane._engines) == 1 and await lands(plane, peer)
 
 

@@ -29,7 +29,7 @@ from kvflow.transports.data.select import open_plane
 from kvflow.transports.data.transfers import Transfer, TransfersRoute
 from kvflow.transports.data.write_thread import ThreadWrite
 from tests.transports import stub_mori
-from tests.transports.peer_process import Peer, until
+from tests.transports.peer_process import Peer, end_of, until
 from tests.transports.stub_planes import Mori
 
 PLANE = "tests.transports.stub_planes:Mori"
@@ -139,10 +139,10 @@ async def test_blocks_outside_what_the_peer_has_registered_are_refused() -> None
             peer.address, msgspec.structs.replace(peer.layout, buffers=(first, *others[:-1], lie))
         )
         write = route.write(pages(0, 2), pages(0, 2))
-        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+        assert await end_of(write, 10) is WriteOutcome.UNPROVEN
         assert "not in memory that" in write.error and not write.landed_bytes
         good = await side.plane.connect(peer.address, peer.layout)
-        assert await asyncio.shield(good.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+        assert await end_of(good.write(pages(0), pages(0))) is WriteOutcome.LANDED
 
 
 async def test_what_the_engine_says_of_a_failure_is_told(side: Side, peer: Peer) -> None:
@@ -158,12 +158,12 @@ async def test_what_the_engine_says_of_a_failure_is_told(side: Side, peer: Peer)
         msgspec.structs.replace(peer.layout, buffers=buffers),
     )
     write = route.write(pages(0), pages(0))
-    assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+    assert await end_of(write, 10) is WriteOutcome.UNPROVEN
     assert "ended with status 13: [Errno 14] Bad address" in write.error
     route.close()
     # A peer that was broken is met anew.
     good = await side.plane.connect(peer.address, peer.layout)
-    assert await asyncio.shield(good.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+    assert await end_of(good.write(pages(0), pages(0))) is WriteOutcome.LANDED
 
 
 async def test_other_words_under_the_name_of_a_peer_are_refused_while_it_is_connected(

@@ -28,7 +28,7 @@ from kvflow.transports.data.nixl import plane as nixl
 from kvflow.transports.data.nixl.agent import Agent, decode_metadata, watched
 from kvflow.transports.host.identity import own_identity
 from kvflow.transports.host.tcp_table import borrow, encode_address, rows
-from tests.transports.peer_process import NUM_PAGES, Peer, Side, pages, spawned, until
+from tests.transports.peer_process import NUM_PAGES, Peer, Side, end_of, pages, spawned, until
 
 pytestmark = pytest.mark.skipif(
     not (importlib.util.find_spec("nixl_cu12") or importlib.util.find_spec("nixl_cu13")),
@@ -73,7 +73,7 @@ def plane_of(side: Side) -> nixl.NixlPlane:
 async def landed(side: Side, peer: Peer) -> int:
     """Writes one page; how many bytes the peer has then."""
     route = await side.plane.connect(peer.address, peer.layout)
-    assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+    assert await end_of(route.write(pages(0), pages(0))) is WriteOutcome.LANDED
     return int(await peer.ask("landed"))
 
 
@@ -85,11 +85,11 @@ async def test_a_write_to_a_receiver_that_is_killed_is_unproven(transports: str)
         write = route.write(EVERYTHING, EVERYTHING)
         await until(lambda: write.landed_bytes > 0)
         peer.process.kill()
-        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+        assert await end_of(write, 10) is WriteOutcome.UNPROVEN
         assert write.error and 0 < write.landed_bytes < write.total_bytes
         await peer.process.wait()
         again = route.write(pages(0), pages(0))
-        assert await asyncio.wait_for(asyncio.shield(again.done), 10) is WriteOutcome.UNPROVEN
+        assert await end_of(again, 10) is WriteOutcome.UNPROVEN
         assert "has ended" in again.error
         with pytest.raises(TransferError, match="ended"):
             await side.plane.connect(peer.address, peer.layout)
@@ -107,15 +107,15 @@ async def test_over_tcp_nothing_is_called_landed_that_a_frozen_receiver_has_not_
         write = route.write(EVERYTHING, EVERYTHING)
         second = await side.plane.connect(other.address, other.layout)
         other_write = second.write(EVERYTHING, EVERYTHING)
-        assert await asyncio.wait_for(asyncio.shield(other_write.done), 10) is WriteOutcome.LANDED
+        assert await end_of(other_write, 10) is WriteOutcome.LANDED
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(write.done), 0.5)
+            await end_of(write, 0.5)
         write.cancel()
         with pytest.raises(TimeoutError):  # what was submitted may land at any time
-            await asyncio.wait_for(asyncio.shield(write.done), 0.3)
+            await end_of(write, 0.3)
         assert write.landed_bytes == 0
         peer.process.send_signal(signal.SIGCONT)
-        assert await asyncio.wait_for(asyncio.shield(write.done), 10) in (
+        assert await end_of(write, 10) in (
             WriteOutcome.CANCELLED,
             WriteOutcome.LANDED,
         )
@@ -133,7 +133,7 @@ async def test_over_tcp_a_write_outlives_its_error(over_tcp: None, side: Side, p
         with borrow(fd) as connection:
             if connection is not None and connection.getpeername()[1] not in agent.ports:
                 connection.shutdown(2)
-    assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+    assert await end_of(write, 10) is WriteOutcome.UNPROVEN
     assert write.landed_bytes == 0
     peer.process.send_signal(signal.SIGCONT)
     while not await peer.ask("landed"):
@@ -229,7 +229,7 @@ async def test_both_ways_at_once_and_each_ones_death_is_seen(transports: str, si
             await peer.ask("write", EVERYTHING[:200].tolist(), EVERYTHING[:200].tolist())
             write = route.write(EVERYTHING[200:], EVERYTHING[200:])
             assert (await peer.ask("done"))[0] == "landed"
-            assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+            assert await end_of(write) is WriteOutcome.LANDED
         peer.process.kill()
         await asyncio.wait_for(side.plane.fence(peer.address), 10)
         (dead,) = plane_of(side)._peers
@@ -289,10 +289,10 @@ async def test_addresses_outside_the_receivers_pool_are_refused() -> None:
         layout = msgspec.structs.replace(peer.layout, buffers=(first, *others[:-1], lie))
         route = await side.plane.connect(peer.address, layout)
         write = route.write(SCATTERED, SCATTERED)
-        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+        assert await end_of(write, 10) is WriteOutcome.UNPROVEN
         assert "are refused" in write.error
         good = await side.plane.connect(peer.address, peer.layout)
-        assert await asyncio.shield(good.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+        assert await end_of(good.write(pages(0), pages(0))) is WriteOutcome.LANDED
     await side.close()
 
 

@@ -4,7 +4,6 @@ a row is found.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
@@ -25,6 +24,7 @@ from kvflow.transports.data.route import BlockQueue, Planner
 from kvflow.transports.data.staged import StagedPlane
 from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, names_of
 from tests.memory.test_snapshot import forgetting
+from tests.transports.peer_process import end_of
 
 EVERY_NAME = [(kind, name) for kind in KINDS for name in names_of(kind)]
 
@@ -108,7 +108,7 @@ async def test_pages_and_rows_of_every_kind_arrive(
         source.export(a.layout)
         route = await source.connect(*target.export(b.layout))
         write = route.write(a.layout.numbered(here), b.layout.numbered(there))
-        assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+        assert await end_of(write) is WriteOutcome.LANDED
         assert write.landed_bytes == write.total_bytes == moved_bytes
         check_restored(kind, before, here, was, there, b)
         for sources, targets, text in wrong:
@@ -121,7 +121,7 @@ async def test_pages_of_a_model_of_rows_alone_land_without_a_byte() -> None:
     async with planes("local", a, b) as (source, target):
         source.export(a.layout)
         write = (await source.connect(*target.export(b.layout))).write(numbers(1, 2), numbers(0, 1))
-        assert await asyncio.shield(write.done) is WriteOutcome.LANDED and write.total_bytes == 0
+        assert await end_of(write) is WriteOutcome.LANDED and write.total_bytes == 0
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY_NAME)

@@ -28,6 +28,7 @@ from kvflow.transports.data.staged import StagedPlane, StagedRoute
 from tests.memory.gate import CopyGate
 from tests.ranks.shards import PAGE_SIZE, heads, shard_of
 from tests.transports import stub_mori
+from tests.transports.peer_process import end_of
 
 PAGES = 64
 
@@ -83,7 +84,7 @@ async def test_many_writes_share_little_staging(sides: Sides) -> None:
     writes = [
         route.write(numbers(*range(n, PAGES, 8)), numbers(*range(n, PAGES, 8))) for n in range(8)
     ]
-    assert {await asyncio.shield(write.done) for write in writes} == {WriteOutcome.LANDED}
+    assert {await end_of(write) for write in writes} == {WriteOutcome.LANDED}
     assert sides.landed(numbers()) and sorted(route.places.pages) == list(range(6))
 
 
@@ -181,7 +182,7 @@ async def test_a_slice_is_copied_while_another_travels(
     assert await asyncio.to_thread(copied.wait, 20)
     assert not go_on.is_set() and write.landed_bytes == 0
     go_on.set()
-    assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+    assert await end_of(write) is WriteOutcome.LANDED
 
 
 async def test_a_write_that_is_cancelled_in_mid_copy_ends_when_the_copy_has(
@@ -192,9 +193,9 @@ async def test_a_write_that_is_cancelled_in_mid_copy_ends_when_the_copy_has(
     await gate.reached()
     write.cancel()
     with pytest.raises(TimeoutError):  # the copy still reads the pages of the write
-        await asyncio.wait_for(asyncio.shield(write.done), 0.1)
+        await end_of(write, 0.1)
     gate.go.set()
-    assert await asyncio.wait_for(asyncio.shield(write.done), 20) is WriteOutcome.CANCELLED
+    assert await end_of(write) is WriteOutcome.CANCELLED
     assert gate.begun == 1 and write.landed_bytes == 0 and not write.error
     assert route.places.pages.size == 6 and not sides.target.array("k").any()
 
@@ -205,12 +206,12 @@ async def test_a_copy_that_fails_ends_its_write_drained_and_no_other(
     gate, route = CopyGate(monkeypatch, fails_at=5), await sides.connect()
     gate.go.set()
     write = route.write(numbers(), numbers())
-    assert await asyncio.shield(write.done) is WriteOutcome.CANCELLED
+    assert await end_of(write) is WriteOutcome.CANCELLED
     assert write.error == "a copy from the pool failed: the device is lost"
     assert write.landed_bytes == 8 * sides.page_bytes and sides.landed(numbers(*range(8)))
     assert route.places.pages.size == 6
     again = route.write(numbers(9, 8), numbers(9, 8))
-    assert await asyncio.shield(again.done) is WriteOutcome.LANDED and sides.landed(numbers(8, 9))
+    assert await end_of(again) is WriteOutcome.LANDED and sides.landed(numbers(8, 9))
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -240,7 +241,7 @@ async def test_what_is_in_doubt_on_the_inner_plane_is_in_doubt(
     monkeypatch.setattr(LocalRoute, "begin", second)
     route = await sides.connect()
     write = route.write(numbers(), numbers())
-    assert await asyncio.shield(write.done) is WriteOutcome.UNPROVEN
+    assert await end_of(write) is WriteOutcome.UNPROVEN
     assert write.error == ("ValueError: no plan" if raises else "a block ended with status -1")
     assert write.landed_bytes == 2 * sides.page_bytes
     assert begun[0] == 2
@@ -266,7 +267,7 @@ async def test_a_peer_that_takes_nothing_keeps_no_other_waiting(
     monkeypatch.setattr(stuck.inner, "begin", lambda write: Never())
     waiting = [stuck.write(numbers(), numbers()) for _ in range(4)]
     write = free.write(numbers(), numbers())
-    assert await asyncio.wait_for(asyncio.shield(write.done), 20) is WriteOutcome.LANDED
+    assert await end_of(write) is WriteOutcome.LANDED
     with pytest.raises(
         TransferError,
         match=r"no staging is left for another decode .*2 have some\): raise --staging",

@@ -16,7 +16,7 @@ import pytest
 from kvflow.protocols.errors import MisuseError, TransferError
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.transports.data.write_thread import ThreadWrite, WriteThread
-from tests.transports.peer_process import pages, until
+from tests.transports.peer_process import end_of, pages, until
 
 LOG = list[tuple[str, int]]
 
@@ -90,7 +90,7 @@ async def test_writes_are_served_in_turn(works: Works) -> None:
     await until(works.thread._inbox.empty)
     assert works.thread.open_writes == 3
     works.gate[0] = True
-    assert {await asyncio.shield(write.done) for write in writes} == {WriteOutcome.LANDED}
+    assert {await end_of(write) for write in writes} == {WriteOutcome.LANDED}
     order = [name for name, _ in works.log]
     first = order.index("a")
     assert sorted(order[:3]) == ["a", "b", "c"] and order.count("a") == 3 and first < 3
@@ -105,7 +105,7 @@ async def test_a_cancel_takes_effect_between_two_slices() -> None:
         await until(lambda: write.landed_bytes > 0)
         write.cancel()
         # The next slice is seven minutes away.
-        assert await asyncio.wait_for(asyncio.shield(write.done), 20) is WriteOutcome.CANCELLED
+        assert await end_of(write) is WriteOutcome.CANCELLED
         assert write.landed_bytes == 4096
         write.cancel()
 
@@ -121,7 +121,7 @@ async def test_never_more_than_one_slice_early() -> None:
             await asyncio.sleep(0.002)
         await asyncio.sleep(0.05)
         began = time.monotonic()  # idle time is not saved up
-        assert await asyncio.shield(works.write("d", 60_000).done) is WriteOutcome.LANDED
+        assert await end_of(works.write("d", 60_000)) is WriteOutcome.LANDED
         assert time.monotonic() - began >= (60_000 - works.thread.slice_bytes) / rate - 0.001
 
 
@@ -158,9 +158,9 @@ async def test_ends_come_back_in_batches(works: Works, monkeypatch: pytest.Monke
 
 async def test_a_bug_in_a_back_end_ends_one_write_unproven(works: Works) -> None:
     bad, good = works.write("bad", -1), works.write("good", 50)
-    assert await asyncio.shield(bad.done) is WriteOutcome.UNPROVEN
+    assert await end_of(bad) is WriteOutcome.UNPROVEN
     assert "ZeroDivisionError" in bad.error
-    assert await asyncio.shield(good.done) is WriteOutcome.LANDED
+    assert await end_of(good) is WriteOutcome.LANDED
     assert works.thread.surprises == 1
 
 
@@ -206,7 +206,7 @@ async def test_an_idle_thread_sleeps() -> None:
     thread = CountedThread("test", None, 10)
     thread.start()
     works = Works(thread)
-    assert await asyncio.shield(works.write("a", 10).done) is WriteOutcome.LANDED
+    assert await end_of(works.write("a", 10)) is WriteOutcome.LANDED
     before = thread.looks
     await asyncio.sleep(0.3)
     assert thread.looks <= before + 1  # the one that it sleeps in
@@ -291,7 +291,7 @@ async def test_a_thread_that_has_grown_patient_looks_as_often_as_at_first_after_
         write.cancel()
         await until(lambda: Frozen.pause_s in inbox.waits[before:])
         gate[0] = True
-        assert await asyncio.shield(write.done) is WriteOutcome.CANCELLED
+        assert await end_of(write) is WriteOutcome.CANCELLED
 
 
 class Paced(Slices):
@@ -322,7 +322,7 @@ async def test_the_thread_waits_as_a_job_says_longer_each_time_that_nothing_has_
                 ]
             )
         )
-        assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+        assert await end_of(write) is WriteOutcome.LANDED
         assert [wait for wait in inbox.waits if wait] == [0.0005, 0.00075, 0.0005, 0.002]
 
 
@@ -339,7 +339,7 @@ async def test_a_thread_that_is_closing_admits_nothing() -> None:
 
 async def test_a_hanging_back_end_is_seen_and_an_idle_thread_is_none(works: Works) -> None:
     assert works.thread.stalled_s == 0
-    await asyncio.shield(works.write("a", 10).done)
+    await end_of(works.write("a", 10))
     assert works.thread.stalled_s == 0
     hanging = Hanging(10)
     write = works.submit(hanging)
@@ -347,7 +347,7 @@ async def test_a_hanging_back_end_is_seen_and_an_idle_thread_is_none(works: Work
     before = works.thread.stalled_s
     await until(lambda: works.thread.stalled_s > before + 0.02)
     hanging.go_on.set()
-    assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+    assert await end_of(write) is WriteOutcome.LANDED
     assert works.thread.stalled_s == 0
 
 
