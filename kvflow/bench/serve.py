@@ -65,10 +65,11 @@ class ServePlan:
 
 
 async def bench_serve(plan: ServePlan, say: Say) -> dict[str, Any]:
-    """Measure every server beside stock transformers.
+    """Measure every server against stock transformers.
 
-    Returns {"clients": {number: {server: figures}}, "beside": {server: latencies of GETs}}. Raises:
-    KvflowError when a server does not start, or answers with other tokens than stock.
+    Returns {"clients": {number: {server: figures}}, "beside": {server: latencies of GETs}}.
+
+    Raises: KvflowError when a server does not start, or when its tokens differ from stock's.
     """
     model = plan.model or str(DEMO_MODEL_DIR)
     report: dict[str, Any] = {

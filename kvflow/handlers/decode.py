@@ -308,7 +308,7 @@ class DecodeShell(Shell):
     def _send(self, command: c.SendToPrefill) -> None:
         link = self.connections.open.get(command.peer)
         if link is None or not link.socket.send(command.frame, at_once=command.at_once):
-            # A lost frame is no error: rooms that stand still ask again (`Resync`).
+            # A lost frame is not an error: rooms that stand still ask again (`Resync`).
             self.counts.undelivered += 1
 
     def _linked(self, command: c.Linked) -> None:

@@ -109,7 +109,7 @@ def authorized(keys: Keys) -> Middleware:
 
 
 def check_routes(app: web.Application) -> None:
-    """Raises: AssertionError for routes of `app` that stand in no class."""
+    """Check that `ROUTES` has a class for every route of `app`. Raises: AssertionError."""
     missing = [route for route in routes_of(app) if route not in _ACCESS_OF]
     if missing:
         raise AssertionError(

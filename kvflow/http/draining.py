@@ -32,7 +32,7 @@ class Drainable:
         self.idle.set()
 
     def refuse_when_draining(self) -> None:
-        """Raises: AbortedError while draining."""
+        """Refuse a request while draining. Raises: AbortedError."""
         if self.draining:
             raise refusal(self.draining_reason)
 

@@ -213,7 +213,10 @@ class CudaCopier:
     """
 
     def __init__(self, device: str) -> None:
-        """Raises: LayoutError for a device that is not CUDA's, or without the CUDA runtime."""
+        """Create a copier for a CUDA device.
+
+        Raises: LayoutError for another kind of device, or without the CUDA runtime.
+        """
         import torch
 
         if torch.device(device).type != "cuda" or torch.version.cuda is None:
@@ -282,7 +285,7 @@ class Runtime:
     """Calls of the CUDA runtime that torch does not publish, in the library that torch loaded."""
 
     def __init__(self, path: str | None) -> None:
-        """Raises: LayoutError when torch loaded no such library."""
+        """Open the library at `path`. Raises: LayoutError for None, when torch loaded none."""
         if path is None:
             raise LayoutError(
                 "torch has loaded no CUDA runtime (libcudart.so): memory of a device cannot be "

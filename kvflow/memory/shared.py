@@ -172,8 +172,8 @@ class SharedSegment:
 
     def close(self) -> None:
         """Release the descriptor and the mapping. Idempotent."""
-        # mmap.close is no choice: a torch tensor keeps the mmap object alive, but does not count as
-        # a user of its buffer.
+        # mmap.close is not an option: a torch tensor keeps the mmap object alive, but does not
+        # count as a user of its buffer.
         self._mapping = None
         self.fd = -1
         if self._close_fd is not None:

@@ -33,7 +33,7 @@ class Plant(NamedTuple):
 
 
 def planting(plants: list[Plant], unseen: str = "") -> Callable[..., Callable[[Install], Install]]:
-    """Return a decorator that adds bugs to `plants`. `unseen` is as in `Plant`."""
+    """Return a decorator that adds bugs to `plants`. See `Plant` for `unseen`."""
 
     def bug(
         name: str, text: str = "", *, unseen: str = unseen, **found: Found

@@ -38,9 +38,7 @@ class SendToPrefill(msgspec.Struct, frozen=True, gc=False):
 
 
 class Dial(msgspec.Struct, frozen=True, gc=False):
-    """Connect to `peer.control`, and feed every frame received there to the endpoint with this
-    key.
-    """
+    """Connect to `peer.control`, and pass `peer` and every frame received there to the endpoint."""
 
     peer: PeerKey
 

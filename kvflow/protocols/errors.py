@@ -9,7 +9,7 @@ KvflowError
 │       ├── QuarantineError  too many pages wait for proof that no peer writes into them
 │       └── HostMemoryError  the host memory for snapshots is full
 ├── PeerError              the peer broke the protocol
-│   ├── WireError          bytes that are no message
+│   ├── WireError          bytes that are not a message
 │   └── RefusedError       the peer understood, and declined
 ├── TransferError          the data plane failed, or does not know what landed
 ├── AbortedError           one of the two sides ended the room on purpose
@@ -140,7 +140,7 @@ class PeerError(KvflowError):
 
 
 class WireError(PeerError):
-    """The bytes received are no message."""
+    """The bytes received are not a message."""
 
 
 class RefusedError(PeerError):

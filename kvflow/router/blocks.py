@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from kvflow.protocols.wire.kv_events import BlockEvent, RemovedBlocks, StoredBlocks
 
-MAX_BLOCKS = 1 << 20  # of one worker: some 150 MB; further ones are as if it had not told of them
+MAX_BLOCKS = 1 << 20  # per worker, some 150 MB; further blocks are ignored
 # Media have different names in vLLM and in SGLang, see `wire.kv_events.media_of`.
 _BIT_OF_MEDIUM = {"GPU": 1, "CPU": 2, "CPU_PINNED": 2, "STORAGE": 4, "DISK": 4, "EXTERNAL": 8}
 _OTHER_MEDIUM = 16
 
-BlockHashes = list[int]  # of a prompt's whole blocks, from its beginning on
+BlockHashes = list[int]  # one for each whole block of a prompt, in order
 
 
 class KnownBlocks:

@@ -57,7 +57,7 @@ class KvflowEngine:
         )
 
     def read(self, body: bytes) -> KvflowCompletion:
-        """Raises: RequestError (400)."""
+        """Read the body of a completion. Raises: RequestError (400)."""
         return KvflowCompletion(decoded(body, _Fields))
 
     def families(self) -> Iterator[Metric]:
@@ -68,7 +68,7 @@ class KvflowCompletion:
     """Implements `engines.Completion`."""
 
     def __init__(self, fields: _Fields) -> None:
-        """Raises: RequestError (400)."""
+        """Create a completion from the fields of its body. Raises: RequestError (400)."""
         self.fields = fields
         self._rooms = _room_count(fields)
 

@@ -140,7 +140,7 @@ def _describe(error: Exception) -> str:
 
 
 def check(answer: web.Response) -> None:
-    """Raises: PairFailedError when a complete answer is an error."""
+    """Check a complete answer. Raises: PairFailedError when it is an error."""
     if answer.status >= 400:
         body = answer.body if isinstance(answer.body, bytes) else b""
         raise PairFailedError(Failure.read(answer.status, body), answer)

@@ -76,9 +76,10 @@ class TogetherPair:
             reading.cancel()
 
     async def _check_prefill(self, decode: asyncio.Task[Any]) -> None:
-        """Check prefill's answer, which is complete. Return if it is no refusal, or if its refusal
-        only follows from a failure of decode; decode's own answer, the `decode` task, is complete
-        in that case.
+        """Check prefill's answer, which is complete.
+
+        Return if it is not a refusal, or if its refusal only follows from a failure of decode. In
+        the latter case decode's own answer, the `decode` task, is complete.
 
         Raises: PairFailedError.
         """

@@ -23,7 +23,7 @@ class KnownPrefixes:
     """
 
     def __init__(self) -> None:
-        self.bytes = 0  # of prompts; a common beginning counts once
+        self.bytes = 0  # size of the prompts; a common beginning counts once
         self.limit_bytes = 0
         # The bytes of a chunk by its hash, in the order of last use.
         self._known: OrderedDict[int, int] = OrderedDict()

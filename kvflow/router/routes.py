@@ -128,8 +128,9 @@ def _operations(router: Router) -> list[web.RouteDef]:
 
 
 def router_app(router: Router, origins: Collection[str] = ()) -> web.Application:
-    """Return the router as an application, with the keys that its workers have. `origins` is as in
-    `build_app`.
+    """Return the router's application, which accepts the same API keys as its workers.
+
+    See `build_app` for `origins`.
     """
     found = [*routes(router), *worker_routes.routes(router)]
     return build_app(found, router.metrics, router.keys, origins, max_body_bytes=MAX_BODY_BYTES)

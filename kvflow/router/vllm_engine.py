@@ -112,7 +112,7 @@ class VllmEngine:
         )
 
     def read(self, body: bytes) -> VllmCompletion:
-        """Raises: RequestError (400)."""
+        """Read the body of a completion. Raises: RequestError (400)."""
         return VllmCompletion(self, decoded(body, _Fields))
 
     def families(self) -> Iterator[Metric]:
@@ -157,7 +157,7 @@ class VllmCompletion:
     """Implements `engines.Completion`."""
 
     def __init__(self, engine: VllmEngine, fields: _Fields) -> None:
-        """Raises: RequestError (400)."""
+        """Create a completion from the fields of its body. Raises: RequestError (400)."""
         if isinstance(fields.vllm_xargs, dict) and "kv_transfer_params" in fields.vllm_xargs:
             # vLLM reads this entry as the field of that name, but as a text, and its engine dies of
             # it.

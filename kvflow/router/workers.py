@@ -401,9 +401,11 @@ class Workers:
         came_up.set()
 
     def _other_model(self, worker: Worker, identity: Identity) -> str:
-        """Return what is wrong with a worker that serves another model than it did, while others
-        still serve that one, or another than a prefill and a decode of this router serve. With two
-        models, either could answer a request. Empty where there is no conflict.
+        """Return how a worker's model conflicts with those of other workers; empty if it does not.
+
+        A model conflicts if the worker served a different one that others still serve, or if a
+        prefill and a decode of this router serve a different one. With two models, either could
+        answer a request.
         """
         before, now = worker.fingerprint, identity.fingerprint
         others = [one for one in self.all if one is not worker and one.usable and one.fingerprint]

@@ -16,7 +16,7 @@ from kvflow.telemetry.histogram import (
     Histogram,
 )
 
-# These endings are no failures: the client wants no more.
+# These endings are not failures: the client no longer wants the result.
 _WANTED = frozenset({Code.CLIENT_GONE, Code.ABORTED})
 # The halves of such a room did not meet, or did not fit, even if decode offered its pages before.
 _NEVER_MET = frozenset(

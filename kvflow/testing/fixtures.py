@@ -40,7 +40,7 @@ async def kvflow_pair(kvflow_clean_loop: None) -> AsyncIterator[Pair]:
     """Yield a prefill and a decode on a network in memory, at rest again when the test ends."""
     async with pair() as made:
         yield made
-        # A test may end with a network that is cut and writes that are held: they are no leak.
+        # A test may end with the network cut and with writes held, which is not a leak.
         made.network.mend()
         for node in made.nodes:
             made.plane(node).release()

@@ -26,7 +26,7 @@ class _Target:
         self.request, self.workers = what.request, len(what.prefill)
         self.room: DecodeThreadRoom | None = None
         self.offer: Offer | None = None
-        self.cause: Cause | None = None  # of the failure
+        self.cause: Cause | None = None  # cause of the failure
         self.is_told = False  # the scheduler side knows of the failure
         self.is_held = False  # the scheduler side keeps the blocks: vLLM may know of the failure
         self.is_abandoned = False  # ended by vLLM, which waits for the blocks

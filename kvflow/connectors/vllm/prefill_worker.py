@@ -150,7 +150,7 @@ class PrefillWorker(WorkerSide[PrefillThread]):
             self.stats.sent(blocks, time.monotonic() - source.opened_at_s)
         elif event.kind == "failed":
             assert event.error is not None
-            # The request ended here or at decode, which is no failure of the transfer.
+            # The request ended here or at decode, so the transfer did not fail.
             if event.error.code is Code.CLIENT_GONE:
                 return
             self.stats.failed(event.error.code)

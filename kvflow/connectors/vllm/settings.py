@@ -92,7 +92,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.bootstrap_port + number * ranks
 
     def check(self) -> None:
-        """Raises: MisuseError for a value outside its limits."""
+        """Check every value. Raises: MisuseError for one outside its limits."""
         self._check_host()
         check_plane(self.transfer_backend, self.ib_device, self.host)
         # The client refuses a key that an HTTP header cannot carry.

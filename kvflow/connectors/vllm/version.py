@@ -19,7 +19,7 @@ def is_supported() -> bool:
 
 
 def check_version() -> None:
-    """Raises: MisuseError naming both versions."""
+    """Check that the installed vLLM is supported. Raises: MisuseError naming both versions."""
     if not is_supported():
         import vllm
 

@@ -29,7 +29,7 @@ class ThreadRoom:
 
     def __init__(self, room: int, context: Any) -> None:
         self.room, self.context = room, context
-        self.error: KvflowError | None = None  # what ended the room, other than success
+        self.error: KvflowError | None = None  # the error that ended the room; None after success
         self.released = False  # nothing touches its pages any more
 
 
@@ -162,7 +162,7 @@ class PrefillThreadRoom(ThreadRoom):
     ) -> None:
         """Queue one chunk, and return at once. See `PrefillRoom.send`.
 
-        Raises: MisuseError (before matched, after the last chunk, other than the pages that are
+        Raises: MisuseError (before matched, after the last chunk, more or fewer pages than are
         left, a page outside the pool, a hand-over before the last chunk): nothing was queued; the
         room's own error once it ended.
         """

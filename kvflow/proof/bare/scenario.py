@@ -44,11 +44,11 @@ class Twists(NamedTuple):
     """Extras of one run, and the chances of faults that the whole-node simulator lacks."""
 
     requests: list[Twist]
-    locks_out: float  # of a connection
-    refuses: float  # of a registration
-    damages: float  # of a write that is verified
-    fails_sums: float  # of a checksum at decode
-    freezes: float  # of a stuck write
+    locks_out: float  # chance that a connection is locked out
+    refuses: float  # chance that a registration is refused
+    damages: float  # chance that a verified write is damaged
+    fails_sums: float  # chance that decode cannot compute a checksum
+    freezes: float  # chance that a stuck write never ends
     declares_after_s: float | None  # until an operator declares a crashed prefill dead
     visit: Visit | None
 

@@ -1,5 +1,6 @@
-"""Planted bugs of caches, each of which once existed or could exist. They are installed from
-outside; seeds must find each.
+"""Planted bugs in caches, each of which once existed or could exist.
+
+They are installed from outside, and some seed must find each of them.
 """
 
 from __future__ import annotations

@@ -179,6 +179,6 @@ def _worded(frame: bytes) -> str:
 
 
 def _garbage(rng: random.Random, frame: bytes) -> bytes:
-    """Return bytes that are no message."""
+    """Return bytes that are not a message."""
     at = rng.randrange(len(frame))
     return rng.choice((frame[:at], b"\xc1" + frame[at:], b"\xc1" + rng.randbytes(at)))

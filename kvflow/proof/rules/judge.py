@@ -37,7 +37,7 @@ class Side(Protocol):
 
     @property
     def stalled_until_s(self) -> float:
-        """Time until which its data plane moves no bytes."""
+        """Time at which its data plane begins to move bytes again."""
 
     @property
     def proven_at_s(self) -> float:

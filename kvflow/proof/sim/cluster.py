@@ -146,7 +146,7 @@ class Cluster:
     def start_prefill(
         self, group: int, rank: int, world_size: int, port: int = 0, after: Member | None = None
     ) -> Member:
-        """Start a prefill rank; `after` is as in `start_decode`."""
+        """Start a prefill rank. See `start_decode` for `after`."""
         name = f"prefill {group}.{rank}" if world_size > 1 else f"prefill {group}"
         dp_group = self.data_parallel.get(group, DpGroup())
         process, pool, plane, books = self._parts(name, after, (rank, world_size))

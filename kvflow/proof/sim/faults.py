@@ -88,7 +88,7 @@ class Faults:
 
 
 def spoilt(rng: random.Random, data: bytes, is_message: Callable[[bytes], bool]) -> bytes:
-    """Return bytes that are no message: a frame cut short or changed, or random bytes."""
+    """Return bytes that are not a message: a frame cut short or changed, or random bytes."""
     at = rng.randrange(len(data))
     ways = (
         data[:at],

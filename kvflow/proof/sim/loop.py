@@ -122,7 +122,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         try:
             self.run_until_complete(task)
         except RuntimeError:
-            # asyncio raises when the loop stops before the task ends, which is no error after
+            # asyncio raises when the loop stops before the task ends, which is not an error after
             # `stop`.
             if task.done():
                 raise

@@ -38,7 +38,7 @@ class Seen:
         staging: Books | None = None,
     ) -> None:
         self.process, self.incarnation, self.books, self.pool = process, incarnation, books, pool
-        self.lent = books if staging is None else staging  # of places that peers write
+        self.lent = books if staging is None else staging  # books of the places that peers write
         self.malformed = 0
         self.troubled_at_s = -1.0  # when it was last cut off or halted
         self.stalled_until_s = -1.0  # until then its data plane moves no bytes
@@ -80,8 +80,8 @@ class Oracle(Rules):
         self.by_process: dict[Process | None, Seen] = {}
         self.by_incarnation: dict[int, Seen] = {}
         self.rooms.sides = self.by_incarnation
-        self.by_address: dict[str, Seen] = {}  # of a data plane
-        self.garbage: set[bytes] = set()  # frames that are no message
+        self.by_address: dict[str, Seen] = {}  # by address of its data plane
+        self.garbage: set[bytes] = set()  # frames that are not a message
         self.writing: PrefillRoomRecord | None = None  # room whose write is about to start
         self.dp_groups = DpGroups(loop, self.by_incarnation, self.broken)
 

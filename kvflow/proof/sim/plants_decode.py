@@ -1,6 +1,4 @@
-"""Planted bugs of decode's side: pages that return too early, messages that are taken for proof,
-rooms mixed up.
-"""
+"""Planted bugs at decode: pages freed too early, messages taken for proof, rooms mixed up."""
 
 from __future__ import annotations
 

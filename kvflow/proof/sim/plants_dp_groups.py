@@ -1,5 +1,5 @@
-"""Planted bugs of data-parallel prefills: rooms of the wrong group, ends reported to it, or to some
-groups only.
+"""Planted bugs in data-parallel prefills: rooms in the wrong group, and ends that are reported to
+the wrong group or to only some of the groups.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Planted bugs of goodbyes: missing, too early, believed of another incarnation, taken for more
-than they prove.
+"""Planted bugs in the handling of Goodbye: sent too early or never, accepted from another
+incarnation, or taken to prove more than it does.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Planted bugs of prefill's side: messages sent too early or never again, tombstones forgotten,
-pages released in use.
+"""Planted bugs at prefill: messages sent too early or never repeated, tombstones forgotten, pages
+released while in use.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Planted bugs of requests that leave the device and come back: snapshots that refer to the pool,
-state left out or released.
+"""Planted bugs in requests that leave the device and come back: snapshots that refer to the pool,
+and state that is left out or released too early.
 """
 
 from __future__ import annotations

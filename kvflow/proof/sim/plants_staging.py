@@ -1,6 +1,4 @@
-"""Planted bugs of decodes with staging: places that return too early, rooms whose turn never
-comes.
-"""
+"""Planted bugs in decodes with staging: places freed too early, and rooms that wait for ever."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Planted bugs of the tables and of the functions that read them, as far as whole nodes can meet
-them.
+"""Planted bugs in the tables, and in the functions that read them, that runs of whole nodes can
+reach.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Planted bugs of the front for engines without an event loop: pages idle too early or never, calls
-that are lost.
+"""Planted bugs in the front for engines without an event loop: pages that become idle too early or
+never, and lost calls.
 """
 
 from __future__ import annotations

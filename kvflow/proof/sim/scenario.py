@@ -230,7 +230,7 @@ def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
 def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
     """Give some seeds decodes that lend staging, too little for all of their rooms at once.
 
-    `rng` is as in `with_switch`. The rooms have deadlines then, because pages in quarantine may
+    See `with_switch` for `rng`. The rooms have deadlines then, because pages in quarantine may
     never return.
     """
     if rng.random() >= STAGED_IN:
@@ -254,7 +254,7 @@ def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
 def with_threads(rng: random.Random, scenario: Scenario) -> Scenario:
     """Give some seeds without staging nodes whose engines have no event loop.
 
-    `rng` is as in `with_switch`. A node that changes its role is not one of them. Most of these
+    See `with_switch` for `rng`. A node that changes its role is not one of them. Most of these
     decodes part once, often just after a request came, and another node continues over the pool.
     """
     if rng.random() >= THREADS_IN or scenario.variety.staging_bytes:

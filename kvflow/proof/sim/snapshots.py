@@ -87,7 +87,7 @@ class CopyThread(VirtualThread):
     def __init__(self, pool: PagedPool, books: Books, oracle: Oracle, faults: Faults) -> None:
         self._pool, self._books, self._oracle, self._faults = pool, books, oracle, faults
         self.host: Books | None = None
-        self.owners: list[Hashable] = []  # of copies under way
+        self.owners: list[Hashable] = []  # owners of copies under way
         self._after_next: list[tuple[int, Callable[[], object]]] = []
 
     def after_next(self, turns: int, do: Callable[[], object]) -> None:

@@ -34,7 +34,7 @@ LOOK_S = 0.02
 
 
 class _Wait(NamedTuple):
-    """Places that a room wants, and the time since which its process waits."""
+    """Number of places that a room waits for, the time when it began to wait, and its process."""
 
     wanted: int
     since_s: float

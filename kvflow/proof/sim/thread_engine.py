@@ -53,7 +53,7 @@ class _Request(Generic[R]):
         self.by_event = bool(oracle.loop.rng.getrandbits(1))
         """True: its pages return at its last event; False: as soon as they are idle."""
         self.pages: PageIndices = NO_PAGES
-        self.kinds: list[str] = []  # of its events so far
+        self.kinds: list[str] = []  # kinds of its events so far
         self.over = False  # the request needs its pages no longer
         self.closed: Cause | None = None  # cause of a close before the room was open
         self.matched: Answer[None] = Answer()

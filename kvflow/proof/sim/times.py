@@ -47,5 +47,5 @@ FENCE_SLACK_S = 0.1  # from a fence's answer to the end of every loan
 
 # While the link is up, the other side of a failed room learns of it within this time.
 HEAR_S = 1.0
-PATIENCE_S = 2.2  # silence for so long is no wonder after trouble
+PATIENCE_S = 2.2  # silence for this long is normal after trouble
 RECOVER_S = 1.2  # until both sides know, once the link is up again

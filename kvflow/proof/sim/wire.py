@@ -105,8 +105,9 @@ class Wire(Network):
         super()._deliver(frame)
 
     def _watch(self, socket: Socket) -> Socket:
-        """Count the frames that are no message as the node receives them: its own count must be the
-        same.
+        """Count the frames that are not a message as the node receives them.
+
+        The node's own count must be the same.
         """
         process = current_process()
         self._owners.append((process, socket))
@@ -122,7 +123,7 @@ class Wire(Network):
 
 
 def garbage(rng: random.Random, frame: Frame) -> Frame:
-    """Return the frame with bytes that are no message."""
+    """Return the frame with its bytes spoilt, so that they are not a message."""
 
     def is_message(data: bytes) -> bool:
         return frame._replace(data=data).message is not None

@@ -464,8 +464,8 @@ class GroupWorld:
                 one.link.confirm(one.link.sent_below)
         stream = io.BytesIO()
         pickler = _Pickler(stream, protocol=5)
-        # Without references to objects that were written before: it is no part of the state whether
-        # two equal values are one object.
+        # Fast mode writes no references to earlier objects: whether two equal values are one object
+        # is not part of the state.
         pickler.fast = True
         pickler.dump(endpoint)
         data = stream.getvalue()

@@ -44,7 +44,7 @@ class Match(NamedTuple):
     """
 
     num_pages: int = 0  # cached on device or host
-    end: Node | None = None  # of that prefix
+    end: Node | None = None  # the node that ends the prefix
     # int32 [n]: the first n of those pages, which can be read on the device.
     device_pages: PageIndices = NO_PLACES
     device_end: Node | None = None

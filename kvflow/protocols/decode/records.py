@@ -137,7 +137,7 @@ class DecodeRoomRecord:
 
     @property
     def first_cause(self) -> Cause:
-        """The cause of the room's end. Read it only after an end that is not a success."""
+        """The first cause that ended the room. An open room and one that succeeded have none."""
         assert self.state.cause is not None
         return self.state.cause
 

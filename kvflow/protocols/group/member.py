@@ -169,7 +169,7 @@ class GroupMember(Endpoint[MemberOutput]):
         self.refusal = ""
         self.dropped = 0  # number of frames without effect
         self._last_session = 0
-        self._leader = Incarnation(0)  # of the last session
+        self._leader = Incarnation(0)  # leader of the last session
         # Requests that did not end at this rank. Other modules only read this.
         self.tickets: dict[TicketKey, TicketRecord] = {}
         self._ending: deque[TicketKey] = deque()  # requests of a session that ended

@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
 
 class Announcement(NamedTuple, Generic[S]):
-    """A decode's announcement of a room, and the time until which it is kept."""
+    """A decode's announcement of a room, which is kept until `until_s`."""
 
     peer: S
     grant: GrantId

@@ -172,7 +172,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         `StartWrite` follows even if n is 0, so the room always ends in `write_ended` and never
         inside this call. Pass `checked=True` after a call of `check_chunk`.
 
-        Raises: MisuseError (before matched, after the last chunk, other than the pages that are
+        Raises: MisuseError (before matched, after the last chunk, more or fewer pages than are
         left, a hand-over before the last chunk), CapacityError (hand-over too large), or the room's
         own error after it ended. The chunk is then not queued.
         """

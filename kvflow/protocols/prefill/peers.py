@@ -97,7 +97,7 @@ class DecodePeer:
         self.sender_address = sender_address
         self.phase = PeerPhase.OPENING
         self.received_at_s = now
-        self.fresh_from = message.fresh_from  # of its newest Register
+        self.fresh_from = message.fresh_from  # as its newest Register states
         self.grants: GrantTable[Any] = GrantTable(closed_grants, message.fresh_from, kept)
         if seen_below is not None:
             self.grants.begin_from(seen_below)

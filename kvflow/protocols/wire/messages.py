@@ -152,7 +152,7 @@ class ChunkDone(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
 class RoomFailed(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
     """prefill -> decode: this room will not succeed.
 
-    It is no proof about writes; an AbortAck follows.
+    It does not prove that writes ended; an AbortAck follows.
     """
 
     room: Room
@@ -252,7 +252,7 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11
 
 
 class GoodbyeAck(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=12):
-    """Both ways: the sender received the other one's Goodbye. It is no proof about writes."""
+    """Both ways: the sender received the other's Goodbye. It does not prove that writes ended."""
 
     source: Life
     target: Life

@@ -32,9 +32,9 @@ from kvflow.serve.config.catalog import (
 from kvflow.serve.config.kv_events import KvEvents
 from kvflow.serve.config.settings import DEFAULT_PORTS, ENV_PREFIX, Role, Settings
 
-# Variables that are no settings of a role: the path of the config file, the three by which `up` and
-# a prefill start their children, the URL for examples/chat.py and `declare-dead`, and the seed of
-# the tests.
+# Variables that are not settings of a role: the path of the config file, the three by which `up`
+# and a prefill start their children, the URL for examples/chat.py and `declare-dead`, and the seed
+# of the tests.
 _OTHER_VARIABLES = ("CONFIG", "READY_FD", "PARENT_PID", "RANK", "URL", "SEED")
 _LAST_PORT = 65535
 _SECRETS = ("api_key", "admin_api_key")
@@ -175,7 +175,7 @@ def _convert(name: str, value: Any, source: str) -> Any:
     if base_type(name) == tuple[str, ...] and from_text:
         value = tuple(part.strip() for part in value.split(",") if part.strip())
     try:
-        # Flags and variables are text, and a TOML file has types: there "16" is no number.
+        # Flags and variables are text, but a TOML file has types: there "16" is not a number.
         return msgspec.convert(value, hint, strict=not from_text)
     except msgspec.ValidationError as error:
         # The message may end up in a log.

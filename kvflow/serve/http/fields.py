@@ -28,7 +28,7 @@ SOURCES = {"O": "OpenAI", "S": "SGLang", "V": "vLLM", "K": "kvflow"}
 _LETTERS = {name: letter for names in (BODIES, SOURCES) for letter, name in names.items()}
 UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
 _PAGE = Path(__file__).with_name("FIELDS.md")
-_VALUE = re.compile("`(.*?)`")  # each is JSON
+_VALUE = re.compile("`(.*?)`")  # each match is a JSON value
 
 
 class Field(NamedTuple):

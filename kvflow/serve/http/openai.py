@@ -60,12 +60,12 @@ class _OpenAICall:
         )
 
     async def scored(self, index: int, scores: PromptLogprobs) -> None:
-        """Encode the prompt's log-probabilities."""
+        """Encode the prompt's log-probabilities. Does nothing for chat, which reports none."""
 
     def add(self, index: int, delta: Delta) -> None:
         """Encode the parts of a token that only a whole body has.
 
-        This is done token by token: at once, it would hold up the event loop."""
+        Encoding all tokens at once would hold up the event loop."""
 
     def answer(self, completions: list[Completion]) -> Any:
         """Return the whole body."""

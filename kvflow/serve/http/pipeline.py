@@ -203,9 +203,7 @@ class CompletionPipeline(Drainable):
             raise
 
     def check_model(self, name: str | None) -> None:
-        """Check the model of a body. Raises: UnknownModelError (404) for another than the served
-        one.
-        """
+        """Check the model of a body. Raises: UnknownModelError (404) if it is not served."""
         served = self.service.card.name
         if name and name not in (served, ANY_MODEL):
             raise UnknownModelError(name, served)

@@ -95,7 +95,7 @@ async def loaded(
     """Make the parts of a worker. Settings of the data plane and of storage are checked before the
     model is loaded.
 
-    `part` and `meeting` are as in `loaded_model`. `for_stage` is True where the pool is for all
+    See `loaded_model` for `part` and `meeting`. `for_stage` is True where the pool is for all
     shards of the stage.
     """
     check_plane(

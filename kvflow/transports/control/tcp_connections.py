@@ -151,8 +151,8 @@ class TcpConnections:
     ) -> None:
         """Begin to look at connections to `port`, which the socket was bound or connected to.
 
-        `tell_cut` is called after a cut, `tell_waits` when a message waits: the look may have
-        consumed the edge that would have woken the reader.
+        `tell_cut` is called after a connection is cut. `tell_waits` is called when a message waits,
+        because a look may consume the edge that would otherwise wake the reader.
         """
         self._port = port
         self._incoming = incoming
@@ -301,8 +301,8 @@ class TcpConnections:
         ours.
         """
         try:
-            # ZMQ may close the descriptor at any time, and another file may get its number. So
-            # nothing but reads is done with it.
+            # ZMQ may close the descriptor at any time, and another file may get its number. The
+            # socket is therefore only queried, never changed.
             tcp = socket.socket(
                 socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor
             )

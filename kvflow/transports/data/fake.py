@@ -39,7 +39,7 @@ _ALL = 1 << 62
 class Fault(Enum):
     """The course of one scripted write."""
 
-    # Half of its pages land, the rest never. It ends UNPROVEN, or CANCELLED if half is no page.
+    # Half of its pages land, the rest never do. It ends UNPROVEN, or CANCELLED if half is 0 pages.
     ERROR = "error"
     # The same, but the rest lands on `land_late`, with the source's bytes of that moment.
     LATE = "late"

@@ -22,7 +22,7 @@ def new_name(process: ProcessIdentity) -> str:
 
 
 def is_name_of(name: str, process: ProcessIdentity) -> bool:
-    """Return True when an engine of that name can be one of `process`."""
+    """Return True when `name` may belong to an engine of `process`."""
     return name.startswith(_prefix(process))
 
 

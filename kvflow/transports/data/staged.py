@@ -274,7 +274,7 @@ class StagedJob:
         self._at = 0  # index of the next place to copy
         self._slices: list[_Slice] = []
         self._ended_bytes = self.landed_bytes = 0
-        self._worst = WriteOutcome.LANDED  # of the slices that ended
+        self._worst = WriteOutcome.LANDED  # worst outcome of the slices that ended
         self.error = ""
         self.outcome: WriteOutcome | None = None
         self.pause_s = 0.0

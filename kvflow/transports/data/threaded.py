@@ -46,7 +46,7 @@ class ThreadedPlane(Generic[R]):
         Raises: MisuseError for a rate that is not positive.
         """
         self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
-        self._layout: PoolLayout | None = None  # of our own pool, while peers can be reached
+        self._layout: PoolLayout | None = None  # layout of our own pool, while peers can be reached
         self._routes: set[R] = set()
 
     @property

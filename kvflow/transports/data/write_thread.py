@@ -54,7 +54,7 @@ class WriteJob(Protocol):
 
     @property
     def pause_s(self) -> float:
-        """0 while more can be submitted; else the time after which a look is worth its CPU time."""
+        """Seconds to wait before the next `advance`; 0 while more can be submitted."""
 
     @property
     def landed_bytes(self) -> int: ...

@@ -193,7 +193,7 @@ def _boot_id() -> str:
 
 
 def _namespace(kind: str) -> str:
-    """Return the namespace of this process; empty on a kernel without that kind."""
+    """Return the name of this process's namespace of `kind`; empty if the kernel has none."""
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except FileNotFoundError:

@@ -70,6 +70,6 @@ class Disk:
             os.close(descriptor)
 
     def remove(self, path: str) -> None:
-        """Remove a file; a missing file is no error."""
+        """Remove a file; a missing file is not an error."""
         with suppress(FileNotFoundError):
             os.unlink(path)

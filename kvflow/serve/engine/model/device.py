@@ -22,7 +22,10 @@ Place = Callable[[NDArray[Any]], torch.Tensor]
 
 
 def cuda_devices() -> list[str]:
-    """Return the CUDA devices that torch can use, in order, as "NVIDIA H100 80GB HBM3"."""
+    """Return the names of the CUDA devices that torch can use, in order.
+
+    A name looks like "NVIDIA H100 80GB HBM3".
+    """
     # A build for ROCm calls its devices cuda, too.
     if torch.version.cuda is None or not torch.cuda.is_available():
         return []

@@ -18,7 +18,7 @@ from kvflow.serve.engine.model.parallel.stage import is_stage
 _TOKENS = 2
 # Names of streams in rings end so, after the setting in which peers may differ.
 RINGS = "sliding_window_rows"
-# Constants of transformers' layers, which are no state of a request.
+# Constants of transformers' layers, which are not state of a request.
 _CONSTANTS = frozenset({"_sliding_window_tensor"})
 
 
@@ -29,7 +29,7 @@ class LayerStreams(NamedTuple):
     and recurrent states, by transformers' index of each (None: that one is not used).
 
     `window` is the number of tokens that the layer attends to, 0 for all. Its K and V may be kept
-    per request, too: in a `ring` of so many slots (see `rings`).
+    per request, too: in a `ring` of so many slots (see `with_rings`).
     """
 
     keys: StateKind | None = None
@@ -77,7 +77,7 @@ def have_rows(layers: Layers) -> bool:
 
 
 def with_rings(layers: Layers) -> Layers:
-    """Return the same model with K and V of every layer with a window in rings."""
+    """Return `layers`, with rings for the K and V of every layer that has a window."""
     return tuple(_in_ring(layer) if layer and layer.window else layer for layer in layers)
 
 

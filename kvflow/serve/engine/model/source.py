@@ -126,7 +126,7 @@ def _no_answer(name: str) -> str:
         return ""
     except (OSError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", error)
-        # The hub's client may trust other certificates, so it shall try.
+        # The hub's client may trust other certificates, so let it try.
         if isinstance(cause, ssl.SSLError):
             return ""
         return f"the hub at {constants.ENDPOINT} does not answer: {cause or type(cause).__name__}"

@@ -252,8 +252,8 @@ class ShardLeader:
         while not self._closing and self._broken is None:
             ready = wait([shard.link.fileno() for shard in self.shards], self._timing.heartbeat_s)
             before_s, now_s = now_s, time.monotonic()
-            # A pause of this process is no silence of the others, so at most one heartbeat of it
-            # counts.
+            # A pause of this process must not count as silence of the others, so it adds at most
+            # one heartbeat to it.
             passed_s = min(now_s - before_s, self._timing.heartbeat_s)
             for shard in self.shards:
                 if shard.link.fileno() in ready:

@@ -266,9 +266,9 @@ class EngineLoad(msgspec.Struct, frozen=True):
 class EngineOptimism(msgspec.Struct, frozen=True, kw_only=True):
     """Counters for prompts that a prefill began before decode's half of their room arrived."""
 
-    starts: int = 0  # each time
-    hits: int = 0  # of them, those that still had their places when decode's half came
-    lost: int = 0  # of them, those whose places went to a request with both halves
+    starts: int = 0  # prompts begun early, counted each time
+    hits: int = 0  # starts that still had their places when decode's half came
+    lost: int = 0  # starts whose places went to a request with both halves
     holding_now: int = 0  # hold places now, without decode's half
 
 

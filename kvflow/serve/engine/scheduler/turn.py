@@ -70,7 +70,7 @@ class Loads:
         if self._running.get(id(request)) is task:
             del self._running[id(request)]
             if not task.cancelled() and (error := task.exception()) is not None:
-                # A failed load is no failure of the request: it begins without these pages.
+                # A failed load does not fail the request, which begins without these pages.
                 _log.error("loading a cached prefix failed", exc_info=error)
             self._on_ended(request)
 

@@ -46,7 +46,7 @@ class MooncakeRoute(PlannedRoute):
         self.jobs = self.handles = self.bytes = 0  # under way; the plane's thread only
         self.pause_s = _TCP_PAUSE_S if over_tcp else _RDMA_PAUSE_S
         self._next_unpace = _FIRST_UNPACE_BYTES
-        # In bytes. RDMA has no connections to look at.
+        # Bytes left to submit before connections are unpaced again. RDMA has none to unpace.
         self._until_unpace = 0 if over_tcp else float("inf")
 
     def begin(self, write: Assignment) -> _WindowJob:

@@ -116,7 +116,7 @@ def _interfaces() -> dict[str, str]:
         )
         filled = struct.unpack("iP", fcntl.ioctl(any_socket, _LIST_ADDRESSES, pointer))[0]
     for at in range(0, filled, _ROW_BYTES):
-        # The label of an alias, after ":", is no part of the interface's name.
+        # The label of an alias, after ":", is not part of the interface's name.
         name = rows[at : at + 16].partition(b"\0")[0].decode().partition(":")[0]
         found[socket.inet_ntoa(rows[at + 20 : at + 24])] = name
     with suppress(FileNotFoundError), open("/proc/self/net/if_inet6", encoding="ascii") as file:

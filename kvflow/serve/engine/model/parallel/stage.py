@@ -26,7 +26,7 @@ from kvflow.serve.engine.model.parallel.link import HiddenSink, HiddenSource
 class StageEnd(BaseException):
     """Ends a forward after the last own layer; carries its hidden states.
 
-    It derives from BaseException because it is no error, and handlers of errors must not catch it.
+    It derives from BaseException because it is not an error, and error handlers must not catch it.
     """
 
     def __init__(self, hidden: torch.Tensor) -> None:
