@@ -135,12 +135,9 @@ def copy_small(blocks: Blocks) -> None:
     each, at 0.1, 0.3, 0.5, 0.9 (two busy cores). To a plane that takes a block at a time these are
     tiny: they pass through staging, in another order (`transports.data.slices`).
     """
-    for size in np.unique(blocks.sizes).tolist():
-        alike = (
-            blocks
-            if blocks.sizes.size * size == int(blocks.sizes.sum())
-            else _of_size(blocks, size)
-        )
+    sizes = np.unique(blocks.sizes).tolist()
+    for size in sizes:
+        alike = blocks if len(sizes) == 1 else _of_size(blocks, size)
         (here, from_here), (there, onto) = (
             _elements(alike.sources, size),
             _elements(alike.targets, size),

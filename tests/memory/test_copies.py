@@ -201,6 +201,21 @@ def test_small_blocks_are_copied_as_memmove_does(sizes: tuple[int, ...], seed: i
     assert (target == expected).all()
 
 
+def test_blocks_keep_their_sizes_where_one_size_is_the_mean_of_all() -> None:
+    """Pages with K, V and indexer keys as DeepSeek V3.2 has them go into a layer-first pool."""
+    widths, pages = (384, 128, 256), 64
+    source = np.random.default_rng(1).integers(1, 255, (pages, sum(widths)), dtype=np.uint8)
+    targets = [np.zeros((pages, width), dtype=np.uint8) for width in widths]
+    firsts, nth = np.cumsum((0, *widths))[:-1], np.arange(pages)[:, None]
+    sources = source.ctypes.data + nth * sum(widths) + firsts
+    onto = np.array([target.ctypes.data for target in targets]) + nth * np.array(widths)
+    blocks = Blocks(sources.ravel(), onto.ravel(), np.tile(widths, pages))
+    assert are_small(blocks)
+    HostCopier.copy(blocks)
+    for target, first, width in zip(targets, firsts, widths, strict=True):
+        assert (target == source[:, first : first + width]).all(), width
+
+
 def test_few_blocks_and_large_ones_are_not_small() -> None:
     def of(count: int, size: int) -> Blocks:
         return Blocks(*(np.full(count, n, dtype=np.int64) for n in (0, 0, size)))
