@@ -80,6 +80,7 @@ class DecodeShell(Shell):
         )
         self.waiting: Waiting[GrantId] = Waiting()  # for pages of staging
         self._lends_later = False
+        self._could_come_back = 0  # places of the staging, when waiting rooms were last looked at
         # Rooms whose prefill is being resolved.
         self.opening: dict[DecodeRoom, asyncio.Task[None]] = {}
         # Open rooms, and ended rooms whose pages are not free.
@@ -224,6 +225,16 @@ class DecodeShell(Shell):
             self._refused(room, room_error(cause))
         self.run()
 
+    def run(self, then: Callable[[], object] | None = None) -> None:
+        super().run(then)
+        if not self.waiting or self._running:
+            return
+        # Pages are in quarantine from the moment in which a loan is recalled. The staging kept
+        # pages for a room that may now never fit: other rooms can have them.
+        if (can_come_back := self.staging_can_come_back) != self._could_come_back:
+            self._could_come_back = can_come_back
+            self.lend_returned()
+
     # --- links
 
     def declare_dead(self, incarnation: int, why: str) -> None:
@@ -243,9 +254,6 @@ class DecodeShell(Shell):
     def tick(self, now: float) -> None:
         self.connections.poll(now)
         super().tick(now)
-        # Another node over this staging may have returned pages.
-        if self.waiting:
-            self._lend_waiting()
 
     # --- the end
 
@@ -414,7 +422,11 @@ class DecodeShell(Shell):
 
     def _lend_later(self) -> None:
         self._lends_later = False
-        if not self.stopped:
+        self.lend_returned()
+
+    def lend_returned(self) -> None:
+        """Lend to waiting rooms, after another node over this staging may have returned pages."""
+        if self.waiting and not self.stopped:
             self.guard(self._lend_waiting, "lending pages of staging")
 
     def _verify(self, command: c.VerifyChunk) -> None:
@@ -461,8 +473,6 @@ class DecodeShell(Shell):
 
     def _quarantine(self, command: c.QuarantinePages) -> None:
         self.rooms[command.grant].holding.feed(PageKind.QUARANTINE)
-        # The staging kept pages for a room that may now never fit: other rooms can have them.
-        self._lend_waiting()
 
     def _free(self, command: c.FreePages) -> None:
         room = self.rooms.get(command.grant)

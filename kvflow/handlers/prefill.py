@@ -408,9 +408,14 @@ class PrefillShell(Shell):
             route.close()
 
     def _watch_process(self, command: c.WatchProcess) -> None:
-        self._watches[command.peer] = self.spawn(
-            self._watch(command), f"kvflow-watch-{command.peer:016x}"
-        )
+        task = self.spawn(self._watch(command), f"kvflow-watch-{command.peer:016x}")
+        self._watches[command.peer] = task
+        task.add_done_callback(functools.partial(self._watch_ended, command.peer))
+
+    def _watch_ended(self, peer: Incarnation, task: asyncio.Task[None]) -> None:
+        # The peer may have come back, and be watched by another task.
+        if self._watches.get(peer) is task:
+            del self._watches[peer]
 
     def _start_write(self, command: c.StartWrite) -> None:
         """Start a write whose pages are held already."""

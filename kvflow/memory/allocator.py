@@ -21,8 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvflow.memory.page_waiter import PageWaiter
 from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
-from kvflow.protocols.pages.layout import MANY_PAGES, PageIndices, ascends
+from kvflow.protocols.pages.layout import MANY_PAGES, NO_PLACES, PageIndices, ascends
 
 _FREE, _RESERVED, _RETURNING, _NOBODYS = -1, -2, -3, -4  # the last one marks no page
 
@@ -87,6 +88,7 @@ class PageAllocator:
         self._spare_marks: list[int] = []  # left by owners without a page
         self._returning = 0
         self.reclaimables: list[Reclaimable] = []  # two while a worker changes its role
+        self.waiters: set[PageWaiter] = set()
         self._lock = threading.Lock()
         # Uses by hold() that did not end yet; while there are none, give_back need not look at
         # `_holds`.
@@ -213,6 +215,8 @@ class PageAllocator:
                 where = pages if pages.size < MANY_PAGES else _where(pages)[0]
             self._free_now(pages, where)
             self._debit(owner, count)
+        if pages.size:
+            self.wake_waiters()
 
     def hold(self, pages: PageIndices) -> None:
         """Count a use of `pages` by a reader or writer that cannot be stopped.
@@ -258,6 +262,7 @@ class PageAllocator:
                 self._holds[page] -= 1
                 self._held_calls -= 1
                 return
+            ready = NO_PLACES
             where, once = _where(pages) if pages.size >= MANY_PAGES else (pages, False)
             if once:
                 left = self._holds[where] - np.int32(1)
@@ -282,6 +287,8 @@ class PageAllocator:
                 ready = ended[np.diff(ended, prepend=-1) != 0]
                 self._returning -= ready.size
                 self._free_now(ready, ready if ready.size < MANY_PAGES else _where(ready)[0])
+        if ready.size:
+            self.wake_waiters()
 
     def withhold(self, pages: PageIndices) -> None:
         """Keep pages from every new owner until they are unheld.
@@ -354,6 +361,19 @@ class PageAllocator:
         if not account.count:
             del self._accounts[owner]
             self._spare_marks.append(account.mark)
+
+    def wake_waiters(self) -> None:
+        """Wake those who wait for pages: some are free now, or `reclaim` may free others than it
+        could. May be called from any thread.
+        """
+        # A copy, because a waiter of another thread may come or leave meanwhile.
+        for waiter in tuple(self.waiters):
+            waiter.wake()
+
+    def tell_evictable(self) -> None:
+        """Wake those who wait for pages, if `reclaimables` can give up more than before."""
+        for waiter in tuple(self.waiters):
+            waiter.evictable()
 
     def _free_now(self, pages: PageIndices, where: Index) -> None:
         """Put pages on the free list; `where` is the index of `pages`, see `_where`."""

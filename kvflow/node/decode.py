@@ -13,6 +13,7 @@ from typing import Any
 from kvflow.handlers.connections import Connect
 from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.rooms import DecodeRoom
+from kvflow.memory.page_waiter import PageWaiter
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import StagedArrivals, Staging
 from kvflow.node.base import Node
@@ -100,6 +101,8 @@ class DecodeNode(Node[DecodeShell]):
         self._arrivals = (
             None if staging is None else StagedArrivals(staging, verify=verify_transfers)
         )
+        # Other nodes over the staging return pages, too.
+        self._returned: PageWaiter | None = None
         self._verify = verify_transfers
         self._resolve, self._connect = resolve, connect
         self._ranks: dict[str, Sequence[RankInfo]] = {}
@@ -164,6 +167,17 @@ class DecodeNode(Node[DecodeShell]):
             checksums=self._checksums,
             arrivals=self._arrivals,
         )
+        if self.staging is not None:
+            host = self.staging.host
+            rows = host.rows if host.layout.num_rows else None
+            self._returned = PageWaiter(self._lend_returned, host.pages, rows)
+            self._returned.look()
+            self._returned.wait()
+
+    def _lend_returned(self) -> None:
+        assert self._returned is not None
+        self._returned.wait()
+        self.shell.lend_returned()
 
     def room(
         self,
@@ -354,6 +368,8 @@ class DecodeNode(Node[DecodeShell]):
         # A resolver that ignores its cancellation must not keep the node from closing.
         if questions:
             await asyncio.wait(questions, timeout=self.timing.lost_after_s)
+        if self._returned is not None:
+            self._returned.close()
         await self._close_memory()
         if self.reached.segment is not None:
             self.reached.segment.disclaim(self.incarnation)

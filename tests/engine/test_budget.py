@@ -171,9 +171,9 @@ async def test_a_shortage_that_has_ended_begins_anew(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("kvflow.serve.engine.scheduler.budget.STUCK_S", 0.02)
     shortage = Shortage()
     for _ in range(2):
-        assert not shortage.lasts(), "it begins here"
+        assert shortage.left_s() > 0, "it begins here"
         await asyncio.sleep(0.03)
-        assert shortage.lasts()
+        assert shortage.left_s() == 0
         shortage.ended()
 
 
@@ -397,7 +397,7 @@ async def test_who_is_short_is_ended_only_where_nothing_may_come_free(
     pages = PageAllocator(8)
     pages.take(8, "others")
     growth = Growth(PageBudget(pages), pages, lambda request, error: failed.append(request))
-    monkeypatch.setattr(growth._shortage, "lasts", lambda: True)
+    monkeypatch.setattr(growth._shortage, "left_s", lambda: 0.0)
     request: Any = Growing(1, 1)
     assert growth.grow([request], 8)[0] == [] and growth.short == {request: 1}
     growth.fail_stuck(may_come=True)

@@ -14,7 +14,7 @@ import pytest
 from kvflow.protocols.errors import KvflowError
 from kvflow.serve.engine.model.ahead import MOST_STEPS
 from kvflow.serve.engine.model.load import LoadedModel
-from kvflow.serve.engine.scheduler import budget, burst, decode
+from kvflow.serve.engine.scheduler import burst, decode
 from kvflow.serve.engine.scheduler.burst import DecodeRequest
 from kvflow.serve.engine.scheduler.params import TokenOut
 from tests.engine.pair import EnginePair, Watched, greedy, prompt_of, tokens_of, until
@@ -195,7 +195,6 @@ async def test_several_steps_while_a_request_waits_which_is_granted_when_they_ha
     """Its pages came free with the burst, and were seen when the budget looked again by itself, up
     to 20 ms later.
     """
-    monkeypatch.setattr(budget, "RECHECK_S", 3600.0)
     async with EnginePair(llama, page_size=4, num_pages=20, source_pages=64) as pair:
         watched = Stepped(pair, gated=True)
         first = await started(pair, prompt_of(20), MOST_STEPS + 4)

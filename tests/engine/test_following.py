@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, OwnershipError
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import Incarnation, Rank
@@ -58,6 +59,8 @@ class Follower:
             runner=SimpleNamespace(rest=lambda: None),
             give_back=self._give_back,
             layout=SimpleNamespace(page_size=4),
+            pages=PageAllocator(1),
+            rows=None,
         )
         hello: Any = SimpleNamespace(rank=rank)
         self.aborts: list[bool] = []  # for each: of the other shards too

@@ -13,9 +13,6 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.serve.cache.prefix import PrefixCache
 from kvflow.serve.cache.tiers import OWNER
 from kvflow.serve.engine.model.load import LoadedModel
-from kvflow.serve.engine.scheduler import budget as budget_module
-from kvflow.serve.engine.scheduler import decode as decode_module
-from kvflow.serve.engine.scheduler import prefill as prefill_module
 from kvflow.serve.engine.scheduler.budget import PageBudget
 from tests.engine.pair import EnginePair, greedy, prompt_of, tokens_of, until
 from tests.engine.test_optimistic import Early
@@ -217,8 +214,6 @@ async def test_with_write_back_a_request_begins_when_pages_have_left(
     """The end of a copy wakes whoever waits for its pages, at both roles; nothing is polled for
     them.
     """
-    for module in (budget_module, decode_module, prefill_module):
-        monkeypatch.setattr(module, "RECHECK_S", 3600.0)
     options = {
         "cache": "lru",
         "cache_host_pages": 64,

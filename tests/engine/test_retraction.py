@@ -104,7 +104,12 @@ async def test_nobody_else_leaves_while_pages_that_are_enough_are_copied_out(
             return look()
 
         monkeypatch.setattr(pair.decode, "_next_batch", looked)
-        await until(lambda: looks > 10 and bool(pair.decode._growth.short))
+
+        def looks_again() -> bool:
+            pair.decode._wake.set()
+            return looks > 10 and bool(pair.decode._growth.short)
+
+        await until(looks_again)
         assert pair.decode.retraction.retracts == 1
         gate.go.set()
         await running
@@ -346,7 +351,7 @@ async def test_pages_of_a_room_that_has_not_landed_are_waited_for(
     asked = ((PROMPTS[0], NEW_TOKENS), (prompt_of(40, 5), 4))
     async with EnginePair(llama, **{**SMALL, "num_pages": 16}) as pair:
         growth, looks = pair.decode._growth, list[int]()
-        monkeypatch.setattr(growth._shortage, "lasts", lambda: True)
+        monkeypatch.setattr(growth._shortage, "left_s", lambda: 0.0)
         honest = growth.fail_stuck
 
         def fail_stuck(*, may_come: bool) -> None:
@@ -356,7 +361,12 @@ async def test_pages_of_a_room_that_has_not_landed_are_waited_for(
         monkeypatch.setattr(growth, "fail_stuck", fail_stuck)
         pair.on_room = lambda room: room.gate.clear() if room.pages.size == 10 else None
         runs = asyncio.gather(*(pair.tokens(p, greedy(n)) for p, n in asked))
-        await until(lambda: sum(looks) > 3)
+
+        def looks_again() -> bool:
+            pair.decode._wake.set()
+            return sum(looks) > 3
+
+        await until(looks_again)
         pair.rooms[1].gate.set()
         assert await runs == [generated("llama", p, n) for p, n in asked]
 

@@ -144,10 +144,6 @@ class PrefixCache:
         self.publisher: EventPublisher | None = None  # notified of every change
         self._asked = self._hits = 0
         self._write_policy = write_policy
-        self.on_copied: Callable[[], None] = lambda: None
-        """Called when write_back copied pages that it is to evict: requests that wait for pages
-        ask again.
-        """
         self._tiers: Tiers | None = None
         if host is not None:
             self._tiers = Tiers(
@@ -157,8 +153,8 @@ class PrefixCache:
                 device_pages=pages.capacity,
                 now=now,
                 free=self._free,
-                # The lambda looks the attribute up at each call: its owner sets it later.
-                on_copied=lambda: self.on_copied(),  # noqa: PLW0108
+                # Failed or not, the copies that `leaving_pages` counted delay no one any more.
+                on_copied=pages.wake_waiters,
             )
         pages.reclaimables.append(self)
 
@@ -418,6 +414,8 @@ class PrefixCache:
         return self._index.snapshot_events()
 
     def _tell(self) -> None:
+        """Announce a change of the index."""
+        self._pages.tell_evictable()
         if self.publisher is not None:
             self.publisher.notify()
 

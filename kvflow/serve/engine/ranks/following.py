@@ -8,9 +8,9 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 
 from kvflow.aio import all_ended
+from kvflow.memory.page_waiter import PageWaiter
 from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, LostError, WireError
@@ -25,7 +25,6 @@ from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest, PrefillS
 from kvflow.serve.engine.scheduler.turn import Loads
 
 log = logging.getLogger("kvflow.serve.engine")
-RECHECK_S = 0.005  # interval to look for pages, which rooms free without an event
 STATUS_S = 0.2
 _Between = wire.Drop | wire.Preempt | wire.Keep | wire.Find | wire.Flush
 """The messages of the first rank between steps."""
@@ -83,8 +82,7 @@ class StepFollower:
         self._failed = 0  # the generation in which a step failed here
         self._queue: deque[wire.Plan | _Between] = deque()
         self._wake = asyncio.Event()
-        if steps.cache is not None:
-            steps.cache.on_copied = self._wake.set
+        self._returned = PageWaiter(self._wake.set, steps.pages, steps.rows)
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
 
@@ -110,6 +108,7 @@ class StepFollower:
         try:
             await all_ended(self._tasks)
         finally:
+            self._returned.close()
             await self._loads.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -448,8 +447,11 @@ class StepFollower:
                 missing * size,
                 self.steps.pages.capacity * size,
             )
+        self._returned.look()
         while max(self.steps.short_of(request)) > 0:
-            await self._look_again()
+            self._returned.wait()
+            await self._woken()
+            self._returned.look()
         self.steps.take_places(request)
         self.steps.count(request)
 
@@ -467,13 +469,11 @@ class StepFollower:
             request.sent_pages = found.room.prefix_tokens // sequence.page_size
         return request
 
-    async def _look_again(self) -> None:
-        """Return after a moment, or on a wake-up. Raises: _GenerationOverError."""
+    async def _woken(self) -> None:
+        """Return on a wake-up. Raises: _GenerationOverError."""
         self._check_open()
         self._wake.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RECHECK_S):
-                await self._wake.wait()
+        await self._wake.wait()
         self._check_open()
 
     def _check_open(self) -> None:

@@ -17,10 +17,9 @@ import math
 from collections.abc import Callable, Iterable
 
 from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.page_waiter import PageWaiter
 from kvflow.protocols.errors import CapacityError, KvflowError
 
-# Rooms and writes free pages without an event, so waiting requests poll this often.
-RECHECK_S = 0.02
 # Without a running request, the pages that are not free are in quarantine. The request that needs
 # them waits this long and then fails, so that others get the free ones.
 STUCK_S = 20.0
@@ -65,14 +64,14 @@ class Shortage:
     def ended(self) -> None:
         self._since_s = None
 
-    def lasts(self) -> bool:
-        """Return True once the shortage lasts for `STUCK_S`.
+    def left_s(self) -> float:
+        """Return the time until the shortage lasts for `STUCK_S`, 0 from then on.
 
         It begins with the first call after `ended`.
         """
         now = asyncio.get_running_loop().time()
         self._since_s = now if self._since_s is None else self._since_s
-        return now - self._since_s >= STUCK_S
+        return max(0.0, self._since_s + STUCK_S - now)
 
 
 class Admission:
@@ -121,6 +120,8 @@ class Admission:
         A negative number records that they are gone, and are promised again.
         """
         self.total, self.base = max(self.taken, self.total - pages), max(0, self.base - pages)
+        if pages > 0:
+            self._budget.promises_less()
 
     def release(self) -> None:
         """End the promise. Call it after the request's pages are given back."""
@@ -158,20 +159,23 @@ class PageBudget:
         ratio: NewTokenRatio | None = None,
         page_size: int = 1,
         release_cached: Callable[[], bool] = lambda: False,
+        on_spare: Callable[[], None] = lambda: None,
     ) -> None:
-        """`rows`: the rows of a pool that has some; every request needs one.
+        """`rows`: the rows of a pool that has some; every request needs one. `on_spare`: called
+        when a promise ends or shrinks, so that running requests may grow into its pages.
 
         `release_cached`: called when no request runs and pages are missing. It unlocks the cached
         pages of one waiting request, and returns False when no request has any.
         """
         self._pages, self._rows, self._most = pages, rows, most
-        self._release_cached = release_cached
+        self._release_cached, self._on_spare = release_cached, on_spare
+        self._returned = PageWaiter(self.grant, pages, rows)
         self._ratio, self._most_ahead = ratio or NewTokenRatio(), -(-MOST_TOKENS_AHEAD // page_size)
         self.capacity, self._page_size = pages.capacity, page_size
         self._live: set[Admission] = set()
         self._waiting: list[Admission] = []  # in order of their places
         self._numbers = itertools.count()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # for the end of a shortage
         self._shortage = Shortage()
 
     @property
@@ -257,7 +261,12 @@ class PageBudget:
             self._live.remove(admission)
         elif admission in self._waiting:
             self._waiting.remove(admission)
+        self.promises_less()
+
+    def promises_less(self) -> None:
+        """Grant and use the pages of a promise that ended or shrank."""
         self.grant()
+        self._on_spare()
 
     def _enqueue(self, admission: Admission) -> None:
         bisect.insort(self._waiting, admission, key=lambda a: a.place)
@@ -266,8 +275,12 @@ class PageBudget:
     def grant(self) -> None:
         """Grant promises to the first requests that wait, as far as pages and rows are free.
 
-        Call it after pages or rows become free.
+        It is called again when pages or rows return.
         """
+        self._returned.look()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         while self._waiting:
             head = self._waiting[0]
             # It was cancelled in this turn of the loop, and its own `forget` did not run yet.
@@ -282,7 +295,10 @@ class PageBudget:
             if asked > spare or (rows < 1 and not head.row_taken):
                 if asked > spare and not self._live and self._release_cached():
                     continue
-                if self._live or not (head.taken or self._shortage.lasts()):
+                if self._live:
+                    break
+                if not head.taken and (left_s := self._shortage.left_s()) > 0:
+                    self._timer = asyncio.get_running_loop().call_later(left_s, self.grant)
                     break
                 self._waiting.pop(0)
                 head.granted.set_exception(self._never(head, asked, spare, rows))
@@ -295,10 +311,10 @@ class PageBudget:
             self._live.add(head)
             self._shortage.ended()
             head.granted.set_result(None)
-        if not self._waiting:
+        if self._waiting:
+            self._returned.wait()
+        else:
             self._shortage.ended()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(RECHECK_S, self._recheck)
 
     def _promised(self, admissions: Iterable[Admission]) -> int:
         """Return how many pages `admissions` are still promised, all together."""
@@ -314,10 +330,6 @@ class PageBudget:
             return 1
         return self._rows.free_pages - sum(not a.row_taken for a in self._live)
 
-    def _recheck(self) -> None:
-        self._timer = None
-        self.grant()
-
     def _never(self, head: Admission, asked: int, spare: int, rows: int) -> CapacityError:
         if head.taken:
             return self.shortage("free pool tokens to grow", asked, spare)
@@ -329,6 +341,7 @@ class PageBudget:
 
     def close(self, error: KvflowError) -> None:
         """Admit no more requests; the waiting ones raise `error`."""
+        self._returned.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

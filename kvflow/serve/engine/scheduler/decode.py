@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -13,6 +14,7 @@ import numpy as np
 
 from kvflow.aio import Threads
 from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.page_waiter import PageWaiter
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.residency import Resident
 from kvflow.memory.snapshot import SnapshotStore
@@ -27,7 +29,7 @@ from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.sequence import Prompt, Sequence
 from kvflow.serve.engine.model.thread import ModelThread
 from kvflow.serve.engine.scheduler.adjustments import adjustments_of
-from kvflow.serve.engine.scheduler.budget import RECHECK_S, Admission, NewTokenRatio, PageBudget
+from kvflow.serve.engine.scheduler.budget import Admission, NewTokenRatio, PageBudget
 from kvflow.serve.engine.scheduler.burst import Burst, DecodeRequest, Tokens
 from kvflow.serve.engine.scheduler.growth import Growth
 from kvflow.serve.engine.scheduler.handoff import check_handoff
@@ -93,6 +95,7 @@ class DecodeEngine(EngineLoop):
             # The budget and the retractions need each other: a lambda defers the look-up until
             # `_retractions` exists.
             release_cached=lambda: self._retractions.release_cached(),  # noqa: PLW0108
+            on_spare=self._spare_grew,
         )
         self.limits = self._limits_of(model)
         self._thread = ModelThread(
@@ -111,10 +114,9 @@ class DecodeEngine(EngineLoop):
         self._snapshots, self.cache = snapshots, cache
         self._prefetch: PrefetchPolicy = prefetch
         self._retractions = self._retractions_of(model, recompute)
-        if cache is not None:
-            cache.on_copied = self._wake.set
         self._retract_all = False
         self._growth = Growth(self._budget, pages, self._fail)
+        self._returned = PageWaiter(self._wake.set, pages)
         self.steps = 0
 
     def _limits_of(self, model: LoadedModel) -> EngineLimits:
@@ -158,6 +160,7 @@ class DecodeEngine(EngineLoop):
         try:
             await super().close()
         finally:
+            self._returned.close()
             await self._retractions.close()
 
     def _fail_all(self, cause: Cause) -> None:
@@ -440,6 +443,7 @@ class DecodeEngine(EngineLoop):
         loop = asyncio.get_running_loop()
         while not self._closing:
             self._wake.clear()
+            self._returned.look()
             # Pages that the last burst or a copy held are free now.
             self._budget.grant()
             batch, most_steps = self._next_batch()
@@ -488,11 +492,18 @@ class DecodeEngine(EngineLoop):
             self._retractions.retract(victim)
 
     async def _sleep(self) -> None:
-        """Wait for a wake-up.
+        """Wait for a wake-up, or for pages while requests are short of them."""
+        if self._growth.short:
+            self._returned.wait()
+        # The time limit ends requests that are short of pages which do not return.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._growth.stuck_in_s):
+                await self._wake.wait()
 
-        Rooms free pages without one, so the engine polls while requests are short of pages.
-        """
-        await self._wait(RECHECK_S if self._growth.short else None)
+    def _spare_grew(self) -> None:
+        # A wake-up ends the burst of steps that runs, so it is for requests in need only.
+        if self._growth.short:
+            self._wake.set()
 
     def _is_running(self, request: DecodeRequest) -> bool:
         return request.number in self._running

@@ -27,6 +27,8 @@ class Growth:
         self._budget, self._pages, self._failed = budget, pages, failed
         self.short: dict[DecodeRequest, int] = {}
         self._shortage = Shortage()
+        self.stuck_in_s: float | None = None
+        """Time until `fail_stuck` ends requests; None while pages may come free."""
 
     def grow(self, batch: list[DecodeRequest], most_steps: int) -> tuple[list[DecodeRequest], int]:
         """Return the requests that have pages for their next steps, and for how many steps.
@@ -58,9 +60,12 @@ class Growth:
 
         Unless pages `may_come` free, from steps or copies, the missing ones are in quarantine.
         """
+        self.stuck_in_s = None
         if may_come or not self.short:
             self._shortage.ended()
-        elif self._shortage.lasts():
+        elif left_s := self._shortage.left_s():
+            self.stuck_in_s = left_s
+        else:
             for request, missing in self.short.items():
                 what = "free pool tokens to grow, and no running request will free more"
                 self._failed(request, self._budget.shortage(what, missing, self._budget.spare))

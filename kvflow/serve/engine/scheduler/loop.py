@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 
 from kvflow.aio import run_to_end
 from kvflow.protocols.errors import Cause, Code, LostError, room_error
@@ -69,12 +68,6 @@ class EngineLoop:
 
     async def _run(self) -> None:
         raise NotImplementedError
-
-    async def _wait(self, at_most_s: float | None) -> None:
-        """Return when `_wake` is set, or after `at_most_s` seconds."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(at_most_s):
-                await self._wake.wait()
 
     def _fail_all(self, cause: Cause) -> None:
         raise NotImplementedError

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvflow.aio import Threads
 from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.page_waiter import PageWaiter
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.protocols.cache.hashes import ANY, Namespace
@@ -25,7 +26,6 @@ from kvflow.serve.engine.model.sequence import Prompt, Sequence
 from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler import scoring
 from kvflow.serve.engine.scheduler.beginnings import Beginnings
-from kvflow.serve.engine.scheduler.budget import RECHECK_S
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.lockstep import Lockstep
 from kvflow.serve.engine.scheduler.loop import EngineLoop
@@ -99,8 +99,7 @@ class PrefillEngine(EngineLoop):
         self._numbers = itertools.count()
         self._prefetch: PrefetchPolicy = prefetch
         self._turn = Turn(self.steps, prefetch, self._wake.set)
-        if cache is not None:
-            cache.on_copied = self._wake.set
+        self._returned = PageWaiter(self._wake.set, pages, self.steps.rows)
 
     async def close(self) -> None:
         """End every request, and return when neither a step nor a copy runs.
@@ -110,6 +109,7 @@ class PrefillEngine(EngineLoop):
         try:
             await super().close()
         finally:
+            self._returned.close()
             await self._turn.close()
 
     def _fail_all(self, cause: Cause) -> None:
@@ -340,6 +340,7 @@ class PrefillEngine(EngineLoop):
     async def _run(self) -> None:
         while not self._closing:
             self._wake.clear()
+            self._returned.look()
             rows: list[Row] = []
             requests: list[PrefillRequest] = []
             if self._is_ready:
@@ -378,12 +379,10 @@ class PrefillEngine(EngineLoop):
             self._fail(request, room_error(cause))
 
     async def _sleep(self) -> None:
-        """Wait for a wake-up.
-
-        Rooms free pages without one, so the engine polls while requests wait for pages.
-        """
-        short = self._waiting or self._beginnings.are_short or self._early.first is not None
-        await self._wait(RECHECK_S if short else None)
+        """Wait for a wake-up, or for pages while requests wait for them."""
+        if self._waiting or self._beginnings.are_short or self._early.first is not None:
+            self._returned.wait()
+        await self._wake.wait()
 
     def _take_places(self) -> None:
         """Give places to waiting requests, in order of priority and arrival.

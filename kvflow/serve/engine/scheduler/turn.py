@@ -21,10 +21,10 @@ from collections.abc import Callable
 from functools import partial
 
 from kvflow.aio import run_to_end
+from kvflow.memory.page_waiter import PageWaiter
 from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest, PrefillSteps
 
-RECHECK_S = 0.005
 _log = logging.getLogger("kvflow.serve.engine")
 
 
@@ -50,12 +50,20 @@ class Loads:
         return True
 
     async def _load(self, request: PrefillRequest) -> None:
-        # The last writes and copies of others may still read places that this load could take, and
-        # no event reports their end. Loading without these places would copy less than the host
-        # has.
-        while max(self._steps.short_of(request)) > 0:  # noqa: ASYNC110
-            await asyncio.sleep(RECHECK_S)
-        await self._steps.load(request, self._policy)
+        # The last writes and copies of others may still read places that this load could take.
+        # Loading without these places would copy less than the host has.
+        steps, returned = self._steps, asyncio.Event()
+        places = PageWaiter(returned.set, steps.pages, steps.rows)
+        try:
+            places.look()
+            while max(steps.short_of(request)) > 0:
+                places.wait()
+                await returned.wait()
+                returned.clear()
+                places.look()
+        finally:
+            places.close()
+        await steps.load(request, self._policy)
 
     def is_running(self, request: PrefillRequest) -> bool:
         return id(request) in self._running
