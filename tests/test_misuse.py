@@ -366,6 +366,7 @@ async def test_times_at_the_limits(kvflow_pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("bounds", "text"),
     [
+        ({"closed_grants": True}, "closed_grants True is not a whole number"),
         ({"quarantine_share": float("nan")}, "quarantine_share nan is not between 0 and 1"),
         ({"quarantine_share": 1.5}, r"quarantine_share 1\.5 is not between 0 and 1"),
         ({"links": -1}, "links -1 is not a whole number"),

@@ -466,6 +466,7 @@ class DecodeShell(Shell):
             # The room may have waited for staging, or its success may have freed some.
             self.waiting.discard(room.grant)
             self._lend_waiting()
+        room.holding.over = True
         if not room.holding.claimed:
             del self.rooms[room.grant]
         if room.callbacks:
@@ -479,10 +480,9 @@ class DecodeShell(Shell):
         if room is None:
             self.earlier.free(command)
         else:
-            # RoomEnded follows, unless it came before because the pages were in quarantine.
-            over = room.holding.quarantined
             room.holding.feed(PageKind.FREE)
-            if over:
+            # Otherwise RoomEnded follows.
+            if room.holding.over:
                 del self.rooms[command.grant]
         self._lend_waiting()
 

@@ -116,6 +116,7 @@ class RoomPages:
         "_staging_owner",
         "_stores",
         "lent",
+        "over",
         "pages",
         "state",
     )
@@ -129,15 +130,12 @@ class RoomPages:
         self._owner: Hashable = ("room", room)
         self._staging_owner: Hashable = self._owner
         self._grant = GrantId(0)
+        self.over = False  # the room ended, and only its pages are left
 
     @property
     def claimed(self) -> bool:
         """True while the room must learn what becomes of its pages."""
         return self.state.target in CLAIMED or self.state.staging in CLAIMED
-
-    @property
-    def quarantined(self) -> bool:
-        return PagePhase.QUARANTINED in (self.state.target, self.state.staging)
 
     def opened(self, grant: GrantId) -> None:
         """Name the owner of pages that are taken from here on."""

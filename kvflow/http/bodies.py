@@ -38,6 +38,14 @@ def decoded(raw: bytes, kind: type[S]) -> S:
     return read
 
 
+def whole_number(value: object) -> int | None:
+    """Return a whole number of a JSON document; None for any other value.
+
+    To Python `true` and `false` are numbers too, so `isinstance` would take them for 1 and 0.
+    """
+    return value if type(value) is int else None
+
+
 def read_json(raw: bytes, kind: Any) -> Any:
     """Return `raw` as `kind`, whatever its size. Raises: RequestError (400) naming the field."""
     try:

@@ -80,7 +80,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if not name.endswith("_share"):
-                if not isinstance(value, int) or value < 0:
+                if type(value) is not int or value < 0:  # `True` is an int to Python
                     raise MisuseError(f"{name} {value!r} is not a whole number")
             elif not 0 <= value <= 1:
                 raise MisuseError(f"{name} {value!r} is not between 0 and 1")

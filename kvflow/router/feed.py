@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from kvflow.aio import in_turns
+from kvflow.http.bodies import whole_number
 from kvflow.protocols.wire.kv_events import END, SNAPSHOT, read_batch
 from kvflow.router.blocks import KnownBlocks
 from kvflow.transports.control.curve import ControlKey
@@ -191,7 +192,8 @@ def source_of(
     """Return the place where the worker at `url` publishes, by `kv_events` and `page_size` of its
     /server_info; None where it does not publish. `key` is the key of all workers that need one.
     """
-    if not isinstance(events, dict) or not isinstance(block_size, int) or block_size < 1:
+    tokens = whole_number(block_size)
+    if not isinstance(events, dict) or tokens is None or tokens < 1:
         return None
     host = urlsplit(url).hostname or "127.0.0.1"
     endpoint, replay = (
@@ -200,7 +202,7 @@ def source_of(
     needs_key = events.get("needs_key") is True
     if endpoint is None:
         return None
-    return Source(endpoint, replay, block_size, needs_key, key if needs_key else None)
+    return Source(endpoint, replay, tokens, needs_key, key if needs_key else None)
 
 
 def _reached(address: object, host: str) -> str | None:

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 from prometheus_client.core import Metric
 
-from kvflow.http.bodies import MAX_COMPLETIONS, decoded
+from kvflow.http.bodies import MAX_COMPLETIONS, decoded, whole_number
 from kvflow.http.draining import ROLE_HEADER
 from kvflow.http.errors import RequestError
 from kvflow.http.paths import TOKENIZE_PATHS
@@ -142,17 +142,16 @@ def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None
     found = info if isinstance(info, dict) else {}
     # Every field is checked here, because the server at this URL may be any program: a wrong type
     # must not reach the code that chooses workers.
-    port, wire_version = found.get("disaggregation_bootstrap_port"), found.get("wire_version")
     return Identity(
         role=found.get("disaggregation_mode"),
         started_as=found.get("started_as"),
         incarnation=str(found.get("incarnation", "")),
         model=str(found.get("served_model_name") or found.get("model_path") or ""),
         fingerprint=str(found.get("fingerprint") or ""),
-        bootstrap_port=port if isinstance(port, int) else None,
+        bootstrap_port=whole_number(found.get("disaggregation_bootstrap_port")),
         cache_tokens=_cache_tokens(found),
         events=source_of(url, found.get("kv_events"), found.get("page_size"), events_key),
-        wire_version=wire_version if isinstance(wire_version, int) else None,
+        wire_version=whole_number(found.get("wire_version")),
         data_plane=str(found.get("data_plane") or ""),
     )
 
@@ -162,7 +161,8 @@ def _cache_tokens(info: dict[str, Any]) -> int:
     pages, cache, size = info.get("pages"), info.get("prefix_cache"), info.get("page_size")
     if not isinstance(pages, dict) or not isinstance(cache, dict):
         return 0
-    count, behind = pages.get("total"), cache.get("host_limit_pages", 0)
-    if not isinstance(size, int) or not isinstance(count, int) or not isinstance(behind, int):
+    found = pages.get("total"), cache.get("host_limit_pages", 0), size
+    count, behind, tokens = map(whole_number, found)
+    if count is None or behind is None or tokens is None:
         return 0
-    return max(0, (count + behind) * size)
+    return max(0, (count + behind) * tokens)

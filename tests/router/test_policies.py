@@ -234,6 +234,15 @@ def test_another_role_is_another_memory() -> None:
     assert len(turned.cache.prefixes) == 0
 
 
+def test_true_is_no_number_of_a_worker() -> None:
+    events = {"endpoint": "tcp://127.0.0.1:7000"}
+    fields = ("disaggregation_bootstrap_port", "wire_version", "page_size")
+    known = read_identity(INFO | dict.fromkeys(fields, 4) | {"kv_events": events})
+    assert (known.bootstrap_port, known.wire_version, bool(known.events)) == (4, 4, True)
+    other = read_identity(INFO | dict.fromkeys(fields, True) | {"kv_events": events})
+    assert (other.bootstrap_port, other.wire_version, other.events) == (None, None, None)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -244,6 +253,9 @@ def test_another_role_is_another_memory() -> None:
         {"pages": {"total": "many"}},
         {"page_size": None},
         {"page_size": -1},
+        {"page_size": True},
+        {"pages": {"total": True}},
+        {"prefix_cache": {"host_limit_pages": True}},
     ],
     ids=str,
 )
