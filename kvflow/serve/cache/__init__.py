@@ -1,4 +1,5 @@
 """The tiers of the prefix cache: pages that outlive the request that computed them.
 
 `protocols.cache` decides which pages are in which tier, and which are evicted first. This package
-has the memory, the copies between tiers, the stores, and the events for subscribers."""
+has the memory, the copies between tiers, the stores, and the publisher of cache events.
+"""

@@ -1,6 +1,7 @@
 """The host tier: cached pages in host memory, and the copies between it and an engine's pool.
 
-The copies run in threads, one for each direction."""
+One thread copies to the host and another one back.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ class HostTier:
     """Host memory for the pages of one pool, laid out page-first. Used on one event loop."""
 
     def __init__(self, pool: PagedPool, limit_bytes: int) -> None:
-        """Allocate the memory, pre-faulted, which takes long: call this in a thread.
+        """Allocate and pre-fault the memory. This takes long, so call it in a thread.
 
-        Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's
-        device; MisuseError for a limit that holds no page, or a pool whose pages are empty.
+        Raises: LayoutError if there is not enough memory, or it cannot be pinned for the pool's
+        device; MisuseError if the limit is too small for one page, or pages of the pool hold no
+        bytes.
         """
         layout = _without_rows(pool.layout)
         if not layout.page_bytes:
@@ -40,15 +42,15 @@ class HostTier:
             Tier.DEVICE: Pairing(self.memory.layout, layout, ("host memory", "pool")),
         }
         self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
-        # One thread for each direction, so that copies to the host do not delay a prompt that
-        # waits for a copy to the device.
+        # With one thread for each direction, copies to the host do not delay a prompt that waits
+        # for a copy to the device.
         self._threads = {to: Threads(f"cache-to-{to.name}") for to in PAGED}
 
     async def copy(self, source: PageIndices, target: PageIndices, to: Tier) -> bool:
         """Copy pages `source` to pages `target` (int32 [n]) of the tier `to`, device or host.
 
-        Return True when all were copied. The copy has stopped when this returns or raises, also
-        after a cancellation.
+        Return True if all were copied. When this returns or raises, even because it was cancelled,
+        the copy no longer runs.
 
         Raises: TransferError.
         """
@@ -63,7 +65,7 @@ class HostTier:
         return await run_to_end(copy.ended, stop=copy.cancel)
 
     def close(self) -> None:
-        """Free the memory, when no call of `copy` is under way."""
+        """Free the memory. No call of `copy` may be running."""
         for thread in self._threads.values():
             thread.close()
         self._copier.close()
@@ -71,6 +73,8 @@ class HostTier:
 
 
 def _without_rows(layout: PoolLayout) -> PoolLayout:
-    """Return `layout` with the components of its pages only, at their offsets."""
+    """Return `layout` without the components of its rows. The other components keep their
+    offsets.
+    """
     pages = tuple(c for c in layout.components if not c.in_rows)
     return msgspec.structs.replace(layout, components=pages, num_rows=0)

@@ -1,16 +1,15 @@
-"""The prefix cache of one engine: prompts that begin alike share pages of its pool, and of host
-memory behind it.
+"""The prefix cache of one engine: prompts with the same beginning share pages of the engine's pool,
+and of host memory behind it.
 
 The cache owns these pages (I1). A request that reads them holds a `Prefix`, a lock that eviction
-respects. Pages are evicted only when a request finds too few free ones, so at rest the pool may be
-full of cached pages. With a host tier, kept pages are copied there too (write-through), and pages
-that a prompt finds only there are copied back before it begins. With a storage tier behind it,
-pages that arrive on the host are stored, and pages that neither pool nor host has are read from
-storage.
+respects. Pages are evicted only when a request finds too few free ones, so an idle pool may be full
+of cached pages. With a host tier, kept pages are also copied to the host (write-through), and pages
+that only the host has are copied back before a prompt begins with them. With a storage tier behind
+it, pages that arrive on the host are stored, and pages that only storage has are read from it.
 
-Where requests keep a state beside their pages, the cache of a prefill keeps copies of it
-(`states`), and a prompt can begin only with a prefix that ends in one. The cache of a decode keeps
-no states: prefill sends a whole row, whatever pages decode has already.
+If the model keeps a state per request beside its pages, a prefill's cache saves copies of states
+(`states`), and a prompt can begin only with a prefix that ends in one. A decode's cache saves no
+states: prefill always sends the whole row, however many pages decode already has.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ from kvflow.serve.cache.storage.port import StorageState
 from kvflow.serve.cache.stored import StorageTier
 from kvflow.serve.cache.tiers import OWNER, TierCounts, Tiers
 
-# Times that `_load` waits for copies that free pages before it loads fewer.
+# How often `_load` waits for copies to free pages before it settles for fewer.
 _ROUNDS = 8
 _log = logging.getLogger("kvflow.serve.cache")
 Tokens = NDArray[np.integer[Any]]
 
 
 class CacheStats(TierCounts, kw_only=True):
-    """Pages cached now, and counters since the start."""
+    """Numbers of cached pages now, and counters since the start."""
 
     pages: int
-    evictable_pages: int  # part of `pages`: no request reads them
-    asked_tokens: int  # tokens of prompts that began
-    hit_tokens: int  # part of `asked_tokens`: tokens that were cached
+    evictable_pages: int  # the part of `pages` that no request reads
+    asked_tokens: int  # prompt tokens of requests that began
+    hit_tokens: int  # the part of `asked_tokens` that was cached
     evicted_pages: int
     host_pages: int = 0
     host_limit_pages: int = 0
@@ -63,18 +62,19 @@ class CacheStats(TierCounts, kw_only=True):
 
 
 class Prefix:
-    """The cached pages that a prompt begins with, locked until `release`."""
+    """The cached pages with which a prompt begins, locked until `release`."""
 
     __slots__ = ("_cache", "_epoch", "branch_pages", "end", "namespace", "pages", "state")
 
     def __init__(self, cache: PrefixCache, found: Match, namespace: Namespace) -> None:
         self._cache, self.end, self._epoch = cache, found.device_end, cache.epoch
-        self.pages = found.device_pages  # int32 [n], the first n of the prompt
+        self.pages = found.device_pages  # int32 [n], the first n pages of the prompt
         self.namespace = namespace
-        self.branch_pages = found.branch_pages  # a state would be useful there, see `Match`
+        # A state saved after this many pages would let later prompts match more, see `Match`.
+        self.branch_pages = found.branch_pages
         self.state = found.state if cache.states is not None else None
-        """Slot of the `StateStore` with the state at the end of the prefix, until
-        `release_state`.
+        """Slot of the `StateStore` that holds the state at the end of the prefix, until
+        `release_state`. None without a state.
         """
 
     @property
@@ -83,7 +83,9 @@ class Prefix:
 
     @property
     def is_current(self) -> bool:
-        """True while the cache was not flushed after the match; the pages are good either way."""
+        """True if the cache was not flushed since the match. The pages stay readable in either
+        case.
+        """
         return self._epoch == self._cache.epoch
 
     @property
@@ -92,7 +94,7 @@ class Prefix:
         return self.end is not None
 
     def again(self, tokens: Tokens) -> Prefix:
-        """Match `tokens` again in the same namespace, and return the new lock."""
+        """Match `tokens` in the same namespace, and return a new lock. This one stays locked."""
         return self._cache.match(tokens, namespace=self.namespace)
 
     def release(self) -> None:
@@ -103,7 +105,7 @@ class Prefix:
             self._cache.unlock(end)
 
     def release_state(self) -> None:
-        """Unlock the state, once it is copied to the request's row. Idempotent."""
+        """Unlock the state. Call this once it was copied to the request's row. Idempotent."""
         state, self.state = self.state, None
         if state is not None and self.end is not None:
             self._cache.unlock_state(self.end)
@@ -112,7 +114,7 @@ class Prefix:
 class PrefixCache:
     """The cache of one pool.
 
-    Used on the event loop only; a lookup, or a call of `keep`, costs some 10 to 50 us.
+    Used on the event loop only. A lookup or a call of `keep` takes some 10 to 50 us.
     """
 
     def __init__(
@@ -130,18 +132,19 @@ class PrefixCache:
     ) -> None:
         """Register the cache with `pages`, which calls `evict` when it runs short.
 
-        `host`, `storage` behind it, and `states` are closed with the cache. `write_policy` selects
-        the pages that are copied to the host: all that are kept (write_through), those that a later
-        prompt finds (write_through_selective), or those about to be evicted (write_back). `events`:
-        record changes, so that a publisher can use the cache as its `EventSource`. With `states`, a
-        prompt begins only with a prefix that ends in one of them.
+        `close` also closes `host`, the `storage` behind it, and `states`. `write_policy` selects
+        the pages that are copied to the host: all kept pages (write_through), those that a later
+        prompt finds (write_through_selective), or those about to be evicted (write_back). With
+        `events`, changes are recorded, and a publisher can use the cache as its `EventSource`. With
+        `states`, a prompt begins only with a prefix that ends in a saved state.
 
-        Raises: MisuseError."""
+        Raises: MisuseError.
+        """
         self.page_size = page_size
         self._pages, self._now = pages, now
         self._index = PrefixIndex(page_size, policy, needs_state=states is not None, events=events)
         self.states = states
-        self.publisher: EventPublisher | None = None  # notified of every change
+        self.publisher: EventPublisher | None = None  # notified after every change
         self._asked = self._hits = 0
         self._write_policy = write_policy
         self._tiers: Tiers | None = None
@@ -153,7 +156,8 @@ class PrefixCache:
                 device_pages=pages.capacity,
                 now=now,
                 free=self._free,
-                # Failed or not, the copies that `leaving_pages` counted delay no one any more.
+                # Requests that wait for pages wait for these copies as well. They must try again
+                # when a copy ends, even if it failed.
                 on_copied=pages.wake_waiters,
             )
         pages.reclaimables.append(self)
@@ -162,7 +166,7 @@ class PrefixCache:
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
     ) -> Prefix:
         """Lock and return the longest cached prefix of the first `most_tokens` tokens, in whole
-        pages. It may be empty.
+        pages. The prefix may be empty.
         """
         return self._lock(self._look(self._key(tokens, most_tokens), namespace), namespace)
 
@@ -176,7 +180,9 @@ class PrefixCache:
         return prefix
 
     def count(self, prompt_tokens: int, prefix: Prefix) -> None:
-        """Count a request that begins with `prefix`, once, however often it looked."""
+        """Count a request that begins with `prefix`. Call this once per request, however often it
+        matched.
+        """
         self._asked += prompt_tokens
         self._hits += prefix.tokens
         if prefix.end is not None:
@@ -190,28 +196,30 @@ class PrefixCache:
 
     @property
     def busy(self) -> bool:
-        """True while a copy between tiers runs."""
+        """True while any copy between tiers runs."""
         return self._tiers is not None and self._tiers.busy
 
     @property
     def leaving_pages(self) -> int:
-        """Device pages that write_back is copying to the host, and evicts afterwards."""
+        """Device pages that write_back is copying to the host, to evict them afterwards."""
         return 0 if self._tiers is None else self._tiers.leaving_pages
 
     async def fetch(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
     ) -> None:
-        """Read the pages of the first `most_tokens` tokens that only storage has into host memory.
+        """Read into host memory those pages of the first `most_tokens` tokens that only storage
+        has.
 
-        A cancellation stops this and raises at once; pages read by then are kept. Errors are
-        logged."""
+        A cancellation stops this and is raised at once. Pages that were read by then are kept.
+        Errors are logged.
+        """
         if self._tiers is None:
             return
         try:
             await self._fetch(
                 self._tiers, self._key(tokens, most_tokens), namespace, self._pages.capacity
             )
-        # An error of the cache must not end a request that can do without.
+        # A request works without the cache, so an error here must not end it.
         except Exception:  # noqa: BLE001
             _log.exception("reading a cached prefix from storage failed")
 
@@ -229,13 +237,14 @@ class PrefixCache:
         """Copy pages that only the host has to the device, then `match`.
 
         With `from_storage`, pages that only storage has are read first. The copy takes at most
-        `most_pages` pages, free or evictable. The result is locked in the turn of the loop in
-        which the copy ends, so that no eviction comes between.
+        `most_pages` device pages, free or evictable. The result is locked in the same turn of the
+        loop in which the copy ends, so that no eviction can come between.
 
-        `taking` is called with the number of pages that the copy takes, which are then neither free
-        nor cached, and with its negative when the copy ends; `locked` is called in that same turn
-        with the result. A cancellation stops the copy, and its pages are dropped. Errors are
-        logged, and the result is what the device has."""
+        `taking` is called with the number of pages that the copy takes; until it ends, they are
+        neither free nor cached. It is called again with the negative number when the copy ends, and
+        `locked` is called in that turn with the result. A cancellation stops the copy and drops its
+        pages. Errors are logged, and the result is then what the device has.
+        """
         key = self._key(tokens, most_tokens)
         if self._tiers is not None:
             try:
@@ -249,7 +258,7 @@ class PrefixCache:
                     )
                 ) is not None:
                     return loaded
-            # An error of the cache must not end a request that can do without.
+            # A request works without the cache, so an error here must not end it.
             except Exception:  # noqa: BLE001
                 _log.exception("loading a cached prefix failed")
         return self._lock(self._look(key, namespace), namespace)
@@ -257,7 +266,7 @@ class PrefixCache:
     def lacks(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
     ) -> bool:
-        """True when `load` would copy pages from the host to the device, or wait for another
+        """Return True if `load` would copy pages from the host to the device, or wait for another
         prompt that does.
         """
         if self._tiers is None:
@@ -266,10 +275,11 @@ class PrefixCache:
         return found.num_pages > found.device_pages.size
 
     async def _fetch(self, tiers: Tiers, key: bytes, namespace: Namespace, most_pages: int) -> None:
-        """Read at most `most_pages` pages that follow the cached prefix from storage to the
-        host.
+        """Read at most `most_pages` of the pages that follow the cached prefix from storage into
+        host memory.
         """
-        # Storage has no states, and pages without a state at their end cannot begin a prompt.
+        # States are not stored, and with states a prompt can begin only with a prefix that ends in
+        # one.
         if tiers.storage is None or self.states is not None:
             return
         found = self._look(key, namespace)
@@ -285,31 +295,31 @@ class PrefixCache:
         taking: Callable[[int], None],
         locked: Callable[[Prefix], None],
     ) -> Prefix | None:
-        """Copy the missing pages to the device and return the locked result; None if no copy was
-        needed or possible.
+        """Copy the missing pages to the device, and return the locked result. Return None if no
+        copy was necessary or possible.
         """
         found = self._look(key, namespace)
-        # Another prompt loads these pages already: a second copy would waste pages and bandwidth.
+        # Another prompt already loads these pages. A second copy would waste pages and bandwidth.
         while found.end is not None and self._index.arrives(found.end):
             await tiers.wait_for_load()
             found = self._look(key, namespace)
         if found.end is None or found.num_pages == found.device_pages.size:
             return None
-        # Without the lock, making room could evict the very prefix that the pages are to extend.
+        # Without this lock, making room could evict the prefix that the copied pages are to extend.
         held = self._lock(found, namespace)
         try:
             wanted = min(most_pages, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
             wanted = min(wanted, self._pages.available_pages)
             free = self._pages.reclaim(wanted)
-            # With write_back, pages become free only after their copy, and another request may take
-            # them first. The rounds bound the wait.
+            # With write_back, pages become free only after they were copied, and another request
+            # may take them first. So the number of waits is bounded.
             for _ in range(_ROUNDS):
                 if free >= wanted or not tiers.leaving_pages:
                     break
                 await tiers.wait_for_copy()
                 free = self._pages.reclaim(wanted)
-            # Making room evicts host pages too where the device pages above them have to go, and
-            # the pages to load may have been among them.
+            # When device pages are evicted, host pages that follow them in a prompt are evicted
+            # too. The pages to load may have been among these.
             if found.end.removed:
                 return None
             wanted = min(wanted, free, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
@@ -322,7 +332,7 @@ class PrefixCache:
             loaded: list[Prefix] = []
 
             def ended() -> None:
-                """Lock the pages at once: others may evict them before this coroutine continues."""
+                """Lock the pages now. They could be evicted before this coroutine runs again."""
                 taking(-wanted)
                 loaded.append(self._lock(self._look(key, namespace), namespace))
                 locked(loaded[0])
@@ -338,8 +348,8 @@ class PrefixCache:
             held.release()
 
     def _key(self, tokens: Tokens, most_tokens: int | None = None) -> bytes:
-        """Return the whole pages of the first `most_tokens` tokens (default: all) as the index
-        takes them.
+        """Return the index key: the tokens of the whole pages among the first `most_tokens`
+        (default: all) tokens.
         """
         count = len(tokens) if most_tokens is None else max(0, min(len(tokens), most_tokens))
         return _bytes_of(tokens, count // self.page_size * self.page_size)
@@ -350,20 +360,22 @@ class PrefixCache:
     def keep(
         self, tokens: Tokens, pages: PageIndices, owner: Hashable, prefix: Prefix, priority: int = 0
     ) -> int:
-        """Take over the pages of the whole pages of `tokens`, all computed, from `owner`.
+        """Take over from `owner` the pages that hold whole pages of `tokens`. All of them must be
+        computed.
 
-        `pages` begins with the pages of `prefix`. Pages that the cache meanwhile received from
-        another request become free. Return how many of `pages`, from the first, no longer belong to
-        `owner`, those of the prefix included; they must not be written any more.
+        `pages` begins with the pages of `prefix`. If another request added the same tokens
+        meanwhile, this request's duplicates become free. Return the number of leading `pages` that
+        no longer belong to `owner`, those of the prefix included. They must not be written any
+        more.
 
-        Raises: OwnershipError when they are not `owner`'s (no page is taken).
+        Raises: OwnershipError if `owner` does not own the pages; then no page is taken.
         """
         whole, shared = len(tokens) // self.page_size, int(prefix.pages.size)
         if not prefix.is_current:
             return shared
         if whole <= shared:
-            # The host or the store may lack pages of the prefix: an earlier copy failed, or the
-            # pages were evicted there.
+            # The host or the store may lack pages of the prefix, because an earlier copy failed or
+            # they were evicted there.
             self._save(prefix.end)
             return shared
         own = pages[shared:whole].copy()
@@ -377,14 +389,14 @@ class PrefixCache:
         return whole
 
     def _save(self, end: Node | None) -> None:
-        """With write_through, copy the pages up to `end` to the host."""
+        """With write_through, begin to copy the pages up to `end` to the host."""
         if self._tiers is not None and self._write_policy == "write_through" and end is not None:
             self._tiers.save(end)
 
     def take_state(self, owner: Hashable) -> int | None:
-        """Take a slot for a state that `owner` computes, and evict a cached state if necessary.
+        """Take a slot for a state that `owner` will compute, evicting a cached state if necessary.
 
-        Return None when all slots are in use.
+        Return None if all slots are in use.
         """
         assert self.states is not None
         slots = self.states.slots
@@ -395,10 +407,12 @@ class PrefixCache:
     def keep_states(
         self, tokens: Tokens, states: Mapping[int, int], owner: Hashable, prefix: Prefix
     ) -> None:
-        """Take over slots from `owner`: `states` has them by the number of tokens before each.
+        """Take over from `owner` the slots of saved states. `states` maps the number of tokens
+        before a state to its slot.
 
-        These tokens are whole pages that `keep` took before. A slot becomes free when the cache
-        already has a state at its place."""
+        These tokens are whole pages that an earlier `keep` took. If the cache already has a state
+        at the same place, the slot becomes free.
+        """
         assert self.states is not None
         for count, state in states.items():
             slot = np.array([state], np.int32)
@@ -414,13 +428,13 @@ class PrefixCache:
         return self._index.snapshot_events()
 
     def _tell(self) -> None:
-        """Announce a change of the index."""
+        """Notify waiters for pages, and the publisher, of a change of the index."""
         self._pages.tell_evictable()
         if self.publisher is not None:
             self.publisher.notify()
 
     async def close(self) -> None:
-        """End every copy, and free all pages and memory, once no request reads them.
+        """End every copy, and free all pages and memory. No request may be reading them.
 
         Idempotent.
         """
@@ -437,12 +451,12 @@ class PrefixCache:
                 self.states.close()
 
     def flush(self) -> None:
-        """Drop every cached page; locked pages become free when they are released."""
+        """Drop every cached page. Locked pages become free when they are released."""
         self._free(self._index.flush())
 
     @property
     def epoch(self) -> int:
-        """Number of flushes."""
+        """Number of flushes so far."""
         return self._index.epoch
 
     @property
@@ -450,10 +464,12 @@ class PrefixCache:
         return self._index.evictable_pages
 
     def evict(self, count: int) -> None:
-        """Free `count` pages, or as many as no request reads. The allocator calls this.
+        """Free `count` pages, or all that no request reads if those are fewer. The allocator calls
+        this.
 
-        With write_back, pages that the host lacks are copied first (`leaving_pages`): they become
-        free when the allocator asks again after the copy."""
+        With write_back, pages that the host lacks are copied first (`leaving_pages`). They are
+        freed when the allocator calls again after the copy.
+        """
         if (
             self._tiers is not None
             and self._write_policy == "write_back"
@@ -463,8 +479,8 @@ class PrefixCache:
         least = self.evictable_pages - count
         self._free(self._index.evict(Tier.DEVICE, count))
         while self._tiers is not None and (left := self.evictable_pages - max(least, 0)) > 0:
-            # A page whose copy to the host failed is on the device alone. The index keeps it while
-            # host pages follow it in a prompt, so those have to go first.
+            # A page may be on the device alone because its copy failed. The index keeps it while
+            # host pages follow it in a prompt, so those are evicted first.
             freed = self._index.evict(Tier.HOST, left)
             if not freed.host.size:
                 break
@@ -472,11 +488,11 @@ class PrefixCache:
             self._free(self._index.evict(Tier.DEVICE, left))
 
     def unlock(self, end: Node) -> None:
-        """Unlock the pages of a `Prefix`, which calls this."""
+        """Unlock the pages up to `end`. `Prefix.release` calls this."""
         self._free(self._index.unlock(end))
 
     def unlock_state(self, end: Node) -> None:
-        """Unlock the state of a `Prefix`, which calls this."""
+        """Unlock the state at `end`. `Prefix.release_state` calls this."""
         self._index.unlock_state(end)
 
     def stats(self) -> CacheStats:
@@ -509,8 +525,10 @@ class PrefixCache:
 
 
 def _bytes_of(tokens: Tokens, count: int) -> bytes:
-    """Return the first `count` tokens as bytes of the index, like `hashes.token_bytes`."""
-    # `token_bytes` checks every token, which would be wasted on ids of a vocabulary.
+    """Return the first `count` tokens encoded as the index needs them, like
+    `hashes.token_bytes`.
+    """
+    # `token_bytes` also checks every token. Ids from the vocabulary need no check.
     found = tokens[:count].astype("<u4").tobytes()
     assert len(found) == count * TOKEN_BYTES
     return found

@@ -1,18 +1,19 @@
-"""Cache events over ZMQ: a PUB socket, and a ROUTER that repeats batches which a subscriber missed.
+"""Cache events over ZMQ: a PUB socket, and a ROUTER that sends batches again to a subscriber that
+missed them.
 
 PUB sends [topic, seq, payload]. A subscriber requests a replay from a DEALER with [b"", seq]. The
-answer is [b"", topic, seq, payload] for each batch from that number on, and [b"", b"", -1, b""] at
-the end. [b"", seq, b"snapshot"] requests one batch with all that is cached instead of the batches
-since. Numbers are 64 bits, big-endian. `protocols.cache.stream` describes the answer when the
-requested batches are no longer kept.
+answer is one message [b"", topic, seq, payload] for each batch from that number on, and [b"", b"",
+-1, b""] at the end. The request [b"", seq, b"snapshot"] is answered with one batch that contains
+everything that is cached, in place of the batches since `seq`. Numbers are 64 bits, big-endian.
+`protocols.cache.stream` describes the answer when the requested batches are no longer kept.
 
-**Events are prompts**: they contain the token ids of all cached pages, and salts, and every client
-that connects can read them. So the default address is on the loopback, and a key (CURVE, `kvflow
-keygen`) excludes clients without it.
+**Events are prompts**: they contain the salts and the token ids of all cached pages, and every
+client that can connect can read them. So the default address is on the loopback, and with a key
+(CURVE, `kvflow keygen`) only clients that have it can connect.
 
-The publisher never waits for a subscriber: PUB drops batches that a slow one does not take, and the
-number of the next batch shows the gap; without events, an empty batch follows every `heartbeat_s`.
-Events recorded in one turn of the loop share a batch.
+The publisher never waits for a subscriber. PUB drops batches that a slow subscriber does not take,
+and the number of the next batch reveals the gap. If there are no events, an empty batch is sent
+every `heartbeat_s`. Events recorded in one turn of the loop share a batch.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from kvflow.protocols.limits import LEAST_WAIT_S, check_time
 from kvflow.protocols.wire.kv_events import END, SNAPSHOT, VLLM_MEDIA, BatchEncoder, Media
 from kvflow.transports.control.curve import ControlKey
 
-# Batches that ZMQ queues for a subscriber that does not read: some 60 KB each with prompts of
+# Batches that ZMQ queues for a subscriber that does not read. A batch is some 60 KB for prompts of
 # 10,000 tokens.
 QUEUE_BATCHES = 1_000
-MAX_REPLAYS = 8  # at a time; others wait
-# A replay whose client takes no batch for this long is given up, without an end mark.
+MAX_REPLAYS = 8  # at a time; further requests wait
+# A replay is abandoned, without an end mark, if its client accepts no batch for this long.
 STALL_S = 5.0
-# ZMQ does not report when one peer of a ROUTER can take more, so `_offer` tries again.
+# ZMQ does not report when a client of a ROUTER can accept more, so `_offer` retries at this
+# interval.
 RETRY_S = 0.01
 LINGER_MS = 200
 
@@ -48,14 +50,14 @@ class PublisherStats(NamedTuple):
     """Counters of one publisher."""
 
     batches: int  # sent, heartbeats included
-    resets: int  # times that events were recorded faster than they could be sent
-    replays: int  # answered to the end
-    snapshots: int  # requests whose answer began with a snapshot
+    resets: int  # snapshots sent because events came faster than they could be sent
+    replays: int  # sent completely, with the end mark
+    snapshots: int  # requests answered with a snapshot
     bad_requests: int
 
 
 class EventPublisher:
-    """The publisher of one event source. Made and used on one event loop, until `close`."""
+    """The publisher of one event source. Create and use it on one event loop, until `close`."""
 
     def __init__(
         self,
@@ -73,10 +75,12 @@ class EventPublisher:
         heartbeat_s: float = 5.0,
         first_seq: int = 0,
     ) -> None:
-        """Bind "tcp://host:port" on port + `rank`, the replay socket likewise; port * or 0 is any
-        free one. `rank`: rank in the data-parallel group. `positional`: events as arrays, the older
-        form. `media`: names of the tiers. `key`: only subscribers with it can connect, and the
-        traffic is encrypted.
+        """Bind both sockets. `address` is "tcp://host:port"; its port is raised by `rank`, the rank
+        in the data-parallel group. Port * or 0 picks any free one. `replay_address` is treated
+        likewise.
+
+        `positional` encodes events as arrays, the older format. `media` has the names of the tiers.
+        With a `key`, only subscribers that have it can connect, and the traffic is encrypted.
 
         Raises: MisuseError.
         """
@@ -89,14 +93,14 @@ class EventPublisher:
             first_seq=first_seq,
         )
         self._first_seq, self._loop = first_seq, asyncio.get_running_loop()
-        # The authenticator of a key applies to every socket of its context, so sockets with a key
-        # have one apart from the rest of the process.
+        # An authenticator applies to every socket of its context, so sockets with a key have a
+        # context that the rest of the process does not use.
         context = zmq.Context() if key else zmq.Context.instance()
         self._pub: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self._router: zmq.asyncio.Socket | None = None
         if replay_address is not None:
             self._router = zmq.asyncio.Socket(context, zmq.ROUTER)
-            # Without it, a ROUTER silently drops messages that a client cannot take.
+            # Without this option, a ROUTER silently drops messages that a client cannot accept.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._router.setsockopt(zmq.MAXMSGSIZE, 1024)  # bytes of a request
         self._authentication = key.arm_server(*self._sockets()) if key else None
@@ -120,9 +124,10 @@ class EventPublisher:
         self.notify()
 
     def notify(self) -> None:
-        """Publish the events of the source when this turn of the loop ends.
+        """Publish the events of the source at the end of this turn of the loop.
 
-        Call this whenever the source may have changed."""
+        Call this whenever the source may have recorded events.
+        """
         if self._turn is None and not self._closing:
             self._turn = self._loop.call_soon(self._end_turn)
 
@@ -133,13 +138,13 @@ class EventPublisher:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return the addresses, named as in --kv-events-config, and the counters."""
+        """Return the addresses, under their names in --kv-events-config, and the counters."""
         needs_key = self._authentication is not None
         addresses = {"endpoint": self.address, "replay_endpoint": self.replay_address}
         return {**addresses, "needs_key": needs_key, **self.stats()._asdict()}
 
     async def close(self) -> None:
-        """Send the recorded events, end replays and close the sockets. Idempotent."""
+        """Send the recorded events, cancel replays and close the sockets. Idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -178,7 +183,7 @@ class EventPublisher:
 
     def _send(self, batch: Batch) -> None:
         self._sent_s = self._loop.time()
-        # NOBLOCK never raises here: PUB drops a message that a subscriber cannot take.
+        # NOBLOCK never raises here: PUB drops a message that a subscriber cannot accept.
         self._pub.send_multipart(self._frames(batch), zmq.NOBLOCK)
 
     def _frames(self, batch: Batch) -> tuple[bytes, bytes, bytes]:
@@ -191,7 +196,7 @@ class EventPublisher:
         self._timer = self._loop.call_at(self._sent_s + self._heartbeat_s, self._beat)
 
     async def _settle(self) -> None:
-        """Send every recorded event; no event waits when this returns."""
+        """Send every recorded event."""
         self._publish()
         while self._stream.has_waiting:
             await asyncio.sleep(0)
@@ -199,8 +204,8 @@ class EventPublisher:
 
     async def _serve(self, router: zmq.asyncio.Socket) -> None:
         while True:
-            # A slot is taken before the request is read, so that requests beyond MAX_REPLAYS wait
-            # in ZMQ's queue, which is bounded.
+            # The slot is acquired before the request is read, so that requests beyond MAX_REPLAYS
+            # wait in ZMQ's bounded queue.
             await self._slots.acquire()
             request = await router.recv_multipart()
             if not _is_request(request):
@@ -227,10 +232,12 @@ class EventPublisher:
             self._replays += 1
 
     async def _snapshot(self, start: int) -> list[Batch]:
-        """Return all that is cached as batch `start`, then an empty batch with the newest number,
+        """Return one batch with everything that is cached, numbered `start` (at most the newest
+        number). If an older number was requested, an empty batch with the newest number follows,
         after which the subscriber continues.
         """
-        # A snapshot is of the newest batch only while no recorded event waits to be sent.
+        # Events that are recorded but not sent are already in the cache. They must be sent first,
+        # so that the snapshot is the state as of the newest batch.
         await self._settle()
         events, newest = self._stream.snapshot(), self._stream.next_seq - 1
         encoder, parts = self._stream.encoder, list[bytes]()
@@ -238,7 +245,7 @@ class EventPublisher:
             parts.extend(encoder.parts([event]))
         seq = min(start, newest)
         now = time.time()
-        # A snapshot of 3 million tokens has 16 MB: joining it would hold up the loop.
+        # A snapshot of 3 million tokens is 16 MB. Joining its parts here would block the loop.
         batches = [Batch(seq, await in_thread(lambda: encoder.join(parts, now)))]
         if seq < newest:
             batches.append(Batch(newest, encoder.join([], now)))
@@ -252,7 +259,9 @@ class EventPublisher:
 
 
 async def _offer(router: zmq.asyncio.Socket, frames: list[bytes]) -> bool:
-    """Send to a client of a ROUTER; False if it disconnected, or takes no message for STALL_S."""
+    """Send to a client of a ROUTER. Return False if it disconnected or accepted nothing for
+    STALL_S.
+    """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + STALL_S
     while True:
@@ -271,14 +280,14 @@ async def _offer(router: zmq.asyncio.Socket, frames: list[bytes]) -> bool:
 
 
 def _is_request(frames: list[bytes]) -> bool:
-    """Return True for [client, b"", seq] and [client, b"", seq, b"snapshot"]."""
+    """Return True if `frames` are [client, b"", seq] or [client, b"", seq, b"snapshot"]."""
     if len(frames) not in (3, 4) or frames[1] or len(frames[2]) != 8:
         return False
     return len(frames) == 3 or frames[3] == SNAPSHOT
 
 
 def _bind(socket: zmq.Socket[Any], name: str, address: str, rank: int) -> str:
-    """Bind `socket`, and return the address with its real port. Raises: MisuseError."""
+    """Bind `socket`. Return the address with its actual port. Raises: MisuseError."""
     own = numbered_address(name, address, rank)
     socket.setsockopt(zmq.IPV6, int("[" in own))
     socket.setsockopt(zmq.SNDHWM, QUEUE_BATCHES)

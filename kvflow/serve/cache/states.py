@@ -1,8 +1,8 @@
-"""States of prompts at page boundaries: copies of rows in host memory, with which later prompts
-begin.
+"""Saved model states at page boundaries: copies of rows in host memory, from which later prompts
+can continue.
 
-The model's thread copies them as a part of a step. So no other step changes a row during its copy,
-and the end of a step is also the end of its copies (I13).
+The model's thread makes the copies as part of a step. So no other step changes a row while it is
+copied, and all copies of a step are complete when the step ends (I13).
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from kvflow.protocols.pages.plan import Pairing
 
 
 class StateStore:
-    """Host memory for states of one pool's rows, in slots; `slots` has the owner of each.
+    """Host memory for the states of one pool's rows, divided into slots. `slots` records their
+    owners.
 
-    The caller holds the slots that a copy uses."""
+    The caller must own a slot while it copies to or from it.
+    """
 
     def __init__(self, pool: PagedPool, limit_bytes: int, most: int = MAX_ROWS) -> None:
-        """Allocate the memory, pre-faulted, which takes long: call this in a thread.
+        """Allocate and pre-fault the memory. This takes long, so call it in a thread.
 
-        `most`: largest number of states that can be used.
+        `most` is the largest number of states that can be used.
 
-        Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's
-        device; MisuseError for a limit that holds no state, or a pool without rows."""
+        Raises: LayoutError if there is not enough memory, or it cannot be pinned for the pool's
+        device; MisuseError if the limit is too small for one state, or the pool has no rows.
+        """
         row_bytes = pool.layout.row_bytes
         if not row_bytes:
             raise MisuseError("the pool has no rows: its requests keep no states")
@@ -53,23 +56,25 @@ class StateStore:
         self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
 
     def save(self, row: PageIndices, slot: int) -> None:
-        """Copy the one `row` of the pool, which must not change meanwhile, to a slot.
+        """Copy one row of the pool to a slot. The row must not change during the copy.
 
         Raises: TransferError.
         """
         self._copy(self._out, row, _one(slot))
 
     def restore(self, slot: int, row: PageIndices) -> None:
-        """Copy a slot to the one `row` of the pool. Raises: TransferError."""
+        """Copy a slot to one row of the pool. Raises: TransferError."""
         self._copy(self._in, _one(slot), row)
 
     def free(self, states: tuple[int, ...], owner: Hashable) -> None:
-        """Give slots back; slots that a running step uses become free when it ends."""
+        """Free slots of `owner`. A slot that a running step uses becomes free when that
+        step ends.
+        """
         if states:
             self.slots.give_back(np.array(states, np.int32), owner)
 
     def close(self) -> None:
-        """Free the memory, once no copy runs."""
+        """Free the memory. No copy may be running."""
         self._copier.close()
         self.memory.close()
 

@@ -14,30 +14,31 @@ from kvflow.serve.cache.storage.port import Storage, StorageCall, StorageState
 
 
 class StorageTier:
-    """A store, and the host memory from which its pages come. Used on one event loop."""
+    """A store and the host memory that it reads from and writes to. Used on one event loop."""
 
     def __init__(self, store: Storage, host: HostTier) -> None:
-        """`store`: closed with the cache.
+        """Use `store` for pages of `host`. The cache closes the store.
 
-        Raises: LayoutError for host memory that a store cannot read.
+        Raises: LayoutError if a store cannot read the host memory.
         """
         self.store, self._views = store, PageViews(host.memory)
 
     async def put(self, keys: Sequence[bytes], pages: PageIndices) -> bool:
-        """Store host pages (int32 [n]) under their digests; return True if all are in the store.
+        """Store host pages (int32 [n]) under their digests. Return True if all are in the store.
 
-        This returns once the store no longer reads the pages, which takes long when it hangs. Do
-        not cancel it before the store is closed."""
-        # The caller frees the pages when this returns, so the answer alone is not enough: a call
-        # that was given up may still read them.
+        This returns once the store no longer reads the pages, which takes long if the store hangs.
+        Do not cancel it before the store is closed.
+        """
+        # The caller frees the pages when this returns. A call that was given up completes `done`
+        # while it may still read them, so `released` is awaited too.
         call = self.store.put(keys, self._buffers(pages))
         stored = await asyncio.shield(call.done)
         await asyncio.shield(call.released)
         return all(stored)
 
     def get(self, keys: Sequence[bytes], pages: PageIndices) -> StorageCall:
-        """Begin to read pages into host pages (int32 [n]); the store may write to them until
-        the call is `released`.
+        """Begin to read pages into host pages (int32 [n]). The store may write to them until the
+        call is `released`.
         """
         return self.store.get(keys, self._buffers(pages))
 

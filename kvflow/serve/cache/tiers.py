@@ -1,22 +1,22 @@
-"""Copies of cached pages between device, host and storage: when each begins, and what its end
-changes.
+"""Copies of cached pages between device, host and storage: when each copy begins, and what happens
+when it ends.
 
-A copy names a run of pages (`protocols.cache.writes`), and splits, evictions and flushes meanwhile
-do not change it. Its pages return once no copy reads or writes them, which takes long when a store
-hangs.
+A copy names a run of pages (`protocols.cache.writes`), so splits, evictions and flushes of the
+index do not disturb it. Its pages are freed only when the copy no longer reads or writes them,
+which takes long if a store hangs.
 
-Pages that wait to be copied cannot be evicted, so no more than three quarters of a tier wait; the
-others stay where they are, counted, until they are used again.
+Pages that wait for a copy cannot be evicted. So at most three quarters of a tier may wait. Further
+pages are counted and stay in their tier until they are used again.
 
-**write_back.** Pages leave the device when a request needs room, and only after their copy landed.
-`make_way` at once frees pages that the host has too, in the order of the policy. It begins to copy
-the rest with all pages before them in their prompts, so that a parent is copied before its child.
-The request that needs pages asks again. Pages that cannot be copied (the host is full of pages in
-use, or their copy failed) are evicted without a copy.
+**write_back.** Pages leave the device only when a request needs room, and only after they were
+copied to the host. `make_way` first frees pages that the host already has, in the order of the
+policy. It then begins to copy other pages, each with all pages before it in its prompt, so that a
+parent is copied before its child. The request that needs pages has to ask again. Pages that cannot
+be copied (the copy failed, or the host is full of pages in use) are evicted without a copy.
 
-**A store loses pages**: it evicts them, or the process that held them dies. So before further pages
-of a prompt are stored, the store is asked for the pages that the index lists as stored; from the
-first one that it lacks on, all are stored again.
+**A store loses pages**: it evicts them, or the process that held them dies. So before more pages of
+a prompt are stored, the store is asked for those that the index lists as stored. From the first
+missing page on, all of them are stored again.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ _log = logging.getLogger("kvflow.serve.cache")
 
 
 class TierCounts(msgspec.Struct, kw_only=True):
-    """Pages moved between the tiers since the start."""
+    """Counters of pages moved between the tiers since the start."""
 
     saved_pages: int = 0  # copied to the host
     loaded_pages: int = 0  # copied back to the device
     stored_pages: int = 0  # put into storage
     fetched_pages: int = 0  # read from storage
-    # Not copied to the host, which was full, or too many pages waited for a copy: they are on the
-    # device alone, or evicted from it.
+    # Pages not copied to the host, because it was full or too many pages waited for a copy. They
+    # are on the device alone, or were evicted from it.
     unsaved_pages: int = 0
-    unstored_pages: int = 0  # not put into storage: too many pages waited for it
-    lost_pages: int = 0  # missing in storage when it was asked, and those that follow them
-    failed_copies: int = 0  # copies that failed, or were cut off
+    unstored_pages: int = 0  # not put into storage, because too many pages waited
+    lost_pages: int = 0  # found missing in storage, and the pages that follow them
+    failed_copies: int = 0  # copies that failed or were stopped
 
 
 class Tiers:
-    """The copies of one index. Used on one event loop."""
+    """The copies between the tiers of one index. Used on one event loop."""
 
     def __init__(
         self,
@@ -76,27 +76,29 @@ class Tiers:
     ) -> None:
         """Make the tiers of `index`, with no copy under way.
 
-        `device_pages`: size of the device's pool. `free` is called after each change of the index
-        with the pages that it returns, even if there are none, since the call also publishes
-        events. `on_copied` is called when a copy that `leaving_pages` counted ends."""
+        `device_pages` is the size of the device's pool. `free` is called after each change of the
+        index, with the pages that the change freed. It is called even if there are none, since it
+        also publishes events. `on_copied` is called when a copy that `leaving_pages` counted ends.
+        """
         self.host, self.storage, self.counts = host, storage, TierCounts()
         self._index, self._now, self._free, self._on_copied = index, now, free, on_copied
         self._copies: set[asyncio.Task[None]] = set()
-        self._loads: set[asyncio.Task[None]] = set()  # part of `_copies`: those to the device
-        self._waiting = [0, 0, 0]  # pages of copies under way, by the tier they go to
-        # Copies to the device have no limit: `load` already has the pages that they fill.
+        self._loads: set[asyncio.Task[None]] = set()  # the copies to the device
+        self._waiting = [0, 0, 0]  # pages in copies under way, by target tier
+        # Copies to the device have no limit, because `load` took the pages that they fill before
+        # they begin.
         self._most_waiting = (
             1 << 62,
             *(max(1, pages * 3 // 4) for pages in (device_pages, host.pages.capacity)),
         )
-        # By number of write: pages of the device that can be evicted when it lands.
+        # By write number: device pages that can be evicted when the write lands.
         self._leaving: dict[int, int] = {}
-        self._given_up = 0  # pages of such writes that failed since the last `make_way`
-        self._asking = False  # `_ask` runs
+        self._given_up = 0  # pages in those writes that failed since the last `make_way`
+        self._asking = False  # True while `_ask` runs
 
     @property
     def leaving_pages(self) -> int:
-        """Pages of the device that can be evicted when the copies under way land."""
+        """Device pages that can be evicted when the copies under way land."""
         return sum(self._leaving.values())
 
     @property
@@ -104,8 +106,8 @@ class Tiers:
         return bool(self._copies)
 
     def save(self, end: Node) -> None:
-        """Begin to copy the pages up to `end` that the host lacks, as far as it has room, and then
-        to storage.
+        """Begin to copy the pages up to `end` that the host lacks, as many as it has room for. If
+        it lacks none, begin to store them instead.
         """
         wanted = self._index.missing(end, Tier.DEVICE, Tier.HOST)
         if not wanted:
@@ -115,15 +117,16 @@ class Tiers:
         self.counts.unsaved_pages += wanted - (0 if write is None else len(write.source_pages))
 
     def make_way(self, count: int) -> bool:
-        """Free `count` pages of the device for write_back.
+        """Free up to `count` device pages under write_back.
 
-        Pages that the host has too become free now; copies of others begin, and a later call frees
-        those. Return False when no page became free and no copy is under way."""
+        Pages that the host has too are freed now. Copies of others begin, and a later call frees
+        those pages. Return False if no page was freed and no page is being copied.
+        """
         freed, uncopied = self._index.evict_copied(count)
         self._free(freed)
         left = count - freed.device.size
-        # Pages whose copy failed since the last call are evicted without one: a host that keeps
-        # failing must not keep the device full.
+        # Pages whose copy failed since the last call are evicted without a copy. Otherwise a host
+        # that keeps failing would keep the device full.
         lost, self._given_up = min(left, self._given_up), 0
         for end in uncopied:
             wanted = self._index.missing(end, Tier.DEVICE, Tier.HOST)
@@ -133,7 +136,8 @@ class Tiers:
             write = self._save(end, wanted)
             if write is not None and end.readers[Tier.DEVICE]:
                 self._leaving[write.number] = end.num_pages
-            # The host has no room for it, and evicting it without a copy is the last resort.
+            # The host has no room for these pages, so the last resort is to evict them without a
+            # copy.
             elif end.evictable(Tier.DEVICE):
                 lost += end.num_pages
         if lost:
@@ -144,7 +148,9 @@ class Tiers:
         return bool(freed.device.size or self._leaving)
 
     def _save(self, end: Node, wanted: int) -> Write | None:
-        """Begin to copy the first `wanted` pages that the host lacks, as far as it has room."""
+        """Begin to copy the first `wanted` pages that the host lacks, as many as it has
+        room for.
+        """
         if wanted <= 0 or not (room := self._room(wanted)):
             return None
         write = self._index.begin_write(
@@ -163,9 +169,11 @@ class Tiers:
         keys: list[bytes] | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> asyncio.Task[None]:
-        """Start the task that copies `write`; `keys` are the digests of the pages for storage.
+        """Start the task that carries out `write`. `keys` are the pages' digests if the target is
+        storage.
 
-        `ended` is called in the turn of the loop in which the index records the end."""
+        `ended` is called in the same turn of the loop in which the index records the end.
+        """
         self._waiting[write.target] += len(write.source_pages)
         copying = self._spawn(self._copy(write, keys, ended), f"kvflow-cache-copy-{write.number}")
         if write.target is Tier.DEVICE:
@@ -180,23 +188,24 @@ class Tiers:
         return task
 
     async def wait_for_load(self) -> None:
-        """Wait until a copy to the device ends; return at once if there is no such copy."""
+        """Wait until a copy to the device ends. Return at once if there is no such copy."""
         if self._loads:
             await asyncio.wait(self._loads, return_when=asyncio.FIRST_COMPLETED)
 
     async def wait_for_copy(self) -> None:
-        """Wait until a copy ends; return at once if there is no copy."""
+        """Wait until a copy ends. Return at once if there is no copy."""
         if self._copies:
             await asyncio.wait(self._copies, return_when=asyncio.FIRST_COMPLETED)
 
     async def fetch(
         self, tokens: bytes, found: Match, namespace: Namespace, most_pages: int
     ) -> None:
-        """Read at most `most_pages` pages that follow `found` from storage, as far as the host has
-        room.
+        """Read from storage at most `most_pages` of the pages that follow `found`, as many as the
+        host has room for.
 
-        A cancellation ends the call to the store and raises at once; pages read by then are
-        kept."""
+        A cancellation cancels the store's call and is raised at once. Pages that were read by then
+        are kept.
+        """
         assert self.storage is not None
         store, host, epoch = self.storage.store, self.host.pages, self._index.epoch
         if not store.readable:
@@ -217,14 +226,15 @@ class Tiers:
         try:
             await asyncio.shield(call.done)
         finally:
-            # After a cancellation of this task, `cancel` completes `done` with the pages read so
-            # far. After a normal end it has no effect.
+            # If this task was cancelled, `cancel` completes `done` with the pages read so far.
+            # Otherwise `done` is complete already, and `cancel` has no effect.
             call.cancel()
-            # After a flush, pages of earlier prompts must not come back into the index.
+            # Pages of prompts from before a flush must not enter the index again.
             read = call.done.result() if epoch == self._index.epoch else [False]
             good = read.index(False) if False in read else len(read)
             left, taken = pages[good:], pages[:good].copy()
-            # A call that hangs may still write to the pages that were not read.
+            # A call that hangs may still write to the pages that it did not complete, so they are
+            # not free before its end.
             call.released.add_done_callback(lambda _: host.give_back(left, OWNER))
             whole = tokens[: (start + good) * size]
             self._free(
@@ -237,13 +247,14 @@ class Tiers:
             self.counts.fetched_pages += good
 
     async def end(self) -> None:
-        """End every copy, and close the store; all copies are over when this returns, or raises a
-        cancellation (I12). Calls that hang in the store are left, and keep their memory."""
+        """End every copy, and close the store. No copy runs when this returns or raises a
+        cancellation (I12). Calls that hang in the store are abandoned, and keep their memory.
+        """
         await run_to_end(asyncio.ensure_future(self._end()))
 
     async def _end(self) -> None:
-        # A task that is cancelled before its first step never runs its `finally`, and so would not
-        # end its write in the index.
+        # A task that is cancelled before its first step never runs its `finally`, which ends its
+        # write in the index. So every task takes its first step here.
         await asyncio.sleep(0)
         if self.storage is not None:
             await self.storage.store.close()
@@ -252,7 +263,9 @@ class Tiers:
         await run_to_end(asyncio.gather(*self._copies, return_exceptions=True))
 
     def _room(self, wanted: int) -> int:
-        """Return how many of `wanted` pages the host has free, after evicting pages if it must."""
+        """Return how many of `wanted` pages the host has free, after evicting pages if
+        necessary.
+        """
         pages = self.host.pages
         if pages.free_pages < wanted:
             self._free(self._index.evict(Tier.HOST, wanted - pages.free_pages))
@@ -269,7 +282,7 @@ class Tiers:
         ):
             self._asking = True
             # The node may be removed before the task takes its first step, so its digests are
-            # computed here.
+            # computed now.
             digests = self._index.page_hashes(end)
             asking = self._ask(self.storage.store, end, stored, [digests[page] for page in stored])
             self._spawn(asking, "kvflow-cache-ask")
@@ -277,7 +290,7 @@ class Tiers:
             self._put(end)
 
     async def _ask(self, store: Storage, end: Node, stored: list[int], keys: list[bytes]) -> None:
-        """Check that the store has the pages `stored`, as the index lists them, and store the
+        """Ask the store for the pages `stored`, which the index lists as stored. Then store the
         pages up to `end` that it lacks.
         """
         try:
@@ -289,7 +302,7 @@ class Tiers:
             self._asking = False
         if end.removed or end.detached:
             return
-        # A store in trouble answers 0 as well, and then its pages may still be there.
+        # A store that fails also answers 0, although it may have the pages.
         if count < len(stored) and _troubles(store) == before:
             self.counts.lost_pages += self._index.lost(end, stored[count])
             self._free(NOTHING)
@@ -316,7 +329,8 @@ class Tiers:
                 whole = await self.host.copy(write.source_pages, write.target_pages, write.target)
         except TransferError:
             _log.exception("a copy of %d cached pages failed", len(write.source_pages))
-        # Here the copy has stopped, cancelled or not: `put` and `host.copy` return only then.
+        # `put` and `host.copy` return or raise only after the copy stopped, even if this task is
+        # cancelled. So the pages can be freed here.
         finally:
             self._waiting[write.target] -= len(write.source_pages)
             left = self._leaving.pop(write.number, 0)
@@ -344,6 +358,6 @@ class Tiers:
 
 
 def _troubles(store: Storage) -> tuple[int, ...]:
-    """Return counters that change with every call that the store could not answer."""
+    """Return the counters that change with every call that the store could not answer."""
     counts = store.counts
     return counts.errors, counts.stalls, counts.refused, counts.trips

@@ -82,7 +82,7 @@ FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
         *_ROUTER,
     ),
 }
-# Headings of the help, with their settings in order. A setting without a group fails at import.
+# Headings of the help text, each with its settings in the order in which the help shows them.
 GROUPS: dict[str, tuple[str, ...]] = {
     "serving": _names(
         "host port max_running_requests max_queued_requests schedule_low_priority_values_first "
@@ -135,8 +135,8 @@ def env_of(name: str) -> str:
 
 @functools.cache
 def _descriptions() -> dict[str, str]:
-    """Return the texts that stand below the settings."""
-    # Python keeps no docstrings of fields, so they are read from the source.
+    """Return the description of each setting by name: the string below its field."""
+    # Python does not keep the docstrings of fields, so they are read from the source.
     module = ast.parse(inspect.getsource(sys.modules[Settings.__module__]))
     (settings,) = (part for part in module.body if isinstance(part, ast.ClassDef))
     found = {}
@@ -153,7 +153,7 @@ def describe(name: str) -> str:
 
 
 def limits_of(name: str) -> list[str]:
-    """Return the limits of a number, as [">= 1", "<= 65536"]."""
+    """Return the limits of a numeric setting as text, such as [">= 1", "<= 65536"]."""
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     metas = getattr(HINTS[name], "__metadata__", ())
     limits = [(sign, getattr(meta, bound)) for meta in metas for bound, sign in signs.items()]
@@ -172,6 +172,6 @@ def group_of(name: str) -> str:
 
 
 def base_type(name: str) -> Any:
-    """Return the Python type without limits: int, float, bool, str, tuple, or a Literal."""
+    """Return a setting's type without its limits: int, float, bool, str, tuple, or a Literal."""
     hint = HINTS[name]
     return hint.__origin__ if get_origin(hint) is Annotated else hint

@@ -1,4 +1,4 @@
-"""The value of --kv-events-config: the JSON object that vLLM and SGLang take under this name."""
+"""The value of --kv-events-config: a JSON object, with the fields that vLLM and SGLang accept."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
 class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The publication of cache events; by default it is reachable only from this machine.
+    """The fields of --kv-events-config. With the default endpoint, only this machine can subscribe.
 
-    `hwm` and `max_queue_size` are accepted without effect: kvflow has other limits for a slow
-    subscriber, and announces dropped events. Two fields are kvflow's: `positional` (events as
-    arrays, the older form) and `dialect` (the engine whose names the media of the tiers have).
+    `hwm` and `max_queue_size` are accepted for compatibility and have no effect: kvflow bounds what
+    it queues for a slow subscriber in other ways, and announces dropped events. Two fields exist
+    only in kvflow: `positional` encodes events as arrays, the older format, and `dialect` selects
+    the engine whose names are used for the storage tiers.
     """
 
     publisher: Literal["zmq", "null"] | None = "zmq"
@@ -35,25 +36,25 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def parse(text: str) -> KvEvents | None:
-        """Parse the value; None if no events are to be published. Raises: MisuseError."""
+        """Parse the value. Return None if it turns events off. Raises: MisuseError."""
         try:
             found = msgspec.json.decode(text, type=KvEvents)
         except msgspec.DecodeError as error:
             raise MisuseError(str(error)) from None
         for name in ("endpoint", "replay_endpoint"):
-            # Even a publisher that is switched off must be valid: a wrong address would fail later,
-            # when it is switched on.
+            # The addresses are checked even if the publisher is off. Otherwise a wrong one would
+            # fail only when it is turned on.
             if (given := getattr(found, name)) is not None:
                 _own_address(name, given, 0)
         return found if found.enable_kv_cache_events and found.publisher == "zmq" else None
 
     def check_workers(self, count: int) -> None:
-        """Check that `count` workers of one machine get different ports. Raises: MisuseError."""
+        """Check that `count` workers on one machine get different ports. Raises: MisuseError."""
         self.of_worker(count - 1)
         if self.replay_endpoint is None:
             return
-        # Worker n binds both ports plus n, so the two ranges of `count` ports must not overlap.
-        # Port 0 or * is a free one for each.
+        # Worker n adds n to both ports, so the two ranges of `count` ports must not overlap. With
+        # port 0 or * each worker binds a free port.
         first, other = (
             address.rpartition(":")[2] for address in (self.endpoint, self.replay_endpoint)
         )
@@ -70,9 +71,11 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def of_worker(self, number: int) -> str:
-        """Return the value for worker `number` of one machine, with each port moved by `number`.
+        """Return --kv-events-config for worker `number` of a machine, with `number` added to its
+        ports.
 
-        Raises: MisuseError if a port would be too high."""
+        Raises: MisuseError if a port would be too high.
+        """
         moved = {
             name: _own_address(name, address, number)
             for name in ("endpoint", "replay_endpoint")
@@ -82,8 +85,8 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _own_address(name: str, address: str, number: int) -> str:
-    """Return `address` with its port moved by `number`. Raises: MisuseError."""
-    # ZMQ has other transports, but subscribers may be on other machines.
+    """Return `address` with `number` added to its port. Raises: MisuseError."""
+    # Other ZMQ transports, such as ipc://, cannot reach subscribers on other machines.
     if not address.startswith("tcp://"):
         raise MisuseError(f"{name} {address!r} is not tcp://host:port")
     return numbered_address(name, address, number)

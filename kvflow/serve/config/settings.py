@@ -1,7 +1,7 @@
-"""All settings of all roles, in one typed Struct; `catalog` lists those of each role.
+"""All settings of all roles, in one typed Struct. `catalog` lists the settings of each role.
 
-Each field declares its limits, and the text below it is its description. Flags, KVFLOW_* variables,
-keys of the config file and help texts follow from them.
+Each field declares its limits, and the string below it is its description. Flags, KVFLOW_*
+variables, keys of the config file and help texts are derived from the fields.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ SizeOrNone = Annotated[int, Meta(ge=0)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of a role. Zero or empty means "choose a value" if the description states it."""
+    """The settings of a role. Zero or empty means "choose a value" only where the description says
+    so.
+    """
 
     host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     """Address to listen on."""
@@ -241,5 +243,5 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def model_name(self) -> str:
-        """Name of the model for clients."""
+        """Name by which clients know the model."""
         return self.served_model_name or self.model_path

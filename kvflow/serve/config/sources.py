@@ -1,8 +1,8 @@
-"""The sources of settings: flags of the command line, KVFLOW_* variables, a TOML file, defaults.
+"""The sources of settings: command-line flags, KVFLOW_* variables, a TOML file, defaults.
 
 Precedence: flag > environment > the role's table in the file > the file's top level > default. A
-value outside its limit is refused with one line that names the setting, its source, the value, the
-limit.
+value outside its limits is refused with one line that names the setting, its source, the value and
+the limits.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from kvflow.serve.config.catalog import (
 from kvflow.serve.config.kv_events import KvEvents
 from kvflow.serve.config.settings import DEFAULT_PORTS, ENV_PREFIX, Role, Settings
 
-# Variables that are not settings of a role: the path of the config file, the three by which `up`
-# and a prefill start their children, the URL for examples/chat.py and `declare-dead`, and the seed
-# of the tests.
+# Variables that no setting defines: the path of the config file; the three that `up` and a prefill
+# set for their child processes; the URL for examples/chat.py and `declare-dead`; the seed of the
+# tests.
 _OTHER_VARIABLES = ("CONFIG", "READY_FD", "PARENT_PID", "RANK", "URL", "SEED")
 _LAST_PORT = 65535
 _SECRETS = ("api_key", "admin_api_key")
 _BALANCE = ("balance_abs_threshold", "balance_rel_threshold")
 _PASSED_LIMIT = re.compile(r"^Expected `(int|float)` [<>]")
-# A path that begins with one of these cannot be a name on a hub, so it must exist here.
+# A path with one of these prefixes cannot be the name of a model on a hub, so it must exist on this
+# machine.
 _LOCAL = ("/", "./", "../", "~")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 
 class ConfigError(MisuseError):
-    """A setting that cannot be used; the text is one line for its user."""
+    """An unusable setting. The text is one line for the user."""
 
 
 def resolve(
@@ -58,7 +59,7 @@ def resolve(
 ) -> Settings:
     """Return the settings of one role. `flags` maps field names to values; None means "not given".
 
-    Raises: ConfigError, one line, naming the setting and its source.
+    Raises: ConfigError, with one line that names the setting and its source.
     """
     env = os.environ if env is None else env
     # A misspelt variable would otherwise be ignored silently.
@@ -70,7 +71,7 @@ def resolve(
     for name, (value, source) in _from_file(role, config or env.get(ENV_PREFIX + "CONFIG")).items():
         values[name] = _convert(name, value, source)
     for name in allowed:
-        # The canonical name comes last, so that it wins over its aliases.
+        # The canonical name is read last, so that it takes precedence over its aliases.
         for key in (*ALIASES.get(name, ()), name):
             if env_of(key) in env:
                 values[name] = _convert(name, env[env_of(key)], f"environment {env_of(key)}")
@@ -83,13 +84,14 @@ def resolve(
 
 
 def resolve_other(other: Role, flags: Mapping[str, Any], config: str | None = None) -> Settings:
-    """Return the settings of a worker that becomes `other`, from those of its flags that both roles
-    have.
+    """Return the settings for a worker that switches its role to `other`. Of `flags`, those that
+    `other` also has are kept.
 
     Raises: ConfigError.
     """
     mode = "disaggregation_mode"
-    # The mode names the role of the start, and would be refused as a contradiction.
+    # --disaggregation-mode names the role in which the worker started, and would contradict
+    # `other`.
     flags = {
         name: value
         for name, value in flags.items()
@@ -102,7 +104,7 @@ def resolve_other(other: Role, flags: Mapping[str, Any], config: str | None = No
 
 
 def unknown_variables(env: Mapping[str, str]) -> list[str]:
-    """Return the KVFLOW_* variables without a meaning, each with the closest known name."""
+    """Return one line for each unknown KVFLOW_* variable, with the closest known name."""
     known = {env_of(name): name.upper() for name in (*FIELDS, *CANONICAL, *_OTHER_VARIABLES)}
     unknown = [
         key.removeprefix(ENV_PREFIX)
@@ -116,7 +118,7 @@ def unknown_variables(env: Mapping[str, str]) -> list[str]:
 
 
 def _closest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a hint for a misspelt name; empty when no known name is close."""
+    """Return a hint for a misspelt name, empty if no known name is close."""
     found = difflib.get_close_matches(name, sorted(known), 1)
     return f"; did you mean {prefix}{found[0]}?" if found else ""
 
@@ -131,8 +133,8 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}") from None
     found: dict[str, tuple[Any, str]] = {}
-    # `prefill` and `decode` are names of tables, and also of settings of the router. A table is a
-    # dict, the setting a list.
+    # `prefill` and `decode` name both tables and settings of the router. A table is a dict, and the
+    # setting is a list.
     tables = {
         key: value
         for key, value in document.items()
@@ -140,8 +142,8 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
     }
     common = {key: value for key, value in document.items() if key not in tables}
     own = tables.pop(role, {})
-    # In tables of other roles only the names are checked, so that a typo is found by every role.
-    # The order is that of precedence: the role's table comes last and wins.
+    # In the tables of other roles only the names are checked, so that any role finds a typo. The
+    # order is that of precedence: the role's own table comes last and wins.
     for table_role, table in (*tables.items(), ("", common), (role, own)):
         where = f"config file {path}: {f'[{table_role}] ' if table_role else ''}"
         for key, value in table.items():
@@ -152,7 +154,8 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
 
 
 def _name_in_file(key: str, table_role: str, where: str) -> str:
-    """Return the setting named `key` in the table of a role, or at the top level.
+    """Return the name of the setting for `key`, found in the table of a role or at the top level
+    (an empty `table_role`).
 
     Raises: ConfigError.
     """
@@ -175,10 +178,11 @@ def _convert(name: str, value: Any, source: str) -> Any:
     if base_type(name) == tuple[str, ...] and from_text:
         value = tuple(part.strip() for part in value.split(",") if part.strip())
     try:
-        # Flags and variables are text, but a TOML file has types: there "16" is not a number.
+        # Flags and variables are text, and need conversion. A TOML file has types: there, "16" is a
+        # string and not accepted as a number.
         return msgspec.convert(value, hint, strict=not from_text)
     except msgspec.ValidationError as error:
-        # The message may end up in a log.
+        # The error may end up in a log, so it must not contain a key.
         shown = "***" if name in _SECRETS else repr(value)
         raise ConfigError(f"{source}: {shown}: {_expected(name, str(error))}") from None
 
@@ -186,7 +190,7 @@ def _convert(name: str, value: Any, source: str) -> Any:
 def _expected(name: str, error: str) -> str:
     """Return the error text for a value that msgspec refused."""
     kind = base_type(name)
-    # msgspec names only the limit that the value exceeds, and for a Literal no choices; the user
+    # msgspec names only the limit that the value violates, and no choices of a Literal. The user
     # needs the whole range.
     if get_origin(kind) is Literal:
         return f"expected one of {', '.join(repr(choice) for choice in get_args(kind))}"
@@ -219,7 +223,7 @@ def _check_storage(role: Role, settings: Settings) -> None:
 
 
 def _check_effect(role: Role, settings: Settings) -> None:
-    """Refuse settings that have no effect beside the others. Raises: ConfigError."""
+    """Refuse settings that have no effect in combination with the others. Raises: ConfigError."""
     store = tuple(name for name in FIELDS if name.startswith("mooncake_"))
     for needed, is_there, names in (
         ("a prefix cache", settings.prefix_cache != "off", ("cache_state_bytes",)),
@@ -245,8 +249,8 @@ def _check_effect(role: Role, settings: Settings) -> None:
         ),
     ):
         for name in names:
-            # A value equal to the default cannot be told from one that is not given, and is
-            # harmless.
+            # A setting given at its default value cannot be told from one that was not given. It
+            # does no harm.
             if not is_there and (value := getattr(settings, name)) != FIELDS[name].default:
                 raise ConfigError(
                     f"{flag_of(name)} {value} without {needed}: it has no effect; leave it out"

@@ -1,3 +1,3 @@
-"""The command `kvflow demo`: all roles on this machine, checked against stock transformers, with
-one abort in mid-transfer.
+"""The command `kvflow demo`: it runs all roles on this machine, compares their output with stock
+transformers, and aborts one transfer half-way.
 """

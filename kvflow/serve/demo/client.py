@@ -1,5 +1,5 @@
-"""The demo's client of a fleet: streamed completions, one abort in mid-transfer, and reports of the
-roles.
+"""The demo's client of a fleet: it streams completions, aborts one request during its transfer, and
+reads the roles' reports.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kvflow.protocols.errors import KvflowError, TransferError
 POLL_S = 0.005
 AT_REST_TIMEOUT_S = 10.0
 ABORT_TIMEOUT_S = 60.0
-ABORT_SHARE = 0.125  # share of the bytes that land before the client disconnects
+ABORT_SHARE = 0.125  # share of a room's bytes that land before the client disconnects
 
 
 class DemoError(KvflowError):
-    """The demo could not run to its end; the text is one line for its user."""
+    """The demo could not finish. The text is one line for the user."""
 
 
 class Streamed(msgspec.Struct, kw_only=True):
-    """One completion, with the times that its client measured."""
+    """One completion, with times that its client measured."""
 
     prompt: str
     text: str = ""
@@ -35,14 +35,14 @@ class Streamed(msgspec.Struct, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float:
-        """Rate of decode, in tokens per second."""
-        # The first token is left out: it waits for prefill and the transfer.
+        """Rate of the decode phase, in tokens per second."""
+        # The first token is not counted, because it waits for prefill and the transfer.
         took_s = self.total_s - self.ttft_s
         return (len(self.output_ids) - 1) / took_s if took_s > 0 else 0.0
 
 
 class Aborted(msgspec.Struct, frozen=True, kw_only=True):
-    """A room that was aborted while its pages were moving, with the reports of both sides."""
+    """A room that was aborted during its transfer, with the reports of both sides."""
 
     room: int
     bytes_at_abort: int
@@ -51,7 +51,7 @@ class Aborted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetClient:
-    """Requests to the roles of one fleet, by their URLs."""
+    """A client of the roles of one fleet, which it knows by their URLs."""
 
     def __init__(
         self, session: aiohttp.ClientSession, router: str, prefill: str, decode: str
@@ -65,10 +65,11 @@ class FleetClient:
     async def complete(
         self, prompt: str, new_tokens: int, show: Callable[[str], None] | None = None
     ) -> Streamed:
-        """Request a greedy completion of exactly `new_tokens` tokens; `show` gets each new piece of
-        text.
+        """Request a greedy completion of exactly `new_tokens` tokens. `show` is called with each
+        new piece of text.
 
-        Raises: DemoError."""
+        Raises: DemoError.
+        """
         done = Streamed(prompt=prompt)
         started = time.perf_counter()
         body = {"text": prompt, "stream": True, "sampling_params": _greedy(new_tokens)}
@@ -84,7 +85,7 @@ class FleetClient:
         return done
 
     async def pages_at_rest(self) -> bool:
-        """Return True once every page of both pools is free; False after `AT_REST_TIMEOUT_S`."""
+        """Return True when every page of both pools is free, or False after `AT_REST_TIMEOUT_S`."""
         until = time.monotonic() + AT_REST_TIMEOUT_S
         while True:
             infos = [await self.get(f"{url}/server_info") for url in (self.prefill, self.decode)]
@@ -95,18 +96,20 @@ class FleetClient:
             await asyncio.sleep(POLL_S)
 
     async def move(self, input_ids: list[int]) -> None:
-        """Complete a long prompt, only to measure its transfer. Raises: DemoError."""
+        """Request a completion of a long prompt, only so that its transfer can be measured. Raises:
+        DemoError.
+        """
         await self._read({"input_ids": input_ids, "stream": True, "sampling_params": _greedy(1)})
 
     async def latest_room(self) -> dict[str, Any]:
-        """Return the reports of both sides on the latest room."""
+        """Return both sides' reports on the latest room."""
         (line, *_) = (await self.get(f"{self.prefill}/rooms"))["rooms"]
         sides: dict[str, Any] = await self.get(f"{self.router}/rooms/{line['room']}")
         return sides
 
     async def moved(self) -> tuple[int, float]:
-        """Return the bytes of all rooms that prefill reports, and the seconds that their writes
-        took.
+        """Return how many bytes landed in all rooms that prefill reports, and how many seconds the
+        writes took.
         """
         total, seconds = 0, 0.0
         for line in (await self.get(f"{self.prefill}/rooms"))["rooms"]:
@@ -116,22 +119,23 @@ class FleetClient:
         return total, seconds
 
     async def abort_in_mid_transfer(self, input_ids: list[int]) -> Aborted:
-        """Request a completion, and disconnect when a part of its bytes landed.
+        """Request a completion, and disconnect when part of its bytes landed.
 
-        Raises: DemoError.
+        Raises: DemoError if the request fails before it can be aborted; TransferError if it ends
+        before.
         """
         body = {"input_ids": input_ids, "stream": True, "sampling_params": _greedy(8)}
         request = asyncio.create_task(self._read(body))
         try:
             room = await self._moving_room(request)
         finally:
-            # Cancelling the task closes the connection, as a client that leaves does.
+            # Cancelling the task closes the connection, as a client does that disconnects.
             request.cancel()
             await asyncio.wait([request])
         async with asyncio.timeout(AT_REST_TIMEOUT_S):
             line = await self.get(f"{self.prefill}/rooms/{room}")
-            # Slices that were running at the abort may still land, so the bytes are final only
-            # after the drain.
+            # Slices that were under way at the abort may still land, so the number of bytes is
+            # final only after the drain.
             while not line["ended"] or line["phase"] == "draining":
                 await asyncio.sleep(POLL_S)
                 line = await self.get(f"{self.prefill}/rooms/{room}")
@@ -164,7 +168,9 @@ class FleetClient:
 
 
 def _writing_s(events: list[dict[str, Any]]) -> float:
-    """Return the seconds in which at least one chunk of a room was queued and not yet landed."""
+    """Return for how many seconds at least one chunk of a room was queued and had not
+    landed yet.
+    """
     open_chunks, since_s, total_s = 0, 0.0, 0.0
     for event in events:
         if event["what"] == "chunk_queued":
@@ -181,7 +187,9 @@ def _greedy(new_tokens: int) -> dict[str, Any]:
 
 
 async def events(answer: aiohttp.ClientResponse) -> AsyncGenerator[Any, None]:
-    """Yield the JSON events of a stream. Raises: DemoError for an error status or error event."""
+    """Yield the JSON events of a stream. Raises: DemoError for an error status or an error
+    event.
+    """
     if answer.status != 200:
         raise DemoError(
             f"the router answered {answer.status}: "

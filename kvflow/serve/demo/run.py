@@ -1,6 +1,8 @@
-"""The steps of the demo: reference, completions, comparison, abort, pages.
+"""The steps of the demo: reference, completions, comparison, abort, and a check that all pages are
+free.
 
-The exit status is 0 only if all checks pass."""
+The exit status is 0 only if all checks pass.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from kvflow.serve.launch.doctor import plane_unavailable_reason
 from kvflow.serve.launch.supervisor import Fleet
 from kvflow.transports.data.select import PLANES
 
-# Exact enough for kvflow and stock transformers to agree on every token.
+# In this type, kvflow and stock transformers agree on every token.
 DTYPE = "float32"
 CONCURRENT = 8
 SHOWN = 2
@@ -37,7 +39,7 @@ TICK_S = 2.0  # longest time without a line of output
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result for one data plane, which `--json` prints."""
+    """The result for one data plane, which --json prints."""
 
     backend: str
     requests: int
@@ -59,11 +61,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-SHOWN_PLANES = ("local", "mooncake")  # without --transfer-backend
+SHOWN_PLANES = ("local", "mooncake")  # the data planes without --transfer-backend
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The model, prompts and lengths of one run of the demo."""
+    """The model, prompts and lengths for one run of the demo."""
 
     model: str
     prompts: list[str]
@@ -81,8 +83,8 @@ def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_toke
     reason = plane_unavailable_reason(backend or "mooncake")
     if backend and reason:
         raise MisuseError(reason)
-    # The roles of the demo inherit the environment, and settings of the user's real roles must not
-    # reach them.
+    # The demo's roles inherit the environment. Settings that the user made there for other roles
+    # must not reach them.
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
         del os.environ[name]
     plan = Plan(
@@ -110,19 +112,20 @@ def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_toke
 
 
 def _prompts(count: int) -> list[str]:
-    """Return distinct prompts: the curated ones first, then pairs of them joined."""
+    """Return distinct prompts: first the curated ones, then two of them joined."""
     known = list(DEMO_PROMPTS)
     joined = [f"{a} {b}" for a in known for b in known if a != b]
     return (known + joined)[:count]
 
 
 async def _all(plan: Plan, backends: list[str], output: DemoOutput) -> list[Outcome]:
-    # The reference takes long and runs beside the first fleet.
+    # The reference takes long, so it runs at the same time as the first fleet.
     expected = asyncio.create_task(_stock(plan))
     try:
         return [await _one(plan, backend, expected, output) for backend in backends]
     except ChildEndedError as error:
-        # Status 2 is a wrong setting, such as a model that does not exist: the user's to change.
+        # Status 2 reports a wrong setting, such as a model that does not exist, which the user can
+        # correct.
         if error.status == 2:
             raise MisuseError(str(error)) from None
         raise
@@ -132,9 +135,10 @@ async def _all(plan: Plan, backends: list[str], output: DemoOutput) -> list[Outc
 
 
 async def _stock(plan: Plan) -> list[list[int]]:
-    """Return the tokens that stock transformers generates, in a separate process.
+    """Return the tokens that stock transformers generates. It runs in a separate process.
 
-    Raises: DemoError."""
+    Raises: DemoError.
+    """
     request = {
         "model": plan.model,
         "dtype": DTYPE,
@@ -169,8 +173,8 @@ async def _stock(plan: Plan) -> list[list[int]]:
 async def _one(
     plan: Plan, backend: str, expected: asyncio.Task[list[list[int]]], output: DemoOutput
 ) -> Outcome:
-    """Run one data plane: a fleet at full speed, then one whose transfers are slow enough to be
-    aborted.
+    """Run the demo over one data plane: one fleet at full speed, then another whose transfers are
+    slow enough to be aborted.
     """
     output.line(
         f"\n[bold]{backend}[/]: starting router, prefill and decode with {plan.shown_model}"
@@ -197,7 +201,7 @@ async def _one(
     rate = f", {moved / seconds / 1e9:.3f} GB/s while writing" if seconds else ""
     output.line(f"{moved:,} bytes moved through [bold]{backend}[/]{rate}")
     output.room(f"a prompt of {len(long_prompt)} tokens, from both sides:", good_room)
-    # If prompts had the same output, a fleet that confuses its rooms would pass the comparison.
+    # If two prompts had the same output, a fleet that confuses its rooms could pass the comparison.
     if len({tuple(d.output_ids) for d in done}) != len(done):
         raise DemoError(
             "two prompts have the same output, so the comparison proves nothing; use another model"
@@ -219,9 +223,10 @@ async def _one(
 async def _completions(
     client: FleetClient, plan: Plan, output: DemoOutput
 ) -> tuple[list[Streamed], str]:
-    """Complete all prompts: the first ones alone, with their text shown, the others together.
+    """Complete all prompts: first a few, one by one, with their text shown, and then the others
+    concurrently.
 
-    Return the completions, and the rate of those that ran together.
+    Return the completions, and as text the rate of those that ran concurrently.
     """
     shown = []
     for prompt in plan.prompts[:SHOWN]:
@@ -246,7 +251,9 @@ async def _completions(
 
 
 def _long_prompt(done: list[Streamed], most: int) -> list[int]:
-    """Return token ids that the model generated, enough for a transfer of measurable length."""
+    """Return token ids that the model generated, as a prompt long enough for a transfer that can be
+    measured.
+    """
     ids = [token for streamed in done for token in streamed.output_ids]
     count = min(LONG_PROMPT_TOKENS, most)
     return (ids * (count // len(ids) + 1))[:count]
@@ -255,9 +262,10 @@ def _long_prompt(done: list[Streamed], most: int) -> list[int]:
 async def _aborted(
     plan: Plan, backend: str, prompt: list[int], total_bytes: int, output: DemoOutput
 ) -> tuple[Aborted, bool]:
-    """Send a long prompt to a rate-limited fleet, and disconnect while its pages move.
+    """Send a long prompt to a rate-limited fleet, and disconnect while its pages are in transfer.
 
-    Return the aborted room, and True if every page is free afterwards."""
+    Return the aborted room, and True if every page is free afterwards.
+    """
     rate = max(1, int(total_bytes / ABORT_TRANSFER_S))
     output.line(
         f"aborting a {len(prompt)}-token prompt in mid-transfer (rate limit {rate:,} bytes/s) ..."
@@ -312,7 +320,7 @@ def _fleet(plan: Plan, backend: str, rate: int) -> Fleet:
         "model_path": plan.model,
         "port": 0,
         "dtype": DTYPE,
-        # Stock transformers runs on the CPU too, and devices round differently.
+        # Stock transformers also runs on the CPU. Another device would round differently.
         "device": "cpu",
         "page_size": PAGE_SIZE,
         "num_pages": POOL_TOKENS // PAGE_SIZE,

@@ -1,4 +1,4 @@
-"""The demo's output: progress lines with --json, text and tables on a terminal."""
+"""The demo's output: text and tables on a terminal, or only progress lines with --json."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvflow.serve.demo.client import Streamed
 from kvflow.serve.demo.timeline import draw
 
 Show = Callable[[str], None]
-# Longer prompts are cut, so that the numbers of a table fit into 80 columns.
+# Longer prompts are cut, so that a table fits into 80 columns.
 PROMPT_WIDTH = 32
 
 
 class DemoOutput(Protocol):
-    """A destination for the progress and results of the demo.
+    """A destination for the demo's progress and results.
 
-    Every call is flushed, so that a pipe gets it at once.
+    Every call is flushed, so that a pipe receives it at once.
     """
 
     def line(self, text: str) -> None: ...
 
     @contextmanager
     def streaming(self, prompt: str) -> Generator[Show, None, None]:
-        """Yield a function that shows the text of one completion as it arrives."""
+        """Yield a function that shows more text of one completion as it arrives."""
         yield lambda _: None
 
     def table(self, done: list[Streamed], same: list[bool], backend: str) -> None: ...
@@ -38,10 +38,10 @@ class DemoOutput(Protocol):
 
 
 class ProgressOutput(DemoOutput):
-    """Output with --json: lines of progress on stderr."""
+    """Output with --json: progress lines on stderr."""
 
     def __init__(self) -> None:
-        # stdout is for the JSON objects alone.
+        # stdout must contain only the JSON objects.
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:

@@ -1,7 +1,7 @@
-"""The reference of the demo: stock transformers `generate`, greedy, one prompt at a time.
+"""The demo's reference: `generate` of stock transformers, greedy, one prompt at a time.
 
-It runs in a process without kvflow's engine, reads one `ReferenceRequest` as JSON from stdin, and
-writes the lists of new token ids to stdout.
+It runs in a process without kvflow's engine. It reads one `ReferenceRequest` as JSON from stdin,
+and writes the lists of new token ids as JSON to stdout.
 """
 
 from __future__ import annotations
@@ -22,21 +22,26 @@ class ReferenceRequest(msgspec.Struct):
 
 
 def load_stock(path: str, **how: Any) -> Any:
-    """Return the model at `path`, loaded with the options `how`."""
+    """Return the model at `path`, loaded with the options `how`, such that it ignores the end
+    token.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(path, **how).eval()
-    # The requests to kvflow have `ignore_eos`: only the length ends a completion.
+    # The demo's requests to kvflow set `ignore_eos`, so here too only the length may end a
+    # completion.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
 
 
 def complete(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """Return the new tokens of `prompts`, which have one length, from one greedy batch."""
+    """Return the new tokens of `prompts`, which must have the same length, generated greedily in
+    one batch.
+    """
     import torch
 
     ids = torch.tensor(prompts)
@@ -53,7 +58,7 @@ def complete(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list
 
 
 def main() -> None:
-    """Complete the prompts of one request."""
+    """Complete the prompts of one request, from stdin to stdout."""
     import torch
     from transformers import AutoTokenizer
 

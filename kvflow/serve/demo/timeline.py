@@ -1,5 +1,5 @@
-"""A drawing of one room: the events of both sides in the order of time, decode left and prefill
-right, with arrows for messages and bytes.
+"""A text drawing of one room: the events of both sides in order of time, decode on the left and
+prefill on the right, with arrows for messages and bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 
 WIDTH = 79
 _TIME, _SIDE, _LANE = 8, 25, 19  # columns
-# Labels of messages from the other side, by the receiving side and the event that it records.
+# Labels for messages from the other side, by the side that receives the message and the event that
+# it records.
 _ARRIVED = {
     ("prefill", "announced"): "announce",
     ("prefill", "matched"): "pages lent",
@@ -23,8 +24,11 @@ _ARRIVED = {
 
 
 def draw(sides: dict[str, Any]) -> list[str]:
-    """Return lines of at most `WIDTH` columns. `sides`: the answer of a router's /rooms/ID."""
-    # Both sides report times since their half of the room opened, and the time of day of that.
+    """Return the drawing as lines of at most `WIDTH` columns. `sides` is a router's answer to
+    /rooms/ID.
+    """
+    # Each side reports its times relative to when it opened its half of the room, and the time of
+    # day when it did.
     begin_s = min((side["opened_unix_s"] for side in sides.values() if side["events"]), default=0.0)
     events = [
         (side["opened_unix_s"] - begin_s + event["at_s"], role, event)
@@ -51,15 +55,16 @@ def _event(time: str, role: str, event: dict[str, Any]) -> Iterator[str]:
 
 
 def _arrow(role: str, what: str, text: str) -> str:
-    """Return the arrow beside an event; empty if neither a message nor bytes moved.
+    """Return the arrow beside an event. Empty if neither a message nor bytes moved.
 
-    A message points to the side that received it; bytes are double lines, from prefill to decode.
+    A message is an arrow to the side that received it. Bytes are a double line, from prefill to
+    decode.
     """
     width = _LANE - 2
     if role == "prefill" and what == "chunk_queued":
         return "◁" + " chunk queued ".center(width - 1, "╌")
     if role == "prefill" and what == "write_ended":
-        # The text is like "chunk 0, 32 pages: landed".
+        # The text looks like "chunk 0, 32 pages: landed".
         pages = text.partition(":")[0].rpartition(", ")[2]
         return ("◀" if text.endswith("landed") else "╳") + f" {pages} ".center(width - 1, "═")
     arrived = _ARRIVED.get((role, what))

@@ -1,13 +1,13 @@
-"""The small model that `kvflow demo` serves: a Hugging Face model directory, its training script
-and its provenance.
+"""The small model that `kvflow demo` serves: a Hugging Face model directory, with its training
+script and its provenance.
 """
 
 from pathlib import Path
 
 DEMO_MODEL_DIR = Path(__file__).parent
 
-# Openings whose greedy continuations are known to be readable and to differ from each other
-# (tests/demo_model).
+# Openings of texts. The model's greedy continuations of them are readable and differ from each
+# other (tests/demo_model).
 DEMO_PROMPTS = (
     "The assert statement",
     "A class definition",

@@ -22,12 +22,12 @@ PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SPECIAL_TOKENS = [PAD, BOS, EOS, "<|user|>", "<|assistant|>", "<|system|>"]
 VOCABULARY_SIZE = 4096
 CONTEXT_TOKENS = 4096
-# Windows as (sequences, tokens each), taken in turn: mostly short ones, and enough long ones that
-# late positions work.
+# Training windows as (sequences, tokens in each), used in turn. Most are short, but there are
+# enough long ones that late positions work.
 WINDOWS = [*[(8, 256)] * 3, (1, 2048), *[(8, 256)] * 3, (1, CONTEXT_TOKENS)]
 STEPS = 880
-# Share of input tokens replaced at random. The model soon memorizes the small text, and without
-# noise in training its own errors would derail a generation.
+# Share of input tokens replaced at random. The model soon memorizes the small text. Without this
+# noise in training, one wrong token would derail a generation.
 NOISE = 0.1
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}\n{% "
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Fit the tokenizer on `texts` and give it the chat template."""
+    """Fit a tokenizer to `texts`, and give it the chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,7 +53,8 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         bos_token=BOS,
         eos_token=EOS,
         model_max_length=CONTEXT_TOKENS,
-        # A decoded token must be the bytes it stands for: streamed pieces are joined and compared.
+        # A decoded token must be exactly the bytes that it stands for, because streamed pieces are
+        # joined and compared.
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHAT_TEMPLATE
@@ -61,8 +62,8 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Make the untrained network; three query heads share a key head, so that grouped heads are
-    always exercised.
+    """Create the untrained network. Three query heads share each key head, so that grouped heads
+    are always exercised.
     """
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
@@ -81,7 +82,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
-    """Return all texts as one row of token ids, each between a start and an end token."""
+    """Return all texts as one row of token ids, each text between a start token and an end
+    token.
+    """
     backend = tokenizer.backend_tokenizer
     start, end = backend.token_to_id(BOS), backend.token_to_id(EOS)
     rows = [[start, *backend.encode(text).ids, end] for text in texts]
@@ -89,8 +92,8 @@ def encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor
 
 
 def optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices inside the layers and AdamW for the rest, both at the same
-    update size.
+    """Return Muon for the matrices in the layers and AdamW for all other parameters, tuned to
+    updates of the same size.
     """
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     inside = {id(p) for p in matrices}
@@ -100,14 +103,14 @@ def optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimiz
 
 
 def draw(ids: torch.Tensor, step: int) -> torch.Tensor:
-    """Return the token windows [sequence, token] of one step, from random places of the text."""
+    """Return the training windows [sequence, token] of one step, from random places in the text."""
     sequences, length = WINDOWS[step % len(WINDOWS)]
     starts = torch.randint(0, len(ids) - length, (sequences,)).tolist()
     return torch.stack([ids[start : start + length] for start in starts])
 
 
 def train(model: LlamaForCausalLM, ids: torch.Tensor, steps: int, rate: float) -> None:
-    """Train in place, printing the mean loss of every 80 steps."""
+    """Train `model` in place, and print the mean loss every 80 steps."""
     steppers = optimizers(model, rate)
     started, losses = time.monotonic(), []
     for step in range(steps):
@@ -134,8 +137,8 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, steps: int, rate: float) -
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the model directory; weights as bfloat16 (half the size), declared float32 so that a
-    plain load widens.
+    """Write the model directory. The weights are stored as bfloat16, to halve the size, but
+    declared as float32, so that a plain load widens them.
     """
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -146,13 +149,13 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     model.bfloat16().save_pretrained(out)
     model.config.dtype = torch.float32
     model.config.save_pretrained(out)
-    # safetensors makes the file readable for its owner only, but all users of a machine read an
-    # installed package.
+    # safetensors makes the file readable for its owner only. All users of a machine must be able to
+    # read an installed package.
     (out / "model.safetensors").chmod(0o644)
 
 
 def main() -> None:
-    """Train with the given seed and write the model directory."""
+    """Train with the seed that is given, and write the model directory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--seed", type=int, default=20)

@@ -1,4 +1,6 @@
-"""One completion as it grows: tokens of the engine in, pieces of text with ids and logprobs out."""
+"""One completion as it grows: from the engine's tokens to pieces of text with their ids and
+logprobs.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +19,40 @@ from kvflow.serve.http.tokenizer import Detokenizer
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """The addition of one engine step: a token, or no token for a request of the prompt alone.
+    """What one engine step adds to a completion: a token, or no token if the request asks for no
+    new ones.
 
-    `finish` is "length", "stop", "abort" or None; `matched` is the stop string or token id.
+    `finish` is "length", "stop", "abort" or None. `matched` is the stop string or token id that
+    ended the completion.
     """
 
     text: str
     tokens: tuple[TokenOut, ...]
     finish: str | None = None
     matched: str | int | None = None
-    hidden_states: PackedArray | None = None  # if requested: of the last token only
-    cached_tokens: int = 0  # in the first delta: cached tokens of the prompt
+    hidden_states: PackedArray | None = None  # of the last token, if requested
+    cached_tokens: int = 0  # prompt tokens found in the cache; set in the first delta
 
 
 class Completion:
     """The sum of the deltas of one choice.
 
-    Tokens are counted and not kept: their `CompletionCall` encodes what the answer needs of each
-    one as it arrives, in a tenth of the memory of a token's log-probabilities as objects."""
+    Tokens are counted but not kept. The choice's `CompletionCall` encodes what the answer needs of
+    each token as it arrives, which takes a tenth of the memory of a token's log-probabilities as
+    objects.
+    """
 
     def __init__(self) -> None:
-        self.generated = 0  # tokens
+        self.generated = 0  # number of tokens
         self.finish: str | None = None
         self.matched: str | int | None = None
         self.hidden_states: PackedArray | None = None
-        self.cached_tokens = 0  # of the prompt; known with the first token
+        self.cached_tokens = 0  # prompt tokens found in the cache; known with the first token
         self._text = io.StringIO()
 
     @property
     def text(self) -> str:
-        """The text so far. Each access makes a copy."""
+        """The text so far. Each access copies it."""
         return self._text.getvalue()
 
     def add(self, delta: Delta) -> None:
@@ -66,11 +72,11 @@ async def detokenize(
     *,
     prompt_only: bool,
 ) -> AsyncGenerator[Delta, None]:
-    """Yield the deltas of one choice, and close the engine's iterator once a stop string is
+    """Yield the deltas of one choice, and close the engine's iterator when a stop string is
     complete.
 
-    A token that ends the completion by its id carries no text, unless the text is to include its
-    end. The prompt's log-probabilities go to `scored` before the first delta.
+    A token whose id ends the completion adds no text, unless the text is to include its end. The
+    prompt's log-probabilities are passed to `scored` before the first delta.
     """
     async with aclosing(tokens) as source:
         try:
@@ -79,8 +85,8 @@ async def detokenize(
                 if token.prompt_logprobs is not None:
                     await scored(token.prompt_logprobs)
                     token = msgspec.structs.replace(token, prompt_logprobs=None)
-                # Callers keep tokens for a while, and the hidden states of a long answer are too
-                # large for that.
+                # Callers keep tokens for a while, and the hidden states of all tokens of a long
+                # answer would take too much memory.
                 if (hidden := token.hidden_states) is not None:
                     token = msgspec.structs.replace(token, hidden_states=None)
                 if prompt_only:
@@ -109,6 +115,7 @@ async def detokenize(
         except AbortedError as error:
             if error.code is not Code.ABORTED:
                 raise
-            # Prefill received /abort_request, perhaps before this leg arrived here. The client then
-            # gets an answer with the reason "abort", as for an abort at this worker.
+            # Prefill received /abort_request, perhaps before this leg reached this worker. The
+            # client then gets a regular answer that ends with "abort", as if this worker had
+            # received it.
             yield Delta("", (), ABORT)

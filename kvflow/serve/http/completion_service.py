@@ -1,6 +1,6 @@
-"""The interface between the HTTP layer and a prefill or decode: tokens, refusals and a report.
+"""The interface between the HTTP layer and a running prefill or decode: tokens, refusals, reports.
 
-`engine_services` and `group_service` implement it, and `launch/roles.py` makes the objects.
+`engine_services` and `group_service` implement it, and `launch/roles.py` creates the objects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvflow.telemetry.histogram import Histogram
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """The served model, as clients and routers see it."""
+    """Description of the served model for clients and routers."""
 
     path: str
     name: str
@@ -36,25 +36,27 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     context_length: int
     vocab_size: int
-    sampling_defaults: dict[str, float] = {}  # of the OpenAI routes, for fields that a body omits
+    # For fields that a body of the OpenAI routes omits.
+    sampling_defaults: dict[str, float] = {}
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion to generate: the room of its KV, its prompt and its sampling."""
+    """One completion to generate: the room for its KV, its prompt and its sampling parameters."""
 
     room: int
-    prefill: str  # "host:port" of the bootstrap registry; a prefill ignores it
-    # The group of prefill's ranks that serves the room; `room % dp_size` if None.
+    prefill: str  # "host:port" of its bootstrap registry; ignored by a prefill
+    # The group of prefill's ranks that serves the room. None means group `room % dp_size`.
     prefill_dp_rank: int | None = None
     prompt: PromptIds
     params: SamplingParams
-    namespace: Namespace = ANY  # of the prefix cache
-    checked: CheckedPrompt | None = None  # of a long prompt, see `generation_requests.with_digests`
+    namespace: Namespace = ANY  # the part of the prefix cache that the prompt shares
+    # Digests of a long prompt, see `generation_requests.with_digests`.
+    checked: CheckedPrompt | None = None
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Live figures of one rank of a worker over several ranks: the last status that it sent, if
-    it is `up`.
+    """Live figures of one rank of a worker with several ranks. If it is `up`, they are from the
+    last status that it sent.
     """
 
     rank: int
@@ -64,9 +66,9 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     pages_total: int = 0
     pages_at_rest: bool = False
     pinned_pages: int = 0
-    rooms: dict[str, int] = {}  # open ones, by state
-    requests: int = 0  # the rank computes their pages, or will
-    tickets: int = 0  # requests of the group that did not end at the rank yet
+    rooms: dict[str, int] = {}  # open rooms, by state
+    requests: int = 0  # requests that the rank computes or will compute
+    tickets: int = 0  # requests of the group that did not end at this rank yet
     bytes_moved: int = 0
     internal_errors: dict[str, int] = {}
     messages_dropped: int = 0
@@ -74,20 +76,20 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(NodeReport, frozen=True, kw_only=True):
-    """Live figures for /server_info and every gauge; cheap enough to make every second."""
+    """Live figures for /server_info and for all gauges. Cheap enough to make every second."""
 
-    queue_seconds: Histogram | None = None  # shared with the engine, which still fills it
+    queue_seconds: Histogram | None = None  # the engine's own object, which it continues to fill
     running: int = 0
     waiting: int = 0
     optimism: EngineOptimism | None = None  # prefill only
-    cache: CacheStats | None = None  # if prefixes are cached
+    cache: CacheStats | None = None  # None if prefixes are not cached
     # Addresses and counters of the publisher of cache events.
     kv_events: dict[str, Any] | None = None
     retraction: EngineRetractions | None = None  # decode only
     decode_steps: int | None = None  # decode only
     pp_size: int = 1
     tp_size: int = 1
-    ranks: tuple[RankReport, ...] = ()  # empty for a worker of one rank
+    ranks: tuple[RankReport, ...] = ()  # empty for a worker with one rank
 
 
 class CompletionService(Protocol):
@@ -101,53 +103,57 @@ class CompletionService(Protocol):
 
     @property
     def unavailable_reason(self) -> str:
-        """The reason why no request can be served now; empty while requests can be served."""
+        """Reason why no request can be served now. Empty while requests can be served."""
 
     @property
     def limits(self) -> EngineLimits:
-        """Limits of a single request that has the whole pool."""
+        """Limits of a single request that has the whole pool to itself."""
 
     def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
-        """Yield the tokens of `request`: prefill the first one, once its KV landed at decode;
-        decode all.
+        """Yield the tokens of `request`. A prefill yields the first one, once its KV landed at
+        decode. A decode yields all of them.
 
         Closing the iterator aborts the room. Raises: KvflowError.
         """
 
     def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
-        """End a room whose request never reached `tokens`, so that the other leg gets the cause.
+        """End a room whose request never reached `tokens`, so that the other leg receives the
+        cause.
 
-        `prefill` is the address of its registry, empty when unknown, and `dp_rank` the group there;
-        a prefill ignores both. Never raises."""
+        `prefill` is the address of its registry, empty if unknown, and `dp_rank` is the group
+        there. A prefill ignores both. Never raises.
+        """
 
     def abort(self, request: GenerationRequest) -> None:
-        """Announce that the caller is about to close the tokens of `request`.
+        """Announce that the caller is about to close the iterator of `request`.
 
-        Where that would look like a failure to the other leg, it gets `Code.ABORTED` instead."""
+        If the other leg would take that for a failure, it receives `Code.ABORTED` instead.
+        """
 
     def end_requests(self) -> None:
-        """Accept no more requests, and end all that run or wait with `Code.SHUTDOWN`, at both
-        legs.
+        """Accept no more requests, and end all running and waiting ones with `Code.SHUTDOWN`, on
+        both legs.
         """
 
     def report(self) -> Report: ...
 
     def rooms(self) -> Sequence[dict[str, Any]]:
-        """Return open and recently ended rooms, one entry each."""
+        """Return one entry for each open or recently ended room."""
 
     def story(self, room: int) -> dict[str, Any] | None:
-        """Return the events of a room with their times, and the bytes landed of those to move;
-        None for an unknown room.
+        """Return the events of a room with their times, and at a prefill also how many bytes landed
+        and how many there are. Return None for an unknown room.
         """
 
     def peers(self) -> Sequence[dict[str, Any]]:
-        """Return the nodes of the other role that this one knows, one entry each."""
+        """Return one entry for each node of the other role that this one knows."""
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """Record an operator's assurance that a prefill writes no more (see `Node.declare_dead`).
+        """Record an operator's assurance that the peer with this incarnation no longer writes (see
+        `Node.declare_dead`).
 
         Raises: MisuseError.
         """
 
     async def flush_cache(self) -> None:
-        """Drop every cached prefix; requests that read one keep it until they end."""
+        """Drop every cached prefix. A request that reads one keeps its pages until it ends."""

@@ -1,4 +1,6 @@
-"""The completion services of both roles: an engine and a node behind the interface for HTTP."""
+"""The completion services of both roles: an engine and a node behind the interface that
+HTTP uses.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import EngineOptimism, EngineRetractions, TokenOut
 from kvflow.serve.http.completion_service import GenerationRequest, ModelCard, Report
 
-if TYPE_CHECKING:  # importing the engines imports torch
+if TYPE_CHECKING:  # the engines import torch, which is slow
     from kvflow.handlers.group import GroupRequest
     from kvflow.serve.cache.prefix import Prefix
     from kvflow.serve.engine.scheduler.budget import Admission
@@ -36,7 +38,7 @@ E = TypeVar("E", bound="PrefillEngine | DecodeEngine")
 
 
 class RecentRooms:
-    """The latest rooms, kept for /rooms and their stories; bounded."""
+    """The latest `REMEMBERED_ROOMS` rooms, for /rooms and their stories."""
 
     def __init__(self) -> None:
         self._rooms: OrderedDict[int, PrefillRoom | DecodeRoom] = OrderedDict()
@@ -48,7 +50,7 @@ class RecentRooms:
             self._rooms.popitem(last=False)
 
     def close(self, cause: Cause) -> None:
-        """End all open rooms."""
+        """End all rooms that are still open."""
         for room in list(self._rooms.values()):
             room.close(cause)
 
@@ -69,8 +71,8 @@ class RecentRooms:
             }
             for line in room.story()
         ]
-        # With the time of day, the stories of both halves of a room can be merged, if the clocks of
-        # their machines agree.
+        # With the time of day, a client can merge the stories of both halves of a room, if the
+        # clocks of their machines agree.
         opened_unix_s = time.time() - (time.monotonic() - room.opened_at_s)
         return {**_summary(room), "opened_unix_s": round(opened_unix_s, 6), "events": events}
 
@@ -90,7 +92,7 @@ def _summary(room: PrefillRoom | DecodeRoom) -> dict[str, Any]:
 
 
 def owned_by_kind(pages: PageAllocator) -> dict[str, int]:
-    """Count the pages (or rows) that are not free, by kind of owner."""
+    """Return the number of pages (or rows) that are not free, by kind of owner."""
     kinds: dict[str, int] = {}
     for owner, count in pages.owned().items():
         kind = owner[0] if isinstance(owner, tuple) else type(owner).__name__.lower()
@@ -100,7 +102,7 @@ def owned_by_kind(pages: PageAllocator) -> dict[str, int]:
 
 
 class EngineService(Generic[N, E]):
-    """The common part of both roles, over one node and one engine."""
+    """What both roles have in common: a service over one node and one engine."""
 
     def __init__(self, card: ModelCard, node: N, engine: E, timeout_s: float) -> None:
         self.card = card
@@ -155,11 +157,11 @@ class EngineService(Generic[N, E]):
         )
 
     def _optimism(self) -> EngineOptimism | None:
-        """Return counters of prompts that began before decode lent pages; None for a decode."""
+        """Return counters of prompts that began before decode lent pages. None for a decode."""
         return None
 
     def _retraction(self) -> EngineRetractions | None:
-        """Return counters of retracted requests; None for a prefill, which retracts no request."""
+        """Return counters of retracted requests. None for a prefill, which retracts none."""
         return None
 
     def _decode_steps(self) -> int | None:
@@ -176,12 +178,12 @@ class EngineService(Generic[N, E]):
 
     def declare_dead(self, incarnation: int, why: str) -> None:
         """See `CompletionService.declare_dead`."""
-        # A prefill takes the declaration as well: it may have been a decode before a switch of
-        # role, and its pool may still have pages that it lent then.
+        # A prefill accepts the declaration too. Before a role switch it may have been a decode, and
+        # its pool may still have pages that it lent then.
         self._node.declare_dead(incarnation, why)
 
     def abort(self, request: GenerationRequest) -> None:
-        """Do nothing: when decode aborts, no router reads the answer of prefill's leg."""
+        """Do nothing. No router reads the answer of prefill's leg after decode aborted."""
 
     async def flush_cache(self) -> None:
         if (cache := self._engine.cache) is not None:
@@ -189,20 +191,20 @@ class EngineService(Generic[N, E]):
 
 
 class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
-    """The service of a prefill: it computes one prompt per request, moves its KV to decode, and
-    yields the first token.
+    """The service of a prefill. For each request it computes the prompt, moves its KV to decode,
+    and yields the first token.
     """
 
     def __init__(
         self, card: ModelCard, node: PrefillNode, engine: PrefillEngine, timeout_s: float
     ) -> None:
         super().__init__(card, node, engine, timeout_s)
-        # By `id` of the request, since a later request may use the number of a room again.
+        # The keys are `id(request)`, since a later request may have the same room number.
         self._open: dict[int, PrefillRoom | GroupRequest] = {}
 
     @property
     def rank(self) -> RankInfo:
-        """The entry of this rank in the bootstrap registry."""
+        """This rank's entry in the bootstrap registry."""
         return self._node.info
 
     def _optimism(self) -> EngineOptimism:
@@ -235,8 +237,8 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
 
 
 def whole_answer(first: TokenOut) -> TokenOut:
-    """Return the first token as a completion that is finished, which a router expects of a
-    prefill.
+    """Return the first token marked as the end of its completion, which routers expect of a
+    prefill's answer.
     """
     if first.finish_reason is not None:
         return first
@@ -244,8 +246,8 @@ def whole_answer(first: TokenOut) -> TokenOut:
 
 
 class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
-    """The service of a decode: it lends pages to prefill, and yields all tokens once they
-    landed.
+    """The service of a decode. For each request it lends pages to prefill, and yields all tokens
+    once the KV landed.
     """
 
     def _retraction(self) -> EngineRetractions:
@@ -261,8 +263,8 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             )
             self._node.counts.room_refused(error.cause())
             raise error
-        # The room is announced before it waits for pages: prefill's leg then waits as long as this
-        # decode lives, or receives the cause of its end.
+        # The room is announced before the request waits for pages. Prefill's leg then waits for as
+        # long as this decode lives, or receives the cause if the room ends early.
         prompt = request.checked or request.prompt
         try:
             room = self._node.announce(
@@ -288,8 +290,8 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
                 prefix.release()
             if admission is not None:
                 admission.release()
-            # The groups of an unknown prefill are known only after its registry answered, so
-            # `offer` can raise this as well as `announce`.
+            # If the prefill was unknown, its groups become known only when its registry answers. So
+            # `offer` can raise this too, not only `announce`.
             if isinstance(error, DpRankError):
                 raise self._refused_group(request, error) from None
             raise
@@ -298,7 +300,7 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             async for token in tokens:
                 yield token
         except KvflowError as error:
-            # A room counts its failures until it succeeds; later ones are counted here.
+            # A room counts its own failures until it succeeds. Later ones are counted here.
             if room.phase is DecodePhase.SUCCESS:
                 self._node.counts.engine_failed(error.code)
             raise
@@ -306,7 +308,7 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             await tokens.aclose()
 
     def _refused_group(self, request: GenerationRequest, error: DpRankError) -> RequestError:
-        """Refuse the room at prefill, whose leg may wait at any group, and return the error of this
+        """Refuse the room at prefill, whose leg may wait in any group. Return the error for this
         leg.
         """
         refused = RequestError(f"disagg_prefill_{error}", param="disagg_prefill_dp_rank")
@@ -314,7 +316,7 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
         return refused
 
     async def _admit(self, request: GenerationRequest, room: DecodeRoom) -> Admission:
-        """Wait for a place in the batch and a promise of pages, until the room ends.
+        """Wait for a place in the batch and a promise of pages. The wait ends if the room ends.
 
         Raises: KvflowError.
         """
@@ -329,11 +331,11 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
         try:
             return await waiting
         except asyncio.CancelledError:
-            # The admission may arrive in the turn of the loop in which this task is cancelled, and
-            # would otherwise keep its place.
+            # The admission may be granted in the same turn of the loop in which this task is
+            # cancelled. It would then keep its place forever.
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
                 waiting.result().release()
-            # `stop_waiting` cancelled the wait because the room ended; `opened` raises the cause.
+            # If the room ended, `stop_waiting` cancelled the wait, and `opened` raises the cause.
             if room.ended:
                 await room.opened()
             raise

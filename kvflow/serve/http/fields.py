@@ -1,8 +1,9 @@
-"""The table of every request field of OpenAI, SGLang or vLLM, with the treatment by this server.
+"""The table of all request fields of OpenAI, SGLang and vLLM, and of how this server treats them.
 
-The table is FIELDS.md beside this file, which users read too. The server refuses bodies by it: a
-field that would change the answer, is not implemented and is not at its default is a 400 that names
-it, since the answer without it would be wrong. Fields that are not in the table are ignored.
+The table is read from FIELDS.md beside this file, which also documents the fields for users. A
+request is refused with a 400 that names the field if a field would change the answer, is not
+implemented, and has a value other than its default: the answer without it would be wrong. Fields
+that are not in the table are ignored.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ SOURCES = {"O": "OpenAI", "S": "SGLang", "V": "vLLM", "K": "kvflow"}
 _LETTERS = {name: letter for names in (BODIES, SOURCES) for letter, name in names.items()}
 UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
 _PAGE = Path(__file__).with_name("FIELDS.md")
-_VALUE = re.compile("`(.*?)`")  # each match is a JSON value
+_VALUE = re.compile("`(.*?)`")  # the text between the backticks is JSON
 
 
 class Field(NamedTuple):
-    """One field. `bodies` and `known_to` are letters of `BODIES` and `SOURCES`.
+    """One field. `bodies` and `known_to` are strings of letters: keys of `BODIES` and `SOURCES`.
 
-    `accepts` are the values at which a refused field has no effect; `example` is another value, for
+    `accepts` has the values at which a refused field has no effect. `example` is another value, for
     tests.
     """
 
@@ -45,8 +46,8 @@ class Field(NamedTuple):
     example: Any = True
 
     def changes_nothing(self, value: Any) -> bool:
-        """Return True for a value at which a refused field has no effect."""
-        # In Python False == 0, but a field that accepts one need not accept the other.
+        """Return True if a refused field has no effect at this value."""
+        # In Python False == 0, but a field that accepts one of them need not accept the other.
         return any(
             value == one and isinstance(value, bool) == isinstance(one, bool)
             for one in self.accepts
@@ -54,7 +55,7 @@ class Field(NamedTuple):
 
 
 def _tables() -> Iterator[tuple[str, tuple[Field, ...]]]:
-    """Yield the heading and the fields of each table of the page."""
+    """Yield the heading and the fields of each table in FIELDS.md."""
     for section in _PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
         heading, _, table = section.partition("\n")
         head, _, *rows = table.strip().splitlines()
@@ -89,10 +90,12 @@ TABLE = dict(_tables())
 
 
 def names_of(standing: str, body: str) -> frozenset[str]:
-    """Return the names of all fields of one standing in one body."""
+    """Return the names of the fields that have this standing (`WORKS`, `REFUSED` or `HARMLESS`) in
+    a body.
+    """
     return frozenset(field.name for field in TABLE[standing] if body in field.bodies)
 
 
 def refused_in(body: str) -> dict[str, Field]:
-    """Return the refused fields of one body, by name."""
+    """Return the fields that are refused in a body, by name."""
     return {field.name: field for field in TABLE[REFUSED] if body in field.bodies}

@@ -1,6 +1,7 @@
-"""POST /generate, the route of SGLang: text or token ids in, text and token ids out.
+"""POST /generate, SGLang's route: text or token ids in, text and token ids out.
 
-A stream is cumulative: every event repeats the answer so far."""
+A stream is cumulative: every event repeats the whole answer so far.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from kvflow.telemetry.requests import CURRENT
 
 
 class _Grown:
-    """The part of an answer that every event of one choice repeats; each token is encoded once."""
+    """The part of a choice's answer that every event repeats. Each token is encoded only once."""
 
     def __init__(self, token_text: Callable[[int], str | None]) -> None:
         self._token_text = token_text
@@ -58,7 +59,9 @@ class _Grown:
     async def add_prompt(
         self, scores: PromptLogprobs, prompt: PromptIds, asked_ids: tuple[int, ...] = ()
     ) -> None:
-        """Add the log-probabilities of the prompt, which may be long, in turns of the loop."""
+        """Add the log-probabilities of the prompt. It may be long, so other tasks run in
+        between.
+        """
         async for token in in_turns(scores.tokens(prompt, asked_ids)):
             self.input_logprobs.add(self._named(token.token_id, token.logprob))
             self.input_top_logprobs.add(self._all_named(token.top_logprobs) or None)
@@ -87,7 +90,7 @@ class GenerateCall:
         self._is_list = False
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        """Make one request per prompt and choice, from `text` or `input_ids`."""
+        """Return one request for each prompt and choice, from `text` or `input_ids`."""
         body = self.body
         if body.text is not None and body.input_ids is not None:
             raise RequestError("text and input_ids are both given; send one of them")
@@ -95,7 +98,7 @@ class GenerateCall:
             prompts, several = prompt_ids(body.input_ids)
         elif body.text is not None:
             texts = [body.text] if isinstance(body.text, str) else body.text
-            # A first check, before the work of tokenizing: `n` is known only later.
+            # This first check saves the work of tokenizing too many texts. `n` is known only later.
             check_count(len(texts), 1)
             prompts = [await pipeline.tokenizer.encode(text, param="text") for text in texts]
             several = isinstance(body.text, list)
@@ -122,7 +125,7 @@ class GenerateCall:
         self._grown[index].add(delta, self._requests[index].params)
 
     def answer(self, completions: list[Completion]) -> Any:
-        """Return one object, or a list for several completions."""
+        """Return one object, or a list of objects for several completions."""
         answers = [self._one(i, completion) for i, completion in enumerate(completions)]
         return answers if self._is_list else answers[0]
 
@@ -130,9 +133,9 @@ class GenerateCall:
         return []
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """Return one event for any number of deltas, since it is cumulative.
+        """Return one event for any number of deltas, since events are cumulative.
 
-        SGLang also skips events that a slow client did not receive yet.
+        SGLang also skips events for a client that reads slowly.
         """
         event = self._one(index, completion)
         return [{**event, "index": index} if self._is_list else event]

@@ -1,6 +1,7 @@
-"""Conversion of a request body into generation requests, one per prompt and choice.
+"""Conversion of a request body into generation requests, one for each prompt and choice.
 
-Each has its room, and is checked against the limits."""
+Each request has a room of its own, and was checked against the limits.
+"""
 
 from __future__ import annotations
 
@@ -40,50 +41,58 @@ DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_ID_DIGITS = 10
 MAX_SALT = 512  # characters
-MAX_ANSWER_ID = 512  # characters: every event of a stream repeats it
-# Packed size of the log-probabilities of all prompts of a body: a fifth of their JSON.
+MAX_ANSWER_ID = 512  # characters; every event of a stream repeats the id
+# Largest packed size of the prompts' log-probabilities in one body. As JSON they are five times as
+# large.
 MAX_SCORES_BYTES = 1 << 24
-# Prompts with this many tokens are hashed in a thread; shorter ones take less than 100 us of the
-# event loop.
+# Prompts of at least this many tokens are hashed in a thread. Shorter ones take less than 100 us on
+# the event loop.
 LONG_PROMPT = 1 << 15
 T = TypeVar("T")
-# Fields that a model's generation_config.json may set, with the values that have no effect.
+# Fields that a model's generation_config.json may set, each with the value that has no effect.
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _NO_SAMPLING = GenerateSampling()
 _NOT_ASKED: HiddenStates = False
 _DP_RANKS = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")
-# Stands for an invalid group in a body: no group has this number, so a refusal goes to all of them.
+# Stands for an invalid group in a body. No group has this number, so a refusal is sent to all
+# groups.
 _NO_DP_RANK = -1
 _ROOM_MASK = (1 << 63) - 1
-# A step by the golden ratio spreads the derived rooms, so that rooms derived from different ids
-# hardly ever collide.
+# Rooms derived from one id are this step apart. It is 2**64 divided by the golden ratio, which
+# spreads them, so that rooms derived from different ids hardly ever collide.
 _ROOM_STEP = 0x9E3779B97F4A7C15
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
-    """Limits and defaults of this role for a request."""
+    """Limits and defaults of this role for requests."""
 
     engine: EngineLimits
-    generates: bool  # decode keeps prompt and completion in its pool, prefill only the prompt
-    bootstrap_port: int  # used where a body gives a prefill's host without a port
-    sampling_defaults: Mapping[str, float]  # of the OpenAI routes, for fields that a body omits
+    # Decode keeps prompt and completion in its pool, and prefill only the prompt.
+    generates: bool
+    # For a body that gives a prefill's host without a port.
+    bootstrap_port: int
+    # For fields that a body of the OpenAI routes omits.
+    sampling_defaults: Mapping[str, float]
     low_priority_first: bool = False
 
     def tokens_left(self, prompt: PromptIds) -> int:
-        """Return how many new tokens fit after `prompt`; defaults do not exceed it."""
+        """Return how many new tokens fit after `prompt`. The default number of new tokens is at
+        most this.
+        """
         return max(1, min(self.engine.context_length, self.engine.pool_tokens) - len(prompt))
 
     def priority(self, given: int | None) -> int:
-        """Convert a body's priority to the engine's, where the larger one starts first."""
-        # `~n` keeps the order of `-n`, and unlike it fits into 64 bits for the smallest `n`.
+        """Convert a body's priority to the engine's, for which a larger number starts first."""
+        # `~n` reverses the order as `-n` does, and also fits into 64 bits for the smallest `n`.
         return ~(given or 0) if self.low_priority_first else given or 0
 
     def check(self, body: Rendezvous, prompt: PromptIds, params: SamplingParams) -> None:
         """Check a request against the limits.
 
-        Raises: RequestError (400)."""
-        # The engine reports a request that is too large as a lack of capacity (503). One that can
-        # never fit is an error of the client, and must not be retried.
+        Raises: RequestError (400).
+        """
+        # The engine reports a request that is too large as a lack of capacity (503). A request that
+        # can never fit is an error of the client, who must not retry it.
         with _refused(_prompt_field(body)):
             self.engine.check_prompt(prompt)
         with _refused(None):
@@ -94,7 +103,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def _refused(param: str | None) -> Iterator[None]:
-    """Convert refusals of the engine in the block to a RequestError about `param`."""
+    """Convert the engine's refusals within the block to a RequestError about the field `param`."""
     try:
         yield
     except CapacityError as error:
@@ -116,7 +125,9 @@ def _limit_field(body: Rendezvous) -> str:
 
 
 def choices_of_generate(body: GenerateRequest, prompts: int) -> int:
-    """Return the number of completions per prompt of a /generate body. Raises: RequestError."""
+    """Return the number of completions for each prompt of a /generate body. Raises:
+    RequestError.
+    """
     given = {
         _of_prompt("sampling_params", body.sampling_params, i, prompts, _NO_SAMPLING).n
         for i in range(prompts)
@@ -129,9 +140,9 @@ def choices_of_generate(body: GenerateRequest, prompts: int) -> int:
 async def params_of_generate(
     body: GenerateRequest, prompts: list[PromptIds], limits: RequestLimits
 ) -> list[SamplingParams]:
-    """Return the sampling of each prompt of a /generate body. Raises: RequestError."""
-    # By identity of `sampling_params`: a body may have one object for thousands of prompts, and its
-    # fields are converted once.
+    """Return the sampling parameters for each prompt of a /generate body. Raises: RequestError."""
+    # A body may have one `sampling_params` object for thousands of prompts. Its fields are
+    # converted once, and kept here by the object's `id`.
     made: dict[int, dict[str, Any]] = {}
     return [
         _params_of_prompt(body, i, prompts, limits, made)
@@ -162,7 +173,7 @@ def _params_of_prompt(
     if most is None:
         most = min(DEFAULT_MAX_NEW_TOKENS, limits.tokens_left(prompt))
     start = _of_prompt("logprob_start_len", body.logprob_start_len, index, count, -1)
-    # The default of SGLang, -1, asks for no log-probabilities of the prompt.
+    # -1 is SGLang's default, and asks for no log-probabilities of the prompt.
     scored_from = start if scored and start != -1 else None
     return SamplingParams(
         **fields,
@@ -178,7 +189,9 @@ def _params_of_prompt(
 def _wants_hidden(body: GenerateRequest, index: int, prompts: int) -> bool:
     """Return True if the body asks for the hidden states of the last token.
 
-    Raises: RequestError for those of every token: a prompt's do not fit into a hand-over."""
+    Raises: RequestError if it asks for those of every token. A prompt's do not fit into a
+    hand-over.
+    """
     given = _of_prompt(
         "return_hidden_states", body.return_hidden_states, index, prompts, _NOT_ASKED
     )
@@ -192,7 +205,9 @@ def _wants_hidden(body: GenerateRequest, index: int, prompts: int) -> bool:
 
 
 def _asked_ids(given: list[Any] | None, index: int, prompts: int) -> tuple[int, ...]:
-    """Return the ids for one prompt; `given` has ids for every prompt, or one list for each."""
+    """Return the token ids for one prompt. `given` is a list of ids for all prompts, or has one
+    list for each.
+    """
     if not given or all(isinstance(one, int) for one in given):
         return tuple(given or ())
     if not all(isinstance(one, list) for one in given):
@@ -202,7 +217,9 @@ def _asked_ids(given: list[Any] | None, index: int, prompts: int) -> tuple[int, 
 
 
 def _of_prompt(name: str, value: T | list[T] | None, index: int, prompts: int, unset: T) -> T:
-    """Return the value of a field for one prompt; it has one value for all prompts, or a list."""
+    """Return a field's value for one prompt. `value` is one value for all prompts, or a list with
+    one for each.
+    """
     if isinstance(value, list):
         if len(value) != prompts:
             raise RequestError(
@@ -215,7 +232,9 @@ def _of_prompt(name: str, value: T | list[T] | None, index: int, prompts: int, u
 def params_of_chat(
     body: ChatRequest, prompt: PromptIds, bad_words: BadWords, limits: RequestLimits
 ) -> SamplingParams:
-    """Return the sampling of a chat body; without a limit the answer may fill the context."""
+    """Return the sampling parameters of a chat body. Without a limit the answer may fill the
+    context.
+    """
     most = body.max_completion_tokens or body.max_tokens or limits.tokens_left(prompt)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -227,7 +246,7 @@ def params_of_chat(
 def params_of_completion(
     body: CompletionRequest, prompts: list[PromptIds], bad_words: BadWords, limits: RequestLimits
 ) -> list[SamplingParams]:
-    """Return the sampling of each prompt of a completions body."""
+    """Return the sampling parameters for each prompt of a completions body."""
     fields = _openai_fields(body, bad_words, limits)
     fields["logprobs"] = body.logprobs
     fields["prompt_logprobs_from"] = 0 if body.echo and body.logprobs is not None else None
@@ -273,8 +292,9 @@ def _sampling_fields(
 
 
 def _biases(given: dict[str, float]) -> LogitBias:
-    """Convert `logit_bias`. Raises: RequestError for a key that is not a token id."""
-    # One entry beyond the limit is enough for `LogitBias` to refuse the whole, however large.
+    """Convert `logit_bias`. Raises: RequestError if a key is not a token id."""
+    # `LogitBias` refuses too many entries, and needs only one beyond the limit for that. So a huge
+    # object is never read whole.
     for key in itertools.islice(given, MAX_LOGIT_BIAS + 1):
         if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
             raise RequestError(
@@ -286,9 +306,9 @@ def _biases(given: dict[str, float]) -> LogitBias:
 
 
 def check_count(prompts: int, choices: int) -> None:
-    """Check the number of completions, before their prompts are read.
+    """Check the number of completions before their prompts are read.
 
-    Raises: RequestError for more than a body may ask for.
+    Raises: RequestError if there are none, or more than a body may ask for.
     """
     if not 1 <= prompts * choices <= MAX_COMPLETIONS:
         text = (
@@ -305,9 +325,9 @@ def generation_requests(
     choices: int,
     limits: RequestLimits,
 ) -> list[GenerationRequest]:
-    """Make one request per prompt and choice, prompt by prompt.
+    """Return one request for each prompt and choice. The choices of a prompt follow each other.
 
-    Raises: RequestError naming the field that is wrong.
+    Raises: RequestError that names the wrong field.
     """
     check_count(len(prompts), choices)
     total = len(prompts) * choices
@@ -320,7 +340,7 @@ def generation_requests(
     for i in range(total):
         prompt, sampling = prompts[i // choices], params[i // choices]
         choice = i % choices
-        # With the same seed all choices would be the same text.
+        # With equal seeds, all choices would have the same text.
         if choice and sampling.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + choice)
         room, prefill = _rendezvous(body, i, total, limits.bootstrap_port)
@@ -340,13 +360,15 @@ def generation_requests(
 
 
 def _namespace(body: Rendezvous, index: int, prompts: int) -> Namespace:
-    """Return the namespace in which a prompt shares cached pages. Raises: RequestError."""
+    """Return the namespace of the prefix cache in which a prompt shares pages. Raises:
+    RequestError.
+    """
     parts = []
     for name in ("cache_salt", "extra_key"):
         part = _of_prompt(name, getattr(body, name), index, prompts, "")
         if len(part) > MAX_SALT:
             raise RequestError(f"{name}: {len(part)} characters, limit {MAX_SALT}", param=name)
-        # `namespace_of` joins the two with a NUL.
+        # `namespace_of` joins the two parts with a NUL.
         if "\0" in part:
             raise RequestError(f"{name}: it has a NUL character", param=name)
         parts.append(part)
@@ -360,9 +382,9 @@ def _check_scores(
     choices: int,
     limits: RequestLimits,
 ) -> None:
-    """Check the size of the log-probabilities of all prompts. Raises: RequestError."""
-    # Every choice has those of its prompt, in its hand-over and in the answer, so they count once
-    # per choice.
+    """Check the total size of the prompts' log-probabilities. Raises: RequestError."""
+    # Each choice has its prompt's log-probabilities in its hand-over and in the answer, so they
+    # count once for each choice.
     scores = (
         limits.engine.scores_bytes(len(prompt), one)
         for prompt, one in zip(prompts, params, strict=True)
@@ -380,16 +402,17 @@ def _check_scores(
 
 
 def _check_dp_ranks(body: Rendezvous, *, is_decode: bool) -> None:
-    """Check the data-parallel ranks of a body. Raises: RequestError."""
-    # A worker is one group, number 0. A prefill embedded in another engine may have more; decode
-    # learns them from its registry, and here only the bound of all groups can be checked.
+    """Check the data-parallel ranks in a body. Raises: RequestError."""
+    # A worker of kvflow is a single group, number 0. A prefill embedded in another engine may have
+    # more groups. Decode learns their number only from that prefill's registry, so here only the
+    # general bound can be checked.
     role = "decode" if is_decode else "prefill"
     for name in _DP_RANKS:
         if (given := getattr(body, name)) is None:
             continue
         of_another = is_decode and name == "disagg_prefill_dp_rank"
         most = MAX_RANKS - 1 if of_another else 0
-        # `isinstance` would accept True, which JSON can also contain.
+        # `isinstance` would also accept True, which JSON can contain.
         if type(given) is not int or not 0 <= given <= most:
             text = f"{name}: {str(given)[:40]!r} is not an integer in 0..{most}"
             raise RequestError(
@@ -408,7 +431,9 @@ def _check_answer_ids(body: Rendezvous, total: int) -> None:
 
 
 async def with_digests(requests: list[GenerationRequest]) -> list[GenerationRequest]:
-    """Return the requests with the digests of long prompts, each computed once and in a thread."""
+    """Return the requests, with digests added for long prompts. Each digest is computed once, in a
+    thread.
+    """
     checked: dict[int, CheckedPrompt] = {}
     for request in requests:
         if len(request.prompt) >= LONG_PROMPT and id(request.prompt) not in checked:
@@ -424,16 +449,17 @@ async def with_digests(requests: list[GenerationRequest]) -> list[GenerationRequ
 
 
 def rooms_of(body: Rooms, default_port: int) -> list[tuple[int, str, int | None]]:
-    """Return every valid room id in a body, "host:port" of its prefill's registry (empty if the
-    body has none) and the group there.
+    """Return, for every valid room id in a body: the room, "host:port" of its prefill's registry
+    (empty if the body has none), and the group there.
 
-    For refusals before there are generation requests."""
+    This is for refusals, before there are generation requests.
+    """
     group = body.disagg_prefill_dp_rank
     if group is not None and type(group) is not int:
         group = _NO_DP_RANK
     named = body.bootstrap_room
     total = len(named) if isinstance(named, list) else 0 if named is None else 1
-    # No leg accepts such a body, so no room of it waits.
+    # No leg accepts so many completions, so none waits for any of these rooms.
     if total > MAX_COMPLETIONS:
         return []
     found = []
@@ -445,7 +471,7 @@ def rooms_of(body: Rooms, default_port: int) -> list[tuple[int, str, int | None]
 
 def _rendezvous(body: Rooms, index: int, total: int, default_port: int) -> tuple[int, str]:
     """Return the room of one completion, and "host:port" of its prefill's registry (empty if the
-    body has no host).
+    body has no host). Raises: RequestError.
     """
     room = _entry("bootstrap_room", body.bootstrap_room, index, total)
     host = _entry("bootstrap_host", body.bootstrap_host, index, total)
@@ -457,8 +483,8 @@ def _rendezvous(body: Rooms, index: int, total: int, default_port: int) -> tuple
         )
     if not 0 <= room < 1 << 64:
         raise RequestError(f"bootstrap_room: {room} is not an unsigned 64-bit integer")
-    # A router may name one room for a body with several completions. Both legs derive the same
-    # further rooms from it.
+    # A router may give one room for a body with several completions. Both legs derive the same
+    # other rooms from it.
     if total > 1 and not isinstance(body.bootstrap_room, list):
         room = (room + index * _ROOM_STEP) & _ROOM_MASK if index else room
     if host is None:
@@ -480,10 +506,10 @@ def _entry(name: str, value: Any, index: int, total: int) -> Any:
 
 
 def prompt_ids(value: Any, most: int = MAX_COMPLETIONS) -> tuple[list[PromptIds], bool]:
-    """Convert `[1, 2]` or `[[1, 2], [3]]` to a list of at most `most` prompts; also return True if
-    it was a list of lists.
+    """Convert `[1, 2]` or `[[1, 2], [3]]` to a list of at most `most` prompts. Also return True if
+    the value was a list of lists.
 
-    Raises: RequestError for a mixture, or more.
+    Raises: RequestError if it mixes the two, or has too many lists.
     """
     if isinstance(value, list) and len(value) > most and not isinstance(value[0], int):
         raise RequestError(f"{len(value)} lists of token ids are given, limit {most}")

@@ -1,4 +1,4 @@
-"""The completion services of workers over several ranks: a prefill group, and a sharded decode."""
+"""The completion services of workers with several ranks: a prefill group and a sharded decode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.serve.http.completion_service import GenerationRequest, ModelCard, RankReport, Report
 from kvflow.serve.http.engine_services import DecodeService, PrefillService, whole_answer
 
-if TYPE_CHECKING:  # importing the engines imports torch
+if TYPE_CHECKING:  # the engines import torch, which is slow
     from kvflow.handlers.group import GroupRequest
     from kvflow.serve.engine.ranks.group import PrefillGroup
     from kvflow.serve.engine.ranks.shard_leading import ShardLeader
@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # importing the engines imports torch
 
 
 class GroupPrefillService(PrefillService):
-    """A `PrefillService` over several ranks: every rank opens, computes and sends a request, and it
-    ends on all of them together.
+    """A `PrefillService` over several ranks. Every rank opens, computes and sends each request, and
+    a request ends on all ranks together.
     """
 
     def __init__(
@@ -43,10 +43,11 @@ class GroupPrefillService(PrefillService):
         others: Mapping[int, Status],
         world: tuple[int, int],
     ) -> None:
-        """Make the service of the first rank.
+        """Make the service, which runs on the first rank.
 
-        `others`: the last status of each other rank, which the group updates. `world`: numbers of
-        stages and shards."""
+        `others` has the last status of each other rank, and the group updates it. `world` is the
+        number of stages and of shards.
+        """
         super().__init__(card, node, engine, timeout_s)
         self._group, self._own_status, self._others = group, own_status, others
         self._world = world
@@ -60,7 +61,7 @@ class GroupPrefillService(PrefillService):
         return self._group.limits
 
     def opened(self, room: PrefillRoom) -> None:
-        """Remember this rank's half of a request, which the group opened."""
+        """Remember this rank's half of a room, which the group opened."""
         self._recent_rooms.add(room)
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
@@ -83,7 +84,7 @@ class GroupPrefillService(PrefillService):
                 namespace=request.namespace,
             )
         except KvflowError as error:
-            # A room that was opened counts its own failure.
+            # A room that was opened counts its failure itself.
             if not was_opened:
                 self._node.counts.room_refused(error.cause())
             raise
@@ -96,11 +97,13 @@ class GroupPrefillService(PrefillService):
 
     async def flush_cache(self) -> None:
         """Drop every cached prefix on every rank."""
-        # The engine also flushes the other ranks, which a flush of this rank's cache would not.
+        # A flush of this rank's cache alone would leave the other ranks' caches. The engine flushes
+        # all.
         self._engine.flush()
 
     def end_requests(self) -> None:
-        # Closing a request of the group ends its rooms on every rank; `super` ends this rank's.
+        # Closing a request of the group ends its rooms on every rank. `super` ends the remaining
+        # rooms of this rank.
         for opened in list(self._open.values()):
             opened.close(Cause(Code.SHUTDOWN, "the prefill is shutting down"))
         super().end_requests()
@@ -127,8 +130,9 @@ def _rank_report(rank: int, status: Status | None) -> RankReport:
 
 
 class ShardedDecodeService(DecodeService):
-    """A `DecodeService` over several shards: the first one has the requests, rooms and pages, and
-    the others run its steps over the same pages."""
+    """A `DecodeService` over several shards. The first shard has the requests, rooms and pages, and
+    the others run its steps over the same pages.
+    """
 
     def __init__(
         self,
@@ -143,7 +147,9 @@ class ShardedDecodeService(DecodeService):
         self._shards = shards
 
     def break_off(self, cause: Cause) -> None:
-        """End every request with `cause`, at both legs, after a loss that ends all steps."""
+        """End every request with `cause`, on both legs, after the loss of a shard without which no
+        step can run.
+        """
         self._engine.break_off(cause)
         self._recent_rooms.close(cause)
         self._node.leave()
@@ -162,7 +168,8 @@ class ShardedDecodeService(DecodeService):
             bytes_moved=whole.bytes_moved,
             internal_errors=whole.internal_errors,
         )
-        # The other shards use the page numbers of the first one, so its figures hold for them.
+        # The other shards use the first shard's page numbers, so its figures for pages hold for
+        # them too.
         others = tuple(
             RankReport(rank=shard.number, up=False)
             if not shard.is_up

@@ -1,6 +1,6 @@
-"""Measures of completions from the view of their clients: latencies, lengths, outcomes.
+"""Measures of completions as their clients see them: latencies, lengths and outcomes.
 
-Plain numbers, read at each scrape.
+They are plain numbers, which each scrape reads.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ THROUGHPUT_WINDOW_S = 10
 
 
 class Throughput:
-    """Tokens per second over the last whole seconds."""
+    """Rate in tokens per second over the last `THROUGHPUT_WINDOW_S` whole seconds."""
 
     def __init__(self) -> None:
-        self._seconds: deque[tuple[int, int]] = deque()  # seconds, each with its tokens
+        self._seconds: deque[tuple[int, int]] = deque()  # (second, tokens in it)
 
     def add(self, tokens: int, now: float) -> None:
         second = int(now)
@@ -46,7 +46,7 @@ class Throughput:
 
     def per_second(self, now: float) -> float:
         this = int(now)
-        # The current second is left out: it is not over, and would pull the rate down.
+        # The current second is not over and would pull the rate down, so it is left out.
         return (
             sum(n for at, n in self._seconds if this - THROUGHPUT_WINDOW_S <= at < this)
             / THROUGHPUT_WINDOW_S
@@ -54,7 +54,9 @@ class Throughput:
 
 
 class CompletionMeasures:
-    """Measures of all completions of one role; some are split into streamed (True) and not."""
+    """Measures of all completions of one role. Some are kept separately for streamed (True) and
+    other (False) ones.
+    """
 
     def __init__(self) -> None:
         self.first_token_seconds = {stream: Histogram(REQUEST_SECONDS) for stream in (False, True)}
@@ -62,39 +64,43 @@ class CompletionMeasures:
         self.inter_token_seconds = Histogram(INTER_TOKEN_SECONDS)
         self.prompt_tokens = Histogram(TOKEN_COUNTS)
         self.generated_tokens = Histogram(TOKEN_COUNTS)
-        # By outcome ("finished", "failed", or "aborted" by the client) and streaming.
+        # By (outcome, streamed). An outcome is "finished", "failed", or "aborted" (by the client).
         self.outcomes: Counter[tuple[str, bool]] = Counter()
         self.prompt_tokens_total: Counter[bool] = Counter()
         self.tokens_sent: Counter[bool] = Counter()
         self.throughput = Throughput()
-        # Prometheus cannot compute the rate of a series that appears with its first event, so all
-        # of them exist from the start.
+        # Prometheus cannot compute the rate of a series that first appears with an event, so every
+        # series exists from the start.
         for outcome in ("finished", "failed", "aborted"):
             for stream in (False, True):
                 self.outcomes[outcome, stream] = 0
 
 
 class RequestMeter:
-    """A meter for the completions of one HTTP request, from its arrival to the end of the block.
+    """A meter for the completions of one HTTP request, from the arrival of the request to the end
+    of its `with` block.
 
-    Used as a context manager, which records the outcome."""
+    Leaving the block records the outcome.
+    """
 
     def __init__(self, measures: CompletionMeasures, arrived_at_s: float, *, stream: bool) -> None:
-        """Make a meter for a request that arrived at `arrived_at_s`, by `time.perf_counter`."""
+        """Make a meter for a request that arrived at `arrived_at_s` on the clock of
+        `time.perf_counter`.
+        """
         self._measures, self._arrived_at_s, self._stream = measures, arrived_at_s, stream
         self._prompts: list[int] = []
         self._counts: list[int] = []
         self._last_at_s: list[float] = []
-        self.failed = False  # set by the caller for an error that it handles inside the block
-        self.aborted: set[int] = set()  # completions that a client aborted
+        self.failed = False  # the caller sets this for an error that it handles in the block
+        self.aborted: set[int] = set()  # indices of completions that a client aborted
 
     @property
     def elapsed_s(self) -> float:
-        """Time since the request arrived."""
+        """Seconds since the request arrived."""
         return time.perf_counter() - self._arrived_at_s
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
-        """Set the completions of the request, which are accepted now."""
+        """Set the completions of the request, once they were accepted."""
         self._prompts = [len(request.prompt) for request in requests]
         self._counts = [0] * len(requests)
         self._last_at_s = [self._arrived_at_s] * len(requests)
@@ -103,10 +109,12 @@ class RequestMeter:
             trace.prompt_tokens = sum(self._prompts)
 
     def add(self, index: int, tokens: int, now: float) -> None:
-        """Record that a completion got `tokens` more at once.
+        """Record that completion `index` received `tokens` more tokens at once.
 
-        Each of them counts with an equal share of the time since the last ones."""
-        # A delta has no token if it is text that was held back, or the answer of a prompt alone.
+        The time since the previous tokens is divided equally among them.
+        """
+        # A delta has no tokens if it releases text that was held back, or if the request asks for
+        # no new tokens.
         if not tokens:
             return
         measures, since_s = self._measures, now - self._last_at_s[index]
@@ -130,8 +138,8 @@ class RequestMeter:
             trace.completion_tokens = sum(self._counts)
         measures, stream = self._measures, self._stream
         if error is not None or self.failed:
-            # aiohttp cancels the handler of a client that disconnected; a write to it raises
-            # ConnectionError.
+            # aiohttp cancels the handler when the client disconnects, and a write to such a client
+            # raises ConnectionError.
             left = isinstance(error, asyncio.CancelledError | ConnectionError)
             measures.outcomes["aborted" if left else "failed", stream] += len(self._prompts)
             return

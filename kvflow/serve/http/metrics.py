@@ -1,5 +1,5 @@
-"""Prometheus metrics of a role: kvflow's names with base units, and optionally the names that
-SGLang dashboards read.
+"""Prometheus metrics of a role, under kvflow's names with base units, and optionally under the
+names that SGLang's dashboards read.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _STORAGE: tuple[Figure, ...] = (
 
 
 class RoleMetrics(HttpMetrics):
-    """Metrics of a prefill or a decode, made from a new report at each scrape."""
+    """Metrics of a prefill or a decode, generated from a new report at each scrape."""
 
     def __init__(
         self,
@@ -102,19 +102,20 @@ class RoleMetrics(HttpMetrics):
         model: str = "",
         sglang: bool = False,
     ) -> None:
-        """Make the metrics of `role`; `report` returns its figures, and may be set later.
+        """Make the metrics of `role`. `report` returns its figures, and can be set later.
 
-        `sglang`: also export the names that SGLang's dashboards read."""
+        `sglang` also exports the names that SGLang's dashboards read.
+        """
         super().__init__(self._of_role)
         self.completions = CompletionMeasures()
         self._report, self._role, self._model, self._sglang = report, role, model, sglang
 
     def reports(self, role: str, report: Callable[[], Report]) -> None:
-        """Use the figures of `report`, and its role, from now on."""
+        """From now on, export the figures of `report` for `role`."""
         self._role, self._report = role, report
 
     def _of_role(self, refusals: Counter[str]) -> Iterator[Metric]:
-        # The metrics exist before the role starts, and `reports` sets its report then.
+        # The metrics exist before the role starts. `reports` sets the report then.
         if self._report is None:
             return
         report = self._report()
@@ -144,7 +145,7 @@ def _cache(found: CacheStats) -> Iterator[Metric]:
         yield from each(CounterMetricFamily, "kvflow_cache_storage_", found.storage, *_STORAGE)
 
 
-# (field of `RankReport`, name of the metric, help)
+# (field of `RankReport`, metric name, help text)
 _RANK_GAUGES = (
     ("pages_free", "pages_free", "Free pages of a rank's KV pool."),
     ("pages_total", "pool_pages", "Pages of a rank's KV pool."),
@@ -156,7 +157,7 @@ _RANK_GAUGES = (
     ("requests", "requests", "Requests that a rank computes, or will."),
     ("tickets", "tickets", "Requests of the group of which something is left at a rank."),
 )
-# (type, field of `CacheStats` and name of the metric, help)
+# (metric type, field of `CacheStats` and metric name, help text)
 _RANK_CACHE = (
     (GaugeMetricFamily, "pages", "Pages of a rank's pool that hold cached prefixes."),
     (GaugeMetricFamily, "host_pages", "Pages of a rank's host memory that hold cached prefixes."),
@@ -175,9 +176,10 @@ _RANK_CACHE = (
 
 
 def _ranks(report: Report) -> Iterator[Metric]:
-    """Yield the metrics of each rank of a worker over several, labelled with the rank.
+    """Yield metrics for each rank of a worker with several ranks, labelled with the rank.
 
-    Metrics without this label are those of the first rank."""
+    Metrics without this label describe the first rank.
+    """
     up = GaugeMetricFamily(
         "kvflow_rank_up", "Whether a rank of the group is there.", labels=["rank"]
     )
@@ -203,7 +205,7 @@ def _ranks(report: Report) -> Iterator[Metric]:
     for rank in report.ranks:
         number = [str(rank.rank)]
         up.add_metric(number, rank.up)
-        # A rank that is down has no figures; zeros would look like an empty pool.
+        # A rank that is down has no figures, and zeros would look like an empty pool.
         if not rank.up:
             continue
         for field, family in gauges.items():

@@ -1,4 +1,4 @@
-"""The OpenAI routes: chat completions, completions, models."""
+"""The OpenAI routes: chat completions, completions and models."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from kvflow.serve.http.schemas import ChatRequest, CompletionRequest, StreamOpti
 from kvflow.serve.http.text_logprobs import TextLogprobs, TokenBytes
 from kvflow.telemetry.requests import CURRENT
 
-_ECHO_CHARACTERS = 1 << 14  # encoded at once: some 20 us
+_ECHO_CHARACTERS = 1 << 14  # characters encoded at once, in some 20 us
 
 
 class _OpenAICall:
-    """The common part of chat and completions: ids, choices, usage."""
+    """What chat completions and text completions have in common: ids, choices and usage."""
 
     kind = ""
     chunk_kind = ""
@@ -60,15 +60,19 @@ class _OpenAICall:
         )
 
     async def scored(self, index: int, scores: PromptLogprobs) -> None:
-        """Encode the prompt's log-probabilities. Does nothing for chat, which reports none."""
+        """Encode the prompt's log-probabilities. Chat completions report none, so this does
+        nothing.
+        """
 
     def add(self, index: int, delta: Delta) -> None:
-        """Encode the parts of a token that only a whole body has.
+        """Encode what only an answer without streaming needs of a delta's tokens.
 
-        Encoding all tokens at once would hold up the event loop."""
+        Each token is encoded as it arrives, because encoding all of them at the end would block the
+        loop.
+        """
 
     def answer(self, completions: list[Completion]) -> Any:
-        """Return the whole body."""
+        """Return the body of an answer without streaming."""
         choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
         return {
             **self._head,
@@ -81,10 +85,10 @@ class _OpenAICall:
         return []
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """Return one chunk per delta."""
+        """Return one chunk for each delta."""
         chunks = [self._event(index, delta) for delta in deltas]
-        # `completion` counts all these deltas already, but the usage in a chunk includes only the
-        # deltas up to it.
+        # `completion` already counts all these deltas, but the usage in each chunk must count only
+        # those up to it.
         count = completion.generated - sum(len(delta.tokens) for delta in deltas)
         for delta, chunk in zip(deltas, chunks, strict=True):
             count += len(delta.tokens)
@@ -94,13 +98,13 @@ class _OpenAICall:
     def _count(
         self, index: int, tokens: int, chunk: dict[str, Any], cached: int = 0
     ) -> dict[str, Any]:
-        """Add the usage of its choice so far to `chunk` if the body asks for it."""
+        """Add the choice's usage so far to `chunk` if the body asks for it. Return the chunk."""
         if self._options.continuous_usage_stats:
             chunk["usage"] = _usage(len(self._requests[index].prompt), tokens, cached)
         return chunk
 
     def closing(self, completions: list[Completion]) -> list[Any]:
-        """Return the usage event if the body asks for it."""
+        """Return the usage event, if the body asks for it."""
         if self._options.include_usage:
             return [{**self._chunk([]), "usage": self._usage(completions)}]
         return []
@@ -116,15 +120,15 @@ class _OpenAICall:
         raise NotImplementedError
 
     def _usage(self, completions: list[Completion]) -> dict[str, Any]:
-        # The choices of a prompt follow each other. The tokens of a prompt count once, as do those
-        # that its first choice found cached at prefill.
+        # The choices of a prompt follow each other. A prompt's tokens count once, and so do its
+        # cached tokens, as its first choice reports them.
         prompts = sum(len(request.prompt) for request in self._requests[:: self._choices])
         cached = sum(completion.cached_tokens for completion in completions[:: self._choices])
         return _usage(prompts, sum(completion.generated for completion in completions), cached)
 
 
 def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Return a `usage` object."""
+    """Return the `usage` object of an answer."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -134,7 +138,7 @@ def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> di
 
 
 class ChatCall(_OpenAICall):
-    """One chat completion."""
+    """One chat completion body and its answer."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
@@ -144,7 +148,7 @@ class ChatCall(_OpenAICall):
         self._logprobs: defaultdict[int, GrowingArray] = defaultdict(GrowingArray)
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        """Make one request per choice; the chat template renders the conversation."""
+        """Return one request for each choice. The chat template renders the conversation."""
         body = self.body
         prompt = await pipeline.tokenizer.encode_chat(body.messages, template_variables(body))
         bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
@@ -155,7 +159,7 @@ class ChatCall(_OpenAICall):
         return self._requests
 
     def opening(self) -> list[Any]:
-        """Return one chunk for each choice, with its role."""
+        """Return a first chunk for each choice, which has the assistant's role."""
         start = {"role": "assistant", "content": ""}
         choices = [
             {"index": i, "delta": start, "logprobs": None, "finish_reason": None}
@@ -201,23 +205,23 @@ def _spelled(token: bytes, logprob: float | None) -> dict[str, Any]:
 
 
 class TextCompletionCall(_OpenAICall):
-    """One text completion body, with one prompt or several."""
+    """One text completion body, with one prompt or several, and its answer."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
     def __init__(self, body: CompletionRequest, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(body, model, token_bytes)
         self.body = body
-        # By choice. A stream removes each after sending it.
+        # By choice. A stream removes an echo when it has sent it.
         self._echoes: dict[int, GrowingText] = {}
         self._logprobs: defaultdict[int, TextLogprobs] = defaultdict(
             lambda: TextLogprobs(token_bytes)
         )
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        """Make one request per prompt and choice.
+        """Return one request for each prompt and choice.
 
-        The prompts are a text, a list of texts, token ids, or a list of lists of token ids.
+        The body has a text, a list of texts, one list of token ids, or a list of such lists.
         """
         body = self.body
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -259,7 +263,9 @@ class TextCompletionCall(_OpenAICall):
                 self._logprobs[index].add(token)
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """Return one chunk per delta, the first after a chunk of the prompt if it is echoed."""
+        """Return one chunk for each delta. If the prompt is echoed, the first call puts a chunk
+        with the prompt before them.
+        """
         chunks = super().events(index, deltas, completion)
         if (echo := self._echoes.pop(index, None)) is None:
             return chunks
@@ -289,11 +295,13 @@ class TextCompletionCall(_OpenAICall):
 
 
 async def _encoded(text: str) -> GrowingText:
-    """Encode a prompt to be echoed in turns of the loop, once for all its choices."""
+    """Encode an echoed prompt once for all its choices. It may be long, so other tasks run in
+    between.
+    """
     echo = GrowingText()
     async for start in in_turns(range(0, len(text), _ECHO_CHARACTERS)):
         echo.add(text[start : start + _ECHO_CHARACTERS])
-    # The closed block is shared by the choices instead of being copied for each.
+    # The choices share a closed block, instead of each copying it.
     echo.close_block()
     return echo
 

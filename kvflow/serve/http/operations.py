@@ -1,4 +1,4 @@
-"""Routes for routers and operators: health, description, load, rooms, metrics, peers."""
+"""Routes for routers and operators: health, description, load, rooms, metrics and peers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def _pool_info(report: Report) -> dict[str, object]:
 def server_info(
     pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
 ) -> dict[str, object]:
-    """Return the body of /server_info: the keys that routers read, then those of kvflow alone."""
+    """Return the body of /server_info: first the keys that routers read, then those that only
+    kvflow has.
+    """
     service, report = pipeline.service, pipeline.service.report()
     card = service.card
     return {
@@ -89,7 +91,7 @@ def server_info(
 def routes(
     pipeline: CompletionPipeline, *, host: str, role_switch: RoleSwitch
 ) -> list[web.RouteDef]:
-    """Return all routes but those of completions. /server_info shows `host`."""
+    """Return the routes of this module. `host` is the address that /server_info reports."""
     return [
         *_description(pipeline, host, role_switch),
         *_state(pipeline),
@@ -127,12 +129,12 @@ def _description(
 
 
 def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """Return the routes of health, load, metrics and the cache flush."""
+    """Return the routes for health, load, metrics and flushing the cache."""
 
     async def health(_: web.Request) -> web.StreamResponse:
         if pipeline.draining:
             return Failure(503, "draining", pipeline.draining_reason).response()
-        # Routers send no requests to a worker whose health is a 503.
+        # Routers send no requests to a worker that answers 503 here.
         if reason := pipeline.service.unavailable_reason:
             return Failure(503, "degraded", reason).response()
         return json_response(
@@ -144,7 +146,7 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
         pages = report.pages_total - report.pages_free
         requests = report.running + report.waiting
         waiting = report.waiting
-        # A worker that drains reports a full load, so that routers which balance by load choose
+        # A worker that drains reports a full load, so that routers that balance by load choose
         # another one.
         if pipeline.draining:
             pages = report.pages_total
@@ -173,7 +175,9 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
 
 def _rooms(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """Return the routes of open and recently ended rooms, and of the story of one."""
+    """Return the routes that list open and recently ended rooms, and that tell the story of one
+    room.
+    """
 
     async def rooms(_: web.Request) -> web.StreamResponse:
         return json_response({"rooms": list(pipeline.service.rooms())})
@@ -194,7 +198,9 @@ def _rooms(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
 
 def _peers(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """Return the routes of the nodes of the other role, and of declaring one of them dead."""
+    """Return the routes that list the nodes of the other role, and that declare one of
+    them dead.
+    """
 
     async def peers(_: web.Request) -> web.StreamResponse:
         return json_response({"peers": list(pipeline.service.peers())})

@@ -1,15 +1,15 @@
-"""The path of every completion request through a role: admission, generation, tokens, and cleanup
-at its end.
+"""The path of every completion request through a role: admission, generation, the answer's tokens,
+and the cleanup at its end.
 
-A `CompletionCall` is the part that differs between the routes: how they read a body and write an
-answer. The rest is here.
+A `CompletionCall` is what differs between the routes: how they read a body and write an answer. The
+rest is here.
 
-Guarantees for a router: an error before the first byte of the answer is a status. A stream sends
-its headers with the first token or, at decode, after `headers_after_s` without one. Until the first
-token only empty lines (or comments) follow them. So a stream whose first event is `{"error":
-{"code": ...}}` produced no token, and is equivalent to an answer with the status of that code
-(`errors.STATUS_OF_CODE`): a router that would retry that status on another pair may retry this
-request as well.
+Guarantees for a router: an error before the first byte of the answer is an HTTP status. A stream
+sends its headers with the first token or, at decode, after `headers_after_s` without one. Until the
+first token, only empty lines (or comments) follow the headers. So if the first event of a stream is
+`{"error": {"code": ...}}`, the stream produced no token. It is then equivalent to an answer with
+the status of that code (`errors.STATUS_OF_CODE`), and a router that would retry that status on
+another pair may retry this request too.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from kvflow.telemetry.requests import CURRENT, name_error, name_rooms
 
 _log = logging.getLogger("kvflow.http")
 B = TypeVar("B", bound=Rendezvous)
-ANY_MODEL = "default"  # sent by SGLang's clients if the user gives no model
-ERROR_EVENT_TIMEOUT_S = 1.0  # for the last event of a stream that fails
+ANY_MODEL = "default"  # SGLang's clients send this if the user names no model
+ERROR_EVENT_TIMEOUT_S = 1.0  # limit for writing the error event that ends a failed stream
 _COMPLETIONS = "completions that run or wait"
 _ABORTED = Cause(Code.ABORTED, "ended by /abort_request before it began")
 
 
 class CompletionCall(Protocol):
-    """One parsed body of one API (/generate, chat, completions), and the writer of its answer."""
+    """One parsed body of an API (/generate, chat, completions), which also writes its answer."""
 
     stream: bool
 
@@ -66,32 +66,38 @@ class CompletionCall(Protocol):
     def body(self) -> Rendezvous: ...
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        """Read prompts and sampling. Raises: RequestError."""
+        """Return the body's generation requests: prompts and sampling parameters. Raises:
+        RequestError.
+        """
 
     async def scored(self, index: int, scores: PromptLogprobs) -> None:
-        """Take the log-probabilities of a choice's prompt, before its first delta."""
+        """Add the log-probabilities of a choice's prompt. Called before the choice's first
+        delta.
+        """
 
     def add(self, index: int, delta: Delta) -> None:
-        """Take a delta of a choice; called for all of them in order, before the methods below."""
+        """Add a delta of a choice. Called for each delta in order, before the methods below."""
 
     def answer(self, completions: list[Completion]) -> Any:
         """Return the JSON body of an answer without streaming."""
 
     def opening(self) -> list[Any]:
-        """Return the events before the first token."""
+        """Return the events that precede the first token."""
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """Return the events for the new deltas of a choice; a slow client gets several at once."""
+        """Return the events for new deltas of a choice. A slow client gets several deltas
+        at once.
+        """
 
     def id_of(self, index: int) -> str:
-        """Return the id of a choice's answer, by which a client can abort it."""
+        """Return the id of a choice's answer, with which a client can abort it."""
 
     def closing(self, completions: list[Completion]) -> list[Any]:
-        """Return the events after the last token."""
+        """Return the events that follow the last token."""
 
 
 class CompletionPipeline(Drainable):
-    """The common part of the completion routes of one role."""
+    """The part that the completion routes of a role have in common."""
 
     def __init__(
         self,
@@ -110,7 +116,8 @@ class CompletionPipeline(Drainable):
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.choices = RunningChoices()
-        self.max_requests = max_requests  # completions that run or wait; a body may have several
+        # Completions that may run or wait at once. A body may have several.
+        self.max_requests = max_requests
         self._bootstrap_port, self._low_priority_first = bootstrap_port, low_priority_first
         self._timeout_s = request_timeout_s
         self._longest_silence_s = headers_after_s
@@ -118,7 +125,7 @@ class CompletionPipeline(Drainable):
         self.take_over(service)
 
     def take_over(self, service: CompletionService) -> None:
-        """Send further requests to `service`. Called only while no request runs."""
+        """Send further requests to `service`. Call this only while no request runs."""
         is_decode = service.role == "decode"
         self.service = service
         self.metrics.reports(service.role, service.report)
@@ -130,13 +137,13 @@ class CompletionPipeline(Drainable):
             self._low_priority_first,
         )
         # A prefill never sends headers early. Routers wait for its whole answer anyway, and
-        # sglang_router treats headers as a success, after which it would not retry.
+        # sglang_router takes headers for a success, after which it would not retry.
         self._headers_after_s = self._longest_silence_s if is_decode else float("inf")
 
     async def serve(self, http: web.Request, call: CompletionCall) -> web.StreamResponse:
         """Answer one call.
 
-        Errors before the headers of a stream are raised; later ones are written into the stream.
+        An error before a stream's headers is raised. A later one is written into the stream.
         """
         arrived = time.perf_counter()
         try:
@@ -146,8 +153,8 @@ class CompletionPipeline(Drainable):
             raise
         ends = asyncio.get_running_loop().time() + self._timeout_s
         with contextlib.ExitStack() as stack:
-            # The body counts as one completion until its prompts are read: a switch of role must
-            # not find the worker idle meanwhile.
+            # Until its prompts are read, the body counts as one completion, so that a role switch
+            # does not find the worker idle.
             stack.enter_context(self.count_running())
             meter = stack.enter_context(
                 RequestMeter(self.metrics.completions, arrived, stream=call.stream)
@@ -186,11 +193,11 @@ class CompletionPipeline(Drainable):
     async def read(self, http: web.Request, kind: type[B]) -> B:
         """Read a body as `kind`.
 
-        A body that is refused may still name a room whose other leg waits; that room is ended.
+        A refused body may still name a room whose other leg waits. Such a room is ended.
         """
         raw = await http.read()
         try:
-            # Decoding a large body at once would hold up the loop for tens of milliseconds, so its
+            # Decoding a large body at once would block the loop for tens of milliseconds, so its
             # long values are taken out and decoded in steps.
             raw, long_values = await take_apart(raw, MAX_ADDED_BYTES)
             body = long_values.put_back(parse(raw, kind))
@@ -203,24 +210,27 @@ class CompletionPipeline(Drainable):
             raise
 
     def check_model(self, name: str | None) -> None:
-        """Check the model of a body. Raises: UnknownModelError (404) if it is not served."""
+        """Check the model that a body names. Raises: UnknownModelError (404) if it is not served
+        here.
+        """
         served = self.service.card.name
         if name and name not in (served, ANY_MODEL):
             raise UnknownModelError(name, served)
 
     def _admit(self, http: web.Request) -> None:
         self.refuse_when_draining()
-        # A router may have chosen this worker before it switched its role.
+        # A router may have chosen this worker before the worker switched its role.
         if http.headers.get(ROLE_HEADER, self.service.role) != self.service.role:
             raise refusal(f"this worker is a {self.service.role} now")
         if self.running >= self.max_requests:
             raise OverloadError(_COMPLETIONS, self.running + 1, self.max_requests)
 
     def _check_room_for(self, completions: int) -> None:
-        """Check that `completions` of one body fit beside those of other bodies.
+        """Check that one body's `completions` fit together with those of other bodies.
 
-        The body counts as one of `running` so far. Raises: OverloadError if they do not fit now;
-        RequestError if they could never fit."""
+        So far, `running` counts the body as one completion. Raises: OverloadError if they do not
+        fit now; RequestError if they can never fit.
+        """
         if completions > self.max_requests:
             limit = (
                 f"limit {self.max_requests} (--max-running-requests and --max-queued-requests "
@@ -237,7 +247,7 @@ class CompletionPipeline(Drainable):
         self._end_rooms(body, error)
 
     def _end_rooms(self, body: Rooms, error: KvflowError) -> None:
-        """End the body's rooms, whose other legs wait and get the cause."""
+        """End the rooms that a body names, and send the cause to the legs that wait there."""
         rooms = rooms_of(body, self.request_limits.bootstrap_port)
         name_rooms(room for room, _, _ in rooms)
         for room, prefill, dp_rank in rooms:
@@ -274,11 +284,11 @@ class CompletionPipeline(Drainable):
                         await self._write(
                             events, call, arrivals, [Completion() for _ in sources], meter
                         )
-            # A client that left reads no error event.
+            # A client that disconnected reads no error event.
             except ConnectionError:
                 raise
             except Exception as error:
-                # Before the headers, an error is still a status.
+                # Before the headers are sent, an error can still be a status.
                 if not events.response.prepared:
                     raise
                 if not isinstance(error, KvflowError | TimeoutError):
@@ -300,8 +310,8 @@ class CompletionPipeline(Drainable):
         completions: list[Completion],
         meter: RequestMeter,
     ) -> None:
-        """Write deltas as events, and empty events during silence: only a write shows that a client
-        left.
+        """Write deltas as events, and keep-alives during silence: only a write reveals that the
+        client disconnected.
         """
         opened = False
         async for batch in arrivals:
@@ -313,8 +323,8 @@ class CompletionPipeline(Drainable):
             if not batch:
                 await events.keepalive()
                 continue
-            # A stream that fails before its first token must have no other event than the error, so
-            # the opening waits for the first token.
+            # If a stream fails before its first token, the error must be its only event. So the
+            # opening events wait for the first token.
             found = [] if opened else call.opening()
             opened = True
             for index, deltas in self._add(batch, call, completions, meter).items():
@@ -331,7 +341,8 @@ class CompletionPipeline(Drainable):
 
         def stop(index: int) -> None:
             request = requests[index]
-            # `tokens` of a choice that has not begun never runs, and so would not end the room.
+            # If a choice was not started, its `tokens` never runs and could not end the room, so
+            # the room is refused.
             if arrivals.has_begun(index):
                 self.service.abort(request)
             else:
@@ -351,10 +362,12 @@ class CompletionPipeline(Drainable):
         completions: list[Completion],
         meter: RequestMeter,
     ) -> dict[int, list[Delta]]:
-        """Add the deltas of a batch to all sums, and return them by choice."""
+        """Add the deltas of a batch to their completions and to the meter. Return them by
+        choice.
+        """
         by_choice: dict[int, list[Delta]] = {}
         for index, delta in batch:
-            # The choice was aborted just as it ended, and has two last deltas.
+            # The choice was aborted just as it ended, so this is its second last delta.
             if completions[index].finish is not None:
                 continue
             completions[index].add(delta)
@@ -370,7 +383,9 @@ class CompletionPipeline(Drainable):
     async def _send_error_event(
         self, http: web.Request, events: EventStream, failure: Failure
     ) -> None:
-        """Write the error as the last event; cut the connection if the client does not read it."""
+        """Write the error as the last event. If the client does not read it in time, cut the
+        connection.
+        """
         try:
             async with asyncio.timeout(ERROR_EVENT_TIMEOUT_S):
                 await events.fail(failure)

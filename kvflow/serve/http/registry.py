@@ -1,6 +1,7 @@
-"""The bootstrap registry beside each prefill: an HTTP application with the addresses of its ranks.
+"""The bootstrap registry of a prefill: a separate HTTP application that serves the addresses of the
+prefill's ranks.
 
-Its table and its client are in `transports.control.registry`, which describes the routes.
+`transports.control.registry` has its table and its client, and describes the routes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from kvflow.transports.control.registry import RankTable
 
 
 def registry_app(table: RankTable, metrics: RoleMetrics, keys: Keys = NO_KEYS) -> web.Application:
-    """Return the application, which has a separate port.
+    """Return the application, to be served on a separate port.
 
-    Its routes: PUT /ranks/{rank}, GET /ranks, GET /health."""
+    Its routes are PUT /ranks/{rank}, GET /ranks and GET /health.
+    """
 
     async def put(http: web.Request) -> web.StreamResponse:
         rank, body = http.match_info["rank"], await http.read()

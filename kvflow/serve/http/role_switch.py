@@ -1,11 +1,11 @@
-"""POST /switch_role: a prefill becomes a decode, or the other way round, and keeps its model and
-its pool.
+"""POST /switch_role: turn a prefill into a decode or the other way round, without loading its model
+or allocating its pool again.
 
-A worker can switch only at rest: without requests, lent pages, and pages that writes read. With
-`drain_timeout_s` it first refuses new requests for at most that long, and waits for rest; a switch
-ends no running request. The new role starts beside the old one, which waits: if the start fails,
-the old role continues unchanged. Until the old one is closed /health answers 503, so that other
-workers get the requests.
+A worker can switch only at rest: no request runs, no page is lent, and no write reads a page. With
+`drain_timeout_s`, the worker first refuses new requests and waits for rest, at most that long. A
+switch never ends a running request. The new role starts beside the old one, which serves no
+requests meanwhile. If the start fails, the old role continues unchanged. /health answers 503 until
+the old role is closed, so that routers choose other workers.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ from kvflow.serve.http.pipeline import CompletionPipeline
 
 PATH = "/switch_role"
 WorkerRole = Literal["prefill", "decode"]
-# Interval of checks while no request runs. Rooms that ended may still lend pages, or have writes
-# that read pages, and no event reports their end here.
+# Interval at which the worker is checked for rest while no request runs. Rooms that ended may still
+# lend pages or have writes that read pages, and no event reports here when that ends.
 REST_CHECK_S = 0.01
 _log = logging.getLogger("kvflow.serve")
 
 
 class SwitchRequest(msgspec.Struct, frozen=True):
-    """The body of a switch."""
+    """The body of POST /switch_role."""
 
     role: WorkerRole
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
 
 
 class RunningRole(Protocol):
-    """A role that is running."""
+    """A running role."""
 
     @property
     def service(self) -> CompletionService: ...
 
     @property
     def bootstrap_port(self) -> int | None:
-        """Port of the registry of a prefill; None for a decode."""
+        """Port of a prefill's bootstrap registry. None for a decode."""
 
     async def close(self) -> None: ...
 
 
 class SwitchFailedError(KvflowError):
-    """The new role did not start, and the old one serves again."""
+    """The new role did not start, and the old one serves requests again."""
 
     code = Code.ENGINE_ERROR
 
 
 class RoleSwitch:
-    """The role of one worker, which it can exchange for the other one. `close` ends both a switch
-    and the role.
+    """The role of one worker, which `switch` can exchange for the other one. `close` ends a switch
+    under way, and then the role.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RoleSwitch:
         running: RunningRole,
         start: Callable[[WorkerRole], Awaitable[RunningRole]],
     ) -> None:
-        """Manage the role `running`. `start` starts another one beside it, and may raise any
+        """Manage the role `running`. `start` starts the other role beside it, and may raise any
         error.
         """
         self._pipeline, self._running, self._start = pipeline, running, start
@@ -91,7 +91,7 @@ class RoleSwitch:
         return self._running.bootstrap_port
 
     def describe(self) -> dict[str, Any]:
-        """Return the entries of /server_info about switches."""
+        """Return the entries of /server_info that describe switches."""
         return {
             "started_as": self._started_as,
             "switching_to": self._switching_to or None,
@@ -102,7 +102,8 @@ class RoleSwitch:
         """Switch to `role`, and return when the worker has it. A cancellation does not stop the
         switch.
 
-        Raises: ConflictError (409, before any attempt), SwitchFailedError (500).
+        Raises: ConflictError (409) if the worker cannot switch now; SwitchFailedError (500) if the
+        new role does not start.
         """
         if self._switching_to:
             raise ConflictError(f"a switch to {self._switching_to} is under way")
@@ -115,7 +116,7 @@ class RoleSwitch:
                 self._switch(role, drain_timeout_s), name="kvflow-switch-role"
             )
             self._switching.add_done_callback(_retrieve)
-            # A client that disconnects must not leave the worker between two roles.
+            # If the client disconnects, the switch must not stop between two roles.
             seconds = round(await asyncio.shield(self._switching), 3)
         incarnation = f"{self._running.service.report().incarnation:016x}"
         return {
@@ -126,14 +127,14 @@ class RoleSwitch:
         }
 
     async def close(self) -> None:
-        """Give up a switch that is under way, and close the role."""
+        """Cancel a switch that is under way, and close the role."""
         if self._switching is not None and not self._switching.done():
             self._switching.cancel()
             await all_ended([self._switching])
         await self._running.close()
 
     async def _switch(self, role: WorkerRole, drain_timeout_s: float) -> float:
-        """Switch, and return the seconds that it took."""
+        """Switch, and return how many seconds it took."""
         began_s, before = time.monotonic(), self.role
         self._pipeline.pause(f"this worker switches from {before} to {role}")
         try:
@@ -162,14 +163,17 @@ class RoleSwitch:
         """Make `started` the worker's role, and close the old one."""
         old, self._running = self._running, started
         self._pipeline.take_over(started.service)
-        # From here the new role serves, and an error of the old one cannot undo the switch.
+        # The new role serves requests from here on, and an error of the old one cannot undo the
+        # switch.
         try:
             await old.close()
         except Exception:  # noqa: BLE001 - logged; the new role is there
             _log.exception("the old role, %s, has not ended in order", old.service.role)
 
     async def _come_to_rest(self, timeout_s: float) -> None:
-        """Wait until the worker is at rest. Raises: ConflictError, with the reasons why not."""
+        """Wait until the worker is at rest. Raises: ConflictError, with the reasons, if it is not
+        within `timeout_s`.
+        """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         while reason := self._busy_with():
@@ -185,7 +189,7 @@ class RoleSwitch:
                 await asyncio.sleep(min(REST_CHECK_S, left_s))
 
     def _busy_with(self) -> str:
-        """Return what a switch has to wait for, as text; empty at rest."""
+        """Return what keeps the worker from rest, as text. Empty at rest."""
         report, service = self._running.service.report(), self._running.service
         found = {
             "requests": max(self._pipeline.running, report.running + report.waiting),
@@ -206,14 +210,15 @@ class RoleSwitch:
 
 
 def _retrieve(task: asyncio.Task[float]) -> None:
-    """Retrieve the error of a switch."""
-    # asyncio would log the error of a switch whose caller left, and `_switch` logged it already.
+    """Retrieve the error of a switch, so that asyncio does not log it."""
+    # If the caller left, asyncio would report the error as never retrieved. `_switch` logged it
+    # already.
     if not task.cancelled():
         task.exception()
 
 
 def routes(role_switch: RoleSwitch) -> list[web.RouteDef]:
-    """Return the route of the switch."""
+    """Return the route /switch_role."""
 
     async def switch(http: web.Request) -> web.StreamResponse:
         request = decoded(await http.read(), SwitchRequest)

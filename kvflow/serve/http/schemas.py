@@ -1,7 +1,7 @@
-"""The request bodies: /generate, chat completions, completions, /tokenize and /detokenize.
+"""The request bodies of /generate, chat completions, completions, /tokenize and /detokenize.
 
-Routers and clients send many more fields, most of them with default values: `fields.py` lists the
-ones that are refused.
+Routers and clients send many more fields, most of them with default values. `fields.py` lists those
+that are refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ Temperature = Annotated[float, Meta(ge=0, le=100)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
-# With 0 the request is of the prompt alone, for its log-probabilities or an echo.
+# With 0, no tokens are generated: the request is for the prompt's log-probabilities, or for an
+# echo.
 TokensOrNone = Annotated[int, Meta(ge=0, le=1 << 24)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Choices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-# Unsigned 64-bit, which exceeds the bounds that msgspec can express, so `generation_requests`
+# A room is an unsigned 64-bit number. msgspec cannot express this bound, so `generation_requests`
 # checks it.
 Room = int
 HiddenStates = bool | Literal["last"]
@@ -35,45 +36,45 @@ Signed64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """OpenAI's stream_options."""
+    """The `stream_options` object of OpenAI."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """A body with a column in the table of fields."""
+    """A body whose fields are in the table of `fields.py`."""
 
-    letter: ClassVar[str] = ""  # key of `fields.BODIES`
+    letter: ClassVar[str] = ""  # the body's key in `fields.BODIES`
 
 
 class Rooms(Body, frozen=True, kw_only=True):
-    """The fields that a router adds so that both legs use one room; lists in a body with several
-    completions.
+    """The fields that a router adds so that both legs use the same room. In a body with several
+    completions they may be lists.
 
-    A refusal reads a body as this type: a field beside them, of a wrong type, must not keep the
-    other leg from learning it.
+    A body that is refused is decoded as this type, to notify the other leg. So a wrong type in any
+    other field must not matter here.
     """
 
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
     bootstrap_room: Room | list[Room] | None = None
-    # `generation_requests` checks these. With a type here, a wrong one would keep the body from
-    # being decoded, and then the room could not be read and refused.
+    # `generation_requests` checks these. If they had a type here, a wrong value would keep the body
+    # from being decoded, and its room could not be read and refused.
     routed_dp_rank: Any = None
     data_parallel_rank: Any = None
     disagg_prefill_dp_rank: Any = None
 
 
 class Rendezvous(Rooms, frozen=True, kw_only=True):
-    """What the bodies of all completions have."""
+    """The fields that all completion bodies have."""
 
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
 
 
 class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """sampling_params of /generate."""
+    """The `sampling_params` object of /generate."""
 
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -96,7 +97,7 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(Rendezvous, frozen=True, kw_only=True):
-    """POST /generate."""
+    """The body of POST /generate."""
 
     letter: ClassVar[str] = "g"
 
@@ -143,7 +144,9 @@ class _OpenAIRequest(Rendezvous, frozen=True, kw_only=True):
 
 
 class ChatRequest(_OpenAIRequest, frozen=True, kw_only=True):
-    """POST /v1/chat/completions. Messages are passed to the model's chat template unchanged."""
+    """The body of POST /v1/chat/completions. Messages are passed unchanged to the model's chat
+    template.
+    """
 
     letter: ClassVar[str] = "c"
 
@@ -156,7 +159,7 @@ class ChatRequest(_OpenAIRequest, frozen=True, kw_only=True):
 
 
 class CompletionRequest(_OpenAIRequest, frozen=True, kw_only=True):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     letter: ClassVar[str] = "t"
 
@@ -168,7 +171,7 @@ class CompletionRequest(_OpenAIRequest, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(Body, frozen=True, kw_only=True):
-    """POST /tokenize."""
+    """The body of POST /tokenize."""
 
     letter: ClassVar[str] = "k"
 
@@ -183,7 +186,7 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(Body, frozen=True, kw_only=True):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     letter: ClassVar[str] = "d"
 
@@ -192,7 +195,8 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-# Fields whose value is an object that can itself contain refused fields.
+# Fields whose value is an object that may itself contain refused fields, with that object's key in
+# `BODIES`.
 _NESTED = {"sampling_params": "s", "stream_options": "o"}
 
 T = TypeVar("T", bound=Body)
@@ -200,7 +204,7 @@ T = TypeVar("T", bound=Body)
 
 _NOT_SET = msgspec.Raw(b"null")
 _REFUSED = {body: refused_in(body) for body in BODIES}
-# Structs with the refused fields only, undecoded, so that the second pass over a body is cheap.
+# Structs with only the refused fields, undecoded, so that the second pass over a body is cheap.
 _GIVEN = {
     body: msgspec.defstruct(
         "_GivenFields",
@@ -208,13 +212,15 @@ _GIVEN = {
     )
     for body, fields in _REFUSED.items()
 }
-_MAX_DEFAULT_BYTES = 64  # of JSON; a longer value cannot mean "not set"
+_MAX_DEFAULT_BYTES = 64  # bytes of JSON; a longer value cannot mean "not set"
 
 
 def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
     """Refuse a body with fields that this server does not support. Raises: RequestError.
 
-    `raw` is a JSON object, `body` a letter of `fields.BODIES`, and `where` its path."""
+    `raw` is a JSON object and `body` its key in `fields.BODIES`. `where` is the prefix of its field
+    names in errors, empty for a whole body.
+    """
     given_fields = msgspec.structs.asdict(read_json(raw, _GIVEN[body]))
     for name, field in _REFUSED[body].items():
         given = bytes(given_fields[name])
@@ -238,14 +244,14 @@ def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
 
 
 def parse(raw: bytes, kind: type[T]) -> T:
-    """Decode a body as `kind`. Raises: RequestError (400) naming the field."""
+    """Decode a body as `kind`. Raises: RequestError (400) that names the field."""
     request = decoded(raw, kind)
     _refuse_unsupported(raw, kind.letter)
     return request
 
 
 def stops_of(stop: str | list[str] | None) -> StopStrings:
-    """Return the stop strings without empty ones, which some clients send instead of no list.
+    """Return the stop strings. Empty ones, which some clients send for "none", are left out.
 
     Raises: RequestError.
     """

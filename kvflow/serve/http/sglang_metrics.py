@@ -1,9 +1,10 @@
-"""The metric names that SGLang's dashboards read, with SGLang's labels and buckets (SGLang 0.5).
+"""Metrics under the names that SGLang's dashboards read, with SGLang's labels and buckets (SGLang
+0.5).
 
-A worker over several ranks has samples for each, by `tp_rank` and `pp_rank`; the ranks after the
-first have only the figures that they send to it, of their pools, rooms and caches. Of HiCache's
-names there are those that a cache of kvflow can fill: tokens on the host and in storage, and those
-moved between them. Its durations and bandwidths are not measured.
+A worker with several ranks has samples for each rank, by `tp_rank` and `pp_rank`. Ranks other than
+the first have only the figures that they send to it: those of their pools, rooms and caches. Of
+HiCache's names, only those exist that kvflow's cache can fill: tokens on the host and in storage,
+and tokens moved between them. HiCache's durations and bandwidths are not measured.
 
 A measure that kvflow also exports under another name is described there. `cache_hit_rate` is the
 share of all prompt tokens since the start; SGLang's is that of its last batch. `num_used_tokens`
@@ -30,7 +31,7 @@ from kvflow.telemetry.histogram import QUEUE_SECONDS, Histogram
 _SCHEDULER_LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank")
 _CACHE_LABELS = ("cache_type", "tp_rank", "pp_rank")
 _STORAGE_LABELS = ("storage_backend", "tp_rank", "dp_rank", "pp_rank", "pp_size")
-_CACHE_TYPE = "PrefixCache"  # SGLang's value is the name of its class
+_CACHE_TYPE = "PrefixCache"  # SGLang has the name of its cache class here
 _LABELS = ("model_name", "engine_type")
 _MS, _MB, _GB = 1e-3, 1 << 20, 1 << 30
 _STEP_MS = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
@@ -41,7 +42,7 @@ _FIRST_TOKEN_S = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 10
 _REQUEST_S = (*_FIRST_TOKEN_S, 600, 1200, 1800, 2400)
 _FIRST_INTER_TOKEN_S = 0.002
 _FIRST_LENGTH = 100
-# States of rooms before their first page moves.
+# Room states before the first page moves.
 _BEFORE = ("bootstrapping", "expected", "announced", "bootstrapped")
 _NONE = Histogram(())
 
@@ -49,7 +50,7 @@ _NONE = Histogram(())
 def sglang_families(
     report: Report, completions: CompletionMeasures, role: str, model: str, now: float
 ) -> Iterator[Metric]:
-    """Yield all metrics under SGLang's names. `now` is by `time.perf_counter`."""
+    """Yield all metrics under SGLang's names. `now` is a reading of `time.perf_counter`."""
     yield from _scheduler(report, completions, role, model, now)
     yield from _transfers(report, role, (model, role, "0", "0", "0"))
     yield from _requests(completions, (model, role))
@@ -62,19 +63,22 @@ class _Rank(NamedTuple):
     pp_rank: str
     pages_free: int
     pages_total: int
-    rooms: Mapping[str, int] | None  # by state; None if the first rank's are those of all
+    # By state. None if the rooms of the first rank are those of all ranks.
+    rooms: Mapping[str, int] | None
     cache: CacheStats | None
 
 
 def _ranks(report: Report, role: str) -> list[_Rank]:
-    """Return the ranks that are up, the first one from the report itself."""
+    """Return the figures of the ranks that are up. Those of the first rank are in the report
+    itself.
+    """
     found = [
         _Rank("0", "0", report.pages_free, report.pages_total, report.rooms_by_state, report.cache)
     ]
     for rank in report.ranks:
         if rank.rank and rank.up:
             stage, shard = divmod(rank.rank, report.tp_size)
-            # The shards of a decode have no rooms: they work on those of the first one.
+            # The other shards of a decode have no rooms. They work on those of the first one.
             rooms = rank.rooms if role == "prefill" else None
             found.append(
                 _Rank(str(shard), str(stage), rank.pages_free, rank.pages_total, rooms, rank.cache)
@@ -84,7 +88,7 @@ def _ranks(report: Report, role: str) -> list[_Rank]:
 
 def _gauges_of(rank: _Rank, role: str, page_size: int) -> dict[str, float]:
     cache = rank.cache
-    # SGLang does not count cached pages that can be evicted as used.
+    # As in SGLang, cached pages that can be evicted do not count as used.
     free = rank.pages_free + (cache.evictable_pages if cache else 0)
     used, most = (rank.pages_total - free) * page_size, rank.pages_total * page_size
     gauges: dict[str, float] = {
@@ -111,7 +115,9 @@ def _gauges_of(rank: _Rank, role: str, page_size: int) -> dict[str, float]:
 
 
 def _caches(ranks: Iterable[_Rank], page_size: int, pp_size: int) -> Iterator[Metric]:
-    """Yield counters of tokens evicted from the device, copied back, stored, and read again."""
+    """Yield counters of tokens evicted from the device, copied back from the host, stored, and read
+    from storage.
+    """
     tiers = {
         name: CounterMetricFamily(f"sglang:{name}", f"See kvflow_cache_{pages}.", labels=labels)
         for name, pages, labels in (
@@ -186,14 +192,14 @@ def _scheduler(
 
 
 def _transfers(report: Report, role: str, values: tuple[str, ...]) -> Iterator[Metric]:
-    """Yield histograms of transfers. As in SGLang, decode has the names without samples: the sender
-    measures.
+    """Yield histograms of transfers. As in SGLang, only prefill measures them, and decode has the
+    same names without samples, except for the bootstrap and the wait for pages.
     """
     measures = report.transfers
     if measures is None:
         return
     sent = role == "prefill"
-    # A prefill waits for pages in which it computes, a decode for pages that it lends.
+    # A prefill waits for the pages in which it computes, and a decode for the pages that it lends.
     if sent and report.queue_seconds is not None:
         alloc = report.queue_seconds
     else:

@@ -1,4 +1,4 @@
-"""The logprobs of a text completion, in the form of /v1/completions."""
+"""The `logprobs` object of a text completion, in the format of /v1/completions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ TokenBytes = Callable[[int], bytes]
 
 
 class TextLogprobs:
-    """Four arrays with an entry for each new token, after those of the prompt if it is echoed."""
+    """Four arrays with one entry for each token: first the prompt's tokens if the prompt is echoed,
+    then the new ones.
+    """
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
-        self._end = 0  # end of the text so far, in characters
+        self._end = 0  # length of the text so far, in characters
         self._arrays = {
             name: GrowingArray()
             for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -30,12 +32,12 @@ class TextLogprobs:
             self._arrays[name].add(element)
 
     async def add_prompt(self, scores: PromptLogprobs, prompt: PromptIds) -> None:
-        """Add the tokens of the prompt, which may be long, in turns of the loop."""
+        """Add the tokens of the prompt. It may be long, so other tasks run in between."""
         async for token in in_turns(scores.tokens(prompt)):
             self.add(token)
 
     def alone(self, tokens: Iterable[TokenOut]) -> dict[str, Any]:
-        """Return the arrays of the next tokens alone, for one chunk of a stream."""
+        """Return arrays for only the next tokens, as one chunk of a stream needs them."""
         found = [self._next(token) for token in tokens]
         return {name: [one[name] for one in found] for name in self._arrays}
 
@@ -46,23 +48,23 @@ class TextLogprobs:
         spelled, start = self._token_bytes(token.token_id), self._end
         self._end += _characters(spelled)
         top: dict[str, float] = {}
-        # `top_logprobs` has the most likely token first, and of two tokens with the same label
-        # only that one is kept.
+        # `top_logprobs` is sorted, the most likely token first. If two tokens have the same label,
+        # the more likely one is kept.
         for token_id, logprob in token.top_logprobs:
             top.setdefault(_label(self._token_bytes(token_id)), logprob)
         return {
             "tokens": _label(spelled),
             "token_logprobs": token.logprob,
-            # The first token of a prompt has no log-probability, and so no top ones.
+            # The first token of a prompt has no log-probability, and so no alternatives.
             "top_logprobs": None if token.logprob is None else top,
             "text_offset": start,
         }
 
 
 def _label(token: bytes) -> str:
-    """Return a token as a key of `top_logprobs`."""
-    # A token may be a part of a character. With U+FFFD two of them would become one key, so these
-    # are written as OpenAI writes them.
+    """Return the label of a token in `top_logprobs`."""
+    # A token may be part of a character. With U+FFFD, different tokens would get the same label, so
+    # their bytes are spelled out in OpenAI's notation.
     try:
         return token.decode()
     except UnicodeDecodeError:
@@ -70,5 +72,5 @@ def _label(token: bytes) -> str:
 
 
 def _characters(token: bytes) -> int:
-    """Return how many characters begin in these bytes of UTF-8."""
+    """Return how many characters begin in these UTF-8 bytes."""
     return sum(byte & 0xC0 != 0x80 for byte in token)

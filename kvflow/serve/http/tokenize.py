@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in the shapes of SGLang and vLLM; also under /v1."""
+"""POST /tokenize and /detokenize, compatible with SGLang and vLLM. Both also exist under /v1."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvflow.serve.http.schemas import Body, DetokenizeRequest, TokenizeRequest, 
 
 B = TypeVar("B", bound=Body)
 
-MAX_LISTS = 4096  # lists of token ids in one body; each is a call of the tokenizer
+MAX_LISTS = 4096  # lists of token ids in one body, each a call of the tokenizer
 
 
 def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """Return both routes, which any role has."""
+    """Return the routes, which any role can serve."""
     tokenizer, card = pipeline.tokenizer, pipeline.service.card
 
     async def tokenize(http: web.Request) -> web.StreamResponse:
@@ -62,7 +62,7 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
         async for text in in_turns(texts):
             found.add(text)
         named = found if several else found.only()
-        # SGLang's clients read the first key, vLLM's the second.
+        # SGLang's clients read the first of these keys, and vLLM's the second.
         return await long_json_response(http, {"text": named, "prompt": named})
 
     return [
@@ -77,7 +77,7 @@ async def _read(http: web.Request, kind: type[B]) -> B:
 
 
 async def _ids(pipeline: CompletionPipeline, body: TokenizeRequest) -> list[PromptIds]:
-    """Return the token ids of each text. Raises: RequestError."""
+    """Return the token ids of each text, or of the conversation. Raises: RequestError."""
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("send either prompt or messages", param="prompt")
     if body.messages is not None:

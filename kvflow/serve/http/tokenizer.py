@@ -1,5 +1,5 @@
-"""Conversion between text and tokens: prompts to token ids in a thread, and token ids to text as
-they arrive.
+"""Conversion between text and tokens. Prompts are encoded in a thread, and generated tokens are
+decoded as they arrive.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ T = TypeVar("T")
 
 
 class Detokenizer(Protocol):
-    """Incremental detokenisation with stop strings: `engine.scheduler.text.TextStream`."""
+    """Incremental detokenization with stop strings, as `engine.scheduler.text.TextStream`
+    implements it.
+    """
 
     stopped: str | None
 
     @property
     def include_stop(self) -> bool:
-        """True if the text includes the stop string or token that ends it."""
+        """True if the text is to include the stop string or token that ends it."""
 
     def feed(self, token_id: int) -> str: ...
 
@@ -34,7 +36,7 @@ class Detokenizer(Protocol):
 
 
 class NullDetokenizer:
-    """A detokenizer for a model without a tokenizer: the text is always empty."""
+    """A detokenizer for a model without a tokenizer. Its text is always empty."""
 
     stopped: str | None = None
     include_stop = False
@@ -47,7 +49,7 @@ class NullDetokenizer:
 
 
 class ThreadedTokenizer:
-    """A tokenizer on a single separate thread: encoding a long prompt takes long, and fast
+    """A tokenizer in a single separate thread, because encoding a long prompt takes long, and fast
     tokenizers are not re-entrant.
     """
 
@@ -58,16 +60,16 @@ class ThreadedTokenizer:
         else:
             longest = 1
         self._context_length = context_length
-        # A longer text cannot fit the context, and encoding it could take gigabytes of memory.
+        # A longer text cannot fit into the context, and encoding it could take gigabytes of memory.
         self._max_characters = context_length * longest
-        self._token_bytes: dict[int, bytes] = {}  # bounded by the vocabulary
+        self._token_bytes: dict[int, bytes] = {}  # at most one entry per token of the vocabulary
         self._bytes_of: Callable[[int], bytes] | None = None
         self._thread = Threads("text")
 
     async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> PromptIds:
-        """Return the token ids of a plain prompt, which is the value of `param` in the body.
+        """Return the token ids of a plain prompt, the value of the body's field `param`.
 
-        Raises: RequestError when the model has no tokenizer, or the text cannot fit.
+        Raises: RequestError if the model has no tokenizer, or the text cannot fit into the context.
         """
         tokenizer = self._require()
         self._check_length(len(text), param)
@@ -88,24 +90,28 @@ class ThreadedTokenizer:
         return await self._run(encode_long if self._is_long(text) else encode)
 
     def _is_long(self, text: str) -> bool:
-        """Return True if `text` may exceed the context, and the backend can count its tokens."""
-        # The backend counts tokens without making Python objects of them, which would hold the GIL
-        # and so the event loop. Truncation or padding by the backend would falsify the count.
+        """Return True if `text` may exceed the context, and the backend can count its
+        tokens first.
+        """
+        # The backend counts tokens without creating a Python object for each, which would hold the
+        # GIL and so block the event loop. If the backend truncates or pads, the count would be
+        # wrong.
         if len(text) <= self._context_length:
             return False
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return backend is not None and backend.truncation is None and backend.padding is None
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of token ids. Raises: RequestError when the model has no tokenizer."""
+        """Return the text of token ids. Raises: RequestError if the model has no tokenizer."""
         tokenizer = self._require()
         return await self._run(
             lambda: str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
         )
 
     async def encode_words(self, words: Sequence[str]) -> BadWords:
-        """Return the token ids of each word at the start of a text, and after a space if those are
-        different tokens of the same number, as vLLM does.
+        """Return the token ids of each word: as it is encoded at the start of a text, and as it is
+        encoded after a space, if that has the same number of tokens and another first token. vLLM
+        does the same.
 
         Raises: RequestError.
         """
@@ -143,10 +149,10 @@ class ThreadedTokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> PromptIds:
-        """Return the token ids of a conversation, rendered by the model's chat template with
+        """Return the token ids of a conversation, which the model's chat template renders with
         `variables`.
 
-        Raises: RequestError when there is no template, or the template refuses the messages.
+        Raises: RequestError if there is no template, or it refuses the messages.
         """
         tokenizer = self._require()
         for i, message in enumerate(messages):
@@ -170,8 +176,8 @@ class ThreadedTokenizer:
             )
             return np.array(made["input_ids"], dtype=np.uint32)
 
-        # A template is code of the model, and fails with any of these on messages that it does not
-        # expect: the client's error, not the server's.
+        # A template is code that comes with the model. On messages that it does not expect it fails
+        # with any of these, and that is an error of the client.
         try:
             return await self._run(render)
         except RecursionError:
@@ -195,16 +201,16 @@ class ThreadedTokenizer:
             raise _too_long(characters, "characters", self._max_characters, param)
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
-        """Make a detokenizer for one completion.
+        """Return a detokenizer for one completion.
 
-        Raises: RequestError for stop strings without a tokenizer.
+        Raises: RequestError if there are stop strings and no tokenizer.
         """
         if self._tokenizer is None:
             if params.stop:
                 text = "stop strings need a tokenizer, and this model has none; use stop_token_ids"
                 raise RequestError(text, param="stop")
             return NullDetokenizer()
-        # Imported here, since a server without a tokenizer need not have its packages.
+        # A server without a tokenizer need not have the packages that this imports.
         from kvflow.serve.engine.scheduler.text import TextStream
 
         return TextStream(
@@ -216,8 +222,8 @@ class ThreadedTokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token stands for, for logprobs, which may list twenty for each
-        token; so the result is kept.
+        """Return the bytes that one token stands for. Logprobs may ask for twenty of them per
+        generated token, so the results are kept.
         """
         found = self._token_bytes.get(token_id)
         if found is None:
@@ -225,7 +231,7 @@ class ThreadedTokenizer:
         return found
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token alone; a part of a character becomes U+FFFD."""
+        """Return the text of a single token. Part of a character becomes U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def _find_bytes(self, token_id: int) -> bytes:
@@ -255,7 +261,9 @@ def _too_long(count: int, units: str, limit: int, param: str) -> RequestError:
 
 
 def _with_plain_content(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Join the content parts of type text, since templates of text models expect a string."""
+    """Return the message with its text parts joined, since templates of text models expect a
+    string.
+    """
     content = message.get("content")
     if content is None or isinstance(content, str):
         return {**message, "content": content or ""}
@@ -281,7 +289,8 @@ def _with_plain_content(index: int, message: dict[str, Any]) -> dict[str, Any]:
 def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
     """Check the names of template variables.
 
-    Raises: RequestError for a name that is an argument of the tokenizer's method."""
+    Raises: RequestError if a name is an argument of the tokenizer's own method.
+    """
     known = inspect.signature(tokenizer.apply_chat_template).parameters if variables else {}
     for name in variables:
         if name in known and name != "documents":

@@ -1,1 +1,1 @@
-"""Roles as processes, and the one place where their parts are made from settings."""
+"""Roles as processes. Only this package creates their parts from settings."""

@@ -1,5 +1,5 @@
-"""The prefix cache of a worker, made from its settings: tiers behind the pool, and a publisher of
-cache events.
+"""The prefix cache of a worker, created from its settings: the tiers behind the pool, and a
+publisher of cache events.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ T = TypeVar("T")
 
 
 def check_cache(settings: Settings) -> None:
-    """Check what can be known of the cache before a model is loaded.
+    """Check the settings of the cache, as far as possible before a model is loaded.
 
-    Raises: MisuseError for more host memory than the machine has free, a port in use, or a file
-    without a key.
+    Raises: MisuseError if the machine has less free memory than asked for, a port is in use, or the
+    key file has no key.
     """
     available = available_memory()
     if available is not None and settings.cache_host_bytes > available.size_bytes:
@@ -65,8 +65,8 @@ def _is_taken(host: str, port: int) -> bool:
         try:
             probe.bind((host, port))
         except OSError as error:
-            # ZeroMQ also accepts the name of an interface, which this bind does not know: only a
-            # port in use counts here.
+            # ZeroMQ also accepts the name of an interface, which this bind does not know. So of its
+            # errors, only a port in use counts.
             return error.errno == errno.EADDRINUSE
     return False
 
@@ -75,15 +75,15 @@ def _is_taken(host: str, port: int) -> bool:
 async def prefix_cache(
     settings: Settings, parts: Parts, *, computes: bool = False, ranks: int = 1
 ) -> AsyncGenerator[PrefixCache | None, None]:
-    """Open the prefix cache of a worker's pool, whose pages are all free again at the end. Yield
-    None where prefixes are not cached: by choice, or because the model cannot take a cache that is
-    only the default, which is logged.
+    """Yield the prefix cache of a worker's pool. All its pages are free again after the block.
+    Yield None if prefixes are not cached: by choice, or because the model cannot have a cache and
+    no setting asks for one, which is logged.
 
-    `computes` is True where the worker computes prompts, which may have to continue from a state.
-    `ranks` is the number of this worker's ranks; each has a separate cache.
+    `computes` is True for a worker that computes prompts, which may have to continue from a state.
+    `ranks` is the number of the worker's ranks, each of which has its own cache.
 
-    Raises: MisuseError for a model that cannot take a cache that was asked for, host memory that is
-    not there, a port in use.
+    Raises: MisuseError if a setting asks for a cache that the model cannot have, there is not
+    enough host memory, or a port is in use.
     """
     has_states = computes and parts.pool.layout.num_rows > 0
     if settings.prefix_cache == "off" or not _can_cache(
@@ -127,15 +127,16 @@ async def prefix_cache(
             await cache.close()
         finally:
             if cache.publisher is not None:
-                # Closed last, because it must still publish that the cache is empty.
+                # The publisher is closed last, because it must still publish that the cache is
+                # empty.
                 await cache.publisher.close()
 
 
 async def _tiers(
     settings: Settings, parts: Parts, *, has_states: bool
 ) -> tuple[HostTier | None, StateStore | None, StorageTier | None]:
-    """Open the memory and the stores behind the pool. If one fails to open, the others are
-    closed.
+    """Open the memory and the stores behind the pool. If one of them fails to open, close the
+    others.
     """
     host = await _host_tier(settings, parts)
     states: StateStore | None = None
@@ -153,10 +154,11 @@ async def _tiers(
 
 
 def _can_cache(settings: Settings, parts: Parts, *, of_states: bool) -> bool:
-    """Return False, with a line in the log, where the model cannot take a prefix cache that is only
-    the default. `of_states` is True where each of several ranks would have to cache states.
+    """Return True if the model can have a prefix cache. If it cannot, and the cache is only the
+    default, log the reason and return False. `of_states` is True if each of several ranks would
+    have to cache states.
 
-    Raises: MisuseError where a setting asks for a cache by name.
+    Raises: MisuseError if a setting asks for a cache.
     """
     obstacle = ""
     if parts.model.whole_prompts:
@@ -175,7 +177,7 @@ def _can_cache(settings: Settings, parts: Parts, *, of_states: bool) -> bool:
 
 
 def _asked_for(settings: Settings) -> str:
-    """Return the setting that asks for a prefix cache by name; empty where the cache is only the
+    """Return the flag that asks for a prefix cache, with its value. Empty if the cache is only the
     default.
     """
     if settings.prefix_cache != "auto":
@@ -203,12 +205,13 @@ async def _host_tier(settings: Settings, parts: Parts) -> HostTier | None:
 
 
 async def _states(settings: Settings, parts: Parts, most: int) -> StateStore | None:
-    """Open the store of states, which are kept at the ends of at most `most` pages.
+    """Allocate the memory for states, of which at most `most` can be used, one at the end of each
+    page.
 
-    Return None, with a line in the log, where there is no memory for a prefix cache that is only
-    the default.
+    If there is not enough memory, and the cache is only the default, log the reason and return
+    None.
 
-    Raises: MisuseError where a setting asks for a cache by name.
+    Raises: MisuseError if a setting asks for a cache.
     """
     size = settings.cache_state_bytes
     allocate = functools.partial(StateStore, parts.pool, size, most)
@@ -260,8 +263,8 @@ def _backend(settings: Settings, layout: PoolLayout) -> Backend:
 
 
 def _publisher(config: KvEvents, settings: Settings, cache: PrefixCache) -> EventPublisher:
-    """Start the publisher. Raises: MisuseError naming the address that cannot be bound, or the key
-    file.
+    """Start the publisher. Raises: MisuseError that names the address that cannot be bound, or the
+    key file.
     """
     key = read_key(settings.kv_events_key_file)
     media = media_of(config.dialect, shared_storage=settings.l3 == "mooncake")
@@ -276,8 +279,8 @@ def _publisher(config: KvEvents, settings: Settings, cache: PrefixCache) -> Even
             media=media,
             key=key,
             limits=StreamLimits(kept_batches=config.buffer_steps),
-            # The numbers grow from one process to the next, so after a restart subscribers see a
-            # gap and ask for a replay.
+            # Batch numbers continue to grow after a restart, so that subscribers see a gap and
+            # request a replay.
             first_seq=time.time_ns() // 1_000_000 << 16,
         )
     except MisuseError as error:

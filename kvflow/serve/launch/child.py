@@ -1,4 +1,4 @@
-"""One role as a child process of the supervisor: start, announcement, log lines, end."""
+"""One role as a child process of the supervisor: its start, announcement, log lines and end."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ from kvflow.serve.launch.logs import LogFormat, relayed
 from kvflow.serve.launch.process import PARENT_PID, READY_FD, Ready
 
 KEPT_LINES = 40
-_ERROR_MARK = ": error: "  # written by `cli.main`
+_ERROR_MARK = ": error: "  # `cli.main` writes this before an error
 _log = logging.getLogger("kvflow.up")
 
 
 class ChildEndedError(KvflowError):
-    """The end of a role that should be running. `status` is its exit status, negative for a
-    signal.
-    """
+    """The unexpected end of a role. `status` is its exit status, negative for a signal."""
 
     def __init__(self, name: str, status: int, last_line: str = "") -> None:
         how = f"{name} {_how(status)}"
-        # Another process sent the signal, so the last line does not explain the end.
+        # Another process sent the signal, so the role's last line does not explain its end.
         if status in (-signal.SIGKILL, -signal.SIGTERM):
             last_line = ""
-        # After a usage error the child's message is all that the user needs.
+        # After a usage error, the user needs only the child's message.
         if status == 2:
             how, last_line = name, last_line.partition(_ERROR_MARK)[2] or last_line
         super().__init__(f"{how}: {last_line}" if last_line else how)
@@ -49,7 +47,7 @@ def _how(status: int) -> str:
 
 
 class Child:
-    """One role as a process. `url` and `bootstrap_port` are known when it is ready."""
+    """One role as a process. `url` and `bootstrap_port` are set when it is ready."""
 
     def __init__(
         self,
@@ -61,7 +59,9 @@ class Child:
         log_format: LogFormat = "text",
         descriptors: tuple[int, ...] = (),
     ) -> None:
-        """`descriptors` of this process are passed to the child under the same numbers."""
+        """Describe a process, without starting it. It inherits `descriptors` under the same
+        numbers.
+        """
         self.name, self.role = name, role
         self.url = ""
         self.bootstrap_port: int | None = None
@@ -78,8 +78,9 @@ class Child:
         return self._process
 
     async def start(self, environment: Mapping[str, str], timeout_s: float) -> None:
-        """Start the process. Return when it is ready to serve. Raises: ChildEndedError,
-        TimeoutError.
+        """Start the process. Return when it is ready to serve.
+
+        Raises: ChildEndedError, TimeoutError.
         """
         reading, writing = os.pipe()
         try:
@@ -95,14 +96,14 @@ class Child:
                     READY_FD: str(writing),
                     PARENT_PID: str(os.getpid()),
                 },
-                # Ctrl-C reaches only the supervisor, which then ends the roles in order.
+                # Ctrl-C must reach only the supervisor, which then ends the roles in order.
                 start_new_session=True,
             )
         except BaseException:
             os.close(reading)
             raise
         finally:
-            # The parent's copy must be closed, or the pipe would stay open after the child's end.
+            # If the parent kept its copy open, the pipe would not close when the child ends.
             os.close(writing)
         self._reading = asyncio.create_task(self._read_stderr())
         async with asyncio.timeout(timeout_s):
@@ -137,7 +138,7 @@ class Child:
         return self.process.returncode or 0
 
     def kill(self) -> None:
-        """Send SIGKILL; a waiting `stop` then returns."""
+        """Send SIGKILL. A `stop` that waits then returns."""
         if self._process is not None:
             self._signal(signal.SIGKILL)
 
@@ -156,7 +157,7 @@ class Child:
             text = line.decode(errors="replace").rstrip("\n")
             if text:
                 self.last_lines.append(text)
-            # The supervisor reports this line in its own error, so it is not relayed.
+            # The supervisor includes this line in its own error, so it is not relayed.
             if not self._quiet and not text.startswith(f"kvflow {self.role}{_ERROR_MARK}"):
                 if self._log_format == "json":
                     shown = relayed(text, self.role, self.name)
@@ -167,24 +168,26 @@ class Child:
 
 
 async def start_role(role: str, arguments: Iterable[str], **how: Any) -> asyncio.subprocess.Process:
-    """Start `kvflow ROLE` as a process. `how` are arguments of `create_subprocess_exec`."""
+    """Start `kvflow ROLE` as a process. `how` has further arguments for
+    `create_subprocess_exec`.
+    """
     return await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "kvflow.cli", role, *arguments, **how
     )
 
 
 async def all_read(reading: asyncio.Task[None] | None) -> None:
-    """Wait until the task that reads a process's stderr has the last line.
+    """Wait until the task that reads a process's stderr reached the end.
 
-    A cancellation ends only this wait and not the task, because other callers may wait for it,
-    `stop` among them.
+    A cancellation ends this wait but not the task, because other callers, such as `stop`, may wait
+    for the task too.
     """
     if reading is not None:
         await asyncio.wait([reading])
 
 
 async def _line_of(stream: asyncio.StreamReader) -> bytes:
-    """Return the next line, empty at the end. A line that is longer than the reader's buffer comes
+    """Return the next line, or b"" at the end. A line longer than the reader's buffer is returned
     in pieces.
     """
     try:
@@ -196,7 +199,7 @@ async def _line_of(stream: asyncio.StreamReader) -> bytes:
 
 
 async def _line_from(descriptor: int) -> bytes:
-    """Return the first line of a pipe; empty when the pipe closes without one."""
+    """Return the first line of a pipe, or b"" if the pipe closes without one."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(
@@ -211,7 +214,7 @@ async def _line_from(descriptor: int) -> bytes:
 async def start_together(
     children: Iterable[tuple[Child, Mapping[str, str]]], timeout_s: float
 ) -> None:
-    """Start children, each with its environment. If one cannot start, the wait for the others ends.
+    """Start children, each with its environment. If one cannot start, stop waiting for the others.
 
     Raises: ChildEndedError, TimeoutError.
     """
@@ -227,7 +230,7 @@ async def start_together(
 
 
 async def first_end(children: Iterable[Child]) -> ChildEndedError:
-    """Wait until the first of the children ends. Return how it ended."""
+    """Wait until any of the children ends. Return how it ended."""
     waits = [asyncio.create_task(child.wait_for_end()) for child in children]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

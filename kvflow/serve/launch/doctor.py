@@ -1,4 +1,4 @@
-"""`kvflow doctor`: the checks of this machine, each with advice where it fails."""
+"""`kvflow doctor`: checks of this machine, with advice for each one that fails."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ MOONCAKE_WHEELS = (
 )
 _KFD, _RDMA_DEVICES = Path("/dev/kfd"), Path("/sys/class/infiniband")
 OLDEST_MOONCAKE = (0, 3, 12)
-NIXL_WHEELS = {"nixl-cu12": "nixl_cu12", "nixl-cu13": "nixl_cu13"}  # modules, by distribution
-# The name for the dynamic loader, and the Debian package.
+NIXL_WHEELS = {"nixl-cu12": "nixl_cu12", "nixl-cu13": "nixl_cu13"}  # module by distribution
+# Each library's name for the dynamic loader, and its Debian package.
 LIBRARIES = (("ibverbs", "libibverbs1"), ("numa", "libnuma1"), ("curl", "libcurl4"))
 MIN_OPEN_FILES = 4096
 IMPORT_TIMEOUT_S = 60.0
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One check. A check that is `needed` and not `ok` makes the exit status 1."""
+    """The result of one check. If a check is `needed` and not `ok`, the exit status is 1."""
 
     name: str
     ok: bool
@@ -50,11 +50,12 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings() -> Iterator[Finding]:
-    """Yield all checks, one after the other; together they take as long as importing mooncake twice
-    and nixl.
+    """Yield the results of all checks, one after the other. Together they take as long as importing
+    mooncake twice and nixl once.
     """
     yield _python()
-    # This reads the metadata of every installed distribution, so it is done once.
+    # This reads the metadata of every installed distribution, which takes long, so it is done only
+    # once.
     distributions = importlib.metadata.packages_distributions()
     for names, needed, advice in (
         (CORE, True, "pip install kvflow"),
@@ -79,8 +80,8 @@ def findings() -> Iterator[Finding]:
 
 
 def mooncake_unavailable_reason(module: str = "mooncake.engine") -> str | None:
-    """Return why the mooncake data plane, or another `module` of the package, cannot be used here,
-    in one line; None when it can.
+    """Return why the mooncake data plane cannot be used here, in one line, or None if it can.
+    `module` names another module of the package to check instead.
     """
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake is not installed: pip install 'kvflow[mooncake]'"
@@ -95,7 +96,7 @@ def mooncake_unavailable_reason(module: str = "mooncake.engine") -> str | None:
 
 
 def nixl_unavailable_reason() -> str | None:
-    """Return why the nixl data plane cannot be used here, in one line; None when it can."""
+    """Return why the nixl data plane cannot be used here, in one line, or None if it can."""
     module = next(
         (module for module in NIXL_WHEELS.values() if importlib.util.find_spec(module) is not None),
         None,
@@ -108,7 +109,7 @@ def nixl_unavailable_reason() -> str | None:
 
 
 def ascend_unavailable_reason() -> str | None:
-    """Return why the ascend data plane cannot be used here, in one line; None when every part that
+    """Return why the ascend data plane cannot be used here, in one line, or None if everything that
     can be checked is there.
     """
     missing = missing_for_ascend()
@@ -118,7 +119,9 @@ def ascend_unavailable_reason() -> str | None:
 
 
 def mori_unavailable_reason() -> str | None:
-    """Act as `ascend_unavailable_reason` does, for the mori data plane."""
+    """Return why the mori data plane cannot be used here, in one line, or None if everything that
+    can be checked is there.
+    """
     missing = []
     if importlib.util.find_spec("mori") is None:
         missing.append("mori is not installed (pip install amd_mori)")
@@ -132,7 +135,7 @@ def mori_unavailable_reason() -> str | None:
 
 
 def plane_unavailable_reason(plane: str) -> str | None:
-    """Return why a built-in data plane cannot be used here, in one line; None when every part that
+    """Return why a built-in data plane cannot be used here, in one line, or None if everything that
     can be checked is there.
     """
     reasons = {
@@ -145,7 +148,7 @@ def plane_unavailable_reason(plane: str) -> str | None:
 
 
 def _import_error(module: str) -> str:
-    """Return why a module cannot be imported; empty when it can.
+    """Return why a module cannot be imported. Empty if it can.
 
     The import runs in another process, because a broken library may end the process that loads it.
     """
@@ -185,7 +188,7 @@ def _package(
 
 
 def _device() -> Finding:
-    """Check the device on which `--device auto` runs a model."""
+    """Check the device on which `--device auto` would run a model."""
     if (
         importlib.util.find_spec("torch") is None
         or importlib.util.find_spec("transformers") is None
@@ -214,8 +217,8 @@ def _mooncake_wheels() -> Finding:
             "mooncake wheel", False, "not installed", False, "pip install 'kvflow[mooncake]'"
         )
     detail = ", ".join(f"{name} {version}" for name, version in found.items())
-    # Both wheels install the same files: the last one overwrites the other, and uninstalling one
-    # removes the files of both.
+    # All these wheels install the same files. The last one overwrites the others, and uninstalling
+    # one removes files of the others too.
     if len(found) > 1:
         advice = f"pip uninstall -y {' '.join(found)}, then install one of them"
         return Finding(
@@ -250,7 +253,7 @@ def _mooncake() -> Finding:
 
 
 def _mooncake_store() -> Finding:
-    """Check what `--l3 mooncake` needs."""
+    """Check the package and the program that `--l3 mooncake` needs."""
     reason, program = mooncake_unavailable_reason("mooncake.store"), find_program()
     detail = reason or (
         f"can be loaded; {program}" if program else f"can be loaded; no {MASTER} to start"
@@ -278,7 +281,7 @@ def _nixl() -> Finding:
 
 
 def _plane(name: str) -> Finding:
-    """Check a data plane that never ran on its hardware."""
+    """Check a data plane that was never run on its hardware."""
     reason = plane_unavailable_reason(name)
     detail = reason or "nothing is missing; it has never run on its hardware"
     return Finding(
@@ -328,7 +331,7 @@ def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Finding(
         "open files",
-        # Only the hard limit counts, because roles raise their soft limit to it.
+        # Roles raise their soft limit to the hard one, so only the hard limit counts.
         hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES,
         f"soft {soft}, hard {hard}",
         False,
@@ -348,7 +351,7 @@ def _variables() -> Finding:
 
 
 def run_doctor(*, as_json: bool) -> int:
-    """Print the findings. Return the exit status: 0 when all needed checks pass."""
+    """Print the findings. Return the exit status: 0 if all needed checks pass, otherwise 1."""
     found = list(findings())
     bad = [finding for finding in found if finding.needed and not finding.ok]
     if as_json:

@@ -1,5 +1,4 @@
-"""A prefill over several ranks: the first rank, which has the HTTP server and starts the others,
-and each of the other ranks.
+"""A prefill over several ranks. The first rank has the HTTP server and starts the other ranks.
 
 All ranks are processes of one machine. The sockets of their group share a new key, which is not
 stored in any file.
@@ -54,11 +53,11 @@ from kvflow.transports.host.identity import own_identity, wait_dead
 
 _HERE = "127.0.0.1"
 _DRAIN_S = 5.0
-_LOOK_S = 0.02  # the interval at which the start looks whether all ranks joined
+_LOOK_S = 0.02  # interval at which the start checks whether all ranks joined
 
 
 class _Rank(NamedTuple):
-    """The parts that every rank has."""
+    """The parts that every rank has, the first one included."""
 
     node: PrefillNode
     parts: Parts
@@ -70,8 +69,10 @@ class _Rank(NamedTuple):
 async def group_over(
     settings: Settings, control: Control, table: RankTable
 ) -> AsyncGenerator[tuple[GroupPrefillService, Parts], None]:
-    """Start a prefill over `settings.pp * settings.tp` ranks, without its HTTP server, and yield it
-    when all ranks are there. `table` receives an entry for each of the others. Raises: MisuseError.
+    """Run a prefill over `settings.pp * settings.tp` ranks, without its HTTP server. Yield it when
+    all ranks are ready. An entry for each other rank is added to `table`.
+
+    Raises: MisuseError.
     """
     async with AsyncExitStack() as stack:
         stack.callback(control[0].close)
@@ -107,7 +108,9 @@ async def group_over(
 
 
 class _FirstRank:
-    """The parts that only rank 0 has: the leader of the group, the steps, the service."""
+    """The parts that only rank 0 has: the leader of the group, the leader of the steps, and the
+    service.
+    """
 
     def __init__(self, spec: PrefillRankSpec, table: RankTable) -> None:
         self._spec, self._table = spec, table
@@ -125,7 +128,7 @@ class _FirstRank:
         key: ControlKey | None,
         stack: AsyncExitStack,
     ) -> GroupPrefillService:
-        """Start the group. Return when all ranks are there."""
+        """Start the group. Return the service when all ranks are ready."""
         settings, node, model = rank.settings, rank.node, rank.parts.model
         steps = self._steps = self._step_leader(rank.parts, steps_socket)
         engine = self._engine = prefill_engine(
@@ -165,8 +168,8 @@ class _FirstRank:
             world=(self._spec.stages, self._spec.shards),
         )
         stack.push_async_callback(engine.close)
-        # Pushed after the engine, so that it closes first: a step of the engine may wait for
-        # another rank.
+        # The steps must close before the engine, because a step of the engine may wait for another
+        # rank. So they are pushed after it.
         stack.push_async_callback(steps.close)
         stack.push_async_callback(group.close)
         stack.push_async_callback(member.drain, _DRAIN_S)
@@ -196,12 +199,12 @@ class _FirstRank:
         )
 
     def end_at_once(self, error: BaseException) -> None:
-        # The process ends without leaving its blocks, so the directory is removed here.
+        # The process ends without leaving its `with` blocks, so the directory is removed here.
         shutil.rmtree(self._spec.meeting, ignore_errors=True)
         end_at_once("prefill", error)
 
     def lost(self, rank: int, why: str) -> None:
-        """Note that the process of a rank ended."""
+        """Report the end of a rank's process to the steps."""
         if self._steps is not None:
             self._steps.lost(rank, why)
 
@@ -258,11 +261,11 @@ def _hello(spec: PrefillRankSpec, life: Incarnation, rank: _Rank) -> wire.Hello:
 
 
 async def run_rank(spec: PrefillRankSpec) -> None:
-    """Run one of the other ranks, until a signal or its group stops it."""
+    """Run one of the other ranks, until a signal stops it or its group cannot continue."""
     async with AsyncExitStack() as stack:
         key = read_key(spec.key)
         settings = spec.settings
-        # Each rank has a control endpoint and needs its own port; 0 stays 0, which is any free one.
+        # Each rank needs its own control port. A port of 0 stays 0, which picks a free one.
         port = settings.control_port and settings.control_port + spec.rank
         rank = await _rank(
             spec, stack, bind_control(msgspec.structs.replace(settings, control_port=port))
@@ -335,7 +338,7 @@ async def _pass_started(member: MemberShell, follower: StepFollower) -> None:
 
 
 async def _rank(spec: PrefillRankSpec, stack: AsyncExitStack, control: Control) -> _Rank:
-    """Load this rank's part of the model and start its node. Raises: MisuseError, LostError."""
+    """Load this rank's part of the model, and start its node. Raises: MisuseError, LostError."""
     settings, rank = _settings_of_rank(spec), spec.rank
     stack.callback(control[0].close)
     part = ModelPart(rank // spec.shards, spec.stages, rank % spec.shards, spec.shards)
@@ -350,8 +353,8 @@ async def _rank(spec: PrefillRankSpec, stack: AsyncExitStack, control: Control) 
 
 
 def _settings_of_rank(spec: PrefillRankSpec) -> Settings:
-    """Return the settings of one rank. Each rank stores its part of every page in a separate
-    directory, and only the first one publishes cache events.
+    """Return the settings of one rank. Each rank stores its part of every page in its own
+    directory, and only the first rank publishes cache events.
     """
     settings = spec.settings
     return msgspec.structs.replace(
@@ -389,7 +392,9 @@ def _member(
 def _open_room(
     node: PrefillNode, room: RoomId, request: bytes
 ) -> tuple[PrefillRoom, wire.GroupPrompt]:
-    """Open prefill's half of a room for a request of the group. Raises: WireError, MisuseError."""
+    """Open this rank's half of a room for a request of the group. Raises: WireError,
+    MisuseError.
+    """
     asked = wire.parse_prompt(request)
     return node.room(room, asked.checked, deadline_s=asked.deadline_s), asked
 
@@ -418,7 +423,9 @@ def _status(
 
 
 def _samples(spec: PrefillRankSpec) -> bool:
-    """Return True for the rank that chooses the first tokens: the first shard of the last stage."""
+    """Return True if this rank samples the first tokens: it is the first shard of the last
+    stage.
+    """
     return spec.rank == (spec.stages - 1) * spec.shards
 
 

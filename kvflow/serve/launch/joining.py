@@ -1,4 +1,6 @@
-"""A worker's membership in routers: it joins them, and leaves them before it drains."""
+"""A worker's membership in routers: it joins them when it serves, and leaves them before
+it drains.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,15 @@ from kvflow.http.authorization import bearer
 from kvflow.http.errors import Failure
 from kvflow.http.paths import WORKERS_PATH
 
-JOIN_EVERY_S = 2.0  # a restarted router does not know the workers that joined
-TIMEOUT_S = 5.0  # for a join, during which the router also checks the worker
+# The join is repeated, because a restarted router has forgotten the workers that joined it.
+JOIN_EVERY_S = 2.0
+TIMEOUT_S = 5.0  # for a join, in which the router also checks the worker
 LEAVE_TIMEOUT_S = 2.0
 _log = logging.getLogger("kvflow.serve")
 
 
 class WorkerIdentity(NamedTuple):
-    """The identity with which a worker joins; the router checks it by asking the worker."""
+    """The identity with which a worker joins. The router verifies it by a request to the worker."""
 
     role: str
     incarnation: str
@@ -30,7 +33,7 @@ class WorkerIdentity(NamedTuple):
 
 
 class _RouterLink:
-    """The link to one router, for the worker at `url`."""
+    """The membership of the worker at `url` in one router."""
 
     def __init__(
         self,
@@ -44,13 +47,13 @@ class _RouterLink:
         self._url = url
         self._identity = identity
         self._worker_id = ""
-        self._joined: WorkerIdentity | None = None  # the identity with which it joined
+        self._joined: WorkerIdentity | None = None  # identity of the last successful join
         self._last_problem = ""
 
     async def keep_joined(self, leaving: asyncio.Event) -> None:
-        """Join, and repeat the join until `leaving` is set; then leave.
+        """Join, and repeat the join until `leaving` is set. Then leave.
 
-        A running join is completed first, because the router may have accepted it.
+        A join under way is completed first, because the router may already have accepted it.
         """
         while not leaving.is_set():
             await self._join()
@@ -61,8 +64,8 @@ class _RouterLink:
 
     async def _join(self) -> None:
         who = self._identity()
-        # sglang_router keeps the role of the first join, so a worker that changed its role has to
-        # leave.
+        # sglang_router keeps the role of the first join, so after a role switch the worker has to
+        # leave before it joins again.
         if self._joined is not None and who.role != self._joined.role:
             await self._leave()
         body: dict[str, Any] = {
@@ -83,12 +86,13 @@ class _RouterLink:
         self._last_problem = problem
 
     async def _leave(self) -> None:
-        """Make the router stop sending requests. A router that does not answer in time finds out
-        from the worker's /health.
+        """Leave the router, so that it sends no more requests. A router that does not answer in
+        time finds out from the worker's /health.
         """
         if self._joined is None:
             return
-        # Leave with the identity of the join, even where the worker has another one by now.
+        # The worker leaves with the identity with which it joined, even if it has another one by
+        # now.
         who, self._joined = self._joined, None
         path = f"{WORKERS_PATH}/{self._worker_id}?incarnation={who.incarnation}"
         problem, _ = await self._call("DELETE", path, LEAVE_TIMEOUT_S)
@@ -98,7 +102,7 @@ class _RouterLink:
     async def _call(
         self, method: str, path: str, timeout_s: float, body: Any = None
     ) -> tuple[str, dict[str, Any]]:
-        """Return the problem, empty for success, and the answer."""
+        """Send a request. Return the problem, which is empty on success, and the answer."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(
@@ -118,8 +122,8 @@ class _RouterLink:
 async def member_of(
     routers: Sequence[str], url: str, identity: Callable[[], WorkerIdentity], key: str
 ) -> AsyncGenerator[None, None]:
-    """Keep the worker at `url` a member of these routers within the block, as soon as each of them
-    answers. `key` is that of the routers' operator.
+    """Within the block, keep the worker at `url` a member of these routers. It joins each one as
+    soon as that router answers. `key` is the operator's key for the routers.
     """
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(headers=bearer(key)))

@@ -1,4 +1,4 @@
-"""Progress of loading a model: a bar on a terminal, log lines elsewhere."""
+"""Progress of loading a model, as a bar on a terminal or as log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LoadingProgress:
             self._task = self._progress.add_task(f"loading {model}", total=1.0)
 
     def report(self, stage: str, done: float) -> None:
-        """Show a stage, and how much of it is done, from 0 to 1."""
+        """Show the current stage, and the share of it that is done, from 0 to 1."""
         if self._progress is not None:
             self._progress.update(self._task, description=f"{self._model}: {stage}", completed=done)
         elif stage != self._stage:

@@ -1,5 +1,5 @@
-"""Log lines of a role, as text or as JSON: every line of a request names it, and a peer cannot
-forge a line.
+"""Log lines of a role, as text or as JSON. Every line about a request names the request, and a peer
+cannot forge a line.
 
 Messages and tracebacks are cut to a fixed size, because both may repeat what a client sent.
 """
@@ -21,22 +21,22 @@ import msgspec
 from kvflow.telemetry.requests import CURRENT
 
 LogFormat = Literal["text", "json"]
-# The characters that could end a line or move a terminal's cursor: C0, DEL, C1, the Unicode line
-# ends, lone surrogates.
+# Characters that could end a line or move a terminal's cursor: C0, DEL, C1, the Unicode line
+# separators. Also lone surrogates, which UTF-8 cannot encode.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _SHOWN_ROOMS = 8
 MAX_MESSAGE = 4096  # characters
 MAX_TRACEBACK = 16_384  # characters
-_MAX_FRAMES = 32  # of one exception
+_MAX_FRAMES = 32  # of each exception in a traceback
 
 
 def printable(text: str) -> str:
-    """Return `text` in one line, with control characters escaped as in Python."""
+    """Return `text` as a single line, with control characters escaped as Python does."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class RequestFields(logging.Filter):
-    """A filter that adds the request and the rooms to every record: those given in `extra`, or
+    """A filter that adds the request id and the rooms to every record: those given in `extra`, or
     those of the current task.
     """
 
@@ -50,7 +50,9 @@ class RequestFields(logging.Filter):
 
 
 def _cut(text: str, most: int) -> str:
-    """Return `text`, or its two ends around the number of characters that are left out."""
+    """Return `text`, or its two ends with the number of characters that were left out
+    between them.
+    """
     if len(text) <= most:
         return text
     return (
@@ -61,15 +63,16 @@ def _cut(text: str, most: int) -> str:
 def _formatted(exc_info: tuple[type[BaseException], BaseException, TracebackType | None]) -> str:
     """Return a traceback of bounded size.
 
-    It shows the innermost calls, because an endless recursion has thousands of the others.
+    It shows the innermost calls, because after an endless recursion there are thousands of outer
+    ones.
     """
     found = traceback.TracebackException(*exc_info, limit=-_MAX_FRAMES, compact=True)
     return _cut("".join(found.format()).removesuffix("\n"), MAX_TRACEBACK)
 
 
 class TextFormatter(logging.Formatter):
-    """A formatter for text: `time level logger: message (request ID, room N)`, with the lines of a
-    traceback indented.
+    """A formatter for text: `time level logger: message (request ID, room N)`. The lines of a
+    traceback are indented.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -92,8 +95,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A formatter for JSON: one object per line, to which `fields` of a record's `extra` are
-    added.
+    """A formatter for JSON, with one object per line. `fields` in a record's `extra` are added to
+    the object.
     """
 
     def __init__(self, role: str) -> None:
@@ -119,7 +122,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def encoded(document: dict[str, Any]) -> str:
-    """Return one line of JSON; characters that UTF-8 cannot encode are escaped."""
+    """Return one line of JSON. Characters that UTF-8 cannot encode are escaped."""
     try:
         return msgspec.json.encode(document).decode()
     except UnicodeEncodeError:
@@ -131,8 +134,8 @@ def encoded(document: dict[str, Any]) -> str:
 
 
 def relayed(text: str, role: str, process: str) -> str:
-    """Return the JSON line for a line that the child `process` wrote: the child's own JSON object,
-    or any other text as the message of a new one.
+    """Return a JSON line for a line that the child `process` wrote. A JSON object of the child is
+    kept, and any other text becomes the message of a new object.
     """
     document: dict[str, Any] = {
         "time": _iso(time.time()),
@@ -153,8 +156,8 @@ def _iso(at_s: float) -> str:
 def set_up_logging(
     level: str, *, log_format: LogFormat = "text", access_log: bool = True, role: str = ""
 ) -> None:
-    """Log one line per event to stderr, including Python's warnings; of libraries only warnings and
-    more severe events.
+    """Log to stderr, one line per event, including Python's warnings. Libraries log only warnings
+    and errors.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RequestFields())
@@ -170,7 +173,7 @@ def set_up_logging(
 def _log_exception(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Log the exception that ends the process, as a JSON line like any other."""
+    """Log the exception that ends the process, as a JSON line like the others."""
     logging.getLogger("kvflow").critical(
         "the process ends by an exception", exc_info=(kind, error, trace)
     )

@@ -1,5 +1,5 @@
-"""The directory where the parts of a model meet, which is removed when the process that made it
-ends.
+"""A directory where the parts of a model meet. It is removed when the process that created
+it ends.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import tempfile
 from collections.abc import Iterator
 
 # The kernel kills the other ranks together with the first one, so none of them could remove the
-# directory. A shell removes it: it waits for the end of its input, which only this process holds
-# open.
+# directory. A shell does it when its input ends: only this process holds the input open.
 _REMOVE = 'cat; exec rm -rf -- "$1"'
 
 
 @contextlib.contextmanager
 def meeting_directory() -> Iterator[str]:
-    """Make a directory that only its owner can enter.
+    """Create a directory that only its owner can enter.
 
-    It is removed at the end of the block or of this process, kill -9 included where there is a
-    shell.
+    It is removed when the block or this process ends. If there is a shell, this includes an end by
+    kill -9.
     """
     found = tempfile.mkdtemp(prefix="kvflow-")
     remover: subprocess.Popen[bytes] | None = None

@@ -1,9 +1,9 @@
-"""The `mooncake_master` of `kvflow up --l3 mooncake`: one process at a free port of the loopback,
+"""The `mooncake_master` of `kvflow up --l3 mooncake`: one process on a free port of the loopback,
 for this fleet only.
 
-It ends with the fleet, even after a kill -9 of the supervisor. If it ends early it is started again
-at the same port, where the workers find it: the stored pages are lost, and serving continues
-meanwhile.
+It ends with the fleet, even if the supervisor is killed by kill -9. If it ends early, it is started
+again on the same port, where the workers find it. The stored pages are lost then, but the workers
+continue to serve.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from kvflow.serve.launch.child import KEPT_LINES, ChildEndedError, all_read
 
 NAME = "mooncake_master"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
-TRIES = 3  # at the start: another process may take a port that was free
-# The pause before it is started again; it doubles, unless the process ran for a while.
+# Number of tries to start it. Another process may take a free port before it is used.
+TRIES = 3
+# Pause before the process is started again. It doubles each time, until the process ran for
+# `LIVED_S`.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 LIVED_S = 60.0
-# This asks the kernel to kill the process when the thread that started it ends, here the
-# supervisor's main thread, which is its last one. The setting survives an exec. A parent that ended
-# before the call sends no signal, so the parent is checked after it.
+# This asks the kernel to kill the process when the thread that started it ends. That is the
+# supervisor's main thread, which is its last one. The request survives an exec. If the parent ended
+# before the call, no signal is sent, so the parent is checked afterwards.
 _EXEC = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
@@ -42,7 +44,7 @@ _log = logging.getLogger("kvflow.up")
 
 
 def find_program() -> str | None:
-    """Return the path of `mooncake_master`, beside this Python or on the PATH; None where it is not
+    """Return the path of `mooncake_master`, beside this Python or on the PATH. None if it is not
     installed.
     """
     beside = Path(sys.executable).with_name(NAME)
@@ -50,7 +52,9 @@ def find_program() -> str | None:
 
 
 class MooncakeMaster:
-    """The process. `address` is known after the start, and does not change."""
+    """The `mooncake_master` process. `address` is set by the start, and does not change
+    afterwards.
+    """
 
     def __init__(self) -> None:
         self.address = ""
@@ -62,14 +66,14 @@ class MooncakeMaster:
 
     @property
     def pid(self) -> int:
-        """The id of the process that runs now, or ran last."""
+        """Process id of the process that runs now, or ran last."""
         assert self._process is not None
         return self._process.pid
 
     async def start(self) -> None:
         """Start the process. Return when it accepts connections.
 
-        Raises: MisuseError where it is not installed; ChildEndedError, TimeoutError.
+        Raises: MisuseError if it is not installed; ChildEndedError, TimeoutError.
         """
         if (program := find_program()) is None:
             raise MisuseError(f"--l3 mooncake: there is no {NAME}: pip install 'kvflow[mooncake]'")
@@ -89,7 +93,7 @@ class MooncakeMaster:
         self._watching = asyncio.create_task(self._keep(ports), name="kvflow-mooncake-master")
 
     async def stop(self) -> None:
-        """End the process. Idempotent."""
+        """End the process, and do not start it again. Idempotent."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
@@ -150,7 +154,8 @@ class MooncakeMaster:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches only the supervisor, which ends this last
+            # Ctrl-C must reach only the supervisor, which ends this process last.
+            start_new_session=True,
         )
         assert process.stderr is not None
         self._reading = asyncio.create_task(self._read(process.stderr))

@@ -1,4 +1,4 @@
-"""Commands of an operator to a running decode."""
+"""An operator's commands to a running decode."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def declare_dead(url: str, key: str, incarnation: str, why: str) -> None:
-    """`kvflow declare-dead`: declare a prefill dead and print the remaining peers. `key` is the
-    operator's.
+    """Run `kvflow declare-dead`: declare a prefill dead, and print the server's answer with its
+    remaining peers. `key` is the operator's key.
 
-    Raises: MisuseError (refused), LostError (no answer).
+    Raises: MisuseError if the server refuses; LostError if it does not answer.
     """
     path = (
         f"/peers/{urllib.parse.quote(incarnation, safe='')}/"
@@ -35,8 +35,8 @@ def declare_dead(url: str, key: str, incarnation: str, why: str) -> None:
     if not url.startswith(("http://", "https://")):
         raise MisuseError(f"--url: {url!r} is not an http:// or https:// URL")
     request = urllib.request.Request(url.rstrip("/") + path, method="POST", headers=bearer(key))
-    # The request carries the operator's key, which only this server may receive: neither a proxy
-    # nor the target of a redirect.
+    # The request carries the operator's key, which only this server may receive. So no proxy is
+    # used, and no redirect is followed.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
     try:
         with opener.open(request, timeout=TIMEOUT_S) as answer:

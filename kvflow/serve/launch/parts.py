@@ -1,5 +1,5 @@
-"""The parts of a worker in any role: the model, its pool, and the thread of model steps; and the
-host memory of a role.
+"""The parts that a worker needs in either role: the model, its pool and the thread for model steps.
+Also the host memory for staging, the data plane and the model card of a role.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger("kvflow.serve")
 
 
 class Parts(NamedTuple):
-    """The parts of a worker, which outlive a switch of its role."""
+    """The parts of a worker that outlive a role switch."""
 
     model: LoadedModel
     pool: PagedPool
@@ -44,14 +44,13 @@ class Parts(NamedTuple):
 async def loaded_model(
     settings: Settings, part: ModelPart | None = None, meeting: Meeting | None = None
 ) -> AsyncGenerator[tuple[LoadedModel, Threads], None]:
-    """Load a model, and yield it with the thread of its steps. The device is checked before it is
-    loaded.
+    """Load a model, and yield it with the thread that runs its steps. The device is checked first.
 
-    `part` is given where several processes share a model; they find each other by `meeting`.
+    Processes that share a model each load a `part` of it, and find each other by `meeting`.
     """
     executor = Threads("model")
     try:
-        # These two are always there, and the check costs a second of imports.
+        # "auto" and "cpu" always work, and the check costs a second of imports.
         if settings.device not in ("auto", "cpu"):
             from kvflow.serve.engine.model.device import find_device
 
@@ -59,7 +58,7 @@ async def loaded_model(
         from kvflow.serve.engine.model.source import locate
 
         source = await executor.run(functools.partial(locate, settings.model_path))
-        # These imports take seconds, so they follow all checks that can refuse at once.
+        # These imports take seconds, so every quick check comes before them.
         from kvflow.serve.engine.model.load import load_model
         from kvflow.serve.engine.model.parallel.part import WHOLE
 
@@ -92,11 +91,11 @@ async def loaded(
     *,
     for_stage: bool = False,
 ) -> AsyncGenerator[Parts, None]:
-    """Make the parts of a worker. Settings of the data plane and of storage are checked before the
-    model is loaded.
+    """Yield the parts of a worker. The settings of the data plane and of storage are checked before
+    the model is loaded.
 
-    See `loaded_model` for `part` and `meeting`. `for_stage` is True where the pool is for all
-    shards of the stage.
+    See `loaded_model` for `part` and `meeting`. With `for_stage`, the pool is for all shards of the
+    stage.
     """
     check_plane(
         settings.disaggregation_transfer_backend,
@@ -125,7 +124,7 @@ async def loaded(
 
 
 def described(pool: PagedPool) -> str:
-    """Return a description of the pool in one line, for the log."""
+    """Return a one-line description of the pool for the log."""
     layout = pool.layout
     rows = f" and {layout.num_rows} rows for states" if layout.num_rows else ""
     return (
@@ -136,7 +135,7 @@ def described(pool: PagedPool) -> str:
 
 
 def say_what_fits(limits: EngineLimits) -> None:
-    """Warn where the pool is smaller than the model's context."""
+    """Log a warning if the pool is smaller than the model's context."""
     if limits.max_tokens < limits.context_length:
         text = (
             "the KV pool is smaller than the model's context of %d tokens: prompt and completion "
@@ -149,8 +148,8 @@ def say_what_fits(limits: EngineLimits) -> None:
 async def staged(
     settings: Settings, parts: Parts, staging_bytes: int
 ) -> AsyncGenerator[Staging | None, None]:
-    """Allocate the host memory through which a role's transfers pass, where they do.
-    `staging_bytes` is the default size.
+    """Yield the host memory for staging a role's transfers, or None if they are not staged.
+    `staging_bytes` is its default size.
     """
     staging = await parts.executor.run(
         functools.partial(make_staging, settings, parts.pool, staging_bytes)
@@ -171,7 +170,7 @@ async def staged(
 
 
 def plane_of(settings: Settings, pool: PagedPool) -> DataPlane:
-    """Return the data plane for `pool`, which it reads and writes."""
+    """Return the data plane that reads and writes `pool`."""
     rate = float(settings.transfer_rate_limit) or None
     device = settings.disaggregation_ib_device
     return open_plane(
@@ -184,8 +183,8 @@ def plane_of(settings: Settings, pool: PagedPool) -> DataPlane:
 
 
 def card_of(settings: Settings, model: LoadedModel) -> ModelCard:
-    """Return the model's card. Raises: MisuseError for sampling defaults that no request may
-    have.
+    """Return the model's card. Raises: MisuseError if the model's sampling defaults are out of
+    bounds.
     """
     return ModelCard(
         path=settings.model_path,
@@ -200,8 +199,8 @@ def card_of(settings: Settings, model: LoadedModel) -> ModelCard:
 
 
 def _sampling_defaults(settings: Settings, model: LoadedModel) -> dict[str, float]:
-    """Return the model's sampling defaults. Raises: MisuseError for values that no request may
-    have.
+    """Return the model's sampling defaults, if the settings use them. Raises: MisuseError if they
+    are out of bounds.
     """
     if settings.sampling_defaults != "model":
         return {}

@@ -1,5 +1,5 @@
-"""The pool of a role: its size from the settings, checked against the free memory before it is
-allocated.
+"""The pool of a role. Its size follows from the settings, and is checked against the free memory
+before it is allocated.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvflow.serve")
 DEFAULT_POOL_TOKENS = 65_536
-# One more row for so many running requests: rows of requests that ended stay in use while they are
-# still copied.
+# There is one spare row for this many running requests, because the row of a request that ended is
+# in use until it was copied.
 _MORE_ROWS = 16
 _MOST_EMPTY_PAGES = 1 << 20
 
@@ -45,9 +45,11 @@ def make_pool(
     *,
     ring_bytes: int = 0,
 ) -> PagedPool:
-    """Allocate the pool for a model's `streams` in the memory where the model is; this blocks.
+    """Allocate the pool for a model's `streams`, in the memory of the model's device. This blocks.
 
-    `ring_bytes` is the part of a row that holds sliding windows. Raises: ConfigError, LayoutError.
+    `ring_bytes` is the size of the part of a row that holds sliding windows.
+
+    Raises: ConfigError, LayoutError.
     """
     has_rows = any(kind.unit == ROW for kind in streams)
     one = build_layout(streams, page_size=settings.page_size, num_pages=1, num_rows=int(has_rows))
@@ -67,9 +69,12 @@ def make_pool(
 
 
 def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Staging | None:
-    """Allocate the host memory through which transfers pass, where they do; this blocks.
+    """Allocate the host memory for staging transfers. Return None if transfers are not staged. This
+    blocks.
 
-    A `default_bytes` of 0 means as much as the pool has. Raises: ConfigError.
+    A `default_bytes` of 0 means as much as the pool has.
+
+    Raises: ConfigError.
     """
     shards = _shards_told_apart(settings, pool)
     if pool.on_host and settings.staging == "auto" and shards == 1:
@@ -85,8 +90,8 @@ def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Sta
 
 
 def _shards_told_apart(settings: Settings, pool: PagedPool) -> int:
-    """Return the number of shards of the prefills that a decode serves, where their slices of its
-    pages would be tiny; otherwise 1.
+    """Return the number of shards of the prefills that a decode serves, if the slices that they
+    write would be tiny. Otherwise return 1.
     """
     plane, shards = settings.disaggregation_transfer_backend, settings.disaggregation_prefill_tp
     if shards < 2 or not are_tiny(plane, blocks := from_shards(pool.layout, shards)):
@@ -103,10 +108,12 @@ def _shards_told_apart(settings: Settings, pool: PagedPool) -> int:
 
 
 def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
-    """Allocate the host memory for retracted requests; this blocks.
+    """Allocate the host memory for the state of retracted requests. This blocks.
 
-    Return None where retracted requests do not use it, and where its default size is not enough for
-    the state of one request. Raises: ConfigError.
+    Return None if retracted requests do not use host memory, or if the default size is too small
+    for the state of one request.
+
+    Raises: ConfigError.
     """
     if not _uses_host_memory(settings):
         return None
@@ -122,7 +129,7 @@ def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
 
 
 def check_host_memory(settings: Settings) -> None:
-    """Check that the host memory for retracted requests is there, before a model is loaded.
+    """Check, before a model is loaded, that enough host memory is free for retracted requests.
 
     Raises: ConfigError.
     """
@@ -136,8 +143,8 @@ def _uses_host_memory(settings: Settings) -> bool:
 
 
 def _needs_host_memory(settings: Settings) -> bool:
-    """Return True where a role must not start without the memory: a setting asks for it, or
-    retracted requests have no other way to continue.
+    """Return True if a role must not start without this memory: a setting asks for it, or retracted
+    requests could not continue without it.
     """
     asked_for = settings.host_memory_bytes != FIELDS["host_memory_bytes"].default
     return asked_for or settings.host_memory_full == "refuse"
@@ -151,7 +158,7 @@ def _check_host_memory(settings: Settings) -> None:
 
 @contextmanager
 def _naming(name: str, settings: Settings) -> Generator[None]:
-    """Turn an error within the block into one that names this setting. Raises: ConfigError."""
+    """Convert a MisuseError within the block to a ConfigError that names this setting."""
     try:
         yield
     except MisuseError as error:
@@ -159,8 +166,8 @@ def _naming(name: str, settings: Settings) -> Generator[None]:
 
 
 def _num_rows(settings: Settings, one: PoolLayout, ring_bytes: int) -> int:
-    """Return a row for every running request and some more. Where `--pool-bytes` is the limit the
-    rows get at most half of it, unless the model keeps only rows.
+    """Return the number of rows: one for each running request, and some spare ones. If --pool-bytes
+    is the limit, rows get at most half of it, or all of it if the model's pages hold no bytes.
     """
     wanted = settings.max_running_requests + -(-settings.max_running_requests // _MORE_ROWS)
     if settings.num_pages:
@@ -195,8 +202,8 @@ def _num_pages(settings: Settings, one: PoolLayout, num_rows: int) -> int:
     if settings.num_pages:
         return settings.num_pages
     wanted = -(-DEFAULT_POOL_TOKENS // settings.page_size)
-    # All state is in rows, and pages only count tokens: each row may have the default number of
-    # tokens.
+    # All state is in rows, and pages only count tokens. So there are pages for the default number
+    # of tokens in each row.
     if not one.page_bytes:
         return min(wanted * num_rows, _MOST_EMPTY_PAGES)
     return max(1, min(wanted, (settings.pool_bytes - num_rows * one.row_bytes) // one.page_bytes))
@@ -230,10 +237,10 @@ def _check_memory(settings: Settings, sized: PoolLayout, device: torch.device) -
 
 @contextmanager
 def _one_at_a_time() -> Generator[None]:
-    """Serialize the allocation of pools on this machine: roles that start together must not count
-    the same free memory twice. A pool takes its memory when it is made.
+    """Serialize the allocation of pools on this machine. Otherwise roles that start together would
+    count the same free memory twice, since a pool occupies its memory only once it is allocated.
     """
-    # The lock is on the package's directory, which all roles of an installation have in common.
+    # The lock is on the package's directory, which all roles of one installation share.
     descriptor = os.open(os.path.dirname(kvflow.__file__), os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,4 +1,6 @@
-"""A role as a process: announce, serve until a signal, drain, end with status 0."""
+"""A role as a process: it announces itself, serves until a signal, drains, and ends with
+status 0.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,18 @@ from kvflow.serve.launch.logs import set_up_logging
 READY_FD = "KVFLOW_READY_FD"
 PARENT_PID = "KVFLOW_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
-LAST_WORDS_S = 1.0  # for the errors of requests that did not finish in time
+LAST_WORDS_S = 1.0  # time to send errors to requests that did not finish
 MAX_OPEN_FILES = 1 << 16
-# The longest time that the event loop waits for a thread that computes in Python; the default is 5
-# ms.
+# How long the event loop may wait for a thread that runs Python code. Python's default is 5 ms.
 SWITCH_INTERVAL_S = 0.001
-# The number of younger collections between two full ones; Python's default is 10.
+# A full collection runs after this many collections of the middle generation. Python's default is
+# 10.
 FULL_COLLECTION_THRESHOLD = 1000
 _log = logging.getLogger("kvflow.serve")
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The line of JSON that a started role sends to its supervisor."""
+    """The announcement that a started role sends to its supervisor, as one line of JSON."""
 
     role: str
     url: str
@@ -51,20 +53,22 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when the supervisor that started it ends, kill -9
-    included.
+    """Make the kernel kill this process when the supervisor that started it ends, even by
+    kill -9.
     """
     parent = os.environ.pop(PARENT_PID, "")
     if not parent:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The supervisor ended before the prctl call, so no signal will come.
+    # If the supervisor ended before the prctl call, no signal will come.
     if os.getppid() != int(parent):
         os._exit(1)
 
 
 def leave_at_once_on_signals() -> None:
-    """End the process on SIGTERM and SIGINT: until a role serves, it has no requests to drain."""
+    """End the process at once on SIGTERM and SIGINT. Until a role serves, it has no requests to
+    drain.
+    """
 
     def leave(*_: object) -> None:
         os._exit(0)
@@ -74,8 +78,8 @@ def leave_at_once_on_signals() -> None:
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files as far as the system allows: each request is a connection, at a
-    router three.
+    """Raise the limit of open files as far as the system allows. Each request is one connection,
+    and three at a router.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, MAX_OPEN_FILES) if hard != resource.RLIM_INFINITY else MAX_OPEN_FILES
@@ -84,7 +88,9 @@ def allow_many_connections() -> None:
 
 
 def announce(ready: Ready) -> None:
-    """Log one line, and write one to the supervisor's pipe if there is one."""
+    """Log that the role is ready, and write the announcement to the supervisor's pipe, if there is
+    one.
+    """
     extra = f" (bootstrap port {ready.bootstrap_port})" if ready.bootstrap_port else ""
     _log.info("%s ready at %s%s", ready.role, ready.url, extra)
     descriptor = os.environ.pop(READY_FD, "")
@@ -94,8 +100,8 @@ def announce(ready: Ready) -> None:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first signal drains the role (`requested`), a second one ends it at
-    once (`forced`).
+    """SIGTERM and SIGINT. The first signal sets `requested` and drains the role. A second one sets
+    `forced` and ends the role at once.
     """
 
     def __init__(self) -> None:
@@ -115,7 +121,7 @@ async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float)
     """Refuse new requests. Return when the running ones ended, after `timeout_s`, or on a second
     signal.
 
-    /health answers 503 from here on.
+    From here on, /health answers 503.
     """
     server.stop()
     if not server.running:
@@ -134,9 +140,9 @@ async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float)
 
 
 def _settle() -> None:
-    """Tune the interpreter for serving. What the start made stays in memory: full collections skip
-    it, and come a hundred times more rarely. Threads (of the tokenizer, of the model) release the
-    interpreter sooner.
+    """Tune the interpreter for serving. Objects that exist now stay in memory, so full collections
+    skip them, and run a hundred times less often. Threads of the tokenizer and the model give the
+    interpreter up sooner.
     """
     gc.collect()
     gc.freeze()
@@ -153,13 +159,14 @@ async def serve_until_stopped(
     member: AbstractAsyncContextManager[None] | None = None,
     lost: asyncio.Future[KvflowError] | None = None,
 ) -> None:
-    """Announce a role whose parts are running, serve, and drain. Handlers that are left after the
+    """Announce a role whose parts are running, serve, and drain. Handlers that still run after the
     drain are cancelled.
 
-    `member` is entered when the role can be reached, and left before it drains. `lost` receives an
-    error when the role cannot continue: its requests ended, and have a moment to send their errors.
+    `member` is entered when clients can reach the role, and left before it drains. `lost` completes
+    with an error when the role cannot continue. Its requests ended by then, and only have a moment
+    to send their errors.
 
-    Raises: that error.
+    Raises: the error in `lost`.
     """
     stop = StopSignals()
     async with listening_on(app, made):
@@ -184,7 +191,7 @@ async def _stopped(stop: StopSignals, lost: asyncio.Future[KvflowError] | None) 
 def run_role(role: str, main: Callable[[Settings], Any], settings: Settings) -> None:
     """Run a role's coroutine on uvloop, and log to stderr.
 
-    Raises: MisuseError when the role cannot start.
+    Raises: MisuseError if the role cannot start.
     """
     import uvloop
     from prometheus_client import disable_created_metrics
@@ -204,8 +211,8 @@ def run_role(role: str, main: Callable[[Settings], Any], settings: Settings) -> 
 
 
 def leave_past_hung_threads(patience_s: float = 1.0) -> None:
-    """End the process here when one of kvflow's threads still runs. A thread that returns from
-    foreign code while Python shuts down can abort the process (status 134).
+    """End the process now if one of kvflow's threads still runs. Otherwise, if a thread returned
+    from foreign code while Python shuts down, it could abort the process (status 134).
     """
     Threads.close_all()
     until_s = time.monotonic() + patience_s

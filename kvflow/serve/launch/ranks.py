@@ -1,5 +1,5 @@
-"""The other ranks of a worker, as child processes of the first one: started, watched, and started
-again.
+"""The other ranks of a worker, as child processes of the first one, which starts them, watches
+them, and restarts them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.serve.config.settings import Settings
 from kvflow.serve.launch.child import Child, ChildEndedError, first_end, start_together
 
-RANK = "KVFLOW_RANK"  # the environment variable with a child's spec
-START_S = 1800.0  # the time in which a rank must load its part of the model
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0  # before an ended rank is started again
-STEADY_S = 60.0  # after so long a run the first pause applies again
+RANK = "KVFLOW_RANK"  # environment variable with the spec of a child
+START_S = 1800.0  # time in which a rank must load its part of the model
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0  # pauses before a rank that ended is started again
+STEADY_S = 60.0  # a run this long resets the pause to the first one
 STOP_S = 5.0
 log = logging.getLogger("kvflow.serve")
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of a rank that the first one passes to it.
+    """The description of a rank, which the first rank passes to it.
 
-    `meeting` is the directory where the parts of the model meet; `attempt` counts the starts of its
-    stage's shards.
+    `meeting` is the directory where the parts of the model meet. `attempt` counts how often the
+    shards of the rank's stage were started before.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     def from_environment(cls) -> Self:
         """Read the spec from the environment.
 
-        Raises: MisuseError where the first rank did not start this process.
+        Raises: MisuseError if the first rank did not start this process.
         """
         text = os.environ.pop(RANK, "")
         try:
@@ -58,8 +58,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillRankSpec(RankSpec, frozen=True, kw_only=True):
-    """The spec of a prefill's rank. `group` and `steps` are the first rank's sockets, `key` the
-    file of their key.
+    """The spec of a prefill's rank. `group` and `steps` are the addresses of the first rank's
+    sockets, and `key` is the file with their key.
     """
 
     group: str
@@ -68,17 +68,17 @@ class PrefillRankSpec(RankSpec, frozen=True, kw_only=True):
 
 
 class DecodeRankSpec(RankSpec, frozen=True, kw_only=True):
-    """The spec of a decode's rank. `links` has, by rank, the descriptor of its connection to the
-    first rank.
+    """The spec of a decode's rank. `links` maps each rank to the descriptor of its connection to
+    the first rank.
     """
 
     links: dict[int, int]
 
 
 class RankProcesses:
-    """Ranks 1 and up.
+    """The processes of all ranks but the first.
 
-    The shards of one stage cannot work without each other, so they are started again together.
+    The shards of one stage cannot work without each other, so they are restarted together.
     """
 
     def __init__(
@@ -91,10 +91,12 @@ class RankProcesses:
         descriptors: tuple[int, ...] = (),
         own: Mapping[int, int] | None = None,
     ) -> None:
-        """`first` is the spec of the first rank, `command` the command that runs the others.
+        """Prepare the ranks, without starting them. `first` is the spec of the first rank, and
+        `command` the command that runs the others.
 
-        `on_fatal` is called where a rank cannot be started, or where one ends that the first rank
-        needs. Every rank gets `descriptors`, and the one that `own` has for it.
+        `on_lost` is called for every rank whose process ended. `on_fatal` is called if a rank
+        cannot be started, or if one ends without which the first rank cannot work. Every rank
+        inherits `descriptors`, and the descriptor in `own` for its number.
         """
         self._first = first
         self._command = command
@@ -115,7 +117,7 @@ class RankProcesses:
                 self._tasks.append(asyncio.create_task(keep, name=f"kvflow-ranks-{others[0]}"))
 
     async def close(self) -> None:
-        """Stop all of them."""
+        """Stop all ranks and their restarts."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -137,8 +139,8 @@ class RankProcesses:
             for rank in ranks:
                 self._on_lost(rank, str(error))
             # Shards of the first rank's stage cannot be replaced, because the first rank would have
-            # to load its part again with them. A rank that fails at its very first start would fail
-            # again.
+            # to load its own part again together with them. A rank that fails at its very first
+            # start would fail again.
             if needed or not (started or attempt):
                 self._on_fatal(error)
                 return
@@ -166,7 +168,7 @@ class RankProcesses:
         )
 
     async def _all_started(self, ranks: list[int], attempt: int) -> None:
-        """Start the ranks. Raises: ChildEndedError."""
+        """Start the ranks, and wait until all are ready. Raises: ChildEndedError."""
         starts = []
         for rank in ranks:
             spec = msgspec.structs.replace(self._first, rank=rank, attempt=attempt)
@@ -177,10 +179,10 @@ class RankProcesses:
 
 
 def end_at_once(role: str, error: BaseException) -> None:
-    """End this rank, which cannot continue. A step of its model may wait forever, so requests are
-    not drained.
+    """End this process, because its rank cannot continue. A step of its model may wait forever, so
+    requests are not drained.
 
-    The kernel ends the rank's children with it.
+    The kernel then ends the rank's child processes.
     """
     sys.stderr.write(f"kvflow {role}: error: {' '.join(str(error).split())}\n")
     sys.stderr.flush()
@@ -192,6 +194,8 @@ def _names(ranks: list[int]) -> str:
 
 
 def _inherited(path: str) -> tuple[int, ...]:
-    """Return the descriptor that `path` names, which a child with the same path must inherit."""
+    """Return the descriptor that `path` names, if it names one. A child that opens the same path
+    must inherit it.
+    """
     found = re.fullmatch(r"/(?:dev|proc/self)/fd/([0-9]+)", path)
     return (int(found[1]),) if found else ()

@@ -1,4 +1,6 @@
-"""The composition root: a role as a process, made from its settings (parts, services, routes)."""
+"""The composition root: it assembles a role's process from its settings (parts, services,
+routes).
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ from kvflow.transports.control.registry import RankTable
 
 _log = logging.getLogger("kvflow.serve.launch")
 SettingsOf = Callable[[Role], Settings]
-"""A function that reads the settings of a worker's other role, for a switch to it. Raises:
+"""A function that returns a worker's settings for its other role, for a role switch. Raises:
 ConfigError.
 """
 
@@ -51,7 +53,7 @@ async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None)
     """Run `kvflow prefill` until a signal stops it. Raises: MisuseError."""
     with (
         closing(bound_socket(settings.host, settings.port, "--port")) as http,
-        # Binding first refuses a port in use before a model is loaded.
+        # The sockets are bound first, so that a port in use is refused before a model is loaded.
         closing(_PrefillPorts.bind(settings)) as ports,
     ):
         check_cache(settings)
@@ -64,7 +66,7 @@ async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None)
 
 
 async def _run_first_rank(settings: Settings, http: socket.socket, ports: _PrefillPorts) -> None:
-    """Run a prefill over several ranks; this process is the first one and starts the others."""
+    """Run a prefill over several ranks. This process is the first rank and starts the others."""
     from kvflow.serve.launch.group import group_over  # takes seconds
 
     table = RankTable()
@@ -89,7 +91,7 @@ async def run_decode(settings: Settings, settings_of: SettingsOf | None = None) 
 
 
 async def _run_first_shard(settings: Settings, http: socket.socket) -> None:
-    """Run a decode over several shards; this process is the first one and starts the others."""
+    """Run a decode over several shards. This process is the first shard and starts the others."""
     from kvflow.serve.launch.shards import decode_over_shards  # takes seconds
 
     async with AsyncExitStack() as stack:
@@ -103,7 +105,7 @@ def _keys_of(settings: Settings) -> Keys:
 
 
 class _PrefillPorts(NamedTuple):
-    """The sockets on which a prefill listens beside its HTTP server."""
+    """The sockets on which a prefill listens in addition to its HTTP server."""
 
     bootstrap: socket.socket
     control: Control
@@ -126,7 +128,7 @@ class _PrefillPorts(NamedTuple):
 
 
 class _RunningRole:
-    """Implements `role_switch.RunningRole`."""
+    """A role that runs until `stack` is closed. It implements `role_switch.RunningRole`."""
 
     def __init__(
         self, service: CompletionService, bootstrap_port: int | None, stack: AsyncExitStack
@@ -138,17 +140,20 @@ class _RunningRole:
 
 
 class _Roles:
-    """Both roles over the same parts; one of them runs."""
+    """Starts either role over the same parts, for the first start and for role switches."""
 
     def __init__(
         self, own: Role, settings: Settings, parts: Parts, settings_of: SettingsOf | None
     ) -> None:
-        """`settings` are those of the role `own`."""
+        """Prepare to start roles. `own` is the role in which the worker starts, and `settings` are
+        that role's.
+        """
         self._own = own
         self._settings = settings
         self._parts = parts
         self._settings_of = settings_of
-        # The port of the last prefill here. Routers know it, so the next one takes it again.
+        # The registry port of this worker's last prefill. Routers know it, so the next prefill
+        # binds it again.
         self._bootstrap_port: int | None = None
         self.metrics = RoleMetrics(model=settings.model_name, sglang=settings.sglang_metrics)
 
@@ -187,7 +192,9 @@ class _Roles:
         ports: _PrefillPorts,
         stack: AsyncExitStack,
     ) -> _RunningRole:
-        """Register a prefill that runs; `stack` ends it."""
+        """Serve the bootstrap registry of a running prefill, and return it as a role. `stack` ends
+        the prefill.
+        """
         async with stack:
             table.put(service.rank)
             self._bootstrap_port = ports.bootstrap.getsockname()[1]
@@ -202,8 +209,8 @@ class _Roles:
             return _RunningRole(service, None, stack.pop_all())
 
     def _settings_of_other(self, role: Role) -> Settings:
-        """Return the settings for `role`. Settings that both roles have keep their values, those of
-        the model and the pool included.
+        """Return the settings for `role`. Settings that both roles have keep their values,
+        including those of the model and the pool.
         """
         if self._settings_of is None:
             return self._settings
@@ -221,8 +228,8 @@ async def _serve(
     http: socket.socket,
     lost: asyncio.Future[KvflowError] | None = None,
 ) -> None:
-    """Serve the worker in either role, until a signal stops it or `lost` has an error; then close
-    `running`.
+    """Serve the worker in either role until a signal stops it or `lost` completes. Then close the
+    role that runs.
 
     Raises: the error in `lost`.
     """

@@ -1,5 +1,5 @@
-"""The router role as a process. It loads no engine and no pool; with `--tokenizer-path` it loads
-the code that reads the model's tokenizer.
+"""The router role as a process. It loads no engine and no pool. With `--tokenizer-path` it also
+loads the code for the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ async def run_router(settings: Settings) -> None:
 
 
 def _routing_tokenizer(path: str) -> ThreadedTokenizer | None:
-    """Return the tokenizer at `path`; None where there is none, since a model may have none.
-    Raises: MisuseError.
+    """Return the tokenizer at `path`, or None if there is none, since a model may have no
+    tokenizer. Raises: MisuseError.
     """
     from kvflow.serve.engine.model.tokenizer import find_tokenizer
     from kvflow.serve.http.tokenizer import ThreadedTokenizer

@@ -1,5 +1,5 @@
 """A role over a worker's parts, without its HTTP server: node, engine, and the memory that only
-they need.
+these two need.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from kvflow.serve.engine.scheduler.lockstep import Lockstep
     from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 
-_PREFILL_STAGING_BYTES = 256 << 20  # slices for some twenty decodes
+_PREFILL_STAGING_BYTES = 256 << 20  # enough for slices to some twenty decodes
 Control = tuple[ZmqSocket, int]
-"""Prefill's control endpoint and its port."""
+"""Prefill's control socket and its port."""
 
 
 def bind_control(settings: Settings) -> Control:
-    """Bind prefill's control endpoint. Raises: MisuseError for a port in use, or a file without a
-    key.
+    """Bind prefill's control socket. Raises: MisuseError if the port is in use, or the key file has
+    no key.
     """
     return bind_router(settings.host, settings.control_port, read_key(settings.control_key_file))
 
@@ -50,8 +50,8 @@ async def prefill_node(
     rank: int = 0,
     world_size: int = 1,
 ) -> PrefillNode:
-    """Make a prefill's node over its pool, with staging where it is needed. The node is not
-    started, and `stack` closes it.
+    """Create a prefill's node over its pool, with staging if that is needed. The node is not
+    started yet. `stack` closes it.
 
     Raises: MisuseError.
     """
@@ -70,7 +70,8 @@ async def prefill_node(
         verify_transfers=settings.verify_transfers,
         staging=staging,
         advertise=reachable(settings.host),
-        # The endpoint is already bound, so that a port in use was refused before the model loaded.
+        # The socket was bound earlier, so that a port in use was refused before the model was
+        # loaded.
         bind=lambda _host, _port: control,
     )
     stack.push_async_callback(node.close)
@@ -85,7 +86,7 @@ def prefill_engine(
     lockstep: Lockstep | None = None,
     samples: bool = True,
 ) -> PrefillEngine:
-    """Make a prefill's engine; `lockstep` and `samples` are for the first of several ranks."""
+    """Create a prefill's engine. `lockstep` and `samples` are for the first of several ranks."""
     from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 
     model, pool, executor = parts
@@ -122,7 +123,9 @@ async def prefill_over(
 
 
 def check_decode(settings: Settings) -> None:
-    """Check what a decode needs, before a model is loaded. Raises: MisuseError."""
+    """Check, before a model is loaded, the host memory and the key that a decode needs. Raises:
+    MisuseError.
+    """
     check_host_memory(settings)
     read_key(settings.control_key_file)
 
@@ -139,7 +142,7 @@ async def decode_over(parts: Parts, settings: Settings) -> AsyncGenerator[Decode
 async def sharded_decode_over(
     parts: Parts, settings: Settings, shards: ShardLeader
 ) -> AsyncGenerator[ShardedDecodeService, None]:
-    """Run a decode whose steps other shards run too. Raises: MisuseError."""
+    """Run a decode whose steps also run on other shards. Raises: MisuseError."""
     card = card_of(settings, parts.model)
     async with _decode_engine(parts, settings) as (node, engine):
         yield ShardedDecodeService(card, node, engine, settings.request_timeout_s, shards=shards)

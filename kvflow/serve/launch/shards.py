@@ -1,8 +1,9 @@
-"""A decode over several shards: the first shard, which has all parts of a decode, and each of the
-other shards.
+"""A decode over several shards. The first shard has all parts of a decode, and each other shard
+only runs the steps.
 
-All shards are processes of one machine with one pool: each step names pages of it to the others.
-Only the first shard decides who owns a page, what travels, and which request is retracted.
+All shards are processes of one machine and map the same pool. Each step that the first shard sends
+names pages of it. Only the first shard decides who owns a page, what is transferred, and which
+request is retracted.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from kvflow.transports.host.identity import own_identity
 
 
 class ShardedDecode(NamedTuple):
-    """A running decode.
+    """A running decode over several shards.
 
-    `lost` receives the error of another shard, after which no step can follow: the requests ended
-    with that error, and the process has to end.
+    `lost` completes with an error if another shard is lost, because no step can run then. The
+    requests ended with that error, and the process must end.
     """
 
     service: ShardedDecodeService
@@ -48,8 +49,8 @@ class ShardedDecode(NamedTuple):
 
 @asynccontextmanager
 async def decode_over_shards(settings: Settings) -> AsyncGenerator[ShardedDecode, None]:
-    """Run a decode over `settings.tp` shards, without its HTTP server, and yield it when all shards
-    are there.
+    """Run a decode over `settings.tp` shards, without its HTTP server. Yield it when all shards are
+    ready.
 
     Raises: MisuseError, LostError.
     """
@@ -88,7 +89,7 @@ async def decode_over_shards(settings: Settings) -> AsyncGenerator[ShardedDecode
         stack.push_async_callback(in_thread, leader.close)
         await parts.executor.run(functools.partial(leader.share, parts.pool))
         for end in theirs.values():
-            # With these closed, the end of another shard closes its connection.
+            # Once these copies are closed, the connection to a shard closes when that shard ends.
             end.close()
         neighbours.lead(leader)
         service = await stack.enter_async_context(sharded_decode_over(parts, settings, leader))
@@ -98,7 +99,7 @@ async def decode_over_shards(settings: Settings) -> AsyncGenerator[ShardedDecode
 
 
 async def run_shard(spec: DecodeRankSpec) -> None:
-    """Run one of the other shards, until a signal stops it or the first one ends.
+    """Run one of the other shards, until a signal stops it or the first shard ends.
 
     Raises: KvflowError.
     """
@@ -125,7 +126,7 @@ def _part(spec: DecodeRankSpec) -> ModelPart:
 
 
 class _FirstShard:
-    """The reaction of the first shard to the loss of another one."""
+    """What the first shard does when another shard is lost."""
 
     def __init__(self, meeting: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -136,13 +137,13 @@ class _FirstShard:
         self.lost: asyncio.Future[KvflowError] = self._loop.create_future()
 
     def serves(self, service: ShardedDecodeService) -> None:
-        """Note the service, whose requests end with an error if a shard is lost."""
+        """Set the service, whose requests end with an error if a shard is lost."""
         self._service = service
         if self.lost.done():
             service.break_off(self.lost.result().cause())
 
     def stop(self) -> None:
-        """Stop counting the end of another shard as a loss."""
+        """From now on, do not take the end of another shard for a loss."""
         self._stopping = True
 
     def process_ended(self, shard: int, why: str) -> None:
@@ -150,15 +151,15 @@ class _FirstShard:
             self.leader.lost(shard, why)
 
     def cannot_go_on(self, error: ChildEndedError) -> None:
-        """End this process because a shard's process ended. Before there is a service, loading may
-        wait for that shard forever.
+        """End this process, because a shard's process ended. Only needed before there is a service:
+        the load of the model may wait for that shard forever.
         """
         if self._service is None and not self._stopping:
             shutil.rmtree(self._meeting, ignore_errors=True)
             end_at_once("decode", error)
 
     def on_lost(self, error: LostError) -> None:
-        """Break off the requests; may be called from any thread."""
+        """Break off all requests. May be called from any thread."""
         self._loop.call_soon_threadsafe(self._break_off, error)
 
     def _break_off(self, error: LostError) -> None:

@@ -1,9 +1,9 @@
-"""`kvflow up`: router, prefills and decodes as processes of this machine, which end together.
+"""`kvflow up`: a router, prefills and decodes as processes of this machine, which end together.
 
-Children announce themselves through a pipe, so the kernel can choose their ports. The kernel kills
-them when this process ends, kill -9 included (`process.die_with_parent`), and they have no named
-shared memory that would be left behind. Unless a control key is given they share a new one, which
-is not stored in any file.
+The kernel chooses the ports of the workers, which announce them through a pipe. The kernel kills
+the children when this process ends, even by kill -9 (`process.die_with_parent`), and they have no
+named shared memory that would be left behind. Unless a control key is given, they share a new one,
+which is not stored in any file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvflow.transports.control.curve import open_new_key
 
 KILL_AFTER_S = 5.0
 _log = logging.getLogger("kvflow.up")
-# The supervisor sets these, or passes them so that they are not visible in a process list.
+# The supervisor sets these itself, or passes them where a process list does not show them.
 _OWN_FIELDS = frozenset(
     {
         "port",
@@ -46,7 +46,7 @@ _OWN_FIELDS = frozenset(
 
 
 class Fleet:
-    """The roles of one machine. Use it as an async context manager; leaving stops all of them."""
+    """The roles of one machine, as an async context manager. Leaving it stops all of them."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class Fleet:
         self.prefills: list[Child] = []
         self.decodes: list[Child] = []
         self.router: Child | None = None
-        self.store: MooncakeMaster | None = None  # where the fleet starts one
-        self._key: int | None = None  # an open descriptor
+        self.store: MooncakeMaster | None = None  # None unless the fleet starts one
+        self._key: int | None = None  # open descriptor of the control key
 
     @property
     def children(self) -> list[Child]:
@@ -74,14 +74,14 @@ class Fleet:
 
     @property
     def url(self) -> str:
-        """The URL for clients: the router's."""
+        """The URL for clients, which is the router's."""
         return self.router.url if self.router else ""
 
     async def start(self) -> None:
-        """Start all roles. Return when they are up and healthy.
+        """Start all roles. Return when they run and are healthy.
 
-        Raises: ChildEndedError, TimeoutError; MisuseError for a program that is not installed, or a
-        port.
+        Raises: ChildEndedError, TimeoutError; MisuseError if a program is not installed, or a port
+        cannot be used.
         """
         settings = self._settings
         if not settings.control_key_file:
@@ -96,8 +96,8 @@ class Fleet:
             f for child in (*self.prefills, *self.decodes) for f in (f"--{child.role}", child.url)
         ]
         arguments = [*self._arguments("router"), "--port", str(settings.port), *urls]
-        # The events name blocks by hashes of tokens, so a router needs the tokenizer to match
-        # prompts of text.
+        # Cache events identify blocks by hashes of tokens, so a router needs the tokenizer to match
+        # prompts that are text.
         if (
             settings.kv_events_config
             and settings.policy == "cache_aware"
@@ -109,12 +109,12 @@ class Fleet:
         await self._healthy()
 
     async def wait_for_end(self) -> ChildEndedError:
-        """Wait until the first role ends. Return how it ended."""
+        """Wait until any role ends. Return how it ended."""
         return await first_end(self.children)
 
     async def stop(self, forced: asyncio.Event | None = None) -> None:
-        """Stop the router first, so that no new request arrives, then all workers, then their
-        store. Once `forced` is set, kill all roles.
+        """Stop the router first, so that no new request arrives, then all workers, then the
+        Mooncake master. Once `forced` is set, kill all roles.
         """
         timeout_s = self._settings.drain_timeout_s + KILL_AFTER_S
         killing = asyncio.create_task(self._kill_when(forced or asyncio.Event()))
@@ -153,7 +153,7 @@ class Fleet:
             self._settings.prefill_workers if role == "prefill" else self._settings.decode_workers
         )
         name = f"{role}-{index}" if several > 1 else role
-        # A decode needs a registry port too, because a switch may make it a prefill.
+        # A decode needs a registry port too, because a role switch may turn it into a prefill.
         arguments = [*self._arguments(role), "--port", "0", "--disaggregation-bootstrap-port", "0"]
         if role == "prefill":
             arguments += ["--control-port", "0"]
@@ -183,11 +183,11 @@ class Fleet:
         )
 
     def _arguments(self, role: str) -> list[str]:
-        """Return the given flags that this role has too. The role itself reads the environment and
-        the file.
+        """Return the flags to pass to a role: those given to `kvflow up` that the role also has.
+        The role reads the environment and the config file itself.
         """
         arguments = ["--config", self._config] if self._config else []
-        # The --tp of `kvflow up` is that of the prefills; decodes get --decode-tp under that name.
+        # The --tp of `kvflow up` is for prefills. Decodes receive --decode-tp as their --tp.
         if role == "decode" and self._settings.decode_tp * self._settings.tp > 1:
             arguments += ["--tp", str(self._settings.decode_tp)]
         for name, value in self._given.items():
@@ -203,7 +203,7 @@ class Fleet:
 
     async def _start_together(self, children: list[Child]) -> None:
         environment = dict(os.environ)
-        # Keys are passed in the environment, because arguments are visible in a process list.
+        # Keys are passed in the environment, because a process list shows arguments.
         for name in ("api_key", "admin_api_key"):
             if key := getattr(self._settings, name):
                 environment[env_of(name)] = key
@@ -226,12 +226,13 @@ class Fleet:
 async def run_up(settings: Settings, given: Mapping[str, Any], config: str | None) -> int:
     """Run `kvflow up`.
 
-    Return the exit status: 0 after a signal, otherwise that of the role that ended first, or 1.
+    Return the exit status: 0 after a signal, 2 if a role ended with a usage error, 1 after any
+    other early end or a timeout.
     """
     if not settings.model_path:
         settings = msgspec.structs.replace(settings, model_path=str(DEMO_MODEL_DIR))
         given = {**given, "served_model_name": settings.served_model_name or "kvflow-demo"}
-    # Binding refuses a port in use before a model is loaded.
+    # Binding the port here refuses one in use before a model is loaded.
     bound_socket(settings.host, settings.port, "--port").close()
     _announce(
         settings,
@@ -267,9 +268,7 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
 
 
 def _announce(settings: Settings, model: str) -> None:
-    """Report what is being started, because the start takes seconds, and minutes with a large
-    model.
-    """
+    """Report what is being started, because that takes seconds, or minutes with a large model."""
     workers = f"{settings.prefill_workers} prefill, {settings.decode_workers} decode"
     text = f"starting {workers} and a router on port {settings.port} for {model}"
     if settings.log_format == "json":

@@ -1,16 +1,18 @@
-"""The third tier: pages by the digest of their prefix, in a store outside this process's memory.
+"""The third tier: pages in a store outside this process's memory, under the digests of their
+prefixes.
 
-A *backend* (`port.Backend`) is blocking code over one store: `file` keeps a directory, `mooncake`
-uses a Mooncake Store. `guarded.GuardedStorage` wraps a backend as the `port.Storage` that the tiers
-use: asynchronous, bounded batch calls in separate threads, each with an end that can be awaited,
-and a circuit breaker each for reading and writing. An error of a store is never an error of a
-request: a page that a store cannot write or read counts as "not stored" or "not there".
+A *backend* (`port.Backend`) is blocking code over one store: `file` uses a directory, `mooncake` a
+Mooncake Store. `guarded.GuardedStorage` wraps a backend as the `port.Storage` that the tiers use:
+asynchronous batch calls, bounded in number and time, in separate threads. The end of each call can
+be awaited, and reading and writing have a circuit breaker each. An error of a store never becomes
+an error of a request: a page that cannot be written counts as not stored, and one that cannot be
+read as absent.
 
-**Identity.** A key is the digest of a page's prefix (`protocols.cache.hashes`), which does not
-depend on the model or the order of the bytes. The identity of the store does (`identity`). Every
-record contains both, with the length and a checksum of its bytes (`record`), and a record without
-exactly the expected header counts as absent.
+**Identity.** A key is the digest of a page's prefix (`protocols.cache.hashes`). It does not depend
+on the model or on the layout of the bytes, but the identity of the store does (`identity`). Every
+record contains both, with the length and a checksum of its bytes (`record`). A record whose header
+differs from the expected one counts as absent.
 
-**Holes.** Keys are independent of each other: a missing page does not hide those that follow it,
+**Holes.** Keys are independent of each other. A missing page does not hide those that follow it,
 and the next write-through stores it again.
 """

@@ -1,4 +1,6 @@
-"""A circuit breaker: when a store is left alone after errors, and for how long. It has no clock."""
+"""A circuit breaker, which decides when to pause calls to a failing store, and for how long. It has
+no clock.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
 
 class Breaker:
-    """A breaker that opens after some failures in a row, or by `open`; a probe closes it.
+    """A breaker that opens after some failures in a row, or by `open`, and closes when a probe
+    succeeds.
 
-    After that a single failure opens it again, for twice as long, until a call succeeds."""
+    After it closes, a single failure opens it again, for twice as long, until a call succeeds.
+    """
 
     def __init__(
         self, failures: int = FAILURES, pause_s: float = PAUSE_S, max_pause_s: float = MAX_PAUSE_S
@@ -24,24 +28,24 @@ class Breaker:
         self._failures, self._next_pause_s = 0, pause_s
         self.is_open = False
         self.pause_s = 0.0
-        """Time until the next probe, while the breaker is open."""
+        """Time from the opening, or from a failed probe, to the next probe."""
 
     def succeed(self) -> None:
-        """Record a call that succeeded."""
-        # A call that began before the breaker opened may end well after it; only a probe may close
-        # it.
+        """Record a successful call."""
+        # A call that began before the breaker opened may succeed afterwards. Only a probe may close
+        # the breaker.
         if not self.is_open:
             self._failures, self._next_pause_s = 0, self._first_pause_s
 
     def fail(self) -> bool:
-        """Record a call that failed. Return True when this opens the breaker."""
+        """Record a failed call. Return True if this opens the breaker."""
         if self.is_open:
             return False
         self._failures += 1
         return self._failures >= self._limit and self.open()
 
     def open(self) -> bool:
-        """Open the breaker at once. Return False when it was open."""
+        """Open the breaker at once. Return False if it was open already."""
         if self.is_open:
             return False
         self.is_open = True
@@ -49,10 +53,11 @@ class Breaker:
         return True
 
     def probed(self, works: bool) -> None:
-        """Record the result of a probe, which closes the breaker if it `works`."""
+        """Record the result of a probe. The breaker closes if it `works`."""
         if works:
-            # One failure below the limit: a store that answers probes but fails real calls is left
-            # alone again after the first of them. `_next_pause_s` stays for the same reason.
+            # The count stays one below the limit: if the store answers probes but fails real calls,
+            # the first failed call opens the breaker again. For the same reason `_next_pause_s` is
+            # not reset.
             self.is_open, self.pause_s, self._failures = False, 0.0, self._limit - 1
         else:
             self._grow()

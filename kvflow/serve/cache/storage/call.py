@@ -1,7 +1,8 @@
-"""One batch call under way in a thread, slice by slice (I12).
+"""One batch call of a store, which a thread carries out in slices (I12).
 
-A call that is cancelled or given up begins no further slice, and holds its buffers until the thread
-returns."""
+A call that is cancelled or given up begins no further slice, and keeps its buffers until the thread
+returns.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Work = Callable[[Sequence[bytes], Sequence[memoryview]], list[Result]]
 
 
 class Slice(NamedTuple):
-    """Results of the keys from `start` on."""
+    """The results of one slice, for the keys from `start` on."""
 
     start: int
     results: list[Result]
@@ -29,7 +30,9 @@ class Slice(NamedTuple):
 
 
 class Call:
-    """A `port.StorageCall`. Made on the event loop, which also receives the thread's results."""
+    """A `port.StorageCall`. It is created on the event loop, which also receives the thread's
+    results.
+    """
 
     def __init__(
         self,
@@ -45,23 +48,23 @@ class Call:
         self.done: asyncio.Future[list[bool]] = self._loop.create_future()
         self.released: asyncio.Future[None] = self._loop.create_future()
         self.results = [Result.FAILED] * len(keys)
-        """Results known so far."""
+        """Results so far, one for each key."""
         self.is_stalled = False
-        """True after the call was given up: its thread may never return."""
+        """True after the call was given up. Its thread may never return."""
         self._work, self._keys, self._buffers, self._per_slice = work, keys, buffers, per_slice
         self._on_slice, self._on_stall, self._stall_s = on_slice, on_stall, stall_s
         self._job: Job[None] | None = None
-        self._slice_began_s: float | None = None  # written in the thread
+        self._slice_began_s: float | None = None  # set by the thread
         self._watch: asyncio.TimerHandle | None = None
         self.done.add_done_callback(self._answered)
 
     def begin(self, threads: Threads) -> None:
-        """Queue the call. Raises: RuntimeError when there is no thread."""
+        """Queue the call for a thread. Raises: RuntimeError if no thread can be started."""
         self._job = threads.start(self._run)
         self._job.ended.add_done_callback(lambda _: self._returned())
 
     def _run(self, is_cancelled: Callable[[], bool]) -> None:
-        """Run the slices, in a thread."""
+        """Run the slices. Called in the thread."""
         self._slice_began_s = time.monotonic()
         self._tell(self._look)
         for start in range(0, len(self._keys), self._per_slice):
@@ -71,13 +74,16 @@ class Call:
             began_s = self._slice_began_s = time.monotonic()
             results = self._attempt(self._keys[part], self._buffers[part])
             self._tell(self._on_slice, self, Slice(start, results, time.monotonic() - began_s))
-            # A store that just failed would probably fail the next slice too, after another wait.
+            # A store that just failed would probably fail in the next slice too, after another long
+            # wait.
             if Result.FAILED in results:
                 break
         self._slice_began_s = None
 
     def _returned(self) -> None:
-        """Release the buffers: the thread returned, or never began. Called on the loop."""
+        """Release the buffers, because the thread returned or never began. Called on the event
+        loop.
+        """
         if self._watch is not None:
             self._watch.cancel()
         self._end()
@@ -86,19 +92,20 @@ class Call:
             self.released.set_result(None)
 
     def cancel(self) -> None:
-        # A call that waits for a thread never begins, and its buffers are free at once.
+        # If the call still waits for a thread, it never begins, and its buffers are free now.
         if self._job is None or self._job.cancel():
             self._returned()
         else:
             self._end()
 
     def _end(self) -> None:
-        """Complete `done` with the results known so far."""
+        """Complete `done` with the results so far."""
         if not self.done.done():
             self.done.set_result([result is Result.DONE for result in self.results])
 
     def _answered(self, done: asyncio.Future[list[bool]]) -> None:
-        # A caller that awaits `done` without a shield cancels the future, and so the call.
+        # A caller that awaits `done` without a shield cancels the future when it is cancelled. The
+        # call is then cancelled too.
         if done.cancelled():
             self.cancel()
 
@@ -110,9 +117,10 @@ class Call:
             return [Result.FAILED] * len(keys)
 
     def _look(self) -> None:
-        """Give the call up if its current slice takes too long, else look again later.
+        """Give the call up if its current slice takes too long. Otherwise check again later.
 
-        This goes on after a cancellation, since the slice still occupies its thread."""
+        The checks continue after a cancellation, since the slice still occupies its thread.
+        """
         began_s = self._slice_began_s
         if began_s is None or self.released.done():
             return
@@ -124,6 +132,6 @@ class Call:
             self._on_stall(self)
 
     def _tell(self, told: Callable[..., None], *about: object) -> None:
-        # The loop may be closed by now; then no task waits for the call any more.
+        # If the loop is closed already, no task waits for this call.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(told, *about)

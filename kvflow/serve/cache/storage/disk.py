@@ -1,4 +1,4 @@
-"""File operations of the `file` store; tests replace them with a disk that fails or hangs."""
+"""File operations of the `file` store. Tests replace them with a disk that fails or hangs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import suppress
 
 
 class Disk:
-    """Operations on files, for several threads at once. Raises: OSError, from each."""
+    """Operations on files, which several threads may call at once. All of them raise OSError."""
 
     def write_new(self, path: str, parts: Sequence[bytes | memoryview], *, sync: bool) -> None:
-        """Write a file that must not exist yet.
+        """Write a new file, which must not exist yet.
 
-        An error may leave a part of it. `sync`: return when it is on the medium.
+        After an error a part of it may remain. With `sync`, return only when it is on the medium.
         """
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -24,9 +24,8 @@ class Disk:
             os.close(descriptor)
 
     def write(self, descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
-        """Write all of `parts`."""
-        # A single `writev` may write less than it was given, for example on a disk that is nearly
-        # full.
+        """Write `parts` one after another, completely."""
+        # A `writev` may write less than it was given, for example if the disk is nearly full.
         left = [memoryview(part) for part in parts]
         while left:
             written = os.writev(descriptor, left)
@@ -37,7 +36,7 @@ class Disk:
 
     def rename(self, path: str, to: str, *, sync: bool) -> None:
         os.rename(path, to)
-        # A rename is a change of the folder, so the folder is what must reach the medium.
+        # A rename changes the folder, so the folder must be synced to make it durable.
         if sync:
             folder = os.open(os.path.dirname(to), os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -48,10 +47,12 @@ class Disk:
     def read(self, path: str, header: bytearray, value: memoryview) -> int:
         """Fill `header` and `value` from the start of a file, and mark the file as used now.
 
-        Return the number of bytes read; one more than asked for means a longer file."""
+        Return the number of bytes read. One byte more than both hold means that the file is too
+        long.
+        """
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            # `over` receives one byte beyond the expected end of the file.
+            # `over` receives one byte past the expected end, if the file has more.
             parts, over, done = [memoryview(header), value], bytearray(1), 0
             while parts:
                 if not (count := os.preadv(descriptor, [*parts, over], done)):
@@ -61,8 +62,8 @@ class Disk:
                     count -= parts.pop(0).nbytes
                 if parts:
                     parts[0] = parts[0][count:]
-            # The order of use is only a hint for eviction: a disk that became read-only can still
-            # be read.
+            # The time of use is only a hint for eviction. A file on a disk that became read-only
+            # can still be read.
             with suppress(OSError):
                 os.utime(descriptor)
             return done
@@ -70,6 +71,6 @@ class Disk:
             os.close(descriptor)
 
     def remove(self, path: str) -> None:
-        """Remove a file; a missing file is not an error."""
+        """Remove a file. It is not an error if the file does not exist."""
         with suppress(FileNotFoundError):
             os.unlink(path)

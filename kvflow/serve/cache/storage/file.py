@@ -1,28 +1,28 @@
-"""Pages as files of a local directory.
+"""Pages as files in a local directory.
 
-    DIRECTORY/<identity>/lock                       held by the process that uses it
-    DIRECTORY/<identity>/writing/<number>           incomplete
+    DIRECTORY/<identity>/lock                       locked by the process that uses the folder
+    DIRECTORY/<identity>/writing/<number>           a file that is still being written
     DIRECTORY/<identity>/3f/<key>.<number>          a page: the header of `record`, then its bytes
 
 **A torn write is never read back.** A file is written under `writing/` and renamed when it is
-complete, so that a process killed at any moment leaves a whole page or no page. The next start
-removes files under `writing/`. Damage by a crash of the machine, or by the medium, is found when a
-file is read: header, key, identity, length and checksum must be right, or the file is removed and
-the page counts as absent.
+complete. So a process that is killed at any moment leaves either a whole page or no page. The next
+start removes the files under `writing/`. Damage by a crash of the machine or by the medium is found
+when a file is read: if its header, key, identity, length or checksum is wrong, the file is removed
+and the page counts as absent.
 
-**fsync.** Off by default: the bytes survive the process anyway, the checksum finds a page that a
-crash of the machine tore, and a cache may lose pages. The price: an error of the medium during the
-kernel's write-back shows at the next read, not at the write. With `sync` each file is synced before
-its rename, and its folder after it, so that a page reported as stored survives a crash of the
-machine. That costs 1 to 7 ms a page on a virtual disk, instead of 0.1 ms.
+**fsync** is off by default: the bytes survive the process anyway, the checksum finds a page that a
+crash of the machine tore, and a cache may lose pages. The price is that an error of the medium
+during the kernel's write-back shows only at the next read, not at the write. With `sync`, each file
+is synced before its rename, and its folder after it, so that a page reported as stored survives a
+crash of the machine. That costs 1 to 7 ms per page on a virtual disk, instead of 0.1 ms.
 
 **One process.** The list of files, their order of use and their total size are in the memory of one
-process. A second one would evict files that the first one lists, and neither would keep to the
-capacity; so a lock, which ends with the process, excludes it. Ranks and roles of one machine
-that hold different parts of a model have different identities, and may share DIRECTORY; each has a
-separate capacity.
+process. A second process would evict files that the first one lists, and neither would keep to the
+capacity. So a lock excludes it, and the kernel releases the lock when its owner ends. Ranks and
+roles of one machine that hold different parts of a model have different identities, so they can
+share DIRECTORY. Each has its own capacity.
 
-The order of use survives a restart in the files' modification times, which a read sets.
+The order of use survives a restart: a read sets the modification time of the file.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from kvflow.serve.cache.storage.file_index import Entry, FileIndex
 from kvflow.serve.cache.storage.port import Result
 from kvflow.serve.cache.storage.record import HEADER_BYTES, flaw_in, header_of
 
-# A file takes whole blocks of its file system, so the capacity counts in these.
+# A file occupies whole blocks of the file system, so the capacity is counted in blocks.
 BLOCK_BYTES = 4096
-# Pages in one call of the store: some 10 ms, and 30 ms with `sync`. A call cannot be stopped.
+# Pages in one call of the backend, which cannot be stopped: some 10 ms, and 30 ms with `sync`.
 PAGES_AT_ONCE, SYNCED_AT_ONCE = 64, 4
 _FILE = re.compile(r"([0-9a-f]{64})\.([1-9][0-9]{0,17})")
 _WRITING = re.compile(r"[1-9][0-9]{0,17}")
@@ -64,10 +64,13 @@ class FileBackend:
         sync: bool = False,
         disk: Disk | None = None,
     ) -> None:
-        """Make a store of pages of `value_bytes`, without touching the disk (see `open`).
+        """Make a store for pages of `value_bytes`. The disk is not touched before `open`.
 
-        `identity`: from `identity.identity_of`. Files take no more than `capacity_bytes`; the least
-        recently used are removed first. Raises: MisuseError."""
+        `identity` comes from `identity.identity_of`. Files occupy at most `capacity_bytes`; the
+        least recently used ones are removed first.
+
+        Raises: MisuseError.
+        """
         self.value_bytes, self.identity = value_bytes, identity
         self.pages_at_once = SYNCED_AT_ONCE if sync else PAGES_AT_ONCE
         file_bytes = -(-(HEADER_BYTES + value_bytes) // BLOCK_BYTES) * BLOCK_BYTES
@@ -87,13 +90,13 @@ class FileBackend:
 
     @property
     def used_bytes(self) -> int:
-        """Size of all files, those being written included."""
+        """Size of all files, including those that are being written."""
         return self._index.used_bytes
 
     def open(self) -> None:
-        """Take the lock, remove incomplete files, and list the pages: some 10 us a file.
+        """Take the lock, remove incomplete files, and list the pages, in some 10 us per file.
 
-        Raises: MisuseError for a directory that cannot be used, or that another process uses.
+        Raises: MisuseError if the directory cannot be used, or another process uses it.
         """
         try:
             for folder in (self._folder, self._writing, *(self._shard(n) for n in range(256))):
@@ -125,18 +128,20 @@ class FileBackend:
         return self._until_failed(self._get_one, keys, buffers)
 
     def exists(self, keys: Sequence[bytes]) -> list[Result]:
-        """Look the keys up in memory; a missing or damaged file is noticed when it is read."""
+        """Look the keys up in memory. A missing or damaged file is noticed only when it is read."""
         return [Result.DONE if there else Result.ABSENT for there in self._index.has(keys)]
 
     def probe_reads(self) -> None:
-        """Read the page used last. A damaged page counts as an answer."""
+        """Read the most recently used page. A damaged page is a success, because the disk could be
+        read.
+        """
         if (entry := self._index.last_used()) is None:
             os.stat(self._folder)
         elif self._get_one(entry.key, memoryview(bytearray(self.value_bytes))) is Result.FAILED:
             raise OSError(f"page {entry.key.hex()} cannot be read")
 
     def probe_writes(self) -> None:
-        """Write a page, and remove it."""
+        """Write a page and remove it again."""
         entry = self._index.probe()
         try:
             parts: list[bytes | memoryview] = [bytes(HEADER_BYTES), bytes(self.value_bytes)]
@@ -151,8 +156,8 @@ class FileBackend:
         if self._index.find(key) is not None:
             return Result.DONE
         entry, leaving = self._index.reserve(key)
-        # Evicted files go before the new one is written, so that the directory never exceeds its
-        # capacity.
+        # Evicted files are removed before the new one is written, so that the directory never
+        # exceeds its capacity.
         if not self._remove(leaving):
             if entry is not None:
                 self._index.abandon()
@@ -177,7 +182,7 @@ class FileBackend:
         header = bytearray(HEADER_BYTES)
         try:
             size = self._disk.read(self._place(entry), header, value)
-        # Another thread evicted the file after the look-up, or an operator removed it.
+        # Another thread evicted the file after the lookup, or an operator removed it.
         except FileNotFoundError:
             self._index.drop(entry)
             return Result.ABSENT
@@ -188,7 +193,7 @@ class FileBackend:
             flaw = flaw_in(bytes(header), self.identity, key, value)
         if not flaw:
             return Result.DONE
-        # Only the thread that drops the entry removes the file: several may find the damage.
+        # Several threads may find the damage. Only the one that drops the entry removes the file.
         if self._index.drop(entry):
             log.warning("storage: %s is damaged, and removed: %s", self._place(entry), flaw)
             self._remove([entry])
@@ -213,7 +218,9 @@ class FileBackend:
     def _remove(self, entries: Sequence[Entry]) -> bool:
         """Remove the files of entries that are no longer listed.
 
-        Return False when one cannot be removed; it and those after it still count."""
+        Return False if one cannot be removed. It and the entries after it still count towards the
+        capacity.
+        """
         for n, entry in enumerate(entries):
             try:
                 self._disk.remove(self._unfinished(entry))
@@ -234,12 +241,14 @@ class FileBackend:
         return os.path.join(self._writing, str(entry.number))
 
     def _locked(self) -> int:
-        """Take the lock of the folder, and return its descriptor.
+        """Lock the folder, and return the descriptor of the lock.
 
-        Raises: MisuseError when another process, or another store of this one, has the lock."""
+        Raises: MisuseError if another process, or another store in this process, has the lock.
+        """
         lock = os.open(os.path.join(self._folder, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
         with ExitStack() as stack:
-            # Whatever fails below, a full disk too, must not keep the folder locked.
+            # If anything below fails, such as a write to a full disk, the folder must not stay
+            # locked.
             stack.callback(os.close, lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -249,8 +258,8 @@ class FileBackend:
                     f"storage directory {self._folder} is in use by process {owner or 'unknown'}: "
                     "give each process a directory of its own"
                 ) from None
-            # The process id is for the error text of another process only; the lock does not use
-            # it.
+            # Another process reads the process id only for its error text. The lock itself does not
+            # use it.
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
             stack.pop_all()
@@ -266,7 +275,7 @@ class FileBackend:
     def _found(self) -> Iterator[tuple[int, Entry]]:
         """Yield every page with the time of its last use, in nanoseconds.
 
-        Page files of another size are removed; files with other names are left alone.
+        Page files of a wrong size are removed, and files with other names are left alone.
         """
         for first in range(256):
             for file in os.scandir(self._shard(first)):

@@ -1,6 +1,8 @@
-"""The pages of a directory in the order of their use, and the bytes that they take.
+"""An index of the pages in a directory, in the order of their use, and of the bytes that they
+occupy.
 
-In memory, under one lock that is never held across a call on a file."""
+It is in memory, under a lock that is never held during a file operation.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,10 @@ from kvflow.serve.cache.storage.port import KEY_BYTES
 
 
 class Entry(NamedTuple):
-    """One file.
+    """The file of one page.
 
-    A number is never used twice, so that the removal of a file cannot hit a newer one of its key.
+    Numbers are never used twice, so removing an old file cannot remove a newer one with the same
+    key.
     """
 
     key: bytes
@@ -24,16 +27,16 @@ class Entry(NamedTuple):
 
 class FileIndex:
     """An index of files of `file_bytes` each. Files that are being written, or could not be
-    removed, count as well.
+    removed, count towards the capacity.
     """
 
     def __init__(self, capacity_bytes: int, file_bytes: int) -> None:
         self._most = capacity_bytes // file_bytes
         self._file_bytes = file_bytes
         self._lock = threading.Lock()
-        # In the order of use, so that eviction takes the first.
+        # In the order of use: eviction takes the first one.
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._stuck: list[Entry] = []  # could not be removed
+        self._stuck: list[Entry] = []  # files that could not be removed
         self._writing = 0
         self._number = 0
 
@@ -47,10 +50,11 @@ class FileIndex:
             return len(self._entries)
 
     def rebuild(self, found: Iterable[Entry]) -> list[Entry]:
-        """Fill the index with the files `found`, in the order of their use.
+        """Fill the index with the files `found`, least recently used first.
 
-        Return the files to remove: all but the last one of a key, and the least recently used ones
-        beyond the capacity."""
+        Return the files to remove: those with a key that a later file has too, and the least
+        recently used ones beyond the capacity.
+        """
         with self._lock:
             surplus = []
             for entry in found:
@@ -63,7 +67,7 @@ class FileIndex:
             return surplus
 
     def find(self, key: bytes) -> Entry | None:
-        """Return the file of `key`, if any, and mark it as used now."""
+        """Return the file of `key`, if it is listed, and mark it as used now."""
         with self._lock:
             if (entry := self._entries.get(key)) is not None:
                 self._entries.move_to_end(key)
@@ -78,12 +82,15 @@ class FileIndex:
             return next(reversed(self._entries.values()), None)
 
     def reserve(self, key: bytes) -> tuple[Entry | None, list[Entry]]:
-        """Return a new file for `key`, and the files to remove before it is written.
+        """Reserve a new file for `key`. Return it, and the files to remove before it is written.
 
-        Those are no longer listed. The file is None when files being written take all the room."""
+        The files to remove are no longer listed. The new file is None if files being written occupy
+        the whole capacity.
+        """
         with self._lock:
             leaving = []
-            # Stuck files go first: no page can be read from them.
+            # Files that could not be removed earlier go first, because no page can be read from
+            # them.
             while self._taken() >= self._most and (self._stuck or self._entries):
                 leaving.append(
                     self._stuck.pop() if self._stuck else self._entries.popitem(last=False)[1]
@@ -93,25 +100,30 @@ class FileIndex:
             return self._new(key), leaving
 
     def probe(self) -> Entry:
-        """Return a file for a probe, beyond the capacity; the caller ends it with `abandon`."""
+        """Reserve a file for a probe, beyond the capacity if necessary. The caller ends it with
+        `abandon`.
+        """
         with self._lock:
             return self._new(bytes(KEY_BYTES))
 
     def abandon(self) -> None:
-        """End a reservation without a file."""
+        """End a reservation whose file was not kept."""
         with self._lock:
             self._writing -= 1
 
     def not_removed(self, entries: Iterable[Entry]) -> None:
-        """Count `entries`, whose files may still exist, and return them first from `reserve`."""
+        """Count `entries`, whose files may still exist. `reserve` returns them first, for another
+        try.
+        """
         with self._lock:
             self._stuck.extend(entries)
 
     def commit(self, entry: Entry) -> bool:
-        """List the file, which is complete and in its place.
+        """List a file that is complete and in its final place.
 
-        Return False when another file of this key was faster: the caller then removes and abandons
-        this one."""
+        Return False if another file with this key was listed first. The caller then removes this
+        one and abandons its reservation.
+        """
         with self._lock:
             if entry.key in self._entries:
                 return False
@@ -122,7 +134,7 @@ class FileIndex:
     def drop(self, entry: Entry) -> bool:
         """Remove a file from the index. Return True if it was listed."""
         with self._lock:
-            # A newer file of the same key may have replaced this one.
+            # A newer file with the same key may be listed instead.
             if self._entries.get(entry.key) != entry:
                 return False
             del self._entries[entry.key]

@@ -1,12 +1,13 @@
-"""A guard around a store: bounded calls in separate threads, and a pause after a hang or failures.
+"""A guard around a store: calls run in separate threads with time limits, and stop for a while
+after a hang or failures.
 
-Each of three kinds of calls (put, get, lookup) has its threads, so that writes that hang do not
-delay reads. There are two breakers, one for writing and one for reading (lookups included): a disk
-that is full can still be read. An open breaker ends every call of its side at once, with the
-results so far, and refuses new ones. Only a probe continues, in a separate thread, and closes the
-breaker: no request has to wait to find out that a store is back.
+Puts, gets and lookups have separate threads, so that writes that hang do not delay reads. There are
+two breakers, one for writing and one for reading and lookups, because a full disk can still be
+read. An open breaker ends every call of its side at once, with the results so far, and refuses new
+ones. Only probes continue, in a separate thread, and a successful one closes the breaker. So no
+request has to wait to find out whether a store works again.
 
-So one call waits for a hanging store, for `stall_s`, and later ones do not wait at all.
+Thus if a store hangs, one call waits for `stall_s`, and later calls do not wait at all.
 """
 
 from __future__ import annotations
@@ -24,24 +25,26 @@ from kvflow.serve.cache.storage.breaker import Breaker
 from kvflow.serve.cache.storage.call import Call, Slice, Work
 from kvflow.serve.cache.storage.port import KEY_BYTES, Backend, Result, StorageCounts
 
-# Size of a slice of a put or get, at least one page: a call can be cancelled only between slices.
+# Largest slice of a put or get, unless one page is larger. A call can be cancelled only between
+# slices.
 SLICE_BYTES = 8 << 20
 SLICE_KEYS = 4096  # keys in a slice of a lookup
 log = logging.getLogger("kvflow.storage")
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of the calls to a store, and of the time that a caller waits for it."""
+    """Limits of the calls to a store, and of the time that a caller waits."""
 
-    threads: int = 2  # per kind of call, but one for lookups
-    waiting: int = 64  # calls of one kind that wait for a thread; more are refused
-    # A slice of 8 MiB, or one page, that takes longer counts as a failure; its pages are good.
+    threads: int = 2  # for puts and for gets; lookups have one
+    waiting: int = 64  # calls of one kind that may wait for a thread; more are refused
+    # A slice (8 MiB, or one page) that takes longer counts as a failure, although its pages are
+    # good.
     slow_s: float = 0.5
-    stall_s: float = 0.8  # a call whose slice takes longer is given up, and the breaker opens
-    failures: int = 3  # in a row, until a breaker opens
-    pause_s: float = 1.0  # until the first probe; doubled with each that fails
+    stall_s: float = 0.8  # if a slice takes longer, its call is given up and the breaker opens
+    failures: int = 3  # failures in a row that open a breaker
+    pause_s: float = 1.0  # until the first probe; doubled by each failed probe
     max_pause_s: float = 30.0
-    close_s: float = 10.0  # calls that run longer after `close` are left behind
+    close_s: float = 10.0  # after `close`, calls that take longer are abandoned
 
     def __post_init__(self) -> None:
         for name in ("threads", "waiting", "failures"):
@@ -53,10 +56,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GuardedStorage:
-    """A `port.Storage` over a backend. Made by `open`, on the event loop that uses it."""
+    """A `port.Storage` over a backend. `open` creates it, on the event loop that uses it."""
 
     def __init__(self, backend: Backend, limits: Limits) -> None:
-        """Make the store without opening its backend; users call `open` instead."""
+        """Make the store without opening its backend. Use `open` instead."""
         self._backend, self._limits = backend, limits
         self.name = backend.name
         self.value_bytes = backend.value_bytes
@@ -79,7 +82,8 @@ class GuardedStorage:
     async def open(cls, backend: Backend, limits: Limits | None = None) -> GuardedStorage:
         """Open `backend` in a thread, and return the store over it.
 
-        Raises: the errors of `backend.open`; MisuseError for limits out of bounds."""
+        Raises: the errors of `backend.open`.
+        """
         store = cls(backend, limits or Limits())
         try:
             await store._reads.threads.run(backend.open)
@@ -109,7 +113,7 @@ class GuardedStorage:
 
     @property
     def hung(self) -> int:
-        """Calls that were given up and did not return yet: each holds a thread and its buffers."""
+        """Calls that were given up and are still running. Each keeps a thread and its buffers."""
         return sum(lane.hung for lane in (self._puts, self._gets, self._lookups))
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:
@@ -128,15 +132,16 @@ class GuardedStorage:
         try:
             found = await asyncio.shield(call.done)
         except asyncio.CancelledError:
-            # A lookup has no buffers, so its end need not be awaited.
+            # A lookup has no buffers, so there is no need to wait for its end.
             call.cancel()
             raise
         return found.index(False) if False in found else len(found)
 
     async def close(self) -> None:
-        """Cancel every call and close the backend, waiting at most `close_s` for each.
+        """Cancel every call, then close the backend. Each of the two steps waits at most `close_s`.
 
-        Idempotent."""
+        Idempotent.
+        """
         if self._closed:
             return
         self._closed = True
@@ -201,7 +206,7 @@ class GuardedStorage:
 
 
 class _Side:
-    """One side of a store, reading or writing: its breaker, and the probe that closes it."""
+    """One side of a store, reading or writing, with its breaker and the probe that closes it."""
 
     def __init__(
         self, name: str, what: str, probe: Callable[[], None], counts: StorageCounts, limits: Limits
@@ -216,7 +221,7 @@ class _Side:
         self._closed = False
 
     def opened(self) -> None:
-        """End all calls of this side after its breaker opened, and schedule a probe."""
+        """End all calls of this side, because its breaker opened, and schedule a probe."""
         self.counts.trips += 1
         log.warning(
             "storage %s: %s is left alone for %g s", self._name, self.what, self.breaker.pause_s
@@ -226,7 +231,7 @@ class _Side:
         self._later()
 
     def close(self) -> asyncio.Future[None] | None:
-        """Schedule no more probes, and return the one under way, if any."""
+        """Schedule no more probes. Return the one under way, if any."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -245,12 +250,12 @@ class _Side:
 
     def _answered(self, probing: asyncio.Future[None]) -> None:
         error = None if probing.cancelled() else probing.exception()
-        # The side was closed meanwhile.
+        # The side was closed during the probe.
         if self._probing is not probing:
             return
         self._probing = None
         took_s = asyncio.get_running_loop().time() - self._asked_s
-        # A probe that succeeds slowly would be given up as a call, so it does not close the
+        # A real call as slow as this probe would be given up, so a slow success does not close the
         # breaker.
         self.breaker.probed(error is None and took_s <= self.limits.stall_s)
         if self.breaker.is_open:
@@ -268,7 +273,7 @@ class _Side:
 
 
 class _Lane:
-    """All calls of one kind, and their threads."""
+    """The calls of one kind, and their threads."""
 
     def __init__(
         self,
@@ -294,7 +299,9 @@ class _Lane:
 
     @property
     def admits(self) -> bool:
-        """True while a new call can begin: the breaker is closed, and not every thread hangs."""
+        """True while a new call can begin: the breaker is closed, and at least one thread does not
+        hang.
+        """
         return not self._side.breaker.is_open and self.hung < self._limit
 
     def start(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:
@@ -328,8 +335,8 @@ class _Lane:
         return calls
 
     def _sliced(self, call: Call, part: Slice) -> None:
-        # The call was given up or cancelled, so its answer is final. A late slice must not count
-        # against the store either: the stall did already.
+        # The call was given up or cancelled, so its result is final. A late slice does not count
+        # against the store either, because the stall was already counted.
         if call.done.done():
             return
         call.results[part.start : part.start + len(part.results)] = part.results

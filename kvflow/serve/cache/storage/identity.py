@@ -1,4 +1,4 @@
-"""The identity of a store's pages, and views of the pages' bytes in host memory."""
+"""The identity of the pages in a store, and views of pages in host memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _VERSION = 1
 
 
 def identity_of(layout: PoolLayout, unit: str = PAGE) -> bytes:
-    """Return 32 bytes that identify the content of a page (or row, by `unit`) of a page-first pool.
+    """Return 32 bytes that identify the format of a page (or of a row, by `unit`) of a page-first
+    pool.
 
-    Two layouts have the same identity exactly when a page of one can be read as a page of the
-    other: the same model, page size, components, parts and order of bytes. The number of pages
-    does not matter.
+    Two layouts have the same identity exactly if a page of one can be read as a page of the other:
+    the same model, page size, components, parts and byte order. The number of pages does not
+    matter.
 
-    Raises: LayoutError for a layout that is not page-first; MisuseError without a fingerprint of
-    the model.
+    Raises: LayoutError if the layout is not page-first; MisuseError if it has no fingerprint of the
+    model.
     """
     _buffer(layout, unit)
     if not layout.fingerprint:
@@ -32,19 +33,20 @@ def identity_of(layout: PoolLayout, unit: str = PAGE) -> bytes:
     components = sorted(
         (c for c in layout.components if c.in_rows == (unit == ROW)), key=lambda c: c.offset
     )
-    # The number of a buffer depends on where the pool placed the component, not on its content.
+    # The buffer number depends on where the pool placed the component, not on its content.
     described = [msgspec.structs.replace(c, buffer=0) for c in components]
     content = (_VERSION, unit, layout.fingerprint, layout.tag, layout.page_size, described)
     return sha256(b"kvflow storage" + msgspec.msgpack.encode(content)).digest()
 
 
 class PageViews:
-    """Views of single pages (or rows) of a page-first pool in host memory, for a store."""
+    """Views of single pages (or rows) of a page-first pool in host memory, for use by a store."""
 
     def __init__(self, pool: PagedPool, unit: str = PAGE) -> None:
-        """Make views of the pages, or rows by `unit`, of `pool`.
+        """Provide views of the pages of `pool`, or of its rows, by `unit`.
 
-        Raises: LayoutError for a pool that is on a device, or not page-first."""
+        Raises: LayoutError if the pool is on a device, or not page-first.
+        """
         if not pool.on_host:
             raise LayoutError(
                 f"a store reads and writes host memory, and the pool is on {pool.device}"
@@ -54,22 +56,23 @@ class PageViews:
         self.value_bytes = self._buffer.page_bytes
 
     def __getitem__(self, index: int) -> memoryview:
-        """Return a writable view of `value_bytes` bytes, which keeps the memory mapped.
+        """Return a writable view of one page, of `value_bytes` bytes. The view keeps the memory
+        mapped.
 
         Raises: LayoutError for an index out of bounds.
         """
         if not 0 <= index < self._count:
             raise LayoutError(f"{self._buffer.unit} {index} is outside 0..{self._count - 1}")
         size = self._buffer.page_bytes
-        # `from_address` only borrows the memory. The attribute keeps it mapped while the view
-        # lives, also in a call that hangs.
+        # `from_address` does not keep the memory alive. The attribute keeps it mapped for as long
+        # as the view exists, even in a call that hangs.
         memory = (ctypes.c_uint8 * size).from_address(self._buffer.address + index * size)
         memory.mapped_by = self._mapped_by  # type: ignore[attr-defined]
         return memoryview(memory).cast("B")
 
 
 def _buffer(layout: PoolLayout, unit: str) -> Buffer:
-    """Return the one buffer that holds whole pages, or rows. Raises: LayoutError."""
+    """Return the single buffer that holds complete pages, or rows. Raises: LayoutError."""
     found = [b for b in layout.buffers if b.unit == unit]
     size = layout.page_bytes if unit == PAGE else layout.row_bytes
     if len(found) != 1 or found[0].page_bytes != size:

@@ -1,27 +1,31 @@
-"""Pages in a Mooncake Store: memory that processes of a cluster lend to each other, under a master
-that lists the place of each page.
+"""Pages in a Mooncake Store: memory that the processes of a cluster lend to each other. A master
+keeps the location of each page.
 
-Every call blocks, for long when the store is in trouble, so all of this runs in the threads of
+Every call blocks, for a long time if the store has trouble, so all of this runs in the threads of
 `guarded`. Measured with 0.3.13 (TCP, loopback):
 
-- With the master killed, the first call fails at once or after 4.3 s, each later one after 4.3 s.
-  With the master frozen, a call waits until that ends. Both release the GIL. When a master is back
-  the client reconnects within half a second; the stored pages are gone, and there is no room until
-  clients lend their memory again (about 1 s).
-- `setup` without a master waits for 90 s and **holds the GIL**, which stops the process. So a child
-  process tries it first, and this process sets its client up only if that worked, which takes 50 to
-  100 ms, once. `close` holds the GIL for 2 s.
+- If the master was killed, the first call fails at once or after 4.3 s, and each later one after
+  4.3 s. If the master is frozen, a call waits until it continues. The GIL is released in both
+  cases. When a master is back, the client reconnects within half a second. The stored pages are
+  gone, and there is no room until clients lend their memory again (after about 1 s).
+
+- `setup` without a master waits for 90 s and **holds the GIL**, which stops the whole process. So
+  a child process tries it first, and this process sets up its client only if that worked. This
+  takes 50 to 100 ms, once. `close` holds the GIL for 2 s.
+
 - A second put of a key has no effect and reports success. So damaged pages are removed when they
   are found.
-- A put reports success also for a page that another client is still putting. So a page is looked up
-  after its put before it counts as stored.
 
-**Mooncake's engine never accesses the caller's buffers.** A transfer that ended in an error may
-continue after the call returned, and the engine does not report its end. So records pass through
-memory of this backend that is never freed. A page is first copied from it to the caller's buffer,
-and then checked (`record`): late bytes cannot reach a page, and a page with bytes that changed
-before the copy fails the check. The checksum also covers an expired lease, memory that the store
-meanwhile gave to another page, and a process that died during its put.
+- A put also reports success for a page that another client is still putting. So after a put, the
+  page is looked up before it counts as stored.
+
+**Mooncake's engine never accesses the caller's buffers.** After an error, a transfer may continue
+although its call returned, and the engine does not report its end. So records pass through memory
+of this backend that is never freed. A page is first copied from this memory to the caller's buffer,
+and then verified (`record`). Late bytes therefore cannot reach a verified page, and a page whose
+bytes changed before the copy fails the check. The checksum also protects against an expired lease,
+against memory that the store gave to another page meanwhile, and against a process that died during
+its put.
 """
 
 from __future__ import annotations
@@ -49,13 +53,14 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.serve.cache.storage.port import Result
 from kvflow.serve.cache.storage.record import HEADER_BYTES, flaw_in, header_of
 
-BATCH_BYTES = 8 << 20  # pages that pass through one piece of memory at once; at least one page
+BATCH_BYTES = 8 << 20  # pages that share one piece of memory at a time, at least one page
 LOCAL_BYTES = 16 << 20
-PEER_TO_PEER = "P2PHANDSHAKE"  # clients ask each other, without a metadata server
+PEER_TO_PEER = "P2PHANDSHAKE"  # clients find each other without a metadata server
 CONNECT_S, ASK_S = 0.5, 10.0
 MORE_LOOKS, LOOK_S = 5, 0.01
 NO_ROOM, NOT_READY, NOT_FOUND = -200, -703, -704
-# The record of a key that gives one of these can never be read by us, so it counts as damaged.
+# With one of these statuses, this process can never read the record, so the record counts as
+# damaged.
 OTHER_SIZE, UNREADABLE = -600, -800
 _ENVIRONMENT = {
     "MC_FORCE_TCP": "1",
@@ -63,9 +68,9 @@ _ENVIRONMENT = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_LOG_LEVEL": "ERROR",
 }
-"""Variables that the engine reads when it is loaded."""
+"""Environment variables that the engine reads when it is loaded."""
 _KEPT: list[NDArray[np.uint8]] = []
-"""Memory that a late transfer may still access; the list keeps it for the life of the process."""
+"""Memory that a late transfer may still access. The list keeps it until the process ends."""
 _NOT_INSTALLED = "mooncake is not installed: pip install 'kvflow[mooncake]'"
 _ASK = """
 import os, sys
@@ -77,7 +82,7 @@ log = logging.getLogger("kvflow.storage")
 
 
 class MooncakeBackend:
-    """A `port.Backend` over a Mooncake Store, by TCP."""
+    """A `port.Backend` over a Mooncake Store, which it reaches by TCP."""
 
     name = "mooncake"
     pages_at_once = 256
@@ -93,13 +98,14 @@ class MooncakeBackend:
         metadata_server: str = PEER_TO_PEER,
         local_bytes: int = LOCAL_BYTES,
     ) -> None:
-        """Make a store of pages of `value_bytes`, without connecting (see `open`).
+        """Make a store for pages of `value_bytes`. It connects in `open`.
 
-        `master`: host:port of the master. `host`: address at which other clients reach this
-        process. `identity`: from `identity.identity_of`. `lent_bytes`: memory that this process
-        lends to the store, for pages of any process, which are lost when it ends.
-        `metadata_server`: the transfer engine's, the same for all clients. `local_bytes`: memory
-        that the client allocates for its work.
+        `master` is host:port. `host` is the address at which other clients reach this process.
+        `identity` comes from `identity.identity_of`. `lent_bytes` is the size of the memory that
+        this process lends to the store. It may hold pages of any process, and they are lost when
+        this one ends. `metadata_server` is the address of the transfer engine's metadata server,
+        the same for all clients. `local_bytes` is the size of the memory that the client allocates
+        for its own work.
 
         Raises: MisuseError.
         """
@@ -125,9 +131,9 @@ class MooncakeBackend:
         )
 
     def open(self) -> None:
-        """Load the package and connect; probes connect later if the master does not answer.
+        """Load the package and connect. If the master does not answer, probes connect later.
 
-        Raises: MisuseError when the package cannot be loaded.
+        Raises: MisuseError if the package cannot be loaded.
         """
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -145,7 +151,7 @@ class MooncakeBackend:
             log.warning("storage mooncake: %s", error)
 
     def close(self) -> None:
-        """Close the client, which holds the GIL for some 2 s."""
+        """Close the client. This holds the GIL for some 2 s."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -171,12 +177,12 @@ class MooncakeBackend:
         return [{1: Result.DONE, 0: Result.ABSENT}.get(code, Result.FAILED) for code in codes]
 
     def probe_reads(self) -> None:
-        """Send a query to the master, after connecting if necessary."""
+        """Query the master, after connecting if necessary."""
         if (code := self._connected().batch_is_exist([f"{self._prefix}probe"])[0]) not in (0, 1):
             raise OSError(f"the master does not answer (status {code})")
 
     def probe_writes(self) -> None:
-        """Put a page, and remove it."""
+        """Put a page, and remove it again."""
         client, name = self._connected(), f"{self._prefix}probe-{os.getpid()}-{next(self._numbers)}"
         with self._memory(client) as memory:
             code = client.batch_put_from([name], [memory.ctypes.data], [self._record_bytes])[0]
@@ -195,8 +201,8 @@ class MooncakeBackend:
                 )
                 record[HEADER_BYTES:] = np.frombuffer(buffer, dtype=np.uint8)
             codes = client.batch_put_from(names, *self._places(memory, len(keys)))
-        # NOT_READY: another client is putting the same page. Like success, it does not prove that
-        # the page is in the store, so both are looked up.
+        # NOT_READY means that another client is putting the same page. Neither this status nor
+        # success proves that the page is in the store, so both are looked up.
         put = [code in (0, NOT_READY) for code in codes]
         there = iter(_found(client, list(compress(names, put))))
         found = {1: Result.DONE, 0: Result.ABSENT}
@@ -220,7 +226,8 @@ class MooncakeBackend:
                     results[n] = Result.ABSENT
                 elif codes[n] == self._record_bytes:
                     header = record[:HEADER_BYTES].tobytes()
-                    # The copy comes before the check: a late transfer may change `memory` after it.
+                    # The page is copied before it is checked, because a late transfer could change
+                    # `memory` between a check and a copy.
                     np.frombuffer(buffers[n], dtype=np.uint8)[:] = record[HEADER_BYTES:]
                     flaw = flaw_in(header, self.identity, keys[n], buffers[n])
                     results[n] = Result.DAMAGED if flaw else Result.DONE
@@ -241,7 +248,7 @@ class MooncakeBackend:
         return (slice(start, start + self._batch) for start in range(0, len(keys), self._batch))
 
     def _places(self, memory: NDArray[np.uint8], count: int) -> tuple[list[int], list[int]]:
-        """Return the addresses and sizes of the first `count` records."""
+        """Return the addresses and sizes of the first `count` records in `memory`."""
         size = self._record_bytes
         return [memory.ctypes.data + n * size for n in range(count)], [size] * count
 
@@ -250,7 +257,7 @@ class MooncakeBackend:
 
     @contextmanager
     def _memory(self, client: Any) -> Iterator[NDArray[np.uint8]]:
-        """Yield registered memory for one batch; it is reused, and never freed."""
+        """Yield registered memory for one batch. It is reused by later batches, and never freed."""
         try:
             memory = self._free.get_nowait()
         except Empty:
@@ -266,8 +273,8 @@ class MooncakeBackend:
             self._free.put(memory)
 
     def _ready(self) -> Any:
-        """Return the client if it is connected. Raises: OSError."""
-        # Only probes connect, since that can take longer than a request may wait.
+        """Return the client if it is connected. Raises: OSError if it is not."""
+        # Only probes connect, since connecting can take longer than a request may wait.
         if self._client is None:
             raise OSError(f"not connected to the master {self._master}")
         return self._client
@@ -281,7 +288,8 @@ class MooncakeBackend:
 
     def _connect(self) -> Any:
         try:
-            # A plain TCP connection finds an absent master in `CONNECT_S`, without a child.
+            # A plain TCP connection reveals an absent master within `CONNECT_S`, without a child
+            # process.
             socket.create_connection(self._address, CONNECT_S).close()
             where = (self._master, self._host, self._metadata_server, str(self._local_bytes))
             arguments = [sys.executable, "-P", "-c", _ASK, *where]
@@ -317,9 +325,10 @@ class MooncakeBackend:
 
 
 def check_usable(master: str) -> None:
-    """Check the arguments of a store before any memory is allocated.
+    """Check that a store can be used, before any memory is allocated.
 
-    Raises: MisuseError for a malformed address, or a package that is not installed."""
+    Raises: MisuseError if the address is malformed, or the package is not installed.
+    """
     _parsed(master)
     if importlib.util.find_spec("mooncake") is None:
         raise MisuseError(_NOT_INSTALLED)
@@ -340,9 +349,11 @@ def _parsed(master: str) -> tuple[str, int]:
 
 
 def _found(client: Any, names: list[str]) -> list[int]:
-    """Return the client's status of each name: 1 if it is in the store, 0 if it is not."""
-    # Prefill and decode may put pages of the same prompt at the same time. A page that the other
-    # one is still writing appears soon, so a few more looks avoid a second put.
+    """Return the client's status for each name: 1 if it is in the store, 0 if it is not, negative
+    for an error.
+    """
+    # Prefill and decode may put pages of the same prompt at the same time. A page that another
+    # client is still writing appears soon, so a few more lookups avoid a second put.
     found: list[int] = client.batch_is_exist(names)
     for _ in range(MORE_LOOKS):
         if 0 not in found:

@@ -1,4 +1,6 @@
-"""Interfaces of a store of pages: `Storage` for the tiers, and `Backend` for a kind of store."""
+"""Interfaces of a page store: `Storage` is what the tiers use, and `Backend` adapts one kind of
+store.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,24 @@ KEY_BYTES = 32
 
 
 class Result(IntEnum):
-    """The result of a call for one page of a batch."""
+    """The result for one page of a batch."""
 
     FAILED = 0
-    """The store had an error, or was not asked after an earlier error."""
+    """The store had an error, or was not called because of an earlier error."""
     DONE = 1
-    """Put: the page is in the store, possibly since before.
+    """Put: the page is in the store, perhaps from an earlier put.
 
-    Get: every byte is in the buffer, and right. Lookup: the page is in the store."""
+    Get: the buffer contains every byte of the page, and they are correct. Lookup: the page is in
+    the store.
+    """
     ABSENT = 2
     """Get, lookup: the page is not in the store. Put: there is no room for it."""
     DAMAGED = 3
-    """Get: the bytes are not those that were stored. The store removed the page if it could."""
+    """Get: the bytes differ from those that were stored. The store removed the page if it could."""
 
 
 class StorageCounts(msgspec.Struct):
-    """Counters of a store, in pages unless noted; they only grow."""
+    """Counters of a store since it was opened, in pages unless noted."""
 
     stored: int = 0
     not_stored: int = 0
@@ -44,17 +48,17 @@ class StorageCounts(msgspec.Struct):
     errors: int = 0
     """Slices of calls in which the store had an error."""
     slow: int = 0
-    """Slices that took too long, with any result."""
+    """Slices that took too long, whatever their result."""
     stalls: int = 0
-    """Calls that were given up, because a slice did not end."""
+    """Calls that were given up because a slice did not end in time."""
     refused: int = 0
-    """Calls that never began: the store is left alone, or too many calls wait."""
+    """Calls that never began, because a breaker was open or too many calls waited."""
     trips: int = 0
     """Times that a breaker opened."""
 
 
 class StorageState(StorageCounts, kw_only=True):
-    """Counters of a store, and whether it takes calls now."""
+    """Counters of a store. `readable` and `writable` tell which calls it accepts now."""
 
     name: str
     readable: bool
@@ -62,27 +66,30 @@ class StorageState(StorageCounts, kw_only=True):
 
 
 class StorageCall(Protocol):
-    """One batch that is under way. Used only on the event loop on which it began."""
+    """A batch call under way. Use it only on the event loop on which it began."""
 
     done: asyncio.Future[list[bool]]
-    """Per key, in order: True if the page was stored, or read whole and right.
+    """Completes with one bool per key, in order: True if the page was stored, or read completely
+    and correctly.
 
-    It never has an error. Cancelling it cancels the call."""
+    It never completes with an exception. Cancelling it cancels the call.
+    """
     released: asyncio.Future[None]
-    """Done once the store no longer accesses the buffers: with `done`, or later when a call to a
-    hanging store returns.
+    """Completes when the store no longer accesses the buffers: together with `done`, or later if
+    the store hung and its call returns late.
     """
 
     def cancel(self) -> None:
         """Begin no further slice, and complete `done` with the results so far.
 
-        The slice that is under way continues until `released`. Idempotent."""
+        A slice under way continues, and `released` completes when it ends. Idempotent.
+        """
 
 
 class Storage(Protocol):
     """A store of pages of one identity, for one event loop.
 
-    Its calls raise no error of the store.
+    No error of the underlying store is raised: the results of a call show it.
     """
 
     name: str
@@ -93,49 +100,56 @@ class Storage(Protocol):
 
     @property
     def readable(self) -> bool:
-        """True while it takes reads and lookups: not while it is left alone after errors."""
+        """True while the store accepts reads and lookups. False while it is paused after errors."""
 
     @property
     def writable(self) -> bool: ...
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> StorageCall:
-        """Begin to store `buffers[i]` under `keys[i]`; each has `value_bytes` bytes and must not
-        change until `released`.
+        """Begin to store `buffers[i]` under `keys[i]`. Each buffer has `value_bytes` bytes, which
+        must not change until the call is `released`.
 
-        Raises: MisuseError for keys that are no digests, and buffers of another size.
+        Raises: MisuseError for a key that is not a digest, or a buffer of another size.
         """
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> StorageCall:
         """Begin to read the page of `keys[i]` into `buffers[i]`.
 
-        The bytes are undefined until `released`, and afterwards where `done` has False. Raises:
-        MisuseError, as `put`, and for a buffer that is read-only."""
+        The bytes of a buffer are undefined until the call is `released`, and stay so if its result
+        is False.
+
+        Raises: MisuseError as in `put`, and for a read-only buffer.
+        """
 
     async def exists_prefix(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading keys are in the store; 0 when it cannot answer.
+        """Return how many leading keys are in the store; 0 if the store cannot answer.
 
-        Raises: MisuseError, as `put`.
+        Raises: MisuseError as in `put`.
         """
 
     async def close(self) -> None:
-        """Cancel every call and wait for its end; calls that hang are left after a while."""
+        """Cancel every call, and wait for their ends for a limited time. Calls that hang are
+        abandoned.
+        """
 
 
 class Backend(Protocol):
-    """Blocking code over one store, called from several threads at once.
+    """Blocking code over one store. Several threads call it at once.
 
-    An error that it raises counts as FAILED for the whole batch, so it should rather return the
-    results of the pages that it finished.
+    An exception counts as FAILED for the whole batch. So a backend should catch errors, and return
+    the results of the pages that it completed.
     """
 
     name: str
     value_bytes: int
     pages_at_once: int
-    """Most pages put or read in one call, which is neither stopped nor given up in between."""
+    """Largest number of pages in one put or get. A call of the backend cannot be stopped
+    part-way.
+    """
 
     def open(self) -> None:
-        """Open the store, once and first. Raises: MisuseError for an error that waiting cannot
-        mend.
+        """Open the store. Called once, before every other call. Raises: MisuseError for an error
+        that will not go away with time.
         """
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]: ...
@@ -145,9 +159,9 @@ class Backend(Protocol):
     def exists(self, keys: Sequence[bytes]) -> list[Result]: ...
 
     def probe_reads(self) -> None:
-        """Try a read. Return if it works; raise any error if reads should stay paused."""
+        """Try to read. Raise any exception if reads should stay paused."""
 
     def probe_writes(self) -> None: ...
 
     def close(self) -> None:
-        """Close the store, once, when no call runs."""
+        """Close the store. Called once, when no other call runs."""

@@ -1,7 +1,8 @@
-"""The header before the bytes of a page in a store, which proves that they are that page.
+"""The header stored before the bytes of a page, by which a reader verifies that it read the right
+page intact.
 
-The reader of a page knows every field of its header but the checksum of the bytes. So the header is
-not parsed: the reader makes the expected header from the bytes that it read, and compares the two.
+The reader knows every field of the header except the checksum of the bytes. So it does not parse
+the header: it builds the expected header from the bytes that it read, and compares the two.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import struct
 
 from xxhash import xxh3_64
 
-# Magic, version, size of the header, identity, key, length, checksum of the bytes, checksum of the
-# fields before it.
+# Magic, version, size of the header, identity, key, length, checksum of the page's bytes, checksum
+# of the preceding fields.
 _HEADER = struct.Struct("<8sII32s32sQ8s8s")
 _MAGIC = b"kvflowL3"
 _VERSION = 1
@@ -19,16 +20,16 @@ HEADER_BYTES = _HEADER.size
 
 
 def header_of(identity: bytes, key: bytes, value: memoryview) -> bytes:
-    """Return the header of a page with the bytes `value`, and its checksum over them."""
-    # xxhash releases the GIL for a long input, so that other threads run meanwhile.
+    """Return the header for a page with the bytes `value`, their checksum included."""
+    # xxhash releases the GIL for a long input, so other threads can run meanwhile.
     fields = (_MAGIC, _VERSION, HEADER_BYTES, identity, key, value.nbytes, xxh3_64(value).digest())
     head = _HEADER.pack(*fields, b"")[:-8]
     return head + xxh3_64(head).digest()
 
 
 def flaw_in(header: bytes, identity: bytes, key: bytes, value: memoryview) -> str:
-    """Describe the flaw of a record that was read; empty if it is exactly the page of this key
-    and identity.
+    """Describe what is wrong with a record that was read. Return an empty text if it is exactly the
+    page for this key and identity.
     """
     if header == (expected := header_of(identity, key, value)):
         return ""
