@@ -1,5 +1,8 @@
-"""Course of one seed, whoever plays it: faults, calm, rest, good rooms for every pair, lies, and
-every writer's death.
+"""The course of one seed, for whole nodes and for bare endpoints.
+
+Faults strike for a while, and then every node must come to rest. Probe rooms must succeed between
+every living prefill and decode. At the end the nodes receive false messages (see `sim.lies`), and
+every prefill dies.
 """
 
 from __future__ import annotations
@@ -13,27 +16,28 @@ from kvflow.proof.sim.scenario import Accident, Scenario
 from kvflow.proof.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
 from kvflow.proof.sim.variety import LATE, LATE_FENCE_S, NEVER
 
-# Good rooms for every pair, and the pages of their chunks. They fit beside any quarantine.
+# Number of probe rooms for each pair, and the pages of each of their chunks. They fit into the pool
+# next to a full quarantine.
 PROBES, PROBE_CHUNKS = 6, (1, 1)
 
 
 class Course:
-    """One scenario in one world. Subclasses play its requests, and let time pass.
+    """One scenario, played in one world. Subclasses schedule its requests and advance the clock.
 
-    Nodes and their fates are the world's: a `sim.cluster.Cluster`, or a `bare.world.World`, which
-    has the same acts.
+    The world owns the nodes and carries out what happens to them. It is a `sim.cluster.Cluster` or
+    a `bare.world.World`, which have the same methods.
     """
 
     def __init__(self, world: Any, scenario: Scenario, faults: Faults, rules: Rules) -> None:
         self._world, self.scenario, self.faults, self.rules = world, scenario, faults, rules
         rules.rooms.forgetful = scenario.forgetful
-        self.places: list[Any] = []  # present node of each place
+        self.places: list[Any] = []  # current node at each place
         self.probe_room = 1_000_000
 
     # --- what subclasses do
 
     async def wait(self, for_s: float) -> None:
-        """Let so much time pass."""
+        """Let `for_s` seconds of virtual time pass."""
         raise NotImplementedError
 
     def schedule(self) -> None:
@@ -41,24 +45,27 @@ class Course:
         raise NotImplementedError
 
     def schedule_more(self) -> None:
-        """Schedule what comes beside requests and accidents."""
+        """Schedule events other than requests and accidents."""
 
     async def probe(self) -> None:
-        """Verify that good rooms succeed for every pair that lives (I7)."""
+        """Verify that rooms succeed between every living prefill and decode (I7)."""
         raise NotImplementedError
 
     def still_left(self, *, doubts: bool) -> list[str]:
-        """Return a line for everything that is not at rest."""
+        """Return a line for everything that is not at rest.
+
+        With `doubts`, loans that lack proof may still be out.
+        """
         raise NotImplementedError
 
     def at_the_end(self) -> None:
-        """Check more: all is at rest, and every living node has shown that it works."""
+        """Run further checks, once everything is at rest and the probe rooms succeeded."""
 
     def struck(self, node: Any, accident: Accident) -> None:
-        """Do more about an accident that struck this node."""
+        """React to an accident that has just struck `node`."""
 
     def stays(self, node: Any) -> bool:
-        """Return True for a node that is not about to change its role."""
+        """Return True unless the node is about to change its role."""
         return True
 
     def counted(self) -> dict[str, int]:
@@ -82,10 +89,10 @@ class Course:
         await self._two_kinds_at_least()
         self.calm()
         await self._until_rest(SETTLE_S, "with the faults over", doubts=True)
-        # Links that were given up come back with a heartbeat.
+        # Heartbeats bring back the links that nodes gave up.
         await self.wait(RECOVER_S)
         if fences == LATE:
-            # By then the fence has answered for all that died.
+            # After this time, fences have answered for every dead process.
             await self.wait(LATE_FENCE_S)
         await self.probe()
         await self._until_rest(REST_S, "after good rooms", doubts=True)
@@ -101,14 +108,15 @@ class Course:
         await self._until_rest(FENCED_S + LATE_FENCE_S, "with every writer dead", doubts=False)
 
     def happen(self, accident: Accident) -> None:
-        """Let an accident strike its node, and schedule its end."""
+        """Carry out an accident at its node, and schedule the recovery."""
         node, kind, world, for_s = (
             self.places[accident.node],
             accident.kind,
             self._world,
             accident.for_s,
         )
-        # Only a prefill has an address and writes. A switch of roles may have put a decode there.
+        # Only a prefill has an address and writes pages, and a switch of roles may have put a
+        # decode at this place.
         of_prefills = kind in ("takeover", "stall")
         if not node.up or node.leaving or (of_prefills and not node.is_prefill):
             return
@@ -139,7 +147,7 @@ class Course:
         self.struck(node, accident._replace(kind=kind))
 
     def enough_without(self, gone: Any) -> bool:
-        """Return True if a whole prefill group and a decode would be left."""
+        """Return True if a complete prefill group and a decode remain without the node `gone`."""
         left = Counter(
             node.group if node.is_prefill else "decode"
             for node in self.places
@@ -152,12 +160,12 @@ class Course:
         node = self.places[place]
         if not node.alive:
             self.places[place] = self._world.start_again(node)
-        # The node still closes in order: look again later.
+        # The node is still closing, so check again later.
         elif node.leaving:
             self.rules.later(0.1, self._start_again, place)
 
     async def _two_kinds_at_least(self) -> None:
-        """Halt a node or cut it off for a moment, until at least two kinds of fault struck."""
+        """Make sure that at least two kinds of fault struck: halt a node or cut it off briefly."""
         for kind in ("freeze", "partition"):
             if len(self.faults.struck) >= 2:
                 return

@@ -1,12 +1,12 @@
-"""One way to state a planted bug: its name, how it is installed from outside, and who finds it.
+"""Declaration of planted bugs: name, installation from outside, and the seeds that find the bug.
 
     @bug("free on timer", nodes=(4, "I2"), unseen="it is in decode's shell")
     def free_on_timer() -> Installed:
         \"\"\"Decode takes lent pages back after a while, proof or not.\"\"\"
         return swapped(...)
 
-Simulators are named by `nodes`, `bare`, `group` and `cache`. Each finds the bug with the first seed
-that is pinned for it, by the invariant which that seed sees broken first.
+The keywords `nodes`, `bare`, `group` and `cache` stand for the simulators. Each gives the first
+seed with which that simulator finds the bug, and the invariant that this seed breaks first.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import NamedTuple
 Installed = AbstractContextManager[object]
 Install = Callable[[], Installed]
 Found = tuple[int, str]
-"""First seed that finds a bug, and the invariant that it breaks."""
+"""First seed that finds a bug, and the invariant that breaks in that seed."""
 
 
 class Plant(NamedTuple):
-    """One bug, each of which once existed or could exist."""
+    """A planted bug, which once existed in the code or could exist."""
 
     name: str
     text: str
@@ -38,7 +38,7 @@ def planting(plants: list[Plant], unseen: str = "") -> Callable[..., Callable[[I
     def bug(
         name: str, text: str = "", *, unseen: str = unseen, **found: Found
     ) -> Callable[[Install], Install]:
-        """State a bug; its text is the docstring of the function, unless one is given."""
+        """Add a bug. Its text is the docstring of the function, unless `text` is given."""
 
         def state(install: Install) -> Install:
             what = " ".join((text or getdoc(install) or "").split())

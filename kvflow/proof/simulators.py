@@ -1,4 +1,4 @@
-"""The four simulators, each with its plants and with what its seeds can visit."""
+"""The four simulators, each with its planted bugs and with the tables that its seeds can visit."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ def _silent(_: str) -> None:
 
 
 class Simulator(NamedTuple):
-    """One way to play a seed."""
+    """A simulator: one way to play a seed."""
 
-    key: str  # its name in plants
-    how: str  # options of `kvflow sim` that choose it
+    key: str  # keyword that stands for it in `planting`
+    how: str  # options of `kvflow sim` that select it
     simulate: Callable[..., Outcome]
     plants: Sequence[Plant]
-    tables: Mapping[str, AnyTable]  # whose cells its seeds can visit
-    faults: tuple[str, ...]  # kinds of which each must strike in many seeds
-    finds_within: int  # seeds in which it finds each plant
+    tables: Mapping[str, AnyTable]  # tables with cells that its seeds can visit
+    faults: tuple[str, ...]  # kinds of fault, each of which must strike in many seeds
+    finds_within: int  # number of seeds within which it finds each plant
     hidden: Iterable[Plant] = ()  # plants that it cannot find, with the reason
 
     def planted(self, name: str) -> Installed:
-        """Return a context that installs the named plant, if any. Raises: MisuseError."""
+        """Return a context manager that installs the named plant, or nothing if `name` is empty.
+
+        Raises: MisuseError.
+        """
         if not name:
             return nullcontext()
         known = {plant.name: plant for plant in self.plants}
@@ -51,7 +54,9 @@ class Simulator(NamedTuple):
     def hunt(
         self, name: str, seeds: Sequence[int], say: Callable[[str], None] = _silent
     ) -> dict[str, Any]:
-        """Find the first seed that shows a plant, and what it broke; no seed if all pass."""
+        """Return the first seed that shows a plant, with its violation, or only the plant's name if
+        all `seeds` pass.
+        """
         with self.planted(name):
             for seed in seeds:
                 if (violation := self.simulate(seed).violation) is not None:
@@ -62,14 +67,14 @@ class Simulator(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Simulator by the options that choose it; without any, the one of whole nodes."""
+    """Options that select a simulator. The default is the simulator of whole nodes."""
 
     bare: bool = False
     group: int = 0  # ranks
     cache: bool = False
 
     def load(self) -> Simulator:
-        """Return the simulator. What the others need is not imported."""
+        """Return the simulator. The modules of the others are not imported."""
         if self.group:
             return _group(self.group)
         if self.cache:

@@ -1,4 +1,4 @@
-"""Copies between a pool and host memory, one by one."""
+"""Copies between a pool and host memory, one at a time in each direction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvflow.protocols.errors import TransferError
 
 
 class CopyThread(VirtualThread):
-    """Replacement for the executor of one direction, which has one thread."""
+    """Replacement for the executor of one direction. It runs one copy at a time, as one thread."""
 
     def __init__(self, source: Books, target: Books, oracle: Oracle, faults: Faults) -> None:
         self._source, self._target, self._oracle, self._faults = source, target, oracle, faults

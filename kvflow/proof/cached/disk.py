@@ -1,8 +1,8 @@
-"""Disk that fails, hangs, tears and loses files, below a shipped `file` store in virtual time.
+"""Disk faults below a shipped `file` store, in virtual time: errors, hangs, torn and lost pages.
 
-A store works in a real thread, and only while the loop waits for it. The thread pauses where the
-disk takes time, and a timer of its process wakes it. If the process is killed, the thread stays
-where it is, in the middle of a file.
+The store works in real threads, each of which runs only while the event loop waits for it. Where
+the disk takes time, the thread pauses until a timer of its process wakes it. If the process is
+killed, the thread stops there, in the middle of a file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ON_DISKS = ("disk error", "disk full", "disk hangs", "page torn", "page lost")
 
 
 class KilledError(BaseException):
-    """The process ended, and this thread with it."""
+    """Raised in a thread of a store whose process was killed."""
 
 
 class StoreThreads(VirtualThread):
@@ -53,7 +53,7 @@ class StoreThreads(VirtualThread):
 
 
 def _pass_on(done: asyncio.Future[Any], answer: asyncio.Future[Any]) -> None:
-    """Give the caller, which may be gone, the result or the error, as from any thread."""
+    """Pass the thread's result or error to the caller, unless the caller was cancelled."""
     if answer.cancelled() or done.done():
         return
     error = answer.exception()
@@ -66,17 +66,17 @@ def _pass_on(done: asyncio.Future[Any], answer: asyncio.Future[Any]) -> None:
 
 
 class DiskFaults:
-    """Faults of the disks of one run; each kind takes part in half of the runs."""
+    """Disk faults of one run. Each kind is enabled in half of the runs."""
 
     def __init__(self, rng: random.Random, struck: Counter[str]) -> None:
         """Draw the kinds. `struck` counts the faults."""
         self.rng, self.struck, self.on = rng, struck, True
         self.kinds = frozenset(kind for kind in ON_DISKS if rng.random() < 0.5)
         self._every = rng.randint(3, 20)
-        self.uses = 0  # uses of files, as a clock for their times
+        self.uses = 0  # number of file accesses, from which file times are made
 
     def strikes(self, kind: str, *, most: bool = False) -> bool:
-        """Return True if the fault strikes: once in a while, or with `most` every other time."""
+        """Return True if a fault of this kind strikes now. With `most`, half of the calls do."""
         if not self.on or kind not in self.kinds or self.rng.randrange(2 if most else self._every):
             return False
         self.struck[kind] += 1
@@ -84,12 +84,12 @@ class DiskFaults:
 
 
 class FaultyDisk(Disk):
-    """The real disk with faults, for one life of a process."""
+    """The real disk with injected faults, as one process sees it."""
 
     def __init__(self, faults: DiskFaults) -> None:
         self._faults = faults
         self.dead = False
-        # Keys of pages whose files were finished. The medium may have lost some since.
+        # Keys of pages whose files were completed. The disk may have lost some of them since.
         self.whole: set[bytes] = set()
 
     def _takes_time(self) -> None:
@@ -148,9 +148,9 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def empty_folder() -> Path:
-    """Return the folder of this process, without a file in it.
+    """Return the temporary folder of this process, after removing all files in it.
 
-    The folder is kept from run to run: making thousands of folders takes longer than a run.
+    The subfolders stay for the next run, because making thousands of them takes longer than a run.
     """
     root = Path(_folder().name)
     for path in (*root.glob("*/*/??/*"), *root.glob("*/*/writing/*")):
@@ -159,14 +159,17 @@ def empty_folder() -> Path:
 
 
 def spoil(folder: Path, faults: DiskFaults, *, most: bool = False) -> None:
-    """Lose and damage files, as a medium does, or with `most` a crash of the machine."""
+    """Remove some files and damage others, as a failing disk does.
+
+    With `most`, half of the remaining files are torn, as after a crash of the machine.
+    """
     for path in files_in(folder):
         if faults.strikes("page lost"):
             path.unlink()
         elif faults.strikes("page torn", most=most):
             data = bytearray(path.read_bytes())
             cut = faults.rng.randrange(HEADER_BYTES, len(data))
-            # The length stays the same, so that only the checksum can find the damage.
+            # The length stays the same, so that only the checksum can reveal the damage.
             data[cut:] = bytes(byte ^ 0x5A for byte in data[cut:])
             stat = path.stat()
             path.write_bytes(data)

@@ -1,5 +1,5 @@
-"""Prefix cache of one life of one node: the shipped one, over watched memory, with a subscriber to
-its events.
+"""Prefix cache of one node process: the shipped cache over watched memory, with a subscriber to its
+events.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvflow.serve.cache.tiers import OWNER
 from kvflow.testing.subscriber import Subscriber
 
 LIMITS = Limits(stall_s=0.5, pause_s=0.2, max_pause_s=0.8)
-# More than a run fills.
+# A run never fills a store of this size.
 _STORE_BYTES = 16 << 20
 
 
 class CachePlan(NamedTuple):
-    """Settings of the cache of one place, for all its lives."""
+    """Cache settings of one place, which stay the same across restarts."""
 
     policy: str
     write_policy: Any
@@ -54,7 +54,7 @@ def draw_plan(rng: random.Random) -> CachePlan:
 
 
 class NodeCache:
-    """Shipped cache with its tiers. `cache` is the part that a scheduler uses."""
+    """Shipped prefix cache with its tiers. Schedulers use `cache`."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class NodeCache:
             storage=storage,
         )
         self.subscriber = Subscriber()
-        # The publisher is only notified that there are events, so this object can be one.
+        # A cache only notifies its publisher that there are events, so this object can act as one.
         self.cache.publisher = self  # type: ignore[assignment]
 
     def _store(self, host: HostTier, workers: list[LockStep[Any]]) -> GuardedStorage:
@@ -115,12 +115,12 @@ class NodeCache:
         return store
 
     def die(self) -> None:
-        """End the cache with its process: its threads never finish what they are doing."""
+        """End the cache as its process dies: its threads never finish their work."""
         self.lost = self._disk.dead = True
         if self._host_books is not None:
             self._host_books.lost = True
         if self._backend is not None:
-            # The lock on the folder ends with the process that has it.
+            # A process that dies releases its lock on the folder.
             self._backend.close()
 
     async def close(self) -> None:
@@ -141,7 +141,7 @@ class NodeCache:
             self._oracle.loop.call_soon(self._hear)
 
     def _hear(self) -> None:
-        """Pass the events to the subscriber, which must know only pages that are there (I10)."""
+        """Pass new events to the subscriber, and verify that it knows only existing pages (I10)."""
         self._heard = False
         if self.lost or self._oracle.over:
             return
@@ -159,10 +159,10 @@ class NodeCache:
         return None
 
     def _truth(self) -> list[set[int]]:
-        """Return the names of the pages in each tier that events may advertise.
+        """Return, for each tier, the names of the pages that events may advertise.
 
-        For pages, the bytes that the cache owns decide; for the store, the files that were
-        finished.
+        On the device and in host memory, these are pages that the cache owns and that hold the
+        right bytes. In the store, they are pages whose files were completed.
         """
         found: list[set[int]] = []
         for books in (self._books, self._host_books):
@@ -232,9 +232,9 @@ class NodeCache:
         return [f"{self._who}: {what}" for what in found]
 
     def check_told(self) -> None:
-        """Verify that, at rest, the subscriber knows the pages that can be read in each tier (I10).
+        """Verify that the subscriber of a cache at rest knows each tier's readable pages (I10).
 
-        A page can be read in a tier if all pages before it are in the same tier.
+        A page is readable in a tier if the page and all pages before it are present there.
         """
         if self.lost:
             return
@@ -268,14 +268,12 @@ class NodeCache:
                 )
 
     def empty(self) -> list[str]:
-        """Evict everything, and report pages that cannot be evicted although the node is at
-        rest.
-        """
+        """Evict everything, and return a line if pages remain although the node is at rest."""
         if self.lost:
             return []
         for _ in range(len(self._books.owners)):
-            # A node can be evicted only after its children, so repeat until a pass changes no
-            # count.
+            # A node can be evicted only after its children, so repeat until the counts stay the
+            # same.
             before = self.cache.stats()
             for tier in PAGED:
                 self.cache._free(self.cache._index.evict(tier, len(self._books.owners)))

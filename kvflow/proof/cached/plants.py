@@ -1,7 +1,4 @@
-"""Planted bugs in caches, each of which once existed or could exist.
-
-They are installed from outside, and some seed must find each of them.
-"""
+"""Planted bugs in caches. Each once existed or could exist, and some seed must find it."""
 
 from __future__ import annotations
 
@@ -27,14 +24,15 @@ bug = planting(PLANTS)
 @bug("torn file accepted", cache=(1, "I10"))
 def _torn_file_accepted() -> Installed:
     """A file of the right length is a page."""
-    # Take every file of the right length for a page.
+    # Accept every file of the right length as a page.
     return swapped(files, "flaw_in", lambda *_: "")
 
 
 @bug("doubtful page cached", cache=(0, "I2"))
 def _doubtful_page_cached() -> Installed:
     """Pages of a room that failed are kept."""
-    # Keep the pages of a failed room in the cache, most of them written, whoever owns them now.
+    # Let the cache take over the pages of a failed room from their owner. Most of these pages were
+    # written.
 
     def room_failed(self: Any, node: DecodeNode, job: Any, room: DecodeRoom, prefix: Any) -> None:
         owners = {books_of(node.pages).owners[page] for page in room.pages.tolist()}
@@ -98,7 +96,7 @@ OF_THE_WALK = {
     "eviction not told": (0, "I10"),
     "chunk without pages lands at once": (1, "I4"),
 }
-"""Plants of the walk that seeds must find, too."""
+"""Plants of the exhaustive walk that seeds must also find."""
 _walked: list[Any] = [*OF_THE_INDEX, *WALKED]
 PLANTS += [
     Plant(plant.name, plant.text, plant.install, {"cache": OF_THE_WALK[plant.name]})

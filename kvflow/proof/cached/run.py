@@ -1,5 +1,5 @@
-"""One seed of whole nodes with prefix caches: prompts begin alike, tiers fail, processes come back
-to their stores.
+"""One seed of whole nodes with prefix caches: prompts share prefixes, tiers fail, and restarted
+processes open their stores again.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from kvflow.protocols.pages.layout import build_layout
 from kvflow.serve.cache.storage import call
 
 SHAPES = (((1,), 1), ((1,), 1), ((1,), 2), ((1, 1), 1), ((1, 1), 2))
-"""Groups of one rank: several ranks would have to agree on what is cached."""
+"""Shapes whose groups have one rank each. Several ranks would have to agree on what is cached."""
 _STREAMS = (("0.k", "uint8", (8,)), ("0.v", "uint8", (8,)))
 _LAYOUT = build_layout(_STREAMS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, fingerprint="simulated")
 
 
 class CachedOracle(Oracle):
-    """Oracle that knows pages by their prompt's tokens. A room brings only the pages that decode
-    lacks.
+    """Oracle that derives the content of a page from the tokens of its prompt.
+
+    A room transfers only the last pages of a prompt, which decode lacks.
     """
 
     texts: Texts
@@ -58,7 +59,7 @@ class CachedOracle(Oracle):
 
 
 class CachingCluster(Cluster):
-    """Nodes with caches. A place keeps its plan and its folder from life to life."""
+    """Cluster whose nodes have caches. Each place keeps its plan and its folder across restarts."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class CachingCluster(Cluster):
         plan = self._plans.setdefault(name, draw_plan(self.rng))
         folder = Path(self._folder, name.replace(" ", "-"))
         if any(cache.folder == folder and not cache.lost for cache in self.caches.values()):
-            # Another process of that name still has the folder.
+            # Another process of that name still uses the folder.
             folder = Path(f"{folder}-{len(self.caches)}")
         spoil(folder, self.disk_faults, most=True)
         member.cache = self.caches[id(member.node)] = NodeCache(
@@ -118,7 +119,7 @@ class CachingCluster(Cluster):
 
 
 class CachedRun(plain.Run):
-    """Run in which caches are also flushed and evicted from, and their files spoiled."""
+    """Run that also evicts pages from caches, flushes caches and damages their files."""
 
     cluster: CachingCluster
 
@@ -137,7 +138,7 @@ class CachedRun(plain.Run):
         for _ in range(rng.randint(3, 12)):
             act = rng.choice((self._evict, self._evict, self._evict, self._flush, self._spoil))
             loop.later(rng.uniform(0.1, FAULTS_END_S), act)
-        # Some processes restart, and come back to their stores.
+        # Restart some processes, which then open their stores again.
         for _ in range(rng.randint(0, 2)):
             node = rng.randrange(sum(scenario.groups) + scenario.decodes)
             restart = Accident(rng.uniform(0.5, 1.8), "restart", node, rng.uniform(0.05, 0.3))
@@ -189,12 +190,12 @@ class CachedRun(plain.Run):
 
 
 def with_caches(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Return the scenario with prompts that begin alike, and without requests that leave the
+    """Return the scenario with prompts that share prefixes, and without requests that leave the
     device.
     """
     library = Library(rng, PROMPT_PAGES_MAX)
     requests = [_with_prompt(rng, request, library.draw()) for request in scenario.requests]
-    # Some requests return: with the same prompt, or with the next turn of a dialogue.
+    # Repeat some requests, with the same prompt or with the next turn of the dialogue.
     for request in rng.sample(requests, min(len(requests), rng.randint(6, 12))):
         at_s = rng.uniform(0.3, 2.0)
         legs = [
@@ -226,10 +227,10 @@ def simulate(
     visits: Counter[Cell] | None = None,
     tell: Callable[[float, str, str], None] | None = None,
 ) -> Outcome:
-    """Play one seed, and report its story to `tell(virtual time, who, what)`."""
+    """Play one seed. Each line of its story goes to `tell(virtual time, process name, line)`."""
     rng = random.Random(seed)
     loop, faults = VirtualLoop(rng), Faults(rng, copies=True)
-    # A generator apart leaves the draws of the plain simulator as they are.
+    # A separate generator leaves the draws of the plain simulator unchanged.
     mine = random.Random(f"cache {seed}")
     scenario = with_caches(mine, draw(rng, faults, SHAPES))
 
@@ -245,7 +246,7 @@ def simulate(
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Keep the logs of faults on purpose off the console; any other error in a log is raised."""
+    """Keep logged errors that the simulator injected off the console, and raise all others."""
     with ExitStack() as swaps:
         for name in ("kvflow.serve.cache", "kvflow.storage"):
             logger = logging.getLogger(name)
@@ -255,7 +256,7 @@ def _logged() -> Iterator[None]:
 
 
 class _OnPurpose(logging.Handler):
-    """Log handler that raises every error but those that the simulator caused."""
+    """Log handler that raises every logged error except `TransferError`, which is injected."""
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
@@ -264,7 +265,7 @@ class _OnPurpose(logging.Handler):
 
 
 class _Clock:
-    """Replacement for the module `time` in a store. Like a real clock, it never stands still."""
+    """Replacement for the `time` module in a store. Like a real clock, it never stands still."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop

@@ -1,5 +1,5 @@
-"""Engine with prefix caches: for each room it finds, locks and loads cached pages, computes the
-rest, and keeps all.
+"""Scheduler with prefix caches: it loads and locks the cached pages of each prompt, computes or
+receives the other pages, and lets the cache keep all of them.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from kvflow.protocols.errors import Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.serve.cache.prefix import Prefix
 
-# Share of requests after which all pages that can be evicted are.
+# Share of requests after which every evictable page is reclaimed.
 PRESSED = 0.15
 MAKE_ROOM_S, MAKE_ROOM_TURNS = 0.5, 50
-# A request waits at most so long for pages that are loaded.
+# Longest time that a request waits until its pages are fetched or loaded.
 LOAD_S = 0.15
-# After that it waits at most so long for its turn, while others evict pages that are not held.
+# Longest time that a request then waits for its turn, while others evict pages that are not locked.
 MOST_TURN_S = 0.05
 
 
 class CachingScheduler:
-    """Scheduler that runs every job at once, with the cache of its node.
+    """Scheduler that runs every job at once, and uses the cache of the job's node.
 
-    It keeps only the pages of rooms that succeeded.
+    The cache keeps only the pages of rooms that succeeded.
     """
 
     def __init__(
         self, texts: Texts, caches: dict[int, NodeCache], counts: Counter[str], rng: random.Random
     ) -> None:
-        """`caches` are by the id() of their node."""
+        """Use `caches`, which maps the `id()` of a node to its cache."""
         self._texts, self._caches, self._counts, self._rng = texts, caches, counts, rng
-        # Pages that rooms still have to take, by node.
+        # Number of pages that rooms still have to take, by the `id()` of the node.
         self._promised: Counter[int] = Counter()
 
     async def prefill(self, node: PrefillNode, job: Job) -> None:
-        """Serve one job at prefill: use cached pages, compute the others, send all, and keep
-        them.
+        """Serve one job at prefill: use cached pages, compute the others, send those that decode
+        lacks, and cache all.
         """
         if job.refused:
             return node.refuse(job.room, job.cause(Code.CAPACITY, "the engine will not have it"))
@@ -72,7 +72,7 @@ class CachingScheduler:
                     sent, at = -(-had // PAGE_SIZE), 0
                     for number, count in enumerate(self._chunks(job, total)):
                         if number == job.fails_at:
-                            # A method, so that a planted bug can keep the pages.
+                            # This is a method, so that a planted bug can replace it.
                             kept = self.engine_failed(node, job, room, pages, owner, prefix)
                             return None
                         at += count
@@ -118,7 +118,7 @@ class CachingScheduler:
     async def _generate(
         self, node: DecodeNode, job: Job, room: DecodeRoom, prefix: Prefix, prompt: np.ndarray
     ) -> None:
-        """Hold the pages for a while, as a decode that generates does, and keep them."""
+        """Hold the pages while decode would generate, and then let the cache keep them."""
         mine, owner, kept = self._caches[id(node)], object(), 0
         own, cached = room.keep(owner), int(prefix.pages.size)
         try:
@@ -147,8 +147,9 @@ class CachingScheduler:
         owner: object,
         prefix: Prefix,
     ) -> int:
-        """Close the room, and return how many of its pages the cache owns now. Some may not be
-        computed.
+        """Close the room, and return how many of its pages the cache owns now.
+
+        Only the pages of the prefix count, because the others may not be computed.
         """
         room.close(job.cause(Code.ENGINE_ERROR, "the engine broke down"))
         return int(prefix.pages.size)
@@ -156,32 +157,33 @@ class CachingScheduler:
     # --- parts of both
 
     def _press(self, node: PrefillNode | DecodeNode) -> None:
-        """Reclaim all pages now and then, while copies of new ones may still run."""
+        """Reclaim every evictable page now and then, while copies of new pages may still run."""
         if self._rng.random() < PRESSED:
             node.pool.pages.reclaim(node.pool.pages.available_pages)
 
     async def _fetch(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> None:
-        """Fetch pages from storage while a prompt waits for its room."""
+        """Fetch pages of a prompt from storage, for at most `LOAD_S` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LOAD_S):
                 await mine.cache.fetch(np.array(prompt), most_tokens)
 
     async def _load(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> Prefix:
-        """Return the pages that can be on the device in time, locked."""
+        """Return the cached pages of a prompt, locked: those that can be loaded within `LOAD_S`
+        seconds, or else those that are on the device already.
+        """
         tokens = np.array(prompt)
         try:
             async with asyncio.timeout(LOAD_S):
                 return await mine.cache.load(tokens, most_tokens)
         except TimeoutError:
             self._counts["loads that took too long"] += 1
-        # Use the pages that are on the device already.
         return mine.cache.match(tokens, most_tokens)
 
     @asynccontextmanager
     async def _found(
         self, mine: NodeCache, prompt: list[int], most_tokens: int
     ) -> AsyncIterator[Prefix]:
-        """Hold the pages that were loaded or are on the device, while the context lasts."""
+        """Load the cached pages of a prompt, and keep them locked while the context lasts."""
         self._texts.add(prompt)
         prefix = await self._load(mine, prompt, most_tokens)
         try:
@@ -196,8 +198,8 @@ class CachingScheduler:
 
     @contextmanager
     def _promise(self, node: DecodeNode, job: Job, prefix: Prefix) -> Iterator[None]:
-        """Count the pages that a job will take, as an admission does, so that others leave them
-        free.
+        """Count the pages that a job will take while the context lasts, so that `_make_room` frees
+        enough for all jobs.
         """
         wanted = -(-len(job.prompt) // PAGE_SIZE) - int(prefix.pages.size)
         self._promised[id(node)] += wanted
@@ -207,8 +209,9 @@ class CachingScheduler:
             self._promised[id(node)] -= wanted
 
     async def _make_room(self, node: DecodeNode) -> None:
-        """Reclaim pages until the promised ones are free. With write_back, pages become free only
-        after they were copied.
+        """Reclaim pages until as many are free as the jobs of the node will take.
+
+        With write_back, evicted pages become free only after they are copied.
         """
         pages, cache = node.pool.pages, self._caches[id(node)].cache
         for _ in range(MAKE_ROOM_TURNS):
@@ -229,10 +232,9 @@ class CachingScheduler:
     def _model_step(
         self, node: PrefillNode, job: Job, pages: PageIndices, first: int, end: int
     ) -> Callable[[], None]:
-        """Return a function that computes the pages from number `first` to `end`; call it in a
-        thread.
+        """Return a function that computes pages `first` to `end` (exclusive), to call in a thread.
 
-        The step also reads the pages before them.
+        The pages before `end` count as read from now until the function returns.
         """
         books, digests = books_of(node.pages), self._texts.add(job.prompt)
         for page in pages[:end].tolist():

@@ -1,6 +1,6 @@
-"""Prompts that begin alike.
+"""Prompts that share prefixes.
 
-The content of a page depends on all tokens up to its end, and on no others.
+The content of a page depends on all tokens up to the end of the page, and on no others.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kvflow.testing.subscriber import block_hash, digests_of_prompt
 
 
 class Texts:
-    """All prompts of one run."""
+    """Page digests of all prompts of one run."""
 
     def __init__(self) -> None:
         self._pages: dict[bytes, list[bytes]] = {}
-        # Names of pages in events, by the digest of a whole page.
+        # Names by which events refer to full pages, by the digest of the page.
         self.names: dict[bytes, int] = {}
 
     def add(self, prompt: list[int]) -> list[bytes]:
-        """Return and remember a digest for every page, also for a last one that is not whole."""
+        """Return a digest for each page of a prompt, including a partial last page."""
         key = prompt_digest(prompt)
         if (found := self._pages.get(key)) is None:
             found = digests_of_prompt(prompt, PAGE_SIZE)
@@ -40,18 +40,18 @@ class Texts:
         return found
 
     def of(self, prompt: bytes) -> list[bytes]:
-        """Return the digests of a prompt's pages, by the digest of the prompt."""
+        """Return the page digests of the prompt that has this digest."""
         return self._pages[prompt]
 
 
 @lru_cache(4096)
 def page_bytes(digest: bytes, size_bytes: int) -> bytes:
-    """Return the content of the page with that digest."""
+    """Return the content of the page with this digest."""
     return content(digest, 0, size_bytes)
 
 
 class Library:
-    """Prompts of a run, all of which begin with one of a few texts."""
+    """Source of the prompts of a run, most of which begin like an earlier one."""
 
     def __init__(self, rng: random.Random, most_pages: int) -> None:
         self._rng, self._most = rng, most_pages * PAGE_SIZE
@@ -64,7 +64,7 @@ class Library:
         )
 
     def after(self, begins: list[int]) -> list[int]:
-        """Return a prompt that continues one that begins so."""
+        """Return a prompt that continues `begins`, cut to the longest allowed length."""
         rng = self._rng
         more = rng.choice((0, rng.randint(1, PAGE_SIZE), rng.randint(1, self._most)))
         prompt = (begins + self._fresh(more))[: self._most] or self._fresh(1)

@@ -1,4 +1,4 @@
-"""Judge of one run, with the rules for all parts."""
+"""The rule book of one run: its judge, with the rules for transfers and for rooms."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ class Rules(Judge):
 
     @property
     def sides(self) -> Mapping[int, Side]:
-        """All nodes of the run by incarnation, dead ones as well."""
+        """All nodes of the run, dead ones included, by incarnation."""
         return self.rooms.sides
 
     def left(
         self, source: Side, control: str, parted: Iterable[int], linked: Iterable[Side]
     ) -> None:
-        """Verify a prefill that closed in order. Decodes `parted` from it; some others may still
-        count it as `linked`.
+        """Verify a prefill that shut down cleanly.
+
+        The decodes `parted` acknowledged its goodbye or sent their own. The decodes `linked` still
+        count it as linked.
         """
         self.transfers.parted(source.incarnation, parted)
         self.rooms.has_left(source, control, linked)

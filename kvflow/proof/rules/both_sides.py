@@ -1,7 +1,7 @@
 """Rules for the two sides of a room (I4): both learn of a failure in time, and a peer is given up
 only for a reason.
 
-Rooms of both sides are compared by the promise under which they were opened.
+The promise under which a room was opened identifies its two halves.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ _A_MOMENT_S = 1e-6
 
 
 class BothSides:
-    """All rooms of one run, and who was in trouble when."""
+    """All rooms of one run, and the times at which nodes and links were in trouble."""
 
     # A room that waits for staging is announced within this time after it opens.
     announced_within_s = 0.0
-    # Prefills remember so few ended grants that a grant may begin below the low-water mark.
+    # True if prefills remember so few ended grants that a grant may begin below the low-water mark.
     forgetful = False
 
     def __init__(self, judge: Judge, transfers: Transfers) -> None:
         self.judge, self.transfers, self.acked = judge, transfers, transfers.acked
         self.now_s, self.later, self.broken = judge.now_s, judge.later, judge.broken
-        self.sides: Mapping[int, Side] = {}  # by incarnation; the driver keeps it
+        self.sides: Mapping[int, Side] = {}  # by incarnation; maintained by the driver
         # Time of the last disturbance of a link, by prefill's control address and decode's
         # incarnation.
         self.trouble: dict[tuple[str, int], float] = {}
-        # Time at which a room was over: its user learns the ending in the same moment.
+        # Time at which each half of a room was over. Its user learns of the end at that moment.
         self.over_at_s: dict[Record, float] = {}
         self.decodes: dict[Promise, DecodeRoomRecord] = {}
         self.prefills: dict[Promise, PrefillRoomRecord] = {}
-        # By (incarnation, room): the engine's latest half.
+        # Latest half that the engine opened, by (incarnation, room).
         self._halves: dict[tuple[int, int], PrefillRoomRecord] = {}
-        # By (incarnation, room): all halves of the engine.
+        # All halves that the engine opened, by (incarnation, room).
         self._legs: dict[tuple[int, int], list[PrefillRoomRecord]] = defaultdict(list)
-        # By room: causes of requests for which decode made no room.
+        # Causes with which decode refused requests, by room.
         self._refusals: dict[int, set[Cause]] = defaultdict(set)
-        # By (incarnation, room): causes of requests for which prefill made no room.
+        # Causes with which prefill refused requests, by (incarnation, room).
         self._turned_away: dict[tuple[int, int], set[Cause]] = defaultdict(set)
 
     def disturbed(self, control: str, target: int) -> None:
@@ -71,16 +71,16 @@ class BothSides:
         return self._halves.get((source, room))
 
     def known_at_prefill(self, source: int, record: PrefillRoomRecord) -> None:
-        # Only a record with a prompt has the engine's half; decode may announce a room before it.
+        # Decode may announce a room before the engine opens its half. Such a record has no prompt.
         if record.prompt is not None:
             self._halves[source, record.room] = record
 
     def refused_at_decode(self, room: int, cause: Cause) -> None:
-        """Record that decode refused a request, and notified prefill."""
+        """Record the cause with which decode refused a request, which it reports to prefill."""
         self._refusals[room].add(cause)
 
     def refused_at_prefill(self, source: int, room: int, cause: Cause) -> None:
-        """Record that prefill refused a request, and keeps the cause for the decode that comes."""
+        """Record that prefill refused a request, and keeps the cause until decode announces it."""
         self._turned_away[source, room].add(cause)
 
     def over_at_decode(self, target: int, record: DecodeRoomRecord) -> None:
@@ -101,8 +101,9 @@ class BothSides:
     def _not_for_nothing(
         self, record: Record, others: Sequence[Record], peers: Sequence[PrefillPeer], target: int
     ) -> None:
-        """Verify that a peer was given up because of trouble between the two, or because one of
-        `others` has the same cause.
+        """Verify that a room which ended with PEER_LOST had a reason.
+
+        Either one of `peers` was dead or in trouble, or one of the `others` has the same cause.
         """
         cause, side = record.state.cause, self.sides[target]
         if (
@@ -113,7 +114,7 @@ class BothSides:
             return
         for peer in peers:
             source = self.sides[peer.key.incarnation]
-            # A room with several peers may be lost because of any of them, so one excuse is enough.
+            # A room fails if any of its peers is lost, so trouble with one of them is enough.
             quiet_s = self.now_s() - self._troubled_at_s(source, side, peer.key.control)
             if not _both_live(source, side) or quiet_s <= PATIENCE_S:
                 return
@@ -123,10 +124,10 @@ class BothSides:
     # --- partings
 
     def has_left(self, source: Side, control: str, linked: Iterable[Side]) -> None:
-        """Verify a prefill that closed in order while some decodes still count it as linked.
+        """Verify a prefill that shut down cleanly while the decodes `linked` count it as linked.
 
-        Each of these must have been out of reach: without a goodbye, the loans to that prefill
-        would stay out for no reason (I5).
+        Each of these decodes must have been out of reach. Otherwise prefill owed it a goodbye,
+        without which its loans would stay out for no reason (I5).
         """
         for target in linked:
             quiet_s = self.now_s() - self._last_trouble_s(source, target, control)
@@ -156,8 +157,8 @@ class BothSides:
             if prefill.prompt != (decode.prompt.tokens, decode.prompt.digest):
                 return
             if not linked or peer.fresh_from > key[2] or (self.forgetful and key in self.acked):
-                # Prefill does not report what happened before the link was lost: the engine's half
-                # waits for its rendezvous.
+                # Prefill does not report what happened before the link was lost, so the engine's
+                # half goes on waiting for decode's.
                 return
             over_at_s = self.over_at_s.get(prefill, decode.opened_at_s)
             if self.forgetful and over_at_s < decode.opened_at_s + self.announced_within_s:
@@ -166,8 +167,8 @@ class BothSides:
             if decode.phase is DecodePhase.BOOTSTRAPPING and over_at_s < self._troubled_at_s(
                 source, target, peer.key.control
             ):
-                # Prefill keeps the end of a half for a while only, and a repeated announcement may
-                # come too late.
+                # Prefill remembers the end of a half only for a while, and a repeated announcement
+                # may come too late.
                 return
         failed_here, failed_there = decode.state.cause is not None, prefill.state.cause is not None
         if not (failed_here or failed_there):
@@ -176,14 +177,14 @@ class BothSides:
             return
         over_at_s = self.over_at_s.get(decode if failed_here else prefill, 0.0)
         if over_at_s > since_s:
-            # The room ended only now, and that end scheduled another look.
+            # The room ended after this look was scheduled, and its end scheduled another one.
             return
         troubled_at_s, known_by_s = self._troubled_at_s(source, target, peer.key.control), 0.0
         if linked and not source.reaches(target.incarnation):
             troubled_at_s = self.now_s()
         if troubled_at_s >= since_s:
             known_by_s = troubled_at_s + _recovers_s(decode, troubled_at_s)
-        # Decode hung up, which prefill notices by silence.
+        # Decode gave up the link. Prefill notices that only by silence.
         if not linked:
             known_by_s = max(known_by_s, max(over_at_s, troubled_at_s) + PATIENCE_S)
         if (wait_s := known_by_s - self.now_s()) > 0:
@@ -199,9 +200,9 @@ class BothSides:
     def _mixed_up(self, key: Promise, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
         """Return True if a room id was used again so soon that a half met the wrong counterpart.
 
-        The engine's half may have met the end of another room of that id; another half may have met
-        an end that was meant for this one; or the id belonged to another room at prefill when this
-        one ended at decode.
+        There are three ways: the engine's half met the end of another room with that id, another
+        half met the end that was meant for this one, or the id belonged to another room at prefill
+        when this room ended at decode.
         """
         cause, over_at_s = decode.state.cause, self.over_at_s
         rooms = [room for room in self.decodes.values() if room.room == decode.room]
@@ -220,14 +221,14 @@ class BothSides:
             leg.peer is None and leg in over_at_s and over_at_s[leg] <= over_at_s.get(decode, 0.0)
             for leg in earlier
         ):
-            # The end of that leg was kept for a decode, and this one received it.
+            # Prefill kept the end of an earlier half for decode, and this room received it.
             return True
         if half in over_at_s and any(
             at in self.acked
             for at, room in self.decodes.items()
             if at[0] == key[0] and room in others
         ):
-            # The end of this half was kept, too, and another decode received it.
+            # Prefill also kept the end of this half, and another room at decode received it.
             return True
         ends = [over_at_s[room] for room in others if room in over_at_s]
         if half in over_at_s and any(end_s <= over_at_s[half] for end_s in ends):
@@ -243,7 +244,7 @@ class BothSides:
         return any(over_at_s.get(room, ended_at_s) >= ended_at_s for room in bound)
 
     def _troubled_at_s(self, source: Side, target: Side, control: str) -> float:
-        """Return the time of the last trouble of the link between the two, or of one of them."""
+        """Return the time at which one of the two nodes or their link was last in trouble."""
         now = self.now_s()
         if not source.up or not target.up or source.stalled_until_s > now:
             return now
@@ -263,7 +264,7 @@ def promises_of(target: int, record: DecodeRoomRecord) -> list[Promise]:
 
 
 def is_linked(peers: Iterable[PrefillPeer], source: int) -> bool:
-    """Return True if a decode with these peers takes that prefill for one that serves it."""
+    """Return True if one of a decode's `peers` is the prefill `source`, with its link up."""
     return any(peer.key.incarnation == source and peer.phase is LinkPhase.UP for peer in peers)
 
 
@@ -273,9 +274,9 @@ def promise_of(source: int, record: PrefillRoomRecord) -> Promise | None:
 
 
 def _recovers_s(decode: DecodeRoomRecord, troubled_at_s: float) -> float:
-    """Return how long after the last trouble both sides may take to know.
+    """Return how long after the last trouble both sides may take to learn of a failure.
 
-    It grows with the room's age, because questions are repeated less and less often.
+    The time grows with the room's age, because decode repeats its questions less and less often.
     """
     return RECOVER_S + min(max(0.0, troubled_at_s - decode.opened_at_s), MAX_REPEAT_AFTER_S)
 

@@ -1,4 +1,4 @@
-"""Clock of a run and record of its first violation, and the node as rules know it."""
+"""The judge of a run, which keeps its first violation, and the view of a node that rules use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol
 from kvflow.proof.rules.outcome import Violation
 
 Promise = tuple[int, int, int]
-"""Source incarnation, target incarnation and grant: who may write, into whose pages."""
+"""Incarnation of the writing prefill, incarnation of the decode that lends pages, and grant."""
 
 
 class Side(Protocol):
-    """Node, as far as its fate is concerned."""
+    """The state of a node that the rules consult."""
 
     @property
     def name(self) -> str: ...
@@ -29,26 +29,26 @@ class Side(Protocol):
 
     @property
     def displaced(self) -> bool:
-        """True while alive, after another process took over its address."""
+        """True while the node is alive after another process took over its address."""
 
     @property
     def troubled_at_s(self) -> float:
-        """Time at which it was last cut off or halted."""
+        """Time at which the node last recovered from a halt, a cut or a jam."""
 
     @property
     def stalled_until_s(self) -> float:
-        """Time at which its data plane begins to move bytes again."""
+        """Time at which the node's data plane begins to move bytes again."""
 
     @property
     def proven_at_s(self) -> float:
-        """Time at which every watcher knows of its death."""
+        """Time by which every watcher knows of the node's death."""
 
     def reaches(self, target: int) -> bool:
-        """Return False if this prefill gave up that decode, which notices this by silence."""
+        """Return False if this prefill gave up the decode `target`, which notices by silence."""
 
 
 class Judge:
-    """Judge of one run. It keeps the first violation, and stops the run at it."""
+    """Judge of one run. It records the first violation and then stops the run."""
 
     def __init__(
         self,
@@ -57,7 +57,10 @@ class Judge:
         stop: Callable[[], object],
         tell: Callable[[str], None] | None,
     ) -> None:
-        """`later(delay_s, do, *arguments)` calls back also while nodes are halted."""
+        """Call `stop` at the first violation, and pass lines of the run's story to `tell`.
+
+        `later(delay_s, do, *arguments)` calls back even while nodes are halted.
+        """
         self.now_s, self.later, self._stop, self._tell = now_s, later, stop, tell
         self.violation: Violation | None = None
         # True during the clean-up after a run, whose events prove no violation.
@@ -70,6 +73,6 @@ class Judge:
             self._stop()
 
     def trace(self, line: Callable[[], str]) -> None:
-        """Add a line to the story. The line is made only if the story has a reader."""
+        """Add a line to the story of the run. `line` is called only if the story has a reader."""
         if self._tell is not None:
             self._tell(line())

@@ -1,6 +1,6 @@
 """Rules for the places of one pool (I1, I2, I13): the owner of each, and who may still reach it.
 
-Places are pages, and rows numbered on from them.
+A place is a page or a row. Rows are numbered after the pages.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ class Receiver(Protocol):
 
 
 class Home:
-    """Record of every place of one pool, apart from the books of the code under test."""
+    """Record of every place of one pool, independent of the books of the code under test."""
 
     def __init__(self, who: str, layout: PoolLayout, judge: Receiver) -> None:
         self.who, self.judge, self.num_pages = who, judge, layout.num_pages
         self.owners: list[Hashable | None] = [None] * layout.num_places
-        self.writers = [0] * layout.num_places  # writes that may still land there, proven or not
-        # Model steps and copies that use the place, and writes that read from it.
+        # Number of writes that may still land in each place.
+        self.writers = [0] * layout.num_places
+        # Number of model steps and copies that use each place, and of writes that read from it.
         self.readers = [0] * layout.num_places
-        # The pool ended with its process: late writes there do no harm.
+        # True after the pool's process died. Late writes into the pool then do no harm.
         self.lost = False
 
     @property
@@ -38,8 +39,8 @@ class Home:
         return f"page {place}" if place < self.num_pages else f"row {place - self.num_pages}"
 
     def is_lent(self, place: int, target: int, grant: int) -> bool:
-        """Return True if decode `target` lends the place under that grant, whether its room or the
-        quarantine has it.
+        """Return True if decode `target` lends the place under `grant`, whether the place belongs
+        to a room or to the quarantine.
         """
         raise NotImplementedError
 
@@ -59,7 +60,7 @@ class Home:
             owners[place] = owner
 
     def moved(self, places: Iterable[int], owner: Hashable) -> None:
-        """Record another owner: the user of a room that landed, a cache, or a quarantine."""
+        """Record a new owner, such as the user of a room that landed, a cache or a quarantine."""
         reachable = self.may_be_written(owner)
         for place in places:
             self.owners[place] = owner
@@ -72,7 +73,10 @@ class Home:
             self.owners[place] = None
 
     def out_of_use(self, place: int, what: str) -> None:
-        """Verify that nobody can reach a place which is `what` from here on."""
+        """Verify that no reader or writer reaches a place that becomes free or idle.
+
+        `what` is that state, for the text of a violation.
+        """
         if self.writers[place]:
             self.broken("I2", place, f"is {what} while a write may still reach it")
         if self.readers[place]:

@@ -18,35 +18,35 @@ from kvflow.protocols.ports import LeaseId, UnprovenLoan, WriteOutcome
 from kvflow.protocols.prefill.core import PrefillCore
 
 Doubts = dict[LeaseId, int]
-"""Places that are rightly on loan, by the lender's incarnation and grant."""
+"""Number of places that are rightly on loan, by the lender's incarnation and grant."""
 
 
 class AtPrefill(NamedTuple):
-    """Living prefill, as far as something may be left over there."""
+    """State of a living prefill in which something may be left over."""
 
     side: Side
     core: PrefillCore
     handles: int  # rooms that its engine holds
-    out: Mapping[Hashable, int]  # places that are not free, by owner: a lease, or another one
+    out: Mapping[Hashable, int]  # places that are not free, by lease or other owner
     earlier: Sequence[UnprovenLoan]  # loans of earlier nodes over its pool
     quarantined: int
 
 
 class AtDecode(NamedTuple):
-    """Living decode, as far as something may be left over there."""
+    """State of a living decode in which something may be left over."""
 
     side: Side
     core: DecodeCore
     handles: Collection[int]  # grants of rooms that its shell holds
     out: Mapping[Hashable, int]  # places that peers can write and that are not free, by owner
-    earlier: Sequence[UnprovenLoan]
+    earlier: Sequence[UnprovenLoan]  # loans of earlier nodes over its pool
     quarantined: int
 
 
 def left_at_prefill(node: AtPrefill, rules: Rules, *, doubts: bool) -> Iterator[str]:
     """Yield a line for everything that is not at rest at a prefill.
 
-    With `doubts`, loans may be out for which proof is really missing.
+    With `doubts`, loans that lack proof may still be out.
     """
     name, core = node.side.name, node.core
     lent: Doubts = {}
@@ -84,8 +84,8 @@ def left_at_prefill(node: AtPrefill, rules: Rules, *, doubts: bool) -> Iterator[
 
 
 def left_at_decode(node: AtDecode, rules: Rules, lent: Doubts, *, doubts: bool) -> Iterator[str]:
-    """Yield a line for everything that is not at rest at a decode, and add to `lent` what is
-    rightly on loan.
+    """Yield a line for everything that is not at rest at a decode, and add the places that are
+    rightly on loan to `lent`. See `left_at_prefill` for `doubts`.
     """
     name, core, own = node.side.name, node.core, node.side.incarnation
     loans = len(node.earlier)
@@ -138,15 +138,17 @@ def _earlier(
     for loan in loans:
         source = rules.sides[loan.incarnation]
         if doubts and (source.alive or rules.now_s() < source.proven_at_s + FENCE_SLACK_S):
-            # Several writers may have one lease, whose pages count once.
+            # Several writers may share one lease, whose pages count only once.
             lent[loan.lease] = len(loan.pages)
         else:
             yield f"{name}: an earlier node's loan {loan.lease} is there without reason"
 
 
 def _doubtful(key: Promise, rules: Rules) -> bool:
-    """Return True if proof is really missing: the writer cannot give it or cannot be reached, and
-    is not known to be dead.
+    """Return True if proof for a loan may rightly be missing.
+
+    That is so until the writer's death is known, if the writer died, lost its address, or has a
+    write whose end is unproven.
     """
     source = rules.sides[key[0]]
     if rules.transfers.settled(key):

@@ -1,7 +1,7 @@
-"""Rules for rooms and for what their users are told (I3 to I8, I12).
+"""Rules for rooms and for the notices that their users receive (I3 to I8, I12).
 
-Every room has one ending on each side, with its first cause; its user learns it once, in time, and
-with a cause that is true.
+A room ends once on each side, and keeps its first cause. Its user learns of the end once, in time,
+and with a true cause.
 """
 
 from __future__ import annotations
@@ -36,27 +36,29 @@ class Rooms(BothSides):
     def __init__(self, judge: Judge, transfers: Transfers) -> None:
         super().__init__(judge, transfers)
         self.endings: Counter[str] = Counter()
-        self.told: dict[Record, Cause | None] = {}  # rooms whose users have their answer
+        # Cause that the user of each ended room received, or None for a success.
+        self.told: dict[Record, Cause | None] = {}
         self.damaged = False  # True after bytes were damaged on purpose
-        self.leaving: set[int] = set()  # nodes that shut down
+        self.leaving: set[int] = set()  # incarnations of nodes that shut down
         self._matched: set[PrefillRoomRecord] = set()
         self._told_begun: set[DecodeRoomRecord] = set()
-        self._begun: set[PrefillRoomRecord] = set()  # the engine has a place for the whole prompt
+        # Rooms for whose whole prompt the engine has a place.
+        self._begun: set[PrefillRoomRecord] = set()
         self._by_serial: dict[tuple[int, int], PrefillRoomRecord] = {}
         self._stopped: set[int] = set()  # rooms with a write that did not land
-        self._causes: dict[int, set[Cause]] = {}  # given to each room by the world
-        self._deadlines: dict[int, float] = {}  # earliest of a room's halves
+        self._causes: dict[int, set[Cause]] = {}  # that the driver gave to each room
+        self._deadlines: dict[int, float] = {}  # earliest deadline of each room's halves
         self._prompts: dict[int, set[tuple[int, bytes]]] = {}
 
     # --- what the world does to a room
 
     def issue(self, room: int, cause: Cause) -> Cause:
-        """Record a cause that the world gives to this room, and return it."""
+        """Record a cause with which the driver may end this room, and return it."""
         self._causes.setdefault(room, set()).add(cause)
         return cause
 
     def asked(self, room: int, deadline_at_s: float) -> None:
-        """Record that one half of a room is asked for, with its deadline."""
+        """Record a request for one half of a room, with its deadline."""
         self._deadlines[room] = min(deadline_at_s, self._deadlines.get(room, deadline_at_s))
 
     def write_ended(self, record: PrefillRoomRecord, outcome: WriteOutcome) -> None:
@@ -64,7 +66,7 @@ class Rooms(BothSides):
             self._stopped.add(record.room)
 
     def leaves(self, incarnation: int) -> None:
-        """Record that a node shuts down: it may open no room any more."""
+        """Record that a node shuts down, after which it must not open rooms."""
         self.leaving.add(incarnation)
 
     def _opens(self, incarnation: int, room: int, prompt: tuple[int, bytes]) -> None:
@@ -86,7 +88,7 @@ class Rooms(BothSides):
                 self.look(key)
 
     def at_decode(self, target: int, record: DecodeRoomRecord, before: DecodeRoomState) -> None:
-        """Verify a step of a room's table at decode."""
+        """Verify a transition of a room at decode."""
         now = record.state
         if before is now:
             return
@@ -94,7 +96,7 @@ class Rooms(BothSides):
         if before.phase not in OVER_AT_DECODE and now.phase in OVER_AT_DECODE:
             self.over_at_s[record] = self.now_s()
             self._count("decode", now)
-            # Users are told in the same moment, by commands that the endpoint leaves behind.
+            # The endpoint's commands notify the user at the same moment, so check right after them.
             self.later(0.0, self._check_told, "decode", record)
             if now.cause is not None:
                 self.over_at_decode(target, record)
@@ -113,11 +115,11 @@ class Rooms(BothSides):
         return all(self.prefills.get(key) in self._begun for key in promises_of(target, record))
 
     def told_at_decode(self, target: int, record: DecodeRoomRecord, cause: Cause | None) -> None:
-        """Verify the ending that decode's user learns."""
+        """Verify the ending that decode's user receives."""
         self._tell(target, record, cause, record.deadline_at_s)
 
     def ended_at_decode(self, record: DecodeRoomRecord, *, in_table: bool) -> None:
-        """Verify a room that its endpoint forgets."""
+        """Verify a room that ended at decode, and that the endpoint's table no longer has it."""
         self._check_ended("decode", record)
         if in_table:
             self.broken("I5", f"room {record.room} has ended at decode, and is in its table")
@@ -136,7 +138,7 @@ class Rooms(BothSides):
         self._begun.add(record)
 
     def bound(self, source: int, record: PrefillRoomRecord) -> None:
-        """Record that decode's half arrived at prefill, or was announced there."""
+        """Record that prefill bound a room to a grant, after decode offered or announced it."""
         key = self._key(source, record)
         self._by_serial[source, record.serial] = record
         if key in self.prefills or key in self.acked:
@@ -151,7 +153,7 @@ class Rooms(BothSides):
             self.look(key)
 
     def at_prefill(self, source: int, record: PrefillRoomRecord, before: PrefillRoomState) -> None:
-        """Verify a step of a room's table at prefill."""
+        """Verify a transition of a room at prefill."""
         now = record.state
         self.known_at_prefill(source, record)
         if before is now:
@@ -178,9 +180,7 @@ class Rooms(BothSides):
             self.broken("I8", f"room {record.room} is matched, and its halves mean other prompts")
 
     def told_at_prefill(self, source: int, record: PrefillRoomRecord, cause: Cause | None) -> None:
-        """Verify the ending that the engine learns: a success needs every page of the room
-        landed.
-        """
+        """Verify the ending that the engine receives. A success requires that all pages landed."""
         self._tell(source, record, cause, record.own_deadline_at_s)
         if cause is None:
             writes = self.transfers.writes.get(self._key(source, record), ())
@@ -192,7 +192,7 @@ class Rooms(BothSides):
                 )
 
     def sent_a_chunk(self, record: PrefillRoomRecord) -> None:
-        """Verify that no room ends inside of its engine's own call, which still uses the room."""
+        """Verify that the room did not end inside the engine's own send(), which still uses it."""
         if record.ended:
             self.broken("I4", f"room {record.room} ends inside of its engine's own send()")
 
@@ -258,8 +258,8 @@ class Rooms(BothSides):
             self.broken("I4", f"{node.name}: the user of room {room} is told {cause}")
 
     def _is_true(self, room: int, cause: Cause) -> bool:
-        """Return True if the cause which a user receives is true."""
-        # A cause of the world names its room, so that a mix-up of two rooms shows.
+        """Return True if the cause that a room's user receives is true."""
+        # A cause that the driver gives to a room names the room, so that a mix-up is detected.
         if "#" in cause.text:
             named = cause.text.rpartition("#")[2]
             return named == str(room) and cause in self._causes.get(room, ())
@@ -269,5 +269,5 @@ class Rooms(BothSides):
             return len(self._prompts.get(room, ())) > 1
         if cause.code is Code.TRANSFER_ERROR:
             return room in self._stopped or self.damaged
-        # Every node here keeps to the protocol.
+        # Every simulated node keeps to the protocol, so PROTOCOL_ERROR is never true.
         return cause.code is not Code.PROTOCOL_ERROR

@@ -1,6 +1,6 @@
 """Rules for writes and for messages about them (I2, I3, I6, I8, I9, I12).
 
-The facts come from the data planes and the wire.
+The driver's data planes and wire report the facts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def handoff_of(digest: bytes) -> bytes:
 
 
 class Write:
-    """Write of a data plane: `sources` to `targets`, page by page. The first `next` targets have
+    """A data plane's write of `sources` to `targets`, page by page. The first `next` targets
     landed.
     """
 
@@ -36,7 +36,9 @@ class Write:
         home: Home,
         targets: list[int],
     ) -> None:
-        """`readers` counts by place who reads from the source's pool; `home` is the target's."""
+        """Write into the pool of `home`. `readers` counts the readers of each place at the source,
+        if the driver counts them.
+        """
         self.record, self.key, self.sources, self.readers = record, key, sources, readers
         self.home, self.targets = home, targets
         self.next = 0
@@ -47,17 +49,17 @@ class Arrival(NamedTuple):
     """Room that landed at decode, as its user finds it."""
 
     room: int
-    keys: Sequence[Promise]  # one of each rank, in their order
+    keys: Sequence[Promise]  # promise to each rank, in the order of ranks
     home: Home
-    places: Sequence[int]  # that decode lent
-    # Return True if a place has the bytes of the prompt: index among `places`, and the rank.
+    places: Sequence[int]  # places that decode lent
+    # is_right(index, rank): True if `places[index]` holds the bytes that the rank had to write.
     is_right: Callable[[int, int], bool]
     digest: bytes
     handoff: bytes
 
 
 class Transfers:
-    """Record of what really happened to pages and messages."""
+    """Record of what happened to pages and messages, as data planes and the wire saw it."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge, self.broken = judge, judge.broken
@@ -93,8 +95,8 @@ class Transfers:
             write.home.writers[place] += 1
 
     def page_landed(self, write: Write) -> int:
-        """Record the next page of a write, and verify that it belongs to the grant (I2). Returns
-        its place.
+        """Record that the next page of a write landed, and verify that it belongs to the grant
+        (I2). Return its place.
         """
         place, home, (_, target, grant) = write.targets[write.next], write.home, write.key
         write.next += 1
@@ -144,7 +146,10 @@ class Transfers:
     # --- messages
 
     def sent(self, sender: Side, message: Message | None, lent: Home | None) -> None:
-        """Verify a message against what its sender did. `lent` is the pool that a decode lends."""
+        """Verify a message against what its sender did.
+
+        `lent` is the record of the pool that the sender lends, or None if the sender is a prefill.
+        """
         if message is None:
             return self.broken("I7", f"{sender.name} says what is no message")
         kind, mine = type(message), message.source if lent is None else message.target
@@ -165,7 +170,7 @@ class Transfers:
     def _chunk_said(self, message: ChunkDone) -> None:
         key = message.source, message.target, message.grant
         writes = self.writes.get(key, [])[: message.seq + 1]
-        # The last chunk may be empty, if decode has the rest; a plane need not write that.
+        # The last chunk is empty if decode has the rest already. A plane need not write that chunk.
         begun = message.seq + bool(message.pages)
         if len(writes) < begun or any(write.outcome is not WriteOutcome.LANDED for write in writes):
             self.broken("I3", f"{key}: chunk {message.seq} is said to have landed, and has not")
@@ -208,14 +213,14 @@ class Transfers:
         self.left.update((source, decode) for decode in decodes)
 
     def settled(self, key: Promise) -> bool:
-        """Return True if the goodbye of its source ended this loan."""
+        """Return True if the source's goodbye ended the loan with this key."""
         return key[:2] in self.left and key[2] not in self.goodbyes.get(key[:2], (key[2],))
 
     # --- bytes
 
     def landed(self, arrival: Arrival) -> None:
-        """Verify a room that landed at decode: every page from every rank, the right bytes and
-        hand-over.
+        """Verify a room that landed at decode: every rank wrote every page, and both the bytes and
+        the hand-over are right.
         """
         room, home = arrival.room, arrival.home
         for rank, key in enumerate(arrival.keys):

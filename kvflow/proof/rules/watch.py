@@ -1,4 +1,4 @@
-"""Watch on every endpoint in this process: it reports to the rule book what happens to rooms."""
+"""Instrumentation of every endpoint in this process, which reports the fate of rooms to rules."""
 
 from __future__ import annotations
 

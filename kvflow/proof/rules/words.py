@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvflow.protocols.wire.messages import Bootstrap
 
-# Fields that are alike in all messages, or too long to read.
+# Fields that are the same in all messages, or too long to read.
 _DULL = {
     "source",
     "target",
@@ -19,7 +19,7 @@ _DULL = {
 
 
 def worded(message: object, dull: set[str] = _DULL) -> str:
-    """Return a message with the fields that differ between messages; None is no message."""
+    """Return a message as text, without its `dull` fields. None stands for a malformed frame."""
     if message is None:
         return "what is no message"
     fields: tuple[str, ...] = message.__struct_fields__  # type: ignore[attr-defined]

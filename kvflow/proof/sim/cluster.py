@@ -1,5 +1,5 @@
-"""The nodes of one run: real ones, each a process on the virtual loop, with everything they touch
-under watch.
+"""The nodes of one run: real nodes, each a process on the virtual loop, over watched pools, data
+planes and links.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Engine = DecodeThreadEngine | PrefillThreadEngine
 
 
 class Member:
-    """One life of one node. Dead members stay on the list."""
+    """One process of one node. Dead members stay in `Cluster.members`."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Member:
             group,
         )
         self.tasks: list[asyncio.Task[None]] = []
-        self.snapshots: Snapshots | None = None  # of a decode
-        self.cache: Any = None  # `cached.NodeCache`, where nodes have caches
+        self.snapshots: Snapshots | None = None  # None at a prefill
+        self.cache: Any = None  # a `cached.NodeCache`, if nodes have caches
         self.engine: Engine | None = None  # engine without an event loop, if the node has one
         self.leaving = False
 
@@ -99,14 +99,14 @@ class Cluster:
 
     def __init__(self, loop: VirtualLoop, oracle: Oracle, faults: Faults, variety: Variety) -> None:
         self.loop, self.oracle, self.faults, self.variety = loop, oracle, faults, variety
-        self.data_parallel: Mapping[int, DpGroup] = {}  # of the data-parallel prefill, by number
+        self.data_parallel: Mapping[int, DpGroup] = {}  # groups of one prefill, by number
         self.wire = Wire(oracle, faults)
         self.planes = FakeNetwork()
         self.members: list[Member] = []
         self.threaded: AbstractSet[int] = frozenset()  # decodes whose engines have no event loop
-        self.threaded_groups: AbstractSet[int] = frozenset()  # prefill groups of the same kind
+        self.threaded_groups: AbstractSet[int] = frozenset()  # prefills of the same kind
         self._pools: list[PagedPool] = []
-        self.staged: dict[PagedPool, Staged] = {}  # by the pool
+        self.staged: dict[PagedPool, Staged] = {}  # by pool
 
     def living(self, kind: type) -> list[Member]:
         return [
@@ -116,8 +116,9 @@ class Cluster:
         ]
 
     def ranks(self, group: int) -> Sequence[RankInfo]:
-        """Return the registry's present entries for a prefill group. The entry of a dead rank
-        stands until the rank is back.
+        """Return the registry's current entries for a prefill group.
+
+        The entry of a dead rank stays until the rank starts again.
         """
         latest: dict[int, RankInfo] = {}
         for member in self.members:
@@ -126,7 +127,7 @@ class Cluster:
         return [latest[rank] for rank in sorted(latest)]
 
     def every_rank(self) -> Sequence[RankInfo]:
-        """Return the registry's present entries for the prefill that has several groups."""
+        """Return the registry's current entries for all groups of the data-parallel prefill."""
         return [info for group in self.data_parallel for info in self.ranks(group)]
 
     def named(self, group: int, how: str, dp_rank: int | None) -> Named:
@@ -136,7 +137,7 @@ class Cluster:
         return Named("prefill" if how == WORD else self.every_rank(), dp_rank)
 
     async def _resolve(self, _: str) -> Sequence[RankInfo]:
-        """Answer as a registry that takes its time."""
+        """Return the data-parallel prefill's ranks after a delay, as a registry would."""
         rng = self.loop.rng
         await asyncio.sleep(
             rng.uniform(*(DELAY_S if self.faults.on and rng.random() < 0.2 else THREAD_S))
@@ -173,8 +174,8 @@ class Cluster:
     def start_decode(self, number: int, after: Member | None = None) -> Member:
         """Start a decode.
 
-        With `after`, a closed node of either role, it takes over that node's pool and inherits the
-        loans that lack proof. About half of these heirs use another store of pages.
+        With `after`, a closed node of either role, the decode takes over that node's pool and
+        inherits the loans that lack proof. About half of these decodes use a new page store.
         """
         name = f"decode {number}"
         process, pool, plane, books = self._parts(name, after)
@@ -206,7 +207,7 @@ class Cluster:
         }
 
     def _staged(self, name: str, pool: PagedPool, books: Books) -> Staged | None:
-        """Return the staging beside a pool, which the pool keeps from node to node."""
+        """Return the staging of a pool, if any. All nodes that have the pool in turn share it."""
         size_bytes = self.variety.staging_bytes
         if size_bytes and pool not in self.staged:
             self.staged[pool] = Staged(name, pool, books, size_bytes, self.oracle, self.faults)
@@ -214,7 +215,7 @@ class Cluster:
 
     @staticmethod
     def _store_after(after: Member | None, pool: PagedPool, incarnation: int) -> PageStore | None:
-        # A bit of the incarnation decides, so that no further draw changes the seed's other draws.
+        # A bit of the incarnation decides, because another draw would change all later draws.
         return another_store(pool) if after is not None and incarnation & 2 else None
 
     # --- what can happen to a node
@@ -223,8 +224,8 @@ class Cluster:
         return list(self.members)
 
     def kill(self, member: Member) -> None:
-        """End a node without a word. Its tasks, frames and writes stop, and its death can be
-        observed.
+        """Kill a node without warning. Its tasks, frames and writes stop, and fences can prove its
+        death.
         """
         self.oracle.trace(lambda: f"{member.name} dies")
         self.loop.kill(member.process)
@@ -233,8 +234,8 @@ class Cluster:
         member.seen.books.lost = member.seen.lent.lost = True
 
     def leave(self, member: Member) -> None:
-        """Close a node as an operator would. Its process ends after that and after its engine's
-        requests.
+        """Close a node as an operator would. Its process ends once the node is closed and the
+        requests of its engine are over.
         """
         self.oracle.trace(lambda: f"{member.name} leaves")
         member.leaving = True
@@ -292,7 +293,7 @@ class Cluster:
                 member.process.run(member.node.declare_dead, incarnation, "it was seen to die")
 
     def tell_lies(self) -> None:
-        """Send lies on every link that is up; see `lies`."""
+        """Send false messages on every link that is up; see `lies`."""
         sources = {member.node.incarnation: member for member in self.living(PrefillNode)}
         for member in self.living(DecodeNode):
             assert isinstance(member.node, DecodeNode)
@@ -309,8 +310,8 @@ class Cluster:
                     self.wire.deliver([Frame(*where, True, data) for data in said])
 
     def start_again(self, member: Member) -> Member:
-        """Start the next life of a node, at the same address. A decode that was closed leaves its
-        pool to it.
+        """Start a node again, at the same address. A decode that was closed passes its pool on to
+        the new process.
         """
         self.oracle.trace(lambda: f"{member.name} starts again")
         node = member.node
@@ -328,8 +329,9 @@ class Cluster:
         return self.start_again(member)
 
     def switch_role(self, member: Member, number: int) -> Member:
-        """Start a node of the other role over the pool of a closed node. `number` is that of its
-        group, or of the decode.
+        """Start a node of the other role over the pool of a closed node.
+
+        `number` is the group of the new prefill, or the number of the new decode.
         """
         self.oracle.trace(lambda: f"{member.name} goes on in the other role")
         if isinstance(member.node, PrefillNode):
@@ -397,8 +399,8 @@ class Cluster:
     def _parts(
         self, name: str, after: Member | None, share: tuple[int, int] = (0, 1)
     ) -> tuple[Process, PagedPool, PacedPlane, Books]:
-        """Return the process, pool, data plane and books of a new node; `share` is its rank, and
-        how many ranks there are.
+        """Return the process, pool, data plane and books of a new node. `share` is its rank and the
+        number of ranks.
         """
         plane = PacedPlane(self.planes, self.oracle, self.faults, self.variety.fences)
         if after is not None:
@@ -422,7 +424,7 @@ class Cluster:
         staged: Staged | None = None,
         engine: Engine | None = None,
     ) -> Member:
-        """Add a node to the cluster. If it has an engine, the engine has started it already."""
+        """Add a node to the cluster, and start it unless its engine already did."""
         seen = Seen(
             process, node.incarnation, books, node.pool, None if staged is None else staged.books
         )

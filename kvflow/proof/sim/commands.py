@@ -1,4 +1,4 @@
-"""`kvflow sim`: seeds of whole nodes or of bare endpoints, one run as a story, planted bugs, the
+"""`kvflow sim`: play seeds of any simulator, trace one run, hunt planted bugs, and run the
 exhaustive walk.
 """
 

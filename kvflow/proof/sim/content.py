@@ -1,5 +1,5 @@
-"""Content of the places of a simulated pool: every byte shows which request it belongs to, and in
-which place.
+"""Content of places in a simulated pool. It identifies the request, and the place within the
+request.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvflow.testing.shards import placed_at_zero
 
 
 def content(digest: bytes, index: int, size_bytes: int, version: int = 0) -> bytes:
-    """Return bytes that depend on the request, on the number of the place among those of the
-    request, and on how often it was rewritten.
+    """Return bytes that depend on the request, on the index of the place within the request, and on
+    the number of rewrites.
     """
     salt = index.to_bytes(4, "little") + version.to_bytes(4, "little")
     block = hashlib.blake2b(digest, digest_size=32, salt=salt).digest()
@@ -26,10 +26,12 @@ def content(digest: bytes, index: int, size_bytes: int, version: int = 0) -> byt
 
 
 class PlaceBytes:
-    """Bytes of a page-first pool by place: its pages, and its rows, numbered on from them."""
+    """Bytes of a page-first pool, by place. Rows are numbered after the pages."""
 
     def __init__(self, layout: PoolLayout, whole: PoolLayout | None = None) -> None:
-        """`whole` is the layout of which the pool is one rank's share."""
+        """Access a pool with this layout, which is one rank's share of the layout `whole`, if
+        given.
+        """
         (self._pages,) = (b for b in layout.buffers if not b.in_rows)
         self._rows = next((b for b in layout.buffers if b.in_rows), None)
         self.num_pages, self.page_bytes, self.row_bytes = (
@@ -51,7 +53,7 @@ class PlaceBytes:
         ctypes.memmove(address, data, size_bytes)
 
     def fill(self, place: int, digest: bytes, index: int) -> None:
-        """Write the request's content to a place: this rank's share of it."""
+        """Write this rank's share of the request's content to a place."""
         in_rows = place >= self.num_pages
         data = content(digest, index, self._whole.row_bytes if in_rows else self._whole.page_bytes)
         if self._shares is not None:
@@ -66,7 +68,7 @@ class PlaceBytes:
 
 
 def _shares(whole: PoolLayout, part: PoolLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for each byte of a page and of a row of `part`, the index of that byte in one of
+    """Return, for each byte of a page and of a row of `part`, its index in a page or row of
     `whole`.
     """
     first, none = np.zeros(1, dtype=np.int32), NO_PLACES

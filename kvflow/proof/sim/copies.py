@@ -1,4 +1,4 @@
-"""Copies in virtual time: in two halves, with time before each, and faults in between."""
+"""Copies that take virtual time: two halves with a delay before each, and faults in between."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def after_half_a_copy(
 
 
 class Copy:
-    """Copy between two pools. Its places are in use from its begin to its end, so that a place
-    that is freed too early shows.
+    """Copy between two pools. Its places count as in use until it ends, so that the rules detect a
+    place that is freed too early.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class Copy:
         fault: str,
         ended: Callable[[bool | None], None],
     ) -> None:
-        """`job` copies a half, and returns False if it gave up; `ended` receives the last answer,
-        or None for a copy that failed.
+        """Prepare a copy. `job` copies one half per call, and returns False if it was cancelled.
+        `ended` receives the result of the last call, or None if the copy failed.
         """
         _, sources, targets, *_ = job.arguments
         self.job, self.fault, self._ended = job, fault, ended

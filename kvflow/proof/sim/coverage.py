@@ -31,19 +31,17 @@ TABLES: dict[str, AnyTable] = {
     "grant": grants.TABLE,
 }
 TABLES_OF_NODES = TABLES | {"residency": residency.TABLE}
-"""Endpoints are all of the protocol; whole nodes also have requests that leave the device and
-return.
-"""
+"""Tables of whole nodes. Their requests can also leave the device and return."""
 TABLES_OF_GROUPS = TABLES | {"group member": group.MEMBER, "group leader": group.LEADER}
 TABLES_OF_CACHES = TABLES | {"cached run": cached_run.TABLE}
 
 Cell = tuple[str, int, int]
-"""Table, phase, kind."""
+"""Name of a table, number of a phase and number of an event kind."""
 
 
 @contextmanager
 def covered(visits: Counter[Cell]) -> Iterator[None]:
-    """Count every lookup in the tables."""
+    """Count every lookup in the tables while the context lasts, and add the counts to `visits`."""
     tables = (TABLES_OF_NODES | TABLES_OF_GROUPS | TABLES_OF_CACHES).items()
     # Lists by index are faster than a Counter in the busiest lookups of a run.
     counts = {name: [[0 for _ in table.kinds] for _ in table.phases] for name, table in tables}
@@ -61,7 +59,7 @@ def covered(visits: Counter[Cell]) -> Iterator[None]:
 
 
 class _Counting(Moves[Any, Any, Any]):
-    """Moves of a table that count their lookups."""
+    """Transitions of a table, which count how often each is looked up."""
 
     def __init__(self, moves: Moves[Any, Any, Any], counts: list[list[int]]) -> None:
         super().__init__(moves)

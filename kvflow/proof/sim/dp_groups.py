@@ -33,15 +33,15 @@ class DpGroup(NamedTuple):
 
 
 def dp_groups_of(groups: Sequence[int]) -> dict[int, DpGroup]:
-    """Return the groups of one prefill, in their order."""
+    """Return the `DpGroup` of each group of one prefill. `groups` is in the order of `dp_rank`."""
     return {group: DpGroup(dp_rank, len(groups)) for dp_rank, group in enumerate(groups)}
 
 
 class DpGroups:
-    """Comparison of what decodes were asked for with what they send to whom (I4).
+    """Check that decodes send messages about a room only to the group that serves it (I4).
 
-    The rule that gives a room its group is written here once more, so that the code under test is
-    not consulted.
+    The rule that assigns a room to a group is repeated here, so that the check does not rely on the
+    code under test.
     """
 
     def __init__(
@@ -52,22 +52,22 @@ class DpGroups:
     ) -> None:
         self.groups: Mapping[int, DpGroup] = {}
         """Groups of the data-parallel prefill, by number."""
-        self.told_to_every_group = 0  # ends of rooms that named a missing group
+        self.told_to_every_group = 0  # number of refused rooms that named a missing group
         self._loop, self._by_incarnation, self._broken = loop, by_incarnation, broken
         self._group_of: dict[int, int] = {}  # by incarnation of a prefill
-        # By (decode, room): the groups that may receive messages about it.
+        # Groups that may receive messages about a room, by (decode, room).
         self._homes: dict[tuple[int, int], set[int]] = {}
-        # By (prefill, decode, room): time at which prefill received the end.
+        # Time of the last Abort for a room, by (prefill, decode, room).
         self._refused_at_s: dict[tuple[int, int, int], float] = {}
-        # Rooms that wait for a registry: node, groups, deadline.
+        # Rooms that wait for a registry, with their node, groups and deadline.
         self._asking: dict[DecodeRoom, tuple[DecodeNode, set[int], float]] = {}
 
     def joined(self, incarnation: int, group: int) -> None:
-        """Record a prefill rank of that group."""
+        """Record that a prefill rank belongs to `group`."""
         self._group_of[incarnation] = group
 
     def asked(self, node: DecodeNode, room: int, prefill: Prefill, dp_rank: int | None) -> None:
-        """Record that decode is asked for a room. If it refuses, it sends no message about it."""
+        """Record a request for a room at decode, before the node decides about it."""
         self._may_hear(node, room, self._chosen(prefill, room, dp_rank))
 
     def opened(
@@ -78,7 +78,7 @@ class DpGroups:
         dp_rank: int | None,
         deadline_s: float | None,
     ) -> None:
-        """Record that decode made a room, which may have to wait for a registry before it opens."""
+        """Record that decode accepted a room, which may wait for a registry before it opens."""
         if room in node.shell.opening:
             until_s = float("inf") if deadline_s is None else self._loop.time() + deadline_s
             self._asking[room] = node, self._chosen(prefill, room.room, dp_rank), until_s
@@ -86,7 +86,8 @@ class DpGroups:
     def ended_unopened(self, room: DecodeRoom) -> None:
         """Record a room that ends before any rank knows of it.
 
-        Decode notifies its group once the registry names it, unless the deadline passes first.
+        Decode notifies the room's group once the registry answers, unless the deadline passes
+        first.
         """
         asking = self._asking.pop(room, None)
         if asking is None:
@@ -96,7 +97,7 @@ class DpGroups:
             self._expect_told(node, room.room, groups)
 
     def refused(self, node: DecodeNode, room: int, prefill: Prefill, dp_rank: int | None) -> None:
-        """Record that decode is to notify prefill that a room will not come. It notifies all groups
+        """Record that decode must notify prefill that a room will not come. It notifies all groups
         if the room names a group that prefill lacks.
         """
         groups = self._chosen(prefill, room, dp_rank)
@@ -129,7 +130,10 @@ class DpGroups:
         return {self._group_of[info.incarnation] for info in prefill}
 
     def _chosen(self, prefill: Prefill, room: int, dp_rank: int | None) -> set[int]:
-        """Return the group that serves a room; empty if it names one that its prefill lacks."""
+        """Return the group that serves a room, as a set; empty if the room names a missing group.
+
+        If the prefill is not the data-parallel one, the set has all of its groups.
+        """
         given = self._given(prefill)
         if not given <= self.groups.keys() or (len(given) == 1 and dp_rank is None):
             return given
@@ -146,11 +150,11 @@ class DpGroups:
         self._homes.setdefault((node.incarnation, room), set()).update(groups)
 
     def _expect_told(self, node: DecodeNode, room: int, groups: set[int]) -> None:
-        """Verify later that decode notifies the groups to which it is linked, within the time of a
-        registry.
+        """Schedule a check that decode notifies the groups to which it is linked, after the time
+        that a registry takes.
 
-        If decode also takes an earlier life of a rank for one that serves, it may notify that one
-        instead.
+        A group is skipped if decode also considers an earlier incarnation of one of its ranks
+        usable, because decode may notify that one instead.
         """
         usable = Counter(peer.key.control for peer in node.shell.endpoint.peers if peer.usable)
         for group in groups:
@@ -163,7 +167,7 @@ class DpGroups:
                 )
 
     def _is_current(self, peer: PrefillPeer, group: int) -> bool:
-        """Return True for the latest life of a rank of the group."""
+        """Return True if the peer is the current incarnation of a rank of the group."""
         incarnation = peer.key.incarnation
         if self._group_of.get(incarnation) != group:
             return False
@@ -195,7 +199,7 @@ class DpGroups:
 
 @contextmanager
 def asked_observed(groups: DpGroups) -> Iterator[None]:
-    """Make every decode in this process report the rooms that it is asked for."""
+    """Make every decode in this process report its requests for rooms to `groups`."""
     refuse, end_unopened = DecodeNode.refuse, DecodeShell._refused
 
     def observed(open_room: Callable[..., DecodeRoom]) -> Callable[..., DecodeRoom]:

@@ -1,4 +1,4 @@
-"""Minimal engine over rooms. Put your own scheduler in its place (`Scheduler`)."""
+"""A minimal engine over rooms. Implement `Scheduler` to simulate another one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvflow.protocols.wire.ranks import DpRankError, RankInfo
 
 
 class Named(NamedTuple):
-    """Name of the prefill of a request, and the group of it that is to serve the room."""
+    """The prefill that a request names, and its data-parallel group if the request names one."""
 
     prefill: str | Sequence[RankInfo]
     dp_rank: int | None = None
@@ -53,13 +53,14 @@ class Job:
         # Ranks of the request's prefill group, as a registry would list them now.
         self.ranks = ranks
         self._names = names
-        # The engine breaks down before chunk `fails_at`, or refuses the request.
+        # The engine breaks down before chunk number `fails_at`, or refuses the whole request.
         self.fails_at, self.refused = fails_at, refused
         self.kept_s = kept_s  # time for which decode generates
-        # Decode has pages for the room only so long after it announced it.
+        # Delay between decode's announcement of the room and its offer of pages. Without it, decode
+        # opens the room with its pages at once.
         self.offers_after_s = offers_after_s
         self.topples = topples  # called when the room ends
-        self.stay = stay  # further life of the request at decode
+        self.stay = stay  # what the request does at decode after it lands
         self.residence: Residence | None = None  # plays `stay`
         self.close: Callable[[Cause], None] | None = None  # ends the room, once it is open
         self.succeeded = False
@@ -75,16 +76,13 @@ class Job:
         return handoff_of(prompt_digest(self.prompt))
 
     def named(self) -> Named:
-        """Return the client's present name for the prefill. A prefill with one group is named by
-        its ranks.
-        """
+        """Return the prefill as the client names it now: by default, by its current ranks."""
         return Named(self.ranks()) if self._names is None else self._names()
 
     def model_step(self, node: PrefillNode, pages: PageIndices, first: int) -> Callable[[], None]:
-        """Return a function that computes `pages`, the prompt's pages from number `first`; call it
-        in a thread.
+        """Return a function that computes `pages`, the prompt's pages from index `first` on.
 
-        The pages belong to the step until it returns (I13).
+        Call it in a thread. The pages belong to the step until it returns (I13).
         """
         digest, books = prompt_digest(self.prompt), books_of(node.pages)
         for page in pages.tolist():
@@ -99,8 +97,8 @@ class Job:
 
 
 class Scheduler(Protocol):
-    """Interface that the simulator calls once per job, in a task of the node. A `KvflowError` may
-    leave it.
+    """Interface of an engine's scheduler. The simulator calls it once per job, in a task of the
+    node. The call may raise KvflowError.
     """
 
     async def prefill(self, node: PrefillNode, job: Job) -> None: ...
@@ -145,7 +143,7 @@ class PlainScheduler:
             return refuse(node, job, job.cause(Code.CAPACITY, "decode will not have it"))
         try:
             await self._decode(node, job)
-        # The other leg may wait at any group of the prefill, so all of them must learn of this.
+        # The other leg may wait at any group of the prefill, so notify all groups of the refusal.
         except DpRankError as error:
             refuse(node, job, error.cause())
             raise
@@ -174,7 +172,7 @@ def refuse(node: DecodeNode, job: Job, cause: Cause) -> None:
 
 
 async def opened(node: DecodeNode, job: Job, prefix_tokens: int = 0) -> DecodeRoom:
-    """Open decode's half of the room, and offer its pages, late where the job says so."""
+    """Open decode's half of the room, and offer its pages, after a delay if the job has one."""
     open_room, named = node.room if job.offers_after_s is None else node.announce, job.named()
     room = open_room(
         job.room,

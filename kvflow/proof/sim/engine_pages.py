@@ -14,9 +14,10 @@ from kvflow.protocols.pages.layout import PageIndices
 
 
 class EnginePages:
-    """Allocator of an engine.
+    """Page allocator of one engine.
 
-    It hands out pages that none of its requests has and that `store` does not report as busy.
+    It hands out pages that none of the engine's requests holds and that `store` does not report as
+    busy.
     """
 
     def __init__(self, books: Books, store: ExternalPages, fails: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Faults of one run: drawn from the seed beforehand, counted when they strike."""
+"""Faults of one run. The kinds are drawn from the seed, and every strike is counted."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ON_NODES = ("crash", "restart", "leave", "freeze", "takeover", "stall")
 ON_LINKS = ("partition", "jam")
 KINDS = (*ON_FRAMES, *ON_LINKS, *ON_WRITES, "capacity", *ON_NODES)
 ON_COPIES = ("slow copy", "failed copy", "no host memory")
-"""Faults of snapshots, which only whole nodes make; drawn beside the others."""
+"""Faults of copies to and from host memory, which only whole nodes make. Drawn separately."""
 SWITCH = "switch"
-"""A node parts in order, and a node of the other role continues over its pool. Drawn beside the
-others, too.
+"""A node shuts down cleanly, and a node of the other role takes over its pool. Drawn separately,
+too.
 """
 
-# A kind strikes once in so many frames (writes, takes, copies); the number is drawn per run.
+# Bounds of the mean number of frames, writes, takes or copies per fault. Each run draws the mean.
 _EVERY_FRAMES = (3, 25)
 _EVERY_WRITES = (2, 6)
 _EVERY_TAKES = (3, 9)
@@ -29,7 +29,7 @@ class Faults:
     """Kinds of faults in one run, at least two. `calm` ends them all."""
 
     def __init__(self, rng: random.Random, *, copies: bool = False) -> None:
-        """With `copies`, the run makes copies, and faults of copies are drawn, too."""
+        """Draw the kinds of faults. With `copies`, the run makes copies, which can fail as well."""
         self.rng = rng
         self.kinds = frozenset(rng.sample(KINDS, rng.randint(2, 5)))
         if copies:
@@ -45,7 +45,7 @@ class Faults:
             for kind in kinds:
                 if kind in self.kinds:
                     self._every[kind] = rng.randint(*every)
-                    # The first one comes early, so that each kind of a run strikes in it.
+                    # The first fault of a kind comes early, so that the kind strikes at all.
                     self._next[kind] = rng.randint(1, 4)
         self._frames = [kind for kind in ON_FRAMES if kind in self.kinds]
         self._writes = [kind for kind in ON_WRITES if kind in self.kinds]
@@ -55,7 +55,7 @@ class Faults:
         self.on = False
 
     def strike(self, kind: str) -> None:
-        """Count a fault that was planned by time."""
+        """Count a fault that the scenario scheduled."""
         self.struck[kind] += 1
 
     def of_frame(self) -> str:
@@ -80,7 +80,7 @@ class Faults:
         for kind in kinds:
             self._next[kind] -= 1
             if self._next[kind] <= 0:
-                # The distance is random with the drawn mean, so that faults do not follow a rhythm.
+                # The distance is random around the drawn mean, so that faults are not periodic.
                 self._next[kind] = self.rng.randint(1, 2 * self._every[kind])
                 self.struck[kind] += 1
                 return kind

@@ -26,8 +26,8 @@ _NOBODYS = RoomId(1 << 40)
 def from_long_ago(source: Incarnation, peer: DecodePeer) -> list[bytes]:
     """Return the frames of a decode that lies about the past.
 
-    It announces every grant that prefill forgot once more, and claims that all used grants are
-    settled, though some are still in doubt.
+    It announces again every grant that prefill forgot, and claims that all used grants are settled,
+    though some are still in doubt.
     """
     own, grants = peer.incarnation, peer.grants
     said: list[Message] = [
@@ -39,10 +39,10 @@ def from_long_ago(source: Incarnation, peer: DecodePeer) -> list[bytes]:
 
 
 def another_life(target: Incarnation, peer: PrefillPeer) -> list[bytes]:
-    """Return the frames of a prefill whose lives are out of order.
+    """Return frames from two incarnations of a prefill, in the wrong order.
 
-    The next life sends a goodbye and an answer, and right behind them come messages of the last
-    life.
+    The next incarnation sends a goodbye and an answer, directly followed by messages from the
+    current one.
     """
     own = peer.key.incarnation
 

@@ -28,7 +28,7 @@ _ROUNDS = 5
 
 
 class Process:
-    """Process of one node: its handlers, engine and threads run or stand still together."""
+    """Process of one node, whose handlers, engine and threads run or stand still together."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -46,7 +46,7 @@ class Process:
 
 
 _process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
-# Context of timers that belong to no process: the network, the plan of faults.
+# Context of timers that belong to no process, such as those of the network and of accidents.
 _NOBODY = contextvars.Context()
 
 
@@ -58,18 +58,19 @@ class VirtualThread(Executor):
     """Executor without a thread, which decides when its work happens, and in how many parts."""
 
     def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:
-        """Do the work of `job` later, by timers of the running loop, and then resolve `done`. If
-        the job was cancelled before it begins, `done` is cancelled already.
+        """Schedule the work of `job` with timers of the running loop; at its end, resolve `done`.
+
+        If the job is cancelled before it begins, its caller has cancelled `done` already.
         """
         raise NotImplementedError
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Event loop in virtual time. One step is one timer, and then every callback that it makes
+    """Event loop in virtual time. Each step runs one timer, and then every callback that becomes
     ready, in asyncio's order.
     """
 
-    # These three are asyncio's own.
+    # asyncio defines these three attributes.
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
     _stopping: bool
@@ -90,17 +91,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def later(
         self, delay_s: float, callback: Callable[..., object], *arguments: Any
     ) -> asyncio.TimerHandle:
-        """Call back after a delay, also while processes are halted."""
+        """Call `callback` after a delay, even while processes are halted."""
         return self.call_later(delay_s, callback, *arguments, context=_NOBODY)
 
     def soon(self, callback: Callable[..., object], *arguments: Any) -> asyncio.Handle:
-        """Call back after the present callback, also while processes are halted."""
+        """Call `callback` after the current callback, even while processes are halted."""
         return self.call_soon(callback, *arguments, context=_NOBODY)
 
     # --- processes
 
     def halt(self, process: Process) -> None:
-        """Stop a process until `resume`, while the world goes on."""
+        """Stop a process until `resume`, while everything else goes on."""
         if process.parked is None:
             process.parked = []
             self._halted.add(process)
@@ -128,8 +129,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 raise
 
     def wind_up(self) -> None:
-        """Cancel all tasks, also those of dead processes, and let them end. Tasks that begin
-        meanwhile are cancelled, too.
+        """Cancel all tasks, including those of dead processes, and let them end.
+
+        Tasks that begin meanwhile are cancelled, too, for a few rounds.
         """
         for process in list(self._halted):
             process.dead = False
@@ -213,4 +215,4 @@ class VirtualLoop(asyncio.BaseEventLoop):
         raise AssertionError("there is nothing to select on")
 
     def _write_to_self(self) -> None:
-        """Do nothing: this loop never sleeps in a selector that had to be woken."""
+        """Do nothing: this loop never sleeps in a selector, so it needs no wake-up."""

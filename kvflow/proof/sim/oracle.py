@@ -1,5 +1,5 @@
-"""Facts of whole nodes for the rule book, taken at the data planes, the allocators and the wire.
-The handlers' own books are never consulted.
+"""Facts about whole nodes for the rule book, observed at the data planes, the allocators and the
+wire.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Seen:
-    """One life of one node, as the world knows it."""
+    """One process of one node, as observed from outside."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Seen:
         staging: Books | None = None,
     ) -> None:
         self.process, self.incarnation, self.books, self.pool = process, incarnation, books, pool
-        self.lent = books if staging is None else staging  # books of the places that peers write
+        self.lent = books if staging is None else staging  # books of the pool that peers write
         self.malformed = 0
-        self.troubled_at_s = -1.0  # when it was last cut off or halted
+        self.troubled_at_s = -1.0  # when it last recovered from a halt, a cut or a jam
         self.stalled_until_s = -1.0  # until then its data plane moves no bytes
         self.proven_at_s = float("inf")  # when every watcher knows of its death
         self.ended = False  # crashed, or closed
@@ -59,12 +59,12 @@ class Seen:
         return not self.ended and self.process.parked is None
 
     def reaches(self, target: int) -> bool:
-        """Return True: no prefill gives up a decode that lives here."""
+        """Return True, because no prefill of whole nodes gives up a living decode."""
         return True
 
 
 class PlaneWrite(Write):
-    """Write of a fake plane, whose bytes are counted."""
+    """A fake plane's write, with the bytes that landed of its next page."""
 
     __slots__ = ("begun_bytes",)
 
@@ -114,9 +114,7 @@ class Oracle(Rules):
         self.transfers.write_began(write)
 
     def bytes_landed(self, running: FakeWrite, size_bytes: int) -> None:
-        """Count bytes of a write, in the order of its pages. A page has landed with its last
-        byte.
-        """
+        """Count landed bytes of a write, page after page. A page landed when its last byte did."""
         write: PlaneWrite = running.seen  # type: ignore[attr-defined]
         write.begun_bytes += size_bytes
         while write.next < len(write.targets):
@@ -170,7 +168,7 @@ class Oracle(Rules):
         pages, digest, content_of = room.pages.tolist(), record.prompt.digest, node.books.bytes
 
         def is_right(index: int, rank: int) -> bool:
-            # All ranks write into the same places, each its part: they are read once.
+            # All ranks write their shares into the same places, so one comparison covers them all.
             page = pages[index]
             return bool(rank) or content_of.read(page) == self.expected(
                 digest, index, len(pages), content_of.size(page)
@@ -180,7 +178,7 @@ class Oracle(Rules):
         self.transfers.landed(Arrival(room.room, keys, node.lent, lent, is_right, digest, handoff))
 
     def expected(self, digest: bytes, index: int, count: int, size_bytes: int) -> bytes:
-        """Return the content of page `index` of the `count` pages that a room brings for a prompt
-        of that digest.
+        """Return the content of page `index` of the `count` pages that a room transfers for the
+        prompt with this digest.
         """
         return content(digest, index, size_bytes)

@@ -19,7 +19,7 @@ from kvflow.protocols.ports import PageStore
 
 
 class Books(Home):
-    """Second record of every place of one pool, with its bytes and its stores."""
+    """Independent record of every place of one pool, with access to its bytes and stores."""
 
     def __init__(
         self, pool: PagedPool, whole: PoolLayout | None, who: str, judge: Receiver
@@ -28,7 +28,7 @@ class Books(Home):
         self.bytes = PlaceBytes(pool.layout, whole)
         # Places of earlier loans. Their last owner stays in `owners` until they are free.
         self.withheld: set[int] = set()
-        # Present stores of the nodes, by their first place: one for pages, one for rows.
+        # Current stores, by their first place: one for pages, and one for rows if there are any.
         self.stores: dict[int, WatchedPages] = {}
 
     def is_lent(self, place: int, target: int, grant: int) -> bool:
@@ -50,12 +50,12 @@ def watch(
     fails: Callable[[], bool],
     whole: PoolLayout | None = None,
 ) -> Books:
-    """Replace the allocators of a pool from which no page was taken, and return its books.
+    """Replace the allocators of an unused pool by watched ones, and return the books.
 
-    `whole` is the layout of which the pool is one rank's share.
+    If the pool is one rank's share of a layout, `whole` is that layout.
     """
     books, layout = Books(pool, whole, who, judge), pool.layout
-    # The pool makes it from the new allocators when it is needed.
+    # The pool makes a new place allocator from the new allocators on demand.
     pool._places = None
     pool._pages = WatchedPages("page", layout.num_pages, 0, books, fails)
     if layout.num_rows:
@@ -64,10 +64,9 @@ def watch(
 
 
 def another_store(pool: PagedPool) -> PageStore:
-    """Return a store for the next node over a watched pool.
+    """Return a new store for the next node over a watched pool, and for that node's engine.
 
-    It knows of the earlier store only what the pool and the node report. The engine of the next
-    node uses it, too.
+    The new store learns only from the pool and the node which pages the earlier one lent.
     """
     assert isinstance(pool._pages, WatchedPages)
     pages = pool._pages = pool._pages.again()
@@ -94,13 +93,13 @@ class WatchedPages(PageAllocator):
     def __init__(
         self, unit: str, count: int, first: int, books: Books, fails: Callable[[], bool]
     ) -> None:
-        """`first` is the place of number 0."""
+        """Manage `count` pages or rows. `first` is the place of page or row 0."""
         super().__init__(count, unit=unit)
         books.stores[first] = self
         self.books, self._first, self._fails = books, first, fails
 
     def again(self) -> WatchedPages:
-        """Return another store in its place, with the same books."""
+        """Return a new store that replaces this one and has the same books."""
         return WatchedPages(self._unit, self.num_pages, self._first, self.books, self._fails)
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
@@ -148,7 +147,7 @@ class WatchedPages(PageAllocator):
 
     def _count(self) -> None:
         if self.books.stores[self._first] is not self:
-            # This store belongs to a closed node, to which only its withheld pages return.
+            # A closed node used this store, and only withheld pages still return to it.
             return
         unowned = self.books.owners[self._first : self._first + self.num_pages].count(None)
         if unowned != self.free_pages:
@@ -167,8 +166,8 @@ class Borrower:
 
     def __init__(self, room: int) -> None:
         self.room = room
-        self.grant: int | None = None  # under which its node lent them
-        # The pages have no owner as soon as they are idle.
+        self.grant: int | None = None  # grant under which its node lent the pages
+        # True after the engine ended. The pages then lose their owner as soon as they are idle.
         self.engine_gone = False
 
     def __repr__(self) -> str:
@@ -202,9 +201,7 @@ class WatchedExternalPages(ExternalPages):
 
 
 def grant_of(owner: Hashable | None) -> int | None:
-    """Return the grant under which decode lends a page, whether its room or the quarantine
-    has it.
-    """
+    """Return the grant under which decode lends a page, if its owner is a room or a quarantine."""
     if isinstance(owner, tuple):
         return owner[1] if owner[0] == "grant" else None
     return owner.grant if isinstance(owner, Quarantined | Borrower) else None

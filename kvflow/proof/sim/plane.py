@@ -25,7 +25,7 @@ class PacedPlane(FakePlane):
         """`fences` states how this plane proves the death of others; see `variety`."""
         super().__init__(network)
         self._oracle, self._faults, self._fences = oracle, faults, fences
-        # Its worker stands still from the first time to the second.
+        # Start and end of the time for which its worker stands still.
         self._stalls = (0.0, 0.0)
 
     @property
@@ -35,12 +35,12 @@ class PacedPlane(FakePlane):
         return now - begun_s if self.writes and begun_s <= now < end_s else 0.0
 
     def stall(self, for_s: float) -> None:
-        """Halt the worker for so long; 0 ends that."""
+        """Halt the worker for `for_s` seconds. 0 ends an earlier halt."""
         now = self._oracle.loop.time()
         self._stalls = (now, now + for_s)
 
     def die(self) -> None:
-        """End the plane by a crash, or with its node: it copies no more bytes."""
+        """End the plane, whether its node crashed or closed. It copies no more bytes."""
         super().die()
         proven_after_s = {PROMPT: 0.0, LATE: LATE_FENCE_S}.get(self._fences, float("inf"))
         self._oracle.died(self._oracle.by_address[self.address], proven_after_s)
@@ -74,7 +74,7 @@ class PacedPlane(FakePlane):
         self._after(LATE_S, self._land, write)
 
     def _slice(self, write: FakeWrite, slow: bool) -> None:
-        """Land the page under way. A cancelled write ends with it."""
+        """Land the current page. A cancelled write ends after that page."""
         if write.done.done():
             return
         if self._oracle.loop.time() < self._stalls[1]:

@@ -1,5 +1,5 @@
-"""Planted bugs that runs of whole nodes must find: of endpoints and shells, of requests that leave
-the device, of staging, of data-parallel groups, and of engines without an event loop.
+"""Planted bugs that runs of whole nodes must find: in endpoints and shells, in requests that leave
+the device, in staging, in data-parallel groups, and in engines without an event loop.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def free_on_timer() -> Installed:
 
 
 def _give_up(shell: DecodeShell, command: QuarantinePages) -> None:
-    """Take every loan of these pages for ended."""
+    """Treat every loan of these pages as drained."""
     room = shell.rooms.get(command.grant)
     if room is not None and room.record is not None:
         lease = room.record.lease
@@ -142,7 +142,7 @@ def earlier_writer_unwatched() -> Installed:
 @bug("close taken for proof", nodes=(63, "I2"), unseen="it is in the shell's watches")
 def close_taken_for_proof() -> Installed:
     """An earlier node's loans end when the next one starts."""
-    # Take the end of the earlier node for the end of its writers.
+    # Treat the end of the earlier node as the death of its writers.
     original = EarlierShell._watch_writer
 
     def watch_writer(shell: EarlierShell, command: WatchEarlierWriter) -> None:

@@ -50,7 +50,7 @@ def goodbye_before_the_drain() -> Installed:
 @bug("goodbye of another incarnation taken as proof", nodes=(13, "I2"), bare=(1, "I2"))
 def goodbye_of_another_incarnation() -> Installed:
     """The goodbye of a prefill's successor ends loans of its predecessor."""
-    # Make decode take any goodbye for one of the peer that it has linked.
+    # Make decode attribute every goodbye on a link to the incarnation that it linked.
     receive = decode.DecodeEndpoint.receive
 
     def receive_any(self: decode.DecodeEndpoint, key: object, frame: bytes, now: float) -> None:

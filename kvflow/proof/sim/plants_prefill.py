@@ -124,7 +124,7 @@ def resurrect_on_late_metadata() -> Installed:
 
     def on_bootstrap(core: PrefillCore, peer: DecodePeer, message: Bootstrap, now: float) -> None:
         grants = peer.grants
-        # The low-water mark would refuse the Bootstrap as well, so it gives way, too.
+        # The low-water mark would refuse the Bootstrap as well, so lower it for this call.
         low_water, grants.low_water = grants.low_water, min(grants.low_water, message.grant)
         if grants.phase(message.grant) in _ENDED:
             grants._enter(message.grant, GrantPhase.UNKNOWN)
@@ -249,8 +249,8 @@ def second_cancel_skips_the_drain() -> Installed:
 @bug("garbage ends the loop", nodes=(3, "I5"), unseen="there is no task that reads")
 def garbage_ends_the_loop() -> Installed:
     """Prefill's reader dies of a malformed frame."""
-    # End the task that reads, as by an exception that is not caught.
-    # A CancelledError alone counts as any other error: it ends only a task that was cancelled.
+    # End the task that reads frames, as an uncaught exception would. The task must be cancelled
+    # first, because a CancelledError that is only raised is handled as any other error.
 
     def parse(decoder: Any, frame: bytes) -> Any:
         if (message := parsed(decoder, frame)) is not None:

@@ -40,7 +40,7 @@ P, K, C = ResidencyPhase, ResidencyKind, ResidencyCommand
 @bug("view instead of copy", nodes=(0, "I14"))
 def _view_instead_of_copy() -> Installed:
     """A snapshot refers to the pool's pages."""
-    # Note a copy to host memory, and make it only when the snapshot is read.
+    # Defer each copy to host memory until the snapshot is read.
     original, views = SnapshotStore._copy, dict[tuple[Any, ...], Places]()
 
     def key(store: SnapshotStore, places: Places) -> tuple[Any, ...]:
@@ -73,7 +73,9 @@ def _handoff_is_a_view() -> Installed:
 
 
 def _left_out(*names: str) -> Callable[[], Installed]:
-    """Leave these streams out of every copy to host memory and back."""
+    """Return a function that installs a bug: these streams are left out of every copy to host
+    memory and back.
+    """
     every = plan._typed_stretches
 
     class Forgetful(Pairing):

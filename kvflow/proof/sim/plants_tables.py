@@ -57,7 +57,7 @@ bug(
 )
 def _drains_again() -> Installed:
     """A failed room that is closed again drains again."""
-    # Let the shell close a room that is over, and let the table move it on.
+    # Let the shell close a room that failed, and let the table drain it again.
     original = DecodeShell.close_room
 
     def close_room(self: DecodeShell, room: DecodeRoom, cause: Cause) -> None:
@@ -78,8 +78,8 @@ def _drains_again() -> Installed:
 @bug("success without the last word", nodes=(8, "I8"), bare=(12, "I8"))
 def _success_without_the_last_chunk() -> Installed:
     """A room that lost its source is told to its client as a success."""
-    # Let a room that lost its source succeed, and let its loan, which has no room any more, move
-    # on.
+    # Let a room that lost its source succeed. Its loan then has no room, so let the loan become
+    # doubtful instead of breaking the table.
     success = Move(DecodePhase.SUCCESS, (DecodeCommand.TELL_LANDED, DecodeCommand.END))
     in_doubt: Move[LoanPhase, LoanCommand] = Move(LoanPhase.DOUBTFUL)
     swaps = ExitStack()

@@ -13,7 +13,7 @@ from kvflow.proof.rules.outcome import Outcome
 from kvflow.proof.sim.coverage import Cell, report
 from kvflow.proof.simulators import Choice
 
-BATCH = 50  # seeds that a worker process plays at a time
+BATCH = 50  # seeds per task of a worker process
 SHOWN = 20  # violations that are printed in full
 
 
@@ -23,7 +23,10 @@ def simulate_many(
     say: Callable[[str], None] = lambda _: None,
     choice: Choice = Choice(),  # noqa: B008
 ) -> dict[str, Any]:
-    """Play `seeds` and return a report, which counts and states how to replay each violation."""
+    """Play `seeds`, and return a report with counts and with the first violations.
+
+    Each of these violations has a command that replays it.
+    """
     simulator = choice.load()
     visits: Counter[Cell] = Counter()
     faults: Counter[str] = Counter(dict.fromkeys(simulator.faults, 0))
@@ -54,7 +57,7 @@ def simulate_many(
         "median_steps": int(statistics.median(steps)),
         "min_steps": min(steps),
         "steps_per_s": round(sum(steps) / cpu_s),
-        "seeds_per_s": round(len(seeds) / cpu_s, 1),  # of CPU time, on one core
+        "seeds_per_s": round(len(seeds) / cpu_s, 1),  # per second of CPU time
         "rooms": rooms,
         "cells": report(visits, simulator.tables),
         "endings": dict(endings.most_common()),

@@ -1,8 +1,7 @@
-"""Request whose room succeeded: a shipped `Resident` and model steps, driven as an engine drives
-them.
+"""A request after its room succeeded: a shipped `Resident` and model steps, driven as by an engine.
 
-Every byte of its places shows its owner. The effects of another request, a copy or a step therefore
-show in each model step, after each way back, and in the places that the request left.
+The content of a place identifies its request. Wrong bytes are therefore detected in each model
+step, after each return, and in the places that the request left.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.model.thread import ModelThread
 
 T = TypeVar("T")
-TRIES, TRY_AGAIN_S = 5, 0.02  # to come back
+TRIES, TRY_AGAIN_S = 5, 0.02  # tries to come back, and the pause between two tries
 
 
 class _Running:
-    """Sequence, as far as `ModelThread` needs one."""
+    """The part of a sequence that `ModelThread` uses."""
 
     def __init__(self, places: Places) -> None:
         self.pages, self.rows = places
@@ -56,11 +55,11 @@ class Residence:
         self._snapshots, self._oracle, self._digest, self._plan = snapshots, oracle, digest, plan
         self._pool, self._layout, self._books = node.pool, node.pool.layout, books_of(node.pages)
         self._thread = ModelThread(Threads("model"), node.pages, self._layout)
-        self._here: Resident | None = None  # set when its room has landed
+        self._here: Resident | None = None  # set after its room landed
         self._handoff = b""
 
     async def play(self, room: DecodeRoom, handoff: bytes) -> bool:
-        """Take the room over, and play the plan. Return True if all of it was done."""
+        """Take over the room's places, and play the plan. Return True if the plan was completed."""
         owner = ("sequence", room.room, room.grant)
         places = room.keep(owner)
         self._handoff, self._state = (
@@ -158,9 +157,7 @@ class Residence:
             squatter.leave()
 
     async def _is_here(self, here: Resident) -> bool:
-        """Return True if the request is in pages and a row. A request that is away comes back
-        first.
-        """
+        """Bring the request back if it is away. Return True if it is resident then."""
         if here.phase is P.AWAY:
             await self._come_back(here, None)
         return here.phase is P.RESIDENT
@@ -211,7 +208,7 @@ class Residence:
     async def _carry_out(
         self, here: Resident, work: Coroutine[Any, Any, T], disturbed: Disturbance | None
     ) -> T | None:
-        """Await `work` while it is disturbed. Return None if that cancelled it."""
+        """Await `work` and disturb it. Return None if the disturbance cancelled it."""
         if disturbed is None:
             return await work
         task = asyncio.ensure_future(work)
@@ -238,8 +235,8 @@ class Residence:
 
 
 def _phase(here: Resident) -> P:
-    """Return the present phase.
+    """Return the current phase.
 
-    A function, because a type checker takes an attribute for unchanged between two awaits.
+    This is a function because a type checker assumes that an attribute does not change in an await.
     """
     return here.phase

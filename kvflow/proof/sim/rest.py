@@ -1,4 +1,4 @@
-"""Report of what is not at rest at whole nodes (I1, I5)."""
+"""Report of what is not at rest in whole nodes (I1, I5)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvflow.serve.cache.tiers import OWNER
 def left(members: Iterable[Member], oracle: Oracle, *, doubts: bool) -> list[str]:
     """Return a line for everything that is not at rest.
 
-    With `doubts`, loans may be out for which proof is really missing.
+    With `doubts`, loans that lack proof may still be out.
     """
     found: list[str] = []
     for member in members:
@@ -93,8 +93,8 @@ def _earlier(node: PrefillNode | DecodeNode) -> list[UnprovenLoan]:
 
 
 def _out(member: Member, books: Books, earlier: list[UnprovenLoan]) -> Counter[Hashable]:
-    """Count the places that are not free by their owner: a lease, or another one. Cached pages are
-    at rest.
+    """Count the places that are not free, by lease or other owner. Pages that a cache owns are left
+    out, because they are at rest.
     """
     found: Counter[Hashable] = Counter()
     leases = {place: loan.lease for loan in earlier for place in loan.pages.tolist()}

@@ -1,6 +1,4 @@
-"""One seed, played to its end: faults, calm, rest, good rooms for every pair, and every writer's
-death.
-"""
+"""One seed of whole nodes, played to its end. See `proof.course` for the stages of a run."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ from kvflow.protocols.arguments import prompt_digest
 from kvflow.protocols.errors import Code, KvflowError
 
 STEPS_MIN = 200
-# At most so many run at once at a node, so that they fit beside any quarantine.
+# Largest number of probe rooms at one node, so that they fit next to a full quarantine.
 PROBES_OF_NODE = 12
 
 
@@ -68,7 +66,7 @@ class Run(Course):
         oracle: Oracle,
         cluster: Cluster | None = None,
     ) -> None:
-        """Prepare the run on `cluster`, or on a plain one."""
+        """Prepare the run on `cluster`, or on a new plain cluster."""
         self.cluster = cluster or Cluster(loop, oracle, faults, scenario.variety)
         super().__init__(self.cluster, scenario, faults, oracle)
         self.loop, self.scheduler, self.oracle = loop, scheduler, oracle
@@ -80,15 +78,15 @@ class Run(Course):
         # A room that finds no staging is announced with the first repetition.
         if scenario.variety.staging_bytes:
             oracle.rooms.announced_within_s = scenario.variety.timing.repeat_after_s + A_MOMENT_S
-        # Every cause of a job is known to the rules.
+        # Let each job report the causes that it gives to the rules.
         self._job = partial(Job, issue=oracle.rooms.issue)
-        self._switching: Member | None = None  # leaves to take the other role
+        self._switching: Member | None = None  # node that is changing its role
         self._prefills: list[range] = []  # places of each group
         for ranks in scenario.groups:
             first = self._prefills[-1].stop if self._prefills else 0
             self._prefills.append(range(first, first + ranks))
         groups = [group for group, places in enumerate(self._prefills) for _ in places]
-        # By place: number of the group, or of the decode, that belongs there.
+        # Number of the group or decode that belongs at each place.
         self._numbers = [*groups, *range(scenario.decodes)]
         self._begun: dict[Process | None, list[Job]] = defaultdict(list)
 
@@ -103,9 +101,7 @@ class Run(Course):
             self._schedule(request, self._prefills[request.group], request.group, decode)
 
     def _schedule(self, request: Request, prefills: Iterable[int], group: int, decode: int) -> None:
-        """Schedule a request at these places. `group` is the one that decode looks up in the
-        registry.
-        """
+        """Schedule a request at these places. Decode looks up `group` in the registry."""
         if request.prefill is not None:
             for place in prefills:
                 job = self._job(
@@ -138,8 +134,8 @@ class Run(Course):
             )
 
     def _begin(self, place: int, role: type, job: Job, leg: Leg) -> None:
-        """Begin one leg, unless the place has no node of that role: then its client is refused, and
-        the other leg learns of that.
+        """Begin one leg of a request. The leg never comes if the place has no living node of that
+        role, or if that node is shutting down.
         """
         member = self.places[place]
         if not member.alive or member.leaving or not isinstance(member.node, role):
@@ -168,7 +164,7 @@ class Run(Course):
             self.oracle.trace(lambda: said)
 
     def _topple(self, job: Job) -> None:
-        """End all other rooms of the node, from within the `on_end` of this one."""
+        """Close all other rooms of the node, from within the `on_end` callback of this one."""
         for other in self._begun[current_process()]:
             if other is not job and other.close is not None:
                 other.close(other.cause(Code.CLIENT_GONE, "toppled"))
@@ -196,8 +192,8 @@ class Run(Course):
             self.loop.later(variety.timing.lost_after_s + 0.1, self._check_stalled, node)
 
     def _check_stalled(self, member: Member) -> None:
-        """Verify that a node whose data plane stood still for too long reports it: health and
-        heartbeats depend on that.
+        """Verify that a node whose data plane stands still for too long reports itself unavailable,
+        as health checks and heartbeats require.
         """
         long = member.plane.stalled_s > self.scenario.variety.timing.lost_after_s
         if member.up and not member.leaving and long and not member.node.unavailable_reason:
@@ -240,8 +236,8 @@ class Run(Course):
                 self.loop.later(switch.back_after_s, self._switch, switch)
 
     def _schedule_elsewhere(self, request: Request, place: int, group: int) -> None:
-        """Schedule a request for the node at `place`, whose role is not the usual one there, and
-        for another node.
+        """Schedule a request between the node at `place`, which switched its role, and another
+        node.
         """
         if isinstance(self.places[place].node, PrefillNode):
             decodes = [
@@ -290,7 +286,7 @@ class Run(Course):
             if any(
                 member.node.quarantined_pages > member.node.quarantine_limit for member in ranks
             ):
-                # With so many pages of earlier nodes in quarantine it may have too few.
+                # A prefill with so many pages of earlier nodes in quarantine may lack free pages.
                 continue
             for decode in decodes:
                 assert isinstance(decode.node, DecodeNode)
@@ -333,15 +329,15 @@ def simulate(
     visits: Counter[Cell] | None = None,
     tell: Callable[[float, str, str], None] | None = None,
 ) -> Outcome:
-    """Play one seed, and report its story to `tell(virtual time, who, what)`."""
+    """Play one seed. Each line of its story goes to `tell(virtual time, process name, line)`."""
     rng = random.Random(seed)
     loop = VirtualLoop(rng)
     faults = Faults(rng, copies=True)
-    # Each extension has a generator apart, so that it leaves the draws of the others as they are.
+    # Each extension has its own generator, so that it leaves the draws of the others unchanged.
     scenario = with_dp_groups(random.Random(f"dp groups {seed}"), draw(rng, faults))
     scenario = with_switch(random.Random(f"switch {seed}"), scenario)
     scenario = with_staging(random.Random(f"staging {seed}"), scenario)
-    # A scheduler that is passed in must drive every node, and threaded engines drive theirs.
+    # Threaded engines drive their own nodes, but a scheduler that is passed in must drive all.
     if scheduler is None:
         scenario = with_threads(random.Random(f"threads {seed}"), scenario)
 
@@ -362,7 +358,7 @@ def played(
     visits: Counter[Cell] | None = None,
     tell: Callable[[float, str, str], None] | None = None,
 ) -> Outcome:
-    """Play a scenario that was drawn, to its end."""
+    """Play a drawn scenario to its end, and return the outcome."""
     begun = process_time()
 
     def line(what: str) -> None:
@@ -410,7 +406,7 @@ def played(
 
 
 def _plenty() -> AbstractContextManager[object]:
-    """Skip the question how much memory the system has left: the pools are tiny, and there are
+    """Skip the check for available memory while the context lasts, because the pools are tiny and
     many.
     """
     return swapped(shared, "available_memory", lambda: None)
@@ -418,10 +414,10 @@ def _plenty() -> AbstractContextManager[object]:
 
 @contextmanager
 def _logged(oracle: Oracle) -> Iterator[None]:
-    """Take every error in the handlers' log for a violation: they must survive all that comes over
-    the wire.
+    """Treat every error that the handlers log as a violation, because they must survive anything
+    that the wire delivers.
 
-    Copies from staging that fail on purpose are logged as well, and ignored.
+    The log of `kvflow.memory` is disabled: it reports copies from staging that fail on purpose.
     """
     logger, memory = logging.getLogger("kvflow.handlers"), logging.getLogger("kvflow.memory")
     with (
@@ -433,7 +429,7 @@ def _logged(oracle: Oracle) -> Iterator[None]:
 
 
 class _Errors(logging.Handler):
-    """Log handler that takes every error for a violation."""
+    """Log handler that reports every error as a violation."""
 
     def __init__(self, oracle: Oracle) -> None:
         super().__init__(logging.ERROR)

@@ -1,5 +1,5 @@
-"""Input of one seed: how many nodes, which requests with which fates, and what happens to nodes and
-when.
+"""Input of one seed: the nodes, the requests and their fates, and the times at which accidents
+strike nodes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ Shape = tuple[tuple[int, ...], int]
 SHAPES: Sequence[Shape] = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1), 2), ((2, 1), 1))
 """Ranks of each prefill group, and number of decodes: at least three nodes."""
 PROMPT_PAGES_MAX = 6
-# Shares of all seeds.
+# Shares of seeds with a switch of roles, with staging, with data-parallel groups, and with engines
+# that have no event loop.
 SWITCHES_IN = 0.3
 STAGED_IN = 0.25
 DP_GROUPS_IN = 0.25
 THREADS_IN = 0.25
-SWITCH_ROOM = 500_000  # first room for the node in its other role
+SWITCH_ROOM = 500_000  # number of the first room for a node in its other role
 
 OWN_GROUP, EVERY_GROUP, WORD = "own group", "every group", "word"
 """Ways in which decode names the prefill of a room: by the ranks of the room's group, by those of
@@ -57,18 +58,18 @@ class Request(NamedTuple):
     refused: bool
     kept_s: float
     decode_refused: bool = False
-    # Decode announces the room, and has pages for it only so much later.
+    # Delay between decode's announcement of the room and its offer of pages. None: no announcement.
     offers_after_s: float | None = None
-    # The end of its room ends the others of the same node, from within `on_end`.
+    # True if the end of its room closes the other rooms of the node, from within `on_end`.
     topples: bool = False
-    stay: Stay | None = None  # further life at decode, once it has landed
+    stay: Stay | None = None  # what it does at decode after it lands
     named: str = OWN_GROUP  # how decode names its prefill
     # Group for which decode asks; None: the room's number decides.
     dp_rank: int | None = None
 
 
 class Accident(NamedTuple):
-    """One accident. `node` counts all nodes, prefill ranks first."""
+    """One accident. `node` is an index into all nodes, prefill ranks first."""
 
     at_s: float
     kind: str
@@ -77,10 +78,10 @@ class Accident(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """Switch of roles: a node parts in order, and a node of the other role continues over its pool.
+    """Switch of roles: a node shuts down cleanly, and one of the other role takes over its pool.
 
-    `node` counts as in `Accident`. `requests` are for the other role and are timed from its start,
-    as is the way back, if there is one.
+    `node` has the meaning it has in `Accident`. The times of `requests`, which are for the other
+    role, and `back_after_s` count from the start of that role. None: the node does not switch back.
     """
 
     at_s: float
@@ -92,8 +93,8 @@ class Switch(NamedTuple):
 class Scenario(NamedTuple):
     """Everything that one seed plays. `groups` has the number of ranks of each group.
 
-    A group is a prefill, unless it is in `data_parallel`, which has the groups of one prefill, in
-    their order.
+    Each group is a prefill, except that the groups in `data_parallel` form one prefill together, in
+    the order of their `dp_rank`.
     """
 
     groups: tuple[int, ...]
@@ -104,7 +105,7 @@ class Scenario(NamedTuple):
     switch: Switch | None = None
     data_parallel: tuple[int, ...] = ()
     threaded: frozenset[int] = frozenset()  # decodes whose engines have no event loop
-    threaded_groups: frozenset[int] = frozenset()  # prefill groups of the same kind
+    threaded_groups: frozenset[int] = frozenset()  # prefills of the same kind
 
     @property
     def forgetful(self) -> bool:
@@ -142,8 +143,8 @@ def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -
 def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
     """Give some seeds a prefill with two or three data-parallel groups.
 
-    `rng` is not the generator of the scenario, which otherwise stays as it is. Requests with the
-    same room number go to the same group.
+    `rng` is not the scenario's generator, so the draws of the scenario stay unchanged. Requests
+    with the same room number go to the same group.
     """
     if rng.random() >= DP_GROUPS_IN:
         return scenario
@@ -162,8 +163,8 @@ def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
         return request._replace(named=named, dp_rank=dp_rank, group=group)
 
     def elsewhere(accident: Accident) -> Accident:
-        """Move an accident to the new numbers: decodes come after the ranks of the other groups,
-        and an accident of one group may strike another.
+        """Renumber the node of an accident: decodes come after the ranks of the added groups, and
+        an accident of group `first` may move to an added group.
         """
         start, node = sum(groups[:first]), accident.node
         if node >= prefill_ranks:
@@ -183,10 +184,10 @@ def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
 def _draw_group(
     rng: random.Random, room: int, groups: tuple[int, ...]
 ) -> tuple[str, int | None, int]:
-    """Return how decode names the prefill, the group for which it asks, and the group at which the
-    other leg waits.
+    """Return the form in which decode names the prefill, the `dp_rank` that decode asks for, and
+    the group at which prefill's leg waits.
 
-    If decode asks for a missing group, the other leg waits at any.
+    If decode asks for a missing group, prefill's leg waits at any group.
     """
     size, chance = len(groups), rng.random()
     named = rng.choice((OWN_GROUP, EVERY_GROUP, WORD, WORD))
@@ -201,8 +202,8 @@ def _draw_group(
 def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
     """Give some seeds a node that changes its role.
 
-    `rng` is not the generator of the scenario, which stays as it is without a switch. One of
-    several ranks has a share of a pool only, and keeps its role.
+    `rng` is not the scenario's generator, so the draws of the scenario stay unchanged. Ranks of
+    larger groups keep their role, because each holds only a share of every page.
     """
     if rng.random() >= SWITCHES_IN:
         return scenario
@@ -214,7 +215,7 @@ def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
         _request(rng, SWITCH_ROOM + n, 1, 1, within_s=0.4) for n in range(rng.randint(4, 8))
     )
     bounds, variety = scenario.variety.bounds, scenario.variety
-    # During a switch there may be one decode more.
+    # After a switch, the cluster may have one more decode.
     bounds = msgspec.structs.replace(bounds, targets=bounds.targets + 1)
     return scenario._replace(
         variety=variety._replace(bounds=bounds),
@@ -252,10 +253,10 @@ def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def with_threads(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Give some seeds without staging nodes whose engines have no event loop.
+    """Give some nodes engines without an event loop, in some of the seeds without staging.
 
-    See `with_switch` for `rng`. A node that changes its role is not one of them. Most of these
-    decodes part once, often just after a request came, and another node continues over the pool.
+    See `with_switch` for `rng`. A node that changes its role keeps its event loop. Most of the
+    decodes without one shut down once, just after a request came, and start again over their pool.
     """
     if rng.random() >= THREADS_IN or scenario.variety.staging_bytes:
         return scenario
@@ -294,8 +295,8 @@ def with_threads(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _offered(rng: random.Random, request: Request) -> Request:
-    """Announce some more requests before there are pages, and end some of them just as the pages
-    come.
+    """Let some more requests announce their rooms before they have pages, and close some of these
+    rooms at about the time when the pages come.
     """
     if request.decode is None or rng.random() > 0.3:
         return request
@@ -306,7 +307,7 @@ def _offered(rng: random.Random, request: Request) -> Request:
 
 
 def _duration_s(rng: random.Random) -> float:
-    """Return a short time, which goes unnoticed, or a long one, which outlasts every patience."""
+    """Return a short time, which peers do not notice, or a long one, which may outlast timeouts."""
     return rng.choice((rng.uniform(0.05, 0.6), rng.uniform(0.6, 2.5)))
 
 
@@ -353,8 +354,8 @@ def _leg(rng: random.Random, at_s: float) -> Leg:
 
 
 def _retracted(rng: random.Random, request: Request, leg: Leg) -> list[Request]:
-    """Return a request whose room decode ends midway, for its pages, and the same room once more, a
-    moment later.
+    """Return a request whose room decode closes midway to get the pages back, and a second request
+    that uses the same room number a moment later.
     """
     after_s = rng.uniform(0.0, 0.1)
     again_s = leg.at_s + after_s + rng.uniform(0.001, 0.2)
@@ -367,7 +368,7 @@ def _retracted(rng: random.Random, request: Request, leg: Leg) -> list[Request]:
 
 
 def draw_chunks(rng: random.Random, pages: int) -> list[int]:
-    """Return the pages of each chunk of a prompt."""
+    """Draw the number of pages in each chunk of a prompt."""
     chunks: list[int] = []
     while pages:
         chunks.append(rng.randint(1, min(pages, 3)))

@@ -19,15 +19,15 @@ from kvflow.proof.sim.pages import Books, watch
 
 
 class CopyFailedError(Exception):
-    """Failure of a copy, on purpose."""
+    """Failure of a copy that the simulator injected."""
 
     def __init__(self) -> None:
         super().__init__(FAILED)
 
 
 class Snapshots:
-    """Host memory of one decode. It is made when the first request leaves, because most decodes of
-    a run need none.
+    """Host memory of one decode, allocated when the first request leaves the device, because most
+    decodes of a run need none.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Snapshots:
         return [f"{self._who}: {count} {what}" for what, count in counts.items() if count]
 
     async def close(self) -> None:
-        """Close the store as an engine that ends: copies stop, and requests find their snapshots
-        closed.
+        """Close the store, as an engine does when it ends. Copies stop, and requests find their
+        snapshots closed.
         """
         if self._store is not None:
             await self._store.close()
@@ -82,7 +82,7 @@ class Snapshots:
 
 
 class CopyThread(VirtualThread):
-    """Thread of copies, all of which may run at once."""
+    """Replacement for the executor of copies. All of its copies may run at once."""
 
     def __init__(self, pool: PagedPool, books: Books, oracle: Oracle, faults: Faults) -> None:
         self._pool, self._books, self._oracle, self._faults = pool, books, oracle, faults
@@ -91,7 +91,7 @@ class CopyThread(VirtualThread):
         self._after_next: list[tuple[int, Callable[[], object]]] = []
 
     def after_next(self, turns: int, do: Callable[[], object]) -> None:
-        """Call `do` so many turns of the event loop after the end of the next copy."""
+        """Call `do` once the event loop made `turns` turns after the end of the next copy."""
         self._after_next.append((turns, do))
 
     def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:

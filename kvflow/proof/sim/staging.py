@@ -1,5 +1,5 @@
 """Staging of a simulated decode: shipped memory over watched allocators, copies that take virtual
-time, and rooms that wait for places, whose turns are judged from outside.
+time, and a check of the order in which waiting rooms get places.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvflow.protocols.waiting import PASSED_FOR_S
 from kvflow.protocols.wire.messages import GrantId
 
 LOOK_S = 0.02
-"""Time between two looks at the rooms that wait."""
+"""Time between two checks of the waiting rooms."""
 
 
 class _Wait(NamedTuple):
@@ -42,7 +42,7 @@ class _Wait(NamedTuple):
 
 
 class Staged:
-    """Staging of one pool, for all decodes that have the pool, one after the other."""
+    """Staging of one pool, shared by all decodes that have the pool in turn."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Staged:
         self.waits = 0
         """Number of rooms that had to wait."""
         self._who, self._oracle, self._waiting = who, oracle, dict[DecodeRoom, _Wait]()
-        self._rooms: Mapping[GrantId, DecodeRoom] = {}  # of the present decode
+        self._rooms: Mapping[GrantId, DecodeRoom] = {}  # rooms of the current decode
         copier = _HalfCopier()
         self.staging._copier = copier
         self.copies = _Copies(copier, (self.books, books), oracle, faults)
@@ -75,7 +75,7 @@ class Staged:
     # --- rooms that wait
 
     def waits_now(self, room: DecodeRoom, wanted: int, process: Process) -> None:
-        """Record that the room gets no places for now."""
+        """Record that the room has to wait for `wanted` places."""
         if room in self._waiting:
             return
         self.waits += 1
@@ -85,7 +85,9 @@ class Staged:
         self._oracle.trace(lambda: f"room {room.room} waits for {wanted} places of staging")
 
     def has_its_places(self, room: DecodeRoom) -> None:
-        """Record that the room waits no longer. It may pass older rooms for a limited time only."""
+        """Record that the room got its places, and verify that it passed no room that has waited
+        for `PASSED_FOR_S` seconds (I7).
+        """
         for other, wait in self._still_waiting():
             if other is room:
                 break
@@ -98,7 +100,7 @@ class Staged:
         self._waiting.pop(room, None)
 
     def _look(self) -> None:
-        """Verify that the room whose turn it is does not wait for places that are free."""
+        """Verify that the oldest waiting room does not wait for places that are free (I7)."""
         for room, wait in list(self._waiting.items()):
             if room.ended or wait.process.dead:
                 del self._waiting[room]
@@ -117,20 +119,20 @@ class Staged:
     def _still_waiting(self) -> Iterator[tuple[DecodeRoom, _Wait]]:
         """Yield the rooms that wait, the oldest first.
 
-        Rooms that need places of a quarantine are left out, because those may never return.
+        Rooms that need places in quarantine are left out, because such places may never return.
         """
         for room, wait in self._waiting.items():
             if not room.ended and self._fits(wait.wanted, lambda owner: not self._is_kept(owner)):
                 yield room, wait
 
     def _is_kept(self, owner: Hashable | None) -> bool:
-        """Return True if proof for the places of this owner is missing, or on its way."""
+        """Return True if the places of this owner become free only after proof arrives."""
         room = self._rooms.get(GrantId(grant)) if (grant := grant_of(owner)) is not None else None
         return isinstance(owner, Quarantined) or (room is not None and room.phase in OVER_AT_DECODE)
 
     def _fits(self, wanted: int, counts: Callable[[Hashable | None], bool]) -> bool:
-        """Return True if enough places have owners that count and are not on loan from an earlier
-        node.
+        """Return True if there are enough places whose owners satisfy `counts` and that no earlier
+        node has lent.
         """
         books = self.books
         places = [
@@ -144,8 +146,8 @@ class Staged:
 
 
 class _HalfCopier:
-    """Implements `memory.copies.Copier`: copies one half of its blocks, and keeps the other for
-    later.
+    """Implements `memory.copies.Copier`: it copies the first half of the blocks, and keeps the
+    second half for later.
     """
 
     def __init__(self) -> None:
@@ -168,15 +170,15 @@ class _HalfCopier:
 
 
 class _Copies(VirtualThread):
-    """Shipped page tasks that copy in two halves, with time before each.
+    """Executor that runs shipped page tasks in two halves, with a delay before each.
 
-    The places of a copy are in use from its first half to its end.
+    The places of a copy count as in use from its first half to its end.
     """
 
     def __init__(
         self, copier: _HalfCopier, books: tuple[Books, Books], oracle: Oracle, faults: Faults
     ) -> None:
-        """`books` are those of the staging, and those of the pool."""
+        """Run copies between the pools of `books`, which are the staging's and then the pool's."""
         self._copier, self._books, self._oracle, self._faults = copier, books, oracle, faults
         self.ended = 0
 

@@ -31,7 +31,7 @@ class State:
         landed = list(starmap(self._content, enumerate(places)))
         count = sum(place < books.num_pages for place in places)
         self._pages, self._rows = landed[:count], landed[count:]
-        # True after the state was given up, to be computed again.
+        # True after the state was dropped, until it is computed again.
         self.lost = False
 
     def add_page(self) -> None:
@@ -46,7 +46,7 @@ class State:
                 self._broken(f"{when}, {self._books.name(place)} has other bytes than its own")
 
     def compute(self, places: list[int]) -> None:
-        """Write as a model step does: to the last page and all of the row; after a loss, to
+        """Write to the last page and to the whole row, as a model step does. After a loss, write to
         everything.
         """
         self._version += 1
@@ -65,14 +65,14 @@ class State:
 
 
 class Squatter:
-    """Another request in the places that one left. It writes to them, and later finds its bytes
-    there.
+    """Another request that takes places which a request left. It writes to them, and verifies later
+    that its bytes are still there.
     """
 
     def __init__(
         self, pool: PagedPool, books: Books, sizes: tuple[int, int], what: str, broken: Broken
     ) -> None:
-        """Take as many pages and rows as `sizes`, or all of a kind, as far as they are free."""
+        """Take free pages and rows: as many as `sizes` states, or all of the kind in `what`."""
         self._books, self._broken = books, broken
         self._taken: list[tuple[PageAllocator, PageIndices, list[int]]] = []
         if what:

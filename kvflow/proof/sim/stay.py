@@ -26,7 +26,7 @@ class Disturbance(NamedTuple):
 
     how: str
     after_s: float
-    # None: at a time; otherwise so many turns after the end of the next copy.
+    # Turns of the event loop after the end of the next copy. None: `after_s` is the time instead.
     turns: int | None = None
 
 
@@ -38,14 +38,14 @@ class Act(NamedTuple):
     away_s: float = 0.0
     disturbed: Disturbance | None = None
     return_disturbed: Disturbance | None = None
-    squats: str = ""  # places that others take meanwhile
-    # The others stay until the request is back, or tried for long.
+    squats: str = ""  # places that another request takes meanwhile
+    # True if the other request stays until this one is back, or until its tries are used up.
     squats_on: bool = False
 
 
 class Stay(NamedTuple):
-    """Acts of a request. A request that is away before an act comes back for it; with `returns`,
-    also after the last one.
+    """Acts of a request. A request that is away comes back before each act, and with `returns` also
+    after the last one.
     """
 
     acts: tuple[Act, ...]

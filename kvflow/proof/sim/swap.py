@@ -1,4 +1,4 @@
-"""Temporary replacement of a part from outside, for simulations that observe and for plants."""
+"""Temporary replacement of attributes, items and table cells, for observers and planted bugs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvflow.protocols.machines.tables import Table
 @contextmanager
 def swapped(owner: object, name: str, replacement: object) -> Iterator[None]:
     """Replace `owner.name` while the context lasts. Raises: AttributeError if there is none."""
-    # An inherited name must vanish again, or the owner would keep a copy of it.
+    # Delete a name that was inherited, or the owner would keep a copy of it.
     mine = name in vars(owner)
     original = getattr(owner, name) if not mine else vars(owner)[name]
     setattr(owner, name, replacement)

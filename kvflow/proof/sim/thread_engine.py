@@ -1,9 +1,9 @@
 """Engines without an event loop: each drives its node through the shipped thread front, and polls
-events.
+it for events.
 
-Their calls are posted, and run a moment later. The engines verify what the front promises: each
-room has its events in order, one of them states how it ended, and pages are idle only when they are
-out of reach of every reader and writer.
+The front posts calls to the node's loop, where they run a moment later. The engines verify what the
+front promises: the events of a room come in order, exactly one states how the room ended, and pages
+become idle only when no reader or writer can reach them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvflow.protocols.wire.ranks import DpRankError
 F = TypeVar("F", DecodeThread, PrefillThread)
 N = TypeVar("N", DecodeNode, PrefillNode)
 R = TypeVar("R", DecodeThreadRoom, PrefillThreadRoom)
-# Share of rooms that are opened by a thread which may lose the processor meanwhile.
+# Share of rooms that are opened by a separate thread, which may be preempted during the call.
 BLOCKS_IN = 0.3
 
 
@@ -51,7 +51,7 @@ class _Request(Generic[R]):
         self.job, self.owner = job, Borrower(job.room)
         self.handle: R | None = None
         self.by_event = bool(oracle.loop.rng.getrandbits(1))
-        """True: its pages return at its last event; False: as soon as they are idle."""
+        """True if its pages return at its last event; False if they return once they are idle."""
         self.pages: PageIndices = NO_PAGES
         self.kinds: list[str] = []  # kinds of its events so far
         self.over = False  # the request needs its pages no longer
@@ -64,7 +64,7 @@ class _Request(Generic[R]):
 
 
 class ThreadEngine(Generic[F, N, R]):
-    """One life of one node's engine."""
+    """Engine of one node process."""
 
     make_front: Callable[..., F]
     # Events that may precede the ending of a room, in their order.
@@ -82,7 +82,7 @@ class ThreadEngine(Generic[F, N, R]):
         fails: Callable[[], bool],
         **options: Any,
     ) -> None:
-        """Start the node. `options` are those of the node."""
+        """Start the node. `options` are passed on to it."""
         self._name, self._process, self._books, self._oracle = name, process, books, oracle
         self._layout = pool.layout
         self._store = WatchedExternalPages(books)
@@ -103,8 +103,9 @@ class ThreadEngine(Generic[F, N, R]):
     # --- requests
 
     async def _opened(self, request: _Request[R], open_room: Callable[[], R]) -> None:
-        """Open the room of a request. If the call is cancelled, the room may still open. Raises:
-        KvflowError.
+        """Open the room of a request. The room may still open after the call is cancelled.
+
+        Raises: KvflowError.
         """
 
         def opened() -> None:
@@ -130,7 +131,7 @@ class ThreadEngine(Generic[F, N, R]):
             opened()
 
     def _over(self, request: _Request[R]) -> None:
-        """Record that the request ended, in whatever way."""
+        """Record that the request ended, with or without success."""
         request.over = True
         if request.handle is None:
             self._give_back(request)
@@ -152,7 +153,7 @@ class ThreadEngine(Generic[F, N, R]):
     # --- events
 
     async def _poll_on(self) -> None:
-        """Poll while a room lacks its last event, or a request has pages."""
+        """Poll events while a room lacks its last event, or a request holds pages."""
         loop = self._oracle.loop
         while self._requests:
             waits = any(not request.ended.given or not request.over for request in self._requests)
@@ -181,7 +182,7 @@ class ThreadEngine(Generic[F, N, R]):
 
     def _hear(self, event: RoomEvent[R]) -> None:
         """Verify the order of a room's events, and pass the event to its request."""
-        # An event may arrive before the request has its handle, so the context finds the request.
+        # An event may come before the request has its handle, so find the request by the context.
         request: _Request[R] = event.room.context
         if request not in self._requests:
             return self._broken("I4", f"{event.kind} of {request!r}, which is over")
@@ -213,7 +214,7 @@ class ThreadEngine(Generic[F, N, R]):
     # --- the end
 
     async def close(self) -> None:
-        """Close the node as an operator would, from a thread apart, and verify that its requests
+        """Close the node from a separate thread, as an operator would, and verify that its requests
         end.
         """
         closing: LockStep[Sequence[UnprovenLoan]] = LockStep(
@@ -224,7 +225,7 @@ class ThreadEngine(Generic[F, N, R]):
         for step in self._steps:
             await asyncio.wait([step.answer])
         self._look()
-        lost: dict[int, set[int]] = {}  # two loans may have the same room number
+        lost: dict[int, set[int]] = {}  # by room; two loans may have the same number
         for loan in unproven:
             if self._store.busy(loan.pages).size < loan.pages.size:
                 self._broken(
@@ -251,8 +252,8 @@ class ThreadEngine(Generic[F, N, R]):
                 )
 
     def part(self) -> None:
-        """End the engine with its process. Pages that are still on loan have no owner
-        afterwards.
+        """End the engine with its process. Pages that are still on loan lose their owner once they
+        are idle.
         """
         self._look()
         for request in self._requests:
@@ -299,7 +300,7 @@ class ThreadEngine(Generic[F, N, R]):
 
 
 class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom]):
-    """Engine at decode. It lends its own pages, and a request reads them for a while after they
+    """Engine at decode. It lends its own pages, which a request holds for a while after they
     landed.
     """
 
@@ -323,7 +324,7 @@ class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom
             await asyncio.sleep(job.kept_s)
             self._check_content(request)
             job.succeeded = True
-        # The other leg may wait at any group of the prefill, so all of them must learn of this.
+        # The other leg may wait at any group of the prefill, so notify all groups of the refusal.
         except DpRankError as error:
             self._refuse(job, error.cause())
             raise

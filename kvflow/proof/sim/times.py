@@ -1,5 +1,5 @@
-"""Durations in a simulated run, and the time for which the oracles wait for a consequence
-(seconds).
+"""Durations in a simulated run, and the longest times that the rules allow for a consequence, in
+seconds.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ Span = tuple[float, float]
 # --- the control network
 
 FRAME_S: Span = (0.0001, 0.003)
-A_MOMENT_S = 0.01  # a late timer, and the way of a frame
+A_MOMENT_S = 0.01  # slack for a late timer and for a frame on its way
 DELAY_S: Span = (0.02, 0.8)
-# Distance of two frames of one link: timers of one moment have no order.
+# Least time between two frames on a link, because timers for the same moment have no order.
 TICK_S = 1e-9
 
 # --- data planes
@@ -21,10 +21,10 @@ TICK_S = 1e-9
 PAGE_S: Span = (0.0002, 0.004)  # per page
 SLOW_PAGE_S: Span = (0.05, 0.3)
 STUCK_S: Span = (0.2, 2.0)  # until a stuck write moves on
-STALL_LOOK_S: Span = (0.02, 0.06)  # until a halted worker looks whether it may go on
+STALL_LOOK_S: Span = (0.02, 0.06)  # between two checks of a halted worker
 LATE_S: Span = (0.01, 3.0)  # until the rest of an unproven write lands
 POST_S: Span = (0.0001, 0.015)  # until a call that was posted to a node's thread runs
-# A thread of an engine without an event loop may stand still for so long in the middle of a call.
+# Time for which a thread of an engine without an event loop stands still in the middle of a call.
 PREEMPTED_S: Span = (0.0, 0.02)
 LONG_PREEMPTED_S: Span = (0.02, 0.5)
 POLL_S: Span = (0.0005, 0.015)  # between two polls of such an engine
@@ -38,9 +38,9 @@ HUNG_COPY_S: Span = (0.3, 1.5)
 
 FAULTS_END_S = 3.0
 REST_S = 6.0  # until everything is at rest, once the faults are over
-# After losses it takes longer: questions are repeated less and less often.
+# Rest takes longer after lost messages, because nodes repeat them less and less often.
 SETTLE_S = REST_S + MAX_REPEAT_AFTER_S
-FENCED_S = 0.5  # until every page is home, once every writer is dead
+FENCED_S = 0.5  # until every page is free, once every writer is dead
 FENCE_SLACK_S = 0.1  # from a fence's answer to the end of every loan
 
 # --- both sides of a room
@@ -48,4 +48,4 @@ FENCE_SLACK_S = 0.1  # from a fence's answer to the end of every loan
 # While the link is up, the other side of a failed room learns of it within this time.
 HEAR_S = 1.0
 PATIENCE_S = 2.2  # silence for this long is normal after trouble
-RECOVER_S = 1.2  # until both sides know, once the link is up again
+RECOVER_S = 1.2  # until both sides learn of a failure, once the link is up

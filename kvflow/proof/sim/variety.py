@@ -1,5 +1,5 @@
-"""Variety of a run beside its faults: bounds that are met, other times, late fences; drawn from the
-seed.
+"""Parameters of a run other than its faults, drawn from the seed: bounds small enough to be
+reached, timing, fences, layout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvflow.protocols.pages.kinds import PAGE, ROW, StateKind
 from kvflow.protocols.pages.layout import PoolLayout, build_layout
 
 PAGE_SIZE, NUM_PAGES = 4, 48
-# Enough for the good rooms at the end, beside any quarantine.
+# Enough rows for the probe rooms at the end, next to a full quarantine.
 NUM_ROWS = NUM_PAGES // 2
 _KINDS = (
     StateKind("0.k", "uint8", (8,)),
@@ -28,25 +28,25 @@ LAYOUT = build_layout(_KINDS[:2], page_size=PAGE_SIZE, num_pages=NUM_PAGES)
 LAYOUT_WITH_ROWS = build_layout(_KINDS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, num_rows=NUM_ROWS)
 
 TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, rendezvous_s=2.0, register_s=1.5)
-"""Less patience than in real life, so that a run is short; repetitions are as frequent."""
+"""Shorter timeouts than in production, so that a run is short. Repetitions are as frequent."""
 SHIPPED_RATIO = msgspec.structs.replace(TIMING, register_s=2 * TIMING.lost_after_s)
 
 PROMPT, LATE, NEVER = "prompt", "late", "never"
-# A late fence answers within this time after the death: a peer is silent before it is proven dead.
+# A late fence answers within this time after a death, so silence may be noticed before the proof.
 LATE_FENCE_S = 2.5
 
 
 class Variety(NamedTuple):
-    """Parameters of one run beside its faults."""
+    """Parameters of one run other than its faults."""
 
     bounds: Bounds
     timing: Timing
     # Proof of death by the data planes: PROMPT, LATE, or NEVER (an operator must declare it).
     fences: str
     verify: bool  # both sides verify transfers
-    layout: PoolLayout  # of every pool
+    layout: PoolLayout  # layout of every pool
     host: tuple[int, int]  # pages and rows of a decode's host memory
-    staging_bytes: int = 0  # of each decode; 0: prefill writes into its pool
+    staging_bytes: int = 0  # size at each decode; 0: prefill writes into the pool
 
 
 def draw_variety(rng: random.Random, decodes: int) -> Variety:

@@ -1,5 +1,5 @@
-"""Thread of a node's loop in virtual time, and threads of an engine that block while the virtual
-loop goes on.
+"""Replacement for a node's loop thread in virtual time, and engine threads that block while the
+virtual loop goes on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 class VirtualLoopThread(LoopThread):
-    """Replacement for a thread with its loop: posted calls run a moment later, as the node's
-    process, and other events happen in between.
+    """Replacement for a thread with its own loop. Posted calls run a moment later, in the node's
+    process, and other events may happen before.
     """
 
     def __init__(self, name: str, process: Process, loop: VirtualLoop) -> None:
@@ -30,7 +30,7 @@ class VirtualLoopThread(LoopThread):
         self._loop = cast(asyncio.AbstractEventLoop, _Later(self._process, self._virtual))
 
     def post(self, call: Callable[[], None]) -> bool:
-        """Post a call. A `LockStep` may lose the processor before or after that."""
+        """Post a call. A calling `LockStep` may be preempted just before and just after."""
         step = threading.current_thread()
         if not isinstance(step, LockStep):
             return super().post(call)
@@ -44,9 +44,10 @@ class VirtualLoopThread(LoopThread):
         return rng.uniform(*(LONG_PREEMPTED_S if rng.random() < 0.2 else PREEMPTED_S))
 
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work` and wait for it: from a `LockStep` as in real life.
+        """Run `work` and return its result.
 
-        Elsewhere it runs now, and must not have to wait.
+        In a `LockStep`, the call blocks as in a real thread. Elsewhere, `work` runs at once and
+        must not wait for anything.
         """
         if isinstance(threading.current_thread(), LockStep):
             return super().call(work)
@@ -72,16 +73,16 @@ class VirtualLoopThread(LoopThread):
         return future.result()
 
     def stop(self) -> None:
-        """Stop the thread, after the calls that were posted."""
+        """Stop the thread after it has run the posted calls."""
         with self._lock:
             self._stopped = True
         self._process.run(self._run_posted)
 
 
 class _Later:
-    """Loop as far as `LoopThread` and asyncio need one that another thread wakes.
+    """The methods of an event loop that `LoopThread` and asyncio use from another thread.
 
-    Calls run a moment later, first come, first served.
+    Calls run a moment later, in the order in which they came.
     """
 
     def __init__(self, process: Process, loop: VirtualLoop) -> None:
@@ -98,15 +99,14 @@ class _Later:
 
 
 class _AbandonedError(BaseException):
-    """The simulation is over, so the awaited event will never happen."""
+    """Raised in a thread that still waits when the simulation is over."""
 
 
 class LockStep(threading.Thread, Generic[T]):
-    """Work that blocks, in a thread of the system, as part of a process.
+    """Blocking work of a simulated process, in a real thread.
 
-    Either the thread runs or the virtual loop does, never both, so that a seed stays one run.
-
-    `answer` is awaited on the virtual loop.
+    The thread and the virtual loop never run at the same time, so that a seed always gives the same
+    run. Await the result of the work, `answer`, on the virtual loop.
     """
 
     def __init__(self, loop: VirtualLoop, process: Process, work: Callable[[], T]) -> None:
@@ -120,13 +120,13 @@ class LockStep(threading.Thread, Generic[T]):
         self._go_on()
 
     def stand(self, for_s: float) -> None:
-        """Stand still for so long. Called in this thread."""
+        """Stand still for `for_s` seconds of virtual time. Call this in the thread itself."""
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._process.run(self._loop.call_later, for_s, done.set_result, None)
         self.wait_for(done)
 
     def wait_for(self, future: concurrent.futures.Future[Any]) -> None:
-        """Let the loop go on until it has the answer. Called in this thread."""
+        """Let the virtual loop run until `future` is done. Call this in the thread itself."""
         if future.done():
             return
         future.add_done_callback(lambda _: self._go_on())
@@ -152,7 +152,7 @@ class LockStep(threading.Thread, Generic[T]):
         self._back.release()
 
     def _go_on(self) -> None:
-        """Let the thread run until it waits or ends, while the loop stands still. Called on the
+        """Let the thread run until it waits or ends, while the loop stands still. Call this on the
         loop.
         """
         if self._abandoned:

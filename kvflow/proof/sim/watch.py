@@ -1,4 +1,4 @@
-"""Watch on the shells of whole nodes: what users are told, and which write is of which room."""
+"""Instrumentation of the shells of whole nodes: notices to users, and the room of each write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvflow.protocols.errors import Cause, KvflowError
 
 
 def nodes_observed(oracle: Oracle) -> AbstractContextManager[None]:
-    """Make every endpoint and shell in this process report to the oracle."""
+    """Return a context in which every endpoint and shell in this process reports to `oracle`."""
     return swaps((*observed(oracle.rooms), *_at_decode(oracle), *_at_prefill(oracle)))
 
 
@@ -30,14 +30,14 @@ def _at_decode(oracle: Oracle) -> Iterator[Swap]:
         # A room that was refused before it opened has no record, and no peer knows of it.
         if (record := room.record) is None:
             return
-        # Where the shell cannot take pages, it says so before the endpoint repeats it.
+        # A shell that cannot take pages notifies the user, and the endpoint then repeats the cause.
         if record not in rooms.told or rooms.told[record] != cause:
             seen = oracle.by_process[current_process()]
             rooms.told_at_decode(seen.incarnation, record, cause)
 
     def landed(self: DecodeShell, command: c.RoomLanded) -> None:
         room = self.rooms[command.grant]
-        lent = room.holding.lent  # with staging it returns when the room lands
+        lent = room.holding.lent  # read now: with staging, landing returns these places
         land(self, command)
         told(room, None)
         oracle.landed(room, lent.tolist(), command.handoff)

@@ -24,7 +24,7 @@ class Wire(Network):
         self.delivered = 0
         self.cut_controls: set[str] = set()  # prefills that are cut off
         self.cut_peers: set[bytes] = set()  # decodes that are cut off
-        # By control or peer: frames that wait, to arrive in a burst.
+        # Frames that wait and later arrive in a burst, by control address or peer id.
         self.jammed: dict[str | bytes, list[Frame]] = {}
         self._oracle, self._faults = oracle, faults
         self._last_at: dict[tuple[str, bytes, bool], float] = {}
@@ -44,8 +44,8 @@ class Wire(Network):
                 self.leave(socket)
 
     def carry(self, frame: Frame) -> None:
-        """Carry a frame over its link, unless the link is cut or jammed, with the fault that
-        strikes it.
+        """Carry a frame over its link, with the fault that strikes it, if any. A cut link loses the
+        frame, and a jammed one keeps it for later.
         """
         message = frame.message
         self._oracle.sent(frame, message)
@@ -105,10 +105,7 @@ class Wire(Network):
         super()._deliver(frame)
 
     def _watch(self, socket: Socket) -> Socket:
-        """Count the frames that are not a message as the node receives them.
-
-        The node's own count must be the same.
-        """
+        """Count the malformed frames that the node receives. Its own count must be the same."""
         process = current_process()
         self._owners.append((process, socket))
         receive = socket.receive
