@@ -1,5 +1,5 @@
-"""Checks of what a user or a peer passes: prompts, and lists of pages. Each error names the field,
-the value and the limit.
+"""Checks of the arguments that users and peers pass: prompts, and lists of pages. Each error names
+the field, the value and the limit.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, MAX_PAGES_PER_ROOM
 
 
 class CheckedPrompt(NamedTuple):
-    """The length and the digest of a prompt, which is all that a room needs of it.
+    """The length and the digest of a prompt: all that a room needs to know about it.
 
-    A caller that passes it instead of the prompt avoids the computation on the event loop: the
-    digest of a million tokens takes some 3 ms, and `check_prompt` may run in a thread.
+    The digest of a million tokens takes about 3 ms to compute. To keep that work off the event
+    loop, call `check_prompt` in a thread and pass its result instead of the prompt.
     """
 
     tokens: int
@@ -34,7 +34,7 @@ _CLIENT_GONE = Cause(Code.CLIENT_GONE)
 
 
 def room_id(value: object) -> RoomId:
-    """Return a user's room id, of any integer type, as a RoomId. Raises: MisuseError."""
+    """Convert a room id of any integer type to a RoomId. Raises: MisuseError."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -45,7 +45,7 @@ def room_id(value: object) -> RoomId:
 
 
 def check_cause(cause: Cause | None) -> Cause:
-    """Return the cause with which a user ends a room, CLIENT_GONE if it gave no cause.
+    """Check the cause with which a user ends a room, and return it; return CLIENT_GONE for None.
 
     Raises: MisuseError.
     """
@@ -57,26 +57,26 @@ def check_cause(cause: Cause | None) -> Cause:
 
 
 def check_handoff(handoff: bytes) -> bytes:
-    """Return the bytes that prefill hands over with the last chunk. Raises: MisuseError."""
+    """Check that a hand-over is bytes, and return it. Raises: MisuseError."""
     if not isinstance(handoff, bytes):
         raise MisuseError(f"the hand-over must be bytes, not {type(handoff).__name__}: encode it")
     return handoff
 
 
 def prompt_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
-    """Return SHA-256 over the token ids as little-endian u32, by which the two halves of a room
-    agree on the prompt (I8).
+    """Return the SHA-256 of the token ids as little-endian u32. The two halves of a room compare it
+    to agree on the prompt (I8).
     """
     # `data` passes the array to the hash without a copy: a prompt may have a million tokens.
     return hashlib.sha256(np.ascontiguousarray(token_ids, dtype="<u4").data).digest()
 
 
 def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
-    """Return token count and digest of a prompt. Raises: MisuseError."""
+    """Check a prompt, and return its token count and digest. Raises: MisuseError."""
     if isinstance(prompt, CheckedPrompt):
         return prompt
     ids = np.asarray(prompt)
-    # Every unsigned type of at most 32 bits holds only valid ids, so they need no check.
+    # Every unsigned type of at most 32 bits holds only valid ids, so the values need no check.
     if ids.dtype.kind == "u" and ids.itemsize <= 4 and ids.ndim == 1 and ids.size:
         return CheckedPrompt(ids.size, prompt_digest(ids))
     if ids.ndim == 1 and not ids.size:
@@ -94,10 +94,11 @@ def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
 
 
 def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
-    """Return how many places decode needs for the part of a prompt that it does not have: its
-    pages, and a row where the pool has rows.
+    """Return how many places decode needs for the part of a prompt that it lacks: its pages, and
+    one row if the pool has rows.
 
-    Raises: MisuseError naming the prefix, CapacityError.
+    Raises: MisuseError for a prefix that is not a whole number of pages, CapacityError for a prompt
+    that is too long for one room.
     """
     if not 0 <= prefix_tokens <= tokens or (
         prefix_tokens % layout.page_size and prefix_tokens != tokens
@@ -117,8 +118,8 @@ def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
 def own_pages(
     pages: Sequence[int] | PageIndices, layout: PoolLayout, room: int, wanted: int
 ) -> PageIndices:
-    """Return a user's own pages, and their row, for a room that needs `wanted` places, as
-    int32 [n].
+    """Check the pages that a user provides for a room of `wanted` places, including its row, and
+    return them as int32 [n].
 
     Raises: MisuseError.
     """
@@ -137,8 +138,8 @@ def own_pages(
 def check_chunk(
     room: int, layout: PoolLayout, pages: PageIndices, left: int, last: bool, handoff_bytes: int
 ) -> None:
-    """Check a chunk of our `pages` for a room that still has to fill `left` of decode's places. The
-    last chunk fills the row.
+    """Check a chunk of our `pages` for a room in which `left` of decode's places are not filled
+    yet. Only the last chunk may fill the row.
 
     Raises: MisuseError (more or fewer pages than are left, a hand-over before the last chunk),
     CapacityError (a hand-over that is too large).
@@ -168,7 +169,7 @@ def _counted(layout: PoolLayout, indices: PageIndices) -> str:
 
 
 def _needed(layout: PoolLayout, count: int) -> str:
-    """Return `count` places of a room in words; the last is a row where the pool has rows."""
+    """Describe `count` places of a room in words. If the pool has rows, the last place is a row."""
     return f"{count - 1} pages and 1 row" if layout.num_rows else str(count)
 
 
@@ -177,13 +178,13 @@ def _row_hint(layout: PoolLayout, where: str) -> str:
 
 
 def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str) -> PageIndices:
-    """Return a user's list or array of page numbers as int32 [n].
+    """Convert a user's list or array of page numbers to int32 [n].
 
     Raises: MisuseError describing the first fault.
     """
     array = np.asarray(pages)
-    # Tiny rooms are common, and one page needs none of the passes over the array below, which makes
-    # this a few times as fast.
+    # Rooms of one page are common. Checking that page here avoids the passes over the array below,
+    # and is several times as fast.
     if array.shape == (1,) and array.dtype == np.int32 and 0 <= array[0] < num_pages:
         return array.copy()
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -199,12 +200,12 @@ def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str)
 
 
 def pack_pages(pages: PageIndices) -> bytes:
-    """Return page indices in the format of the wire: little-endian int32, packed."""
+    """Encode page indices for the wire, as packed little-endian int32."""
     return np.ascontiguousarray(pages, dtype="<i4").tobytes()
 
 
 def unpack_pages(packed: bytes, num_pages: int) -> PageIndices:
-    """Return the indices in `packed`, checked against the pool.
+    """Decode page indices from the wire, and check them against the size of the pool.
 
     Raises: LayoutError for a ragged length, an index outside 0..num_pages-1, or a page named twice.
     """
@@ -215,8 +216,8 @@ def unpack_pages(packed: bytes, num_pages: int) -> PageIndices:
     if pages.size == 1 and 0 <= pages[0] < num_pages:
         return pages
     if pages.size:
-        # Decode's allocator hands out ascending pages where it can. Then the ends are the bounds,
-        # and no page is named twice.
+        # Decode's allocator returns ascending pages where it can. The first and the last page are
+        # then the smallest and the largest, and no page occurs twice.
         ascending = bool((pages[1:] > pages[:-1]).all())
         low, high = (
             (int(pages[0]), int(pages[-1])) if ascending else (int(pages.min()), int(pages.max()))

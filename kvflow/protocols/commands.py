@@ -1,4 +1,4 @@
-"""Commands of an endpoint to its shell.
+"""Commands that an endpoint returns to its shell.
 
 A shell runs them in order and decides nothing.
 
@@ -64,15 +64,16 @@ class StopWatch(msgspec.Struct, frozen=True, gc=False):
 
 class WatchEarlierWriter(msgspec.Struct, frozen=True):
     """Await the data plane's fence for a writer to which an earlier node over this pool lent pages,
-    then call `earlier.writer_died` of the endpoint. Both endpoints send it."""
+    then call `earlier.writer_died` on the endpoint. Both decode and prefill issue this command.
+    """
 
     writer: int
     address: PlaneAddress
 
 
 class StopEarlierWatch(msgspec.Struct, frozen=True):
-    """End the watch of this writer, if there is one, and notify the other nodes over the pool: all
-    its loans ended.
+    """End the watch of this writer, if there is one, and notify the other nodes over the pool that
+    all its loans ended.
     """
 
     writer: int
@@ -81,17 +82,18 @@ class StopEarlierWatch(msgspec.Struct, frozen=True):
 
 
 class Linked(msgspec.Struct, frozen=True, gc=False):
-    """Report that every rank of the room is registered: take its pages and call `lend`, or
-    `close_room` when there are no free pages.
+    """Report that every rank of the room is registered: take pages for the room and call `lend`, or
+    call `close_room` if no pages are free.
     """
 
     grant: GrantId
 
 
 class VerifyChunk(msgspec.Struct, frozen=True, gc=False):
-    """Compute the checksum of the part that the rank `served` of pages `first` to `first + count`
-    of the room, then call `chunk_summed`. A decode that lends host memory also copies that part to
-    the room's own pages."""
+    """Compute the checksum of the room's pages `first` to `first + count`, of which `served` are
+    the parts that this rank writes, then call `chunk_summed`. A decode that lends host memory also
+    copies these parts to the room's own pages.
+    """
 
     grant: GrantId
     rank: int  # index among the room's ranks
@@ -108,8 +110,8 @@ class StopVerifying(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoomBegun(msgspec.Struct, frozen=True, gc=False):
-    """Report that every rank has a place for the whole prompt of an announced room: its pages may
-    be lent.
+    """Report that every rank has a place for the whole prompt of an announced room, so its pages
+    may be lent.
     """
 
     grant: GrantId
@@ -175,7 +177,7 @@ DecodeCommand = (
 
 
 class SendToDecode(msgspec.Struct, frozen=True, gc=False):
-    peer_id: bytes  # its routing id
+    peer_id: bytes  # routing id of decode's connection
     frame: bytes
     # True for an AbortAck: decode's pages wait for it, so it leaves before the next command runs.
     at_once: bool = False
@@ -183,7 +185,8 @@ class SendToDecode(msgspec.Struct, frozen=True, gc=False):
 
 class OpenRoute(msgspec.Struct, frozen=True):
     """Connect the data plane to a decode's pool, then call `route_opened`, `route_refused` or
-    `route_short`. Where `route_opened` returns False, close the route."""
+    `route_short`. If `route_opened` returns False, close the route.
+    """
 
     peer: Incarnation
     address: PlaneAddress
@@ -204,26 +207,26 @@ class WatchProcess(msgspec.Struct, frozen=True):
 
 
 class StartWrite(msgspec.Struct, frozen=True, gc=False):
-    """Write the source pages, which are held, onto the target's pages; when the write ends, end the
-    hold and call `write_ended`.
+    """Write the source pages, which are held, to the target's pages. When the write ends, release
+    the hold and call `write_ended`.
     """
 
     write: int
-    serial: int  # of the room
+    serial: int  # the room's serial number
     peer: Incarnation
     source_pages: PageIndices
     target_pages: PageIndices
 
 
 class CancelWrite(msgspec.Struct, frozen=True, gc=False):
-    """Submit no more blocks of the write; `write_ended` follows all the same."""
+    """Submit no more blocks of the write. `write_ended` must still be called."""
 
     write: int
 
 
 class RoomMatched(msgspec.Struct, frozen=True, gc=False):
-    """Report that decode's half arrived; decode already has the first `prefix_tokens` of the
-    prompt.
+    """Report that decode's half arrived, and that decode already has the first `prefix_tokens` of
+    the prompt.
     """
 
     serial: int

@@ -1,5 +1,5 @@
-"""Loans of earlier nodes over the same pool: pages that a lost writer may still reach although
-their node is closed.
+"""Loans of earlier nodes over the same pool: pages that a lost writer may still reach, although the
+node that lent them is closed.
 
 The next node over the pool, of either role, takes them into its own ledger as loans of a writer
 that it is not linked to. They end as every loan in doubt ends: by the data plane's fence, or when
@@ -42,7 +42,7 @@ class EarlierWriter:
 
 
 class EarlierLoans:
-    """The part of an endpoint that decides about loans of earlier nodes.
+    """The part of an endpoint that decides when loans of earlier nodes end.
 
     Its commands go to the endpoint's outbox.
     """
@@ -50,21 +50,24 @@ class EarlierLoans:
     def __init__(
         self, ledger: Ledger[Any], outbox: list[Any], take_grant: Callable[[], GrantId]
     ) -> None:
-        """Use the endpoint's `ledger`. The loans of its rooms have links as sources, these have
-        `EarlierWriter`s, and neither part looks at the sources of the other.
+        """Use the endpoint's `ledger`, in which the loans of its own rooms have links as sources.
+        The sources here are `EarlierWriter`s, and neither part reads the other's sources.
         """
         self._ledger, self._outbox, self._take_grant = ledger, outbox, take_grant
         self._by_name: dict[tuple[int, PlaneAddress | None], EarlierWriter] = {}
-        self.writers: dict[int, EarlierWriter] = {}  # with loans left, by number
+        self.writers: dict[int, EarlierWriter] = {}  # writers with loans left, by number
         self._last_number = 0
         # A dead writer may have thousands of loans. They wait here, and each tick ends a few, so
         # that the event loop stays free.
         self.tasks: deque[tuple[EarlierWriter, deque[GrantId]]] = deque()
 
     def inherit(self, loans: Sequence[UnprovenLoan]) -> dict[GrantId, LeaseId]:
-        """Take over `loans`, and command one watch for every new writer.
+        """Take over `loans`, and issue one `WatchEarlierWriter` for every new writer that has an
+        address.
 
-        Returns the grants under which the ledger keeps their pages: `FreePages` names them."""
+        Returns the lease for each grant under which the ledger keeps its pages. `FreePages` will
+        name that grant.
+        """
         leases: dict[LeaseId, dict[EarlierWriter, UnprovenLoan]] = {}
         for loan in loans:
             leases.setdefault(loan.lease, {})[self._writer(loan)] = loan
@@ -100,7 +103,8 @@ class EarlierLoans:
     def declare_dead(self, incarnation: int) -> tuple[int, int]:
         """End the loans of a writer that an operator declares dead.
 
-        Returns how many end, and how many pages they keep in quarantine."""
+        Returns how many loans end, and how many pages they keep in quarantine.
+        """
         loans = pages = 0
         for writer in self.of(incarnation):
             owed = self.owed_by(writer)
@@ -138,8 +142,8 @@ class EarlierLoans:
             self._outbox.append(FreePages(grant))
 
     def _drop_if_idle(self, writer: EarlierWriter) -> None:
-        """Stop watching a writer, unless another node closed meanwhile and left more loans of
-        it.
+        """Forget a writer and stop watching it. If another node closed meanwhile and left more
+        loans to it, end those first.
         """
         if self._ledger.owes(writer):
             self._end(writer)

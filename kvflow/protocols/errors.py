@@ -26,7 +26,7 @@ MAX_CAUSE_TEXT = 2048
 
 
 class Code(StrEnum):
-    """The kind of a room's ending, as the wire and the metrics spell it."""
+    """The reason for which a room ended, as spelled on the wire and in metrics."""
 
     CLIENT_GONE = "client_gone"
     ABORTED = "aborted"
@@ -46,7 +46,7 @@ class Code(StrEnum):
 
 
 class Cause(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The first thing that went wrong in a room; later ones do not replace it."""
+    """The first failure of a room. Later failures do not replace it."""
 
     code: Code
     text: str = ""
@@ -58,7 +58,8 @@ class Cause(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise MisuseError(
                 f"a cause is a kvflow.Code and a text, not {self.code!r} and {self.text!r}"
             )
-        # Causes are kept for a long time, and a peer chooses the length of some of them.
+        # Causes are kept for a long time, and a peer chooses the text of some of them, so its
+        # length is bounded.
         if len(self.text) > MAX_CAUSE_TEXT:
             msgspec.structs.force_setattr(self, "text", self.text[:MAX_CAUSE_TEXT])
 
@@ -72,8 +73,8 @@ class KvflowError(Exception):
     code: Code = Code.ENGINE_ERROR
 
     def cause(self) -> Cause:
-        """Return the cause to send to the peer; for an error that `room_error` made from a cause,
-        an equal cause.
+        """Return the cause to send to the peer. For an error that `room_error` created, this is
+        equal to the cause that it was created from.
         """
         # `str(Cause)` puts the code before the text, and a second code would be noise.
         text = str(self)
@@ -87,7 +88,7 @@ class MisuseError(KvflowError):
 
 
 class LayoutError(MisuseError):
-    """A pool that cannot be described, or two that do not fit together."""
+    """A pool cannot be described, or two pools do not fit together."""
 
 
 class OwnershipError(MisuseError):
@@ -180,8 +181,8 @@ _BY_CODE: dict[Code, type[KvflowError]] = {
 
 
 def room_error(cause: Cause) -> KvflowError:
-    """Return the exception that a room's user receives for `cause`: its class follows from the
-    kind of ending, and its code is that of the cause.
+    """Return the exception that a room's user receives for `cause`. Its class follows from the code
+    of the cause, and it carries that code.
     """
     error = _BY_CODE.get(cause.code, RefusedError)(str(cause))
     error.code = cause.code

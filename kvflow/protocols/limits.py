@@ -12,9 +12,9 @@ LEAST_WAIT_S = 0.001
 
 
 def check_time(name: str, value_s: float, least_s: float = 0) -> float:
-    """Return a number of seconds that a user passes, if it is within its limits.
+    """Check a number of seconds that a user passes, and return it.
 
-    Raises: MisuseError naming it and its limits, also for NaN.
+    Raises: MisuseError, which names the limits, if it is outside them, NaN, or not a number.
     """
     try:
         # NaN fails every comparison, so it needs no check.
@@ -38,7 +38,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     lost_after_s: float = 5.0
     # Register, Announce, Abort and Resync are repeated after this long without an answer.
     repeat_after_s: float = 0.4
-    # One half of a room waits this long for the other, if that was never announced.
+    # One half of a room waits this long for the other, if the other was never announced.
     rendezvous_s: float = 5.0
     # Prefill keeps a decode's announcement this long if the engine's half never arrives.
     announced_s: float = MAX_TIME_S
@@ -54,7 +54,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     may wait for proof.
     """
 
-    closed_grants: int = 65_536  # per peer
+    closed_grants: int = 65_536  # ended grants that prefill remembers per decode
     # Hand-overs that decodes may still request again, in bytes over all decodes.
     kept_bytes: int = 256 << 20
     ended_halves: int = 65_536
@@ -62,10 +62,10 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     # Decodes that name one process as theirs: prefill opens a descriptor for each of them.
     decodes_per_process: int = 64
     decodes_per_address: int = 256  # decodes whose connections have one network address
-    rooms: int = 32_768  # at one prefill, and as many announced ones
+    rooms: int = 32_768  # open rooms at one prefill; as many more may be announced
     links: int = 512  # prefill ranks that one decode is connected to
     ranks_per_room: int = 64
-    quarantine_share: float = 0.5  # of decode's pages: above it no room is opened
+    quarantine_share: float = 0.5  # of decode's pages; above it, decode opens no room
     pinned_share: float = (
         # Share of prefill's pages that writes of one decode's ended rooms may read: above it,
         # prefill refuses the rooms of that decode.
@@ -73,7 +73,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     )
 
     def pinned_limit(self, num_pages: int) -> int:
-        """Return `pinned_share` as pages of a pool of `num_pages`."""
+        """Return `pinned_share` of a pool of `num_pages` as a number of pages."""
         return int(self.pinned_share * num_pages)
 
     def __post_init__(self) -> None:

@@ -1,5 +1,5 @@
-"""The machinery that endpoints share: the commands of every endpoint, and of those that have rooms
-the deadlines, the work that is put off, the story of a room, and the loans of earlier nodes.
+"""Machinery that endpoints share: the outbox of commands and, for endpoints that have rooms,
+deadlines, queued tasks, the story of a room, and the loans of earlier nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STORY_LINES = 64
 # Rooms and loans handled in one tick. The bound keeps a tick to a millisecond or two, so that the
 # loss of a peer with thousands of rooms does not block the event loop (I11).
 TICK_WORK = 32
-COUNTED_AT_ONCE = 128  # ends of rooms
+COUNTED_AT_ONCE = 128  # ended rooms that are counted in one batch
 
 
 def parsed(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T | None:
@@ -43,7 +43,7 @@ def parsed(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T | None:
 
 
 class Endpoint(Generic[M]):
-    """The output of an endpoint.
+    """Base class of all endpoints: the queue of commands for the shell.
 
     After each call, run what `commands()` returns; call `tick` at `next_tick()`.
     """
@@ -58,7 +58,7 @@ class Endpoint(Generic[M]):
 
 
 class RoomsEndpoint(Endpoint[M]):
-    """The endpoint of one side of rooms.
+    """Base class of the two endpoints that have rooms, decode's and prefill's.
 
     After each call, run what `commands()` returns; call `tick` at `next_tick()`.
     """
@@ -88,8 +88,9 @@ class Timer(msgspec.Struct, frozen=True, gc=False):
 class Task:
     """Work on many items, done one at a time so that no tick takes long.
 
-    `run` names the function for each item, and `peer` is the peer they belong to, if any. An item
-    may change between the time it is queued and its turn. `cause` is that of the rooms it ends.
+    `run` names the function that handles an item. `peer` is the peer to which the items belong, if
+    any. `cause` is the cause of the rooms that the task ends. An item may change before its turn
+    comes.
     """
 
     __slots__ = ("cause", "items", "peer", "run")
@@ -110,8 +111,8 @@ class Core:
     ) -> None:
         self.observer, self.timing, self.bounds = observer, timing, bounds
         self.outbox: list[Any] = []
-        # Both sides have loans of decodes that closed over the same pool; a decode has its own,
-        # too.
+        # Both sides keep the loans of earlier nodes over the same pool. Decode also keeps those of
+        # its own rooms.
         self.ledger: Ledger[Any] = Ledger(int(bounds.quarantine_share * layout.num_pages))
         self.earlier = EarlierLoans(self.ledger, self.outbox, self.take_grant)
         self.next_grant = GrantId(1)
@@ -120,14 +121,15 @@ class Core:
 
     def room_ended(self, ending: RoomEnding, now: float) -> None:
         """Report the end of a room to the observer."""
-        # Counting can wait, the rooms of the loop cannot: many are counted at once.
+        # Counting is not urgent, so it does not delay the loop for every room: many are counted at
+        # once.
         ended = self.observer.ended
         ended.append((ending, now))
         if len(ended) >= COUNTED_AT_ONCE:
             self.observer.count_ended()
 
     def take_grant(self) -> GrantId:
-        """Take the next grant; an earlier node's pages get one that no room has."""
+        """Take the next grant. The pages of an earlier node also get one, which no room shares."""
         grant = self.next_grant
         self.next_grant = GrantId(grant + 1)
         return grant
@@ -165,9 +167,8 @@ class _Bucket(Generic[K]):
 
     def __init__(self) -> None:
         self.keys: dict[K, float] = {}
-        # Entries of `keys`, latest first, or None until they are needed: most keys are cancelled
-        # before their bucket comes first, so sorting early would be wasted. An entry that `keys`
-        # does not confirm is stale.
+        # The entries of `keys`, latest first. None until the bucket becomes the first, because most
+        # keys are cancelled before that. An entry that differs from `keys` is stale.
         self.order: list[tuple[float, K]] | None = None
 
     def first(self) -> tuple[float, K]:
@@ -187,7 +188,8 @@ class Deadlines(Generic[K]):
     """A set of deadlines, at most one per key.
 
     Setting and cancelling a deadline cost O(1); taking one that is due costs O(log n) in the size
-    of its bucket. A cancelled key is removed at once, and its bucket when it comes first.
+    of its bucket. A cancelled key is removed at once, but an empty bucket only when it becomes the
+    first.
     """
 
     def __init__(self) -> None:
@@ -196,7 +198,8 @@ class Deadlines(Generic[K]):
         # Numbers of buckets. An empty bucket stays until it comes first, because a heap cannot drop
         # an inner entry cheaply.
         self._heap: list[int] = []
-        # Lower bound of every deadline: cheaper than `next_at_s`, and exact after each `pop_due`.
+        # Lower bound of all deadlines. It is cheaper to read than `next_at_s`, and exact after each
+        # `pop_due`.
         self.not_before_s = float("inf")
 
     def __len__(self) -> int:
@@ -268,7 +271,7 @@ class Deadlines(Generic[K]):
 class Line(NamedTuple):
     """One line of a story.
 
-    `at_s` is by the node's clock. `text` holds details beyond the name of the event, if any.
+    `at_s` is a time on the node's clock. `text` holds details beyond the name of the event, if any.
     """
 
     at_s: float
@@ -299,7 +302,7 @@ class Story:
             self.follower(_readable(at_s, what, phase, detail))
 
     def lines(self) -> Sequence[Line]:
-        """Return the kept lines, with one that counts those left out in the middle."""
+        """Return the kept lines. If some were dropped, a line in the middle states their number."""
         told = [_readable(*line) for line in self._lines]
         if self._dropped:
             middle = told[STORY_LINES // 2]

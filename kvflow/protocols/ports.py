@@ -21,7 +21,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Pending(Protocol[T_co]):
-    """The result of work under way. Every `asyncio.Future` is one.
+    """The result of work that may still be running. Every `asyncio.Future` is a `Pending`.
 
     It must not be cancelled: a coroutine awaits it through `asyncio.shield`.
     """
@@ -81,8 +81,8 @@ class PlaneAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 LeaseId = tuple[int, int]
-"""The name of one room's pages for every node over a pool: the incarnation of the decode that lent
-them, and its grant.
+"""The identity of one room's pages among all nodes over a pool: the incarnation of the decode that
+lent them, and its grant.
 """
 
 
@@ -94,9 +94,9 @@ class UnprovenLoan(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False
     it dead. Every rank of a room has a separate loan of the same pages.
     """
 
-    # None where the writer sent no address: then only an operator can end the loan.
+    # None if the writer sent no address. Only an operator can then end the loan.
     writer: PlaneAddress | None
-    incarnation: int  # of the writer, as its control endpoint and its rank are
+    incarnation: int  # of the writer, like `control` and `rank`
     control: str
     rank: int
     room: int
@@ -105,29 +105,29 @@ class UnprovenLoan(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False
 
 
 class RoomEnding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The end of one half of a room, with the times of its stages by the node's clock; None for a
-    stage that it did not reach.
+    """The end of one half of a room, with the times at which it reached its stages, on the node's
+    clock. A time is None for a stage that it did not reach.
     """
 
-    phase: IntEnum  # the terminal one
+    phase: IntEnum  # a terminal phase
     cause: Cause | None  # None for a success
     num_pages: int
-    offers_pages: bool  # decode's half
+    offers_pages: bool  # True for decode's half
     opened_at_s: float
-    ready_at_s: float | None  # decode: linked to every rank; prefill: both halves were here
+    ready_at_s: float | None  # decode: linked to every rank; prefill: both halves arrived
     moving_at_s: float | None  # decode: its pages were offered; prefill: the first chunk was queued
 
 
 class Observer(Protocol):
-    """Counters for the events of one node, to which its endpoint adds."""
+    """Counters for the events of one node, which its endpoint increments."""
 
     rooms_opened: int
     mismatched: int  # chunks whose checksum differs from prefill's
-    declared_dead: int  # peers
-    ended: list[tuple[RoomEnding, float]]  # ends of rooms and their times, to be counted
+    declared_dead: int  # peers that an operator declared dead
+    ended: list[tuple[RoomEnding, float]]  # ended rooms and their times, not counted yet
 
     def count_ended(self) -> None:
-        """Count what is in `ended`, and clear it."""
+        """Count the rooms in `ended`, and clear the list."""
 
     def message_dropped(self, why: str) -> None:
         """Count a message that changed nothing.
@@ -137,7 +137,7 @@ class Observer(Protocol):
 
 
 class Write(Protocol):
-    """One write under way."""
+    """One running write."""
 
     @property
     def landed_bytes(self) -> int:
@@ -185,7 +185,7 @@ class Route(Protocol):
         """
 
     def close(self) -> None:
-        """Drop mappings and sessions. Call only when no write of this route is under way."""
+        """Drop mappings and sessions. Call only when no write of this route runs."""
 
 
 class DataPlane(Protocol):
@@ -203,8 +203,8 @@ class DataPlane(Protocol):
         """Seconds for which the plane's worker thread made no progress although it had work;
         infinite when the thread died.
 
-        It measures our own thread, never a peer: a write that waits for a frozen peer still has
-        its turns, and is not a stall.
+        It measures our own thread, never a peer: a thread that keeps polling a write to a frozen
+        peer makes progress, and is not stalled.
         """
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
@@ -220,9 +220,9 @@ class DataPlane(Protocol):
         """Open the route from our pool to the pool that the peer exported as `address` and
         `layout`; slow work runs in a thread.
 
-        Raises: LayoutError (the pools do not fit), TransferError (the peer cannot be reached). Its
-        cause is a CapacityError or the system's OSError (EMFILE ...) where we ran out of something
-        that a route of another peer holds.
+        Raises: LayoutError (the pools do not fit), TransferError (the peer cannot be reached). If
+        we ran out of a resource that the route of another peer holds, the cause of the
+        TransferError is a CapacityError or the system's OSError (EMFILE ...).
         """
 
     async def fence(self, writer: PlaneAddress) -> None:
@@ -234,8 +234,8 @@ class DataPlane(Protocol):
         """
 
     def sees_alive(self, writer: PlaneAddress) -> bool:
-        """Return True when this host shows that the writer's process runs; False when it does not,
-        or when that cannot be observed from here.
+        """Return True if this host can observe that the writer's process runs. False means that the
+        process does not run, or that this host cannot tell.
         """
 
     async def close(self) -> None:
@@ -243,7 +243,7 @@ class DataPlane(Protocol):
 
 
 class ChecksumTask(Protocol):
-    """One checksum under way."""
+    """One checksum that is being computed."""
 
     @property
     def done(self) -> Pending[bytes]:
@@ -253,8 +253,8 @@ class ChecksumTask(Protocol):
 
     @property
     def error(self) -> str:
-        """Why there is no checksum, valid once `done`; empty when there is one, and after a
-        cancellation.
+        """The reason why there is no checksum, valid once `done` resolved. Empty if there is one,
+        and after a cancellation.
         """
 
     @property
@@ -264,35 +264,37 @@ class ChecksumTask(Protocol):
         """
 
     def cancel(self) -> None:
-        """Stop soon. Idempotent, returns at once."""
+        """Request an early stop. Idempotent, returns at once."""
 
 
 class Checksums(Protocol):
-    """Checksums over the pages of one pool; equal for equal content, however either pool is laid
-    out and divided.
+    """Checksums over the pages of one pool. Equal content has an equal checksum in any two pools,
+    however they are laid out and divided.
     """
 
     def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> ChecksumTask:
         """Sum `pages` in their order, in a thread.
 
-        Prefill sums what it sends. Decode sums what one rank `served` of the pages, in that rank's
-        order of bytes. The caller keeps the pages allocated until `released`. Never raises.
+        Prefill sums the parts that it sends. Decode passes the parts that one rank sends as
+        `served`, and sums them in that rank's order of bytes. The caller keeps the pages allocated
+        until `released`. Never raises.
         """
 
     async def close(self) -> None:
-        """Cancel and drain. Afterwards only threads that hang read the pool, and its memory stays
+        """Cancel and drain. Afterwards only threads that hang may read the pool, whose memory stays
         mapped for them.
         """
 
 
 class Arrivals(Protocol):
-    """Pages of host memory that a decode lends instead of pool pages, which no peer can then write;
-    a copy brings what landed there to the pages that the engine reads.
+    """Pages of host memory that a decode lends instead of pages of its pool, so that no peer can
+    write into the pool. A copy brings the chunks that land there to the pages that the engine
+    reads.
     """
 
     @property
     def lent(self) -> PageStore:
-        """The owners of the pages that can be lent."""
+        """The store of the pages that can be lent."""
 
     @property
     def layout(self) -> PoolLayout:
@@ -301,11 +303,11 @@ class Arrivals(Protocol):
     def begin(
         self, lent: PageIndices, pages: PageIndices, served: tuple[Served, ...]
     ) -> ChecksumTask:
-        """Copy what a rank `served` of `lent` to `pages`, in a thread.
+        """Copy the parts that a rank sends (`served`) from `lent` to `pages`, in a thread.
 
-        The task resolves to the checksum of that part where transfers are verified, and to any
-        non-empty bytes elsewhere. The caller keeps both page lists allocated until `released`.
-        Never raises.
+        The task resolves to the checksum of those parts if transfers are verified, and otherwise to
+        any non-empty bytes. The caller keeps both page lists allocated until `released`. Never
+        raises.
         """
 
     async def close(self) -> None:
@@ -313,8 +315,8 @@ class Arrivals(Protocol):
 
 
 class ControlSocket(Protocol):
-    """One end of the control link. A peer is a routing id, empty on the side that has only one
-    peer.
+    """One end of the control link. A peer is named by its routing id, which is empty on the side
+    that has only one peer.
     """
 
     @property
@@ -336,8 +338,8 @@ class ControlSocket(Protocol):
         """
 
     def sender_address(self) -> str:
-        """Return the network address that sent the burst received last; empty where it is not
-        known.
+        """Return the network address of the sender of the latest burst; empty if it
+        is not known.
         """
 
     def close(self) -> None: ...
@@ -377,7 +379,7 @@ class PageStore(Protocol):
         """
 
     def unhold(self, pages: PageIndices) -> None:
-        """End one hold. Raises: OwnershipError when a page is not held."""
+        """Release one hold. Raises: OwnershipError when a page is not held."""
 
     def withhold(self, pages: PageIndices) -> None:
         """Keep these pages, owned or free, from every new owner until `unhold`. Counted, as holds
@@ -408,7 +410,7 @@ class Quarantine(Protocol):
 
     @property
     def leases(self) -> Collection[LeaseId]:
-        """Names of the pages that still have a loan."""
+        """The leases whose pages still have a loan."""
 
     def standing(self, loans: Sequence[UnprovenLoan]) -> list[UnprovenLoan]:
         """Return those of `loans` that did not end meanwhile."""
@@ -437,7 +439,7 @@ class Quarantine(Protocol):
     def free(self, lease: LeaseId) -> None:
         """Let stores hand out these pages again, after the last loan of them ended.
 
-        No effect the second time.
+        A second call has no effect.
         """
 
     def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:

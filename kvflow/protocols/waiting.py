@@ -24,9 +24,9 @@ class _Wait(NamedTuple):
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """Figures of the rooms that wait for pages: how many there are, how many pages they want
-    together, and how long the oldest waits. A `stuck` room wants more pages than the pool has
-    outside of quarantine.
+    """Statistics of the rooms that wait for pages: their number, the pages that they want together,
+    and how long the oldest has waited. A `stuck` room wants more pages than the pool has outside of
+    quarantine.
     """
 
     rooms: int
@@ -47,7 +47,7 @@ class Waiting(Generic[K]):
         # at the first of each size.
         self._by_size: dict[int, OrderedDict[K, _Wait]] = {}
         self._turn = 0
-        self.pages = 0  # wanted by all keys together
+        self.pages = 0  # pages that all keys together want
 
     def __len__(self) -> int:
         return len(self._sizes)

@@ -1,5 +1,5 @@
-"""Addresses of cache events: one is configured, and each rank or worker of a machine derives its
-own from it.
+"""Addresses at which cache events are published. One address is configured, and each rank or worker
+of a machine derives its own from it.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from ipaddress import ip_address
 
 from kvflow.protocols.errors import MisuseError
 
-# The port of vLLM and SGLang. They bind every interface; ours reaches this machine only, because
-# events contain the tokens of prompts.
+# vLLM and SGLang use the same port, but bind every interface. This address is reachable from the
+# same machine only, because events contain the tokens of prompts.
 DEFAULT_ADDRESS = "tcp://127.0.0.1:5557"
 LAST_PORT = 65535
 
 
 def numbered_address(name: str, address: str, number: int) -> str:
-    """Return the address of rank or worker `number`: port + number, or any free port for * and 0;
-    an address without a port gets a suffix. `name` is the setting, for errors. Raises: MisuseError.
+    """Return the address of rank or worker `number`. A TCP port is increased by `number`, but port
+    `*` or 0 stays any free port. An ipc or inproc address gets a suffix, except for number 0.
+    `name` is the name of the setting, for errors. Raises: MisuseError.
     """
     scheme, found, rest = address.partition("://")
     if not found or scheme not in ("tcp", "ipc", "inproc") or not rest:

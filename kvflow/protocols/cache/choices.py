@@ -1,6 +1,6 @@
-"""Choices for a prefix cache, spelled as in the settings.
+"""Choices that configure a prefix cache, spelled as in the settings.
 
-The modules that implement them describe them: `policies`, `kvflow.serve.cache.tiers`,
+They are described in the modules that implement them: `policies`, `kvflow.serve.cache.tiers`,
 `kvflow.serve.engine.scheduler.prefetch`.
 """
 
@@ -12,6 +12,4 @@ EvictionPolicy: TypeAlias = Literal["lru", "lfu", "slru", "priority", "depth"]
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 PrefetchPolicy: TypeAlias = Literal["best_effort", "timeout", "wait_complete"]
 Dialect: TypeAlias = Literal["vllm", "sglang"]
-"""The engine whose names for the tiers events use: see
-`kvflow.protocols.wire.kv_events.media_of`.
-"""
+"""The engine whose tier names appear in events: see `kvflow.protocols.wire.kv_events.media_of`."""

@@ -1,4 +1,6 @@
-"""Events of the prefix cache (I10): pages that a tier has from now on, and pages that it lost."""
+"""Events of the prefix cache (I10): pages that became readable in a tier, and pages
+that left it.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ class Tier(IntEnum):
     STORAGE = 2  # without page numbers: a stored page is found by its hash
 
 
-Digests: TypeAlias = NDArray[np.int64]  # big-endian [pages, 4]: page hashes of 32 bytes
+Digests: TypeAlias = NDArray[np.int64]  # page hashes, 32 bytes each: big-endian [pages, 4]
 
 
 class Stored(NamedTuple):
-    """Consecutive pages of a prompt that can be read in `tier` from now on."""
+    """Consecutive pages of a prompt that became readable in `tier`."""
 
     tier: Tier
     digests: Digests
     parent: int | None  # event hash of the page before; None for the first page of a prompt
-    tokens: bytes  # of these pages, see `hashes.token_bytes`
+    tokens: bytes  # tokens of these pages, as `hashes.token_bytes` returns them
     namespace: Namespace
 
     @property
@@ -35,7 +37,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Pages that can no longer be read in `tier`, the last of a prompt first."""
+    """Pages that can no longer be read in `tier`, from the last page of the prompt backwards."""
 
     tier: Tier
     digests: Digests
@@ -46,7 +48,7 @@ class Removed(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """No page can be read any more, in any tier."""
+    """Event after which no page can be read in any tier: the cache was flushed."""
 
 
 Event: TypeAlias = Stored | Removed | Cleared
@@ -54,7 +56,7 @@ CLEARED = Cleared()
 
 
 def event_hashes(digests: Digests) -> list[int]:
-    """Return the names of pages in events: the first 64 bits of each digest as a signed number."""
+    """Return the numbers that name pages in events: the first 64 bits of each digest, signed."""
     # The array is big-endian int64, so its first column already is that number.
     hashes: list[int] = digests[:, 0].tolist()
     return hashes

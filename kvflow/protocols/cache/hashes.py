@@ -1,5 +1,5 @@
-"""Page hashes as the subscribers of KV events know them: SHA256(previous digest || token ids as u32
-little-endian).
+"""Page hashes in the format that subscribers of KV events expect: SHA256(previous digest || token
+ids as u32 little-endian).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def token_bytes(ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
 
 
 def chain_root(namespace: Namespace) -> bytes:
-    """Return the digest before the first page: empty for `ANY`, otherwise 32 bytes that no other
-    namespace has.
+    """Return the digest that precedes the first page: empty for `ANY`, otherwise 32 bytes that are
+    unique to the namespace.
     """
     if namespace == ANY:
         return b""
@@ -53,8 +53,8 @@ def chain_root(namespace: Namespace) -> bytes:
 
 
 def page_hashes(tokens: bytes, page_size: int, previous: bytes = b"") -> list[bytes]:
-    """Return the digest of every whole page of `tokens`; `previous` is the digest before them, or
-    `chain_root`.
+    """Return the digest of every whole page of `tokens`; `previous` is the digest of the page
+    before them, or the `chain_root`.
     """
     size = page_size * TOKEN_BYTES
     # One call of numpy cuts all pages, which costs less than a slice of `tokens` for each.
@@ -63,5 +63,5 @@ def page_hashes(tokens: bytes, page_size: int, previous: bytes = b"") -> list[by
 
 
 def event_hash(digest: bytes) -> int:
-    """Return the name of a page in events: the first 64 bits of its digest as a signed number."""
+    """Return the number that names a page in events: the first 64 bits of its digest, signed."""
     return int.from_bytes(digest[:8], "big", signed=True)

@@ -39,8 +39,9 @@ class Match(NamedTuple):
 
     A node stands for the prefix that ends with it; None stands for the empty one.
 
-    In an index that needs states, both ends have one. `branch_pages` is the number of pages at
-    which the prompt leaves the cached tokens: a state put there would lengthen the match.
+    In an index that needs states, both ends carry one. `branch_pages` is the number of pages after
+    which the prompt diverges from the cached tokens: a state stored there would allow a longer
+    match.
     """
 
     num_pages: int = 0  # cached on device or host
@@ -48,7 +49,7 @@ class Match(NamedTuple):
     # int32 [n]: the first n of those pages, which can be read on the device.
     device_pages: PageIndices = NO_PLACES
     device_end: Node | None = None
-    state: int | None = None  # at `device_end`
+    state: int | None = None  # the state at `device_end`
     branch_pages: int = 0
 
 
@@ -56,14 +57,15 @@ class Inserted(NamedTuple):
     """The result of an insertion."""
 
     end: Node | None
-    # Pages that the cache did not take, as it has others for the same tokens: the caller frees
+    # Pages that the cache did not take because it has others for the same tokens. The caller frees
     # them.
     duplicates: PageIndices
 
 
 class Stats(NamedTuple):
-    """Figures of an index. Pages are per tier (device, host, storage), and include those that a
-    copy is writing and those that a flush could not free yet.
+    """Counters of an index. `num_pages` is per tier (device, host, storage), and includes pages
+    that a copy is writing and pages that a flush could not free yet. `num_evicted` is for device
+    and host.
     """
 
     num_pages: tuple[int, ...]
@@ -79,9 +81,9 @@ class Stats(NamedTuple):
 class PrefixIndex:
     """One prefix cache.
 
-    Page numbers are the caller's: the index keeps every page that it receives until it returns it,
-    exactly once, as a duplicate or in Freed. The caller passes the time, in seconds, which never
-    goes back.
+    The caller numbers the pages. The index keeps every page that it receives until it returns it,
+    exactly once, as a duplicate or in `Freed`. The caller passes the time in seconds, which must
+    never go back.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class PrefixIndex:
         needs_state: bool = False,
         events: bool = False,
     ) -> None:
-        """`page_size`: tokens of a page. `needs_state`: match only prefixes that end in a state.
+        """`page_size`: tokens per page. `needs_state`: match only prefixes that end in a state.
         `events`: record events for `take_events`.
 
         Raises: MisuseError.
@@ -109,13 +111,13 @@ class PrefixIndex:
         self._writes = Writes(self._residents)
         self._now_s = float("-inf")
         self.epoch = 0
-        """Number of flushes so far: a match of an earlier epoch is no longer in the index."""
+        """Number of flushes so far. A match from an earlier epoch is no longer in the index."""
 
     def match(
         self, tokens: bytes, now_s: float, namespace: Namespace = ANY, *, hit: bool = True
     ) -> Match:
         """Return the longest cached prefix of whole pages of `tokens` (see `hashes.token_bytes`),
-        and mark it as used now. With `hit` also count one more use: a caller that matches one
+        and mark it as used now. With `hit`, also count one more use; a caller that matches one
         prompt repeatedly passes True only once.
 
         Raises: MisuseError.
@@ -144,7 +146,8 @@ class PrefixIndex:
                     device_end = node
                 else:
                     contiguous = False
-        # A state may be evicted before its pages, so the device may end at a node without one.
+        # A state may be evicted before its pages, so the last node on the device may lack one. Go
+        # back to a node that has one.
         if self._needs_state:
             while device_end is not None and device_end.state is None:
                 device.pop()
@@ -163,9 +166,10 @@ class PrefixIndex:
         shared: int = 0,
         priority: int = 0,
     ) -> Inserted:
-        """Insert the device pages of a finished request: int32, one for each whole page of `tokens`
-        after the first `shared`, which are the cache's own, matched and locked by the request. The
-        array is kept and must not change. Raises: MisuseError (no page is taken).
+        """Insert the device pages of a finished request. `pages` is int32, with one page for each
+        whole page of `tokens` after the first `shared`. Those belong to the cache already: the
+        request matched and locked them. The index keeps the array, which must not change. Raises:
+        MisuseError; the index then takes no page.
         """
         root, path, total = self._given(tokens, pages, now_s, namespace, shared)
         self._check_shared(path, shared)
@@ -194,8 +198,9 @@ class PrefixIndex:
         return Inserted(end, joined(duplicates))
 
     def put_state(self, tokens: bytes, state: int, namespace: Namespace = ANY) -> bool:
-        """Keep `state`, a number of the caller's, at the end of the last page of `tokens`. Returns
-        False, and does not keep it, when there is one already or the pages are not cached."""
+        """Store `state`, a number that the caller chooses, at the end of the last page of `tokens`.
+        Returns False and stores nothing if there is a state already or the pages are not cached.
+        """
         root = self._residents.roots.get(namespace)
         path = [] if root is None else self._walk(root, tokens)
         if not path or path[-1].depth * self._page_bytes != len(tokens):
@@ -203,20 +208,21 @@ class PrefixIndex:
         return self._residents.states.put(path[-1], state)
 
     def lock_state(self, node: Node) -> None:
-        """Keep the state at the end of `node`, whose pages are locked. Locks are counted.
+        """Protect the state at the end of `node` from eviction. Its pages must be locked. Locks are
+        counted.
 
         Raises: MisuseError.
         """
         self._residents.states.lock(node)
 
     def unlock_state(self, node: Node) -> None:
-        """End one lock, before that of its pages. Raises: MisuseError."""
+        """Release one lock of a state, before the lock of its pages. Raises: MisuseError."""
         self._residents.states.unlock(node)
 
     def evict_states(self, count: int) -> Freed:
         """Free `count` states in the order of the policy; fewer if the rest is locked.
 
-        Their pages stay.
+        Their pages stay cached.
         """
         return Freed(states=self._residents.states.evict(count))
 
@@ -229,10 +235,10 @@ class PrefixIndex:
         *,
         start: int,
     ) -> PageIndices:
-        """Insert host pages that were read from storage: int32, one for each whole page of `tokens`
-        from page `start` on. Returns the pages that are not taken: the host has others, a copy is
-        bringing others, or the pages before them were evicted. Raises: MisuseError (no page is
-        taken).
+        """Insert host pages that were read from storage. `pages` is int32, with one page for each
+        whole page of `tokens` from page `start` on. Returns the pages that the index does not take:
+        the host has others, a copy is bringing others, or the pages before them were evicted.
+        Raises: MisuseError; the index then takes no page.
         """
         root, path, total = self._given(tokens, pages, now_s, namespace, start)
         end = path[-1] if path else root
@@ -255,13 +261,13 @@ class PrefixIndex:
         return joined(duplicates)
 
     def _from_storage(self, node: Node) -> None:
-        """Count a node as stored, as its host pages were read from storage."""
+        """Count a node as stored, because its host pages were read from storage."""
         if node.phase[Tier.STORAGE] is RunPhase.ABSENT:
             self._residents.feed(node, Tier.STORAGE, RunKind.GIVEN, None, Gathered())
         self._residents.offer(node)
 
     def hit(self, end: Node) -> None:
-        """Count every page up to the end of `end` as used once more."""
+        """Count one more use of every page up to the end of `end`."""
         for node in upwards(end):
             node.hits += 1
 
@@ -272,8 +278,8 @@ class PrefixIndex:
         return any(node.phase[Tier.DEVICE] is RunPhase.ARRIVING for node in upwards(end))
 
     def stored_pages(self, end: Node) -> list[int]:
-        """Return the numbers of the pages up to the end of `end` that count as stored,
-        ascending.
+        """Return the positions in the prompt, ascending, of the pages up to the end of `end` that
+        count as stored.
         """
         stored = (node for node in upwards(end) if node.phase[Tier.STORAGE] is RunPhase.PRESENT)
         found = [range(node.depth - node.num_pages, node.depth) for node in stored]
@@ -288,7 +294,8 @@ class PrefixIndex:
         return [found[at : at + DIGEST_BYTES] for at in range(0, len(found), DIGEST_BYTES)]
 
     def lock(self, node: Node) -> None:
-        """Keep the device pages of the prefix that ends with `node`. Locks are counted.
+        """Protect the device pages of the prefix that ends with `node` from eviction. Locks are
+        counted.
 
         Raises: MisuseError.
         """
@@ -302,7 +309,7 @@ class PrefixIndex:
             self._residents.pin(node)
 
     def unlock(self, node: Node) -> Freed:
-        """End one lock, and return the pages that only it kept from a flush.
+        """Release one lock, and return the flushed pages that only this lock still held.
 
         Raises: MisuseError.
         """
@@ -317,7 +324,7 @@ class PrefixIndex:
         return gathered.freed()
 
     def missing(self, end: Node, source: Tier, target: Tier) -> int:
-        """Return how many pages of the prefix that ends with `end` a write would copy at most.
+        """Return the most pages that a write of the prefix that ends with `end` would copy.
 
         Raises: MisuseError.
         """
@@ -332,10 +339,11 @@ class PrefixIndex:
         *,
         count: int | None = None,
     ) -> Write:
-        """Begin to copy the pages that `target` lacks of the prefix that ends with `end`: the first
-        len(pages) of them, into `pages` (int32), which the index owns from now on; to storage the
-        first `count`. The caller must report the end with `ack` or `fail`, once these pages are no
-        longer read or written. Raises: MisuseError (no page is taken).
+        """Begin to copy to `target` the pages that it lacks of the prefix that ends with `end`. The
+        first len(pages) of them are copied to `pages` (int32), which the index owns from now on; a
+        copy to storage takes the first `count` instead. The caller reports the end with `ack` or
+        `fail`, once these pages are no longer read or written. Raises: MisuseError; the index then
+        takes no page.
         """
         return self._writes.begin(
             end, source, target, pages, len(pages) if count is None else count
@@ -346,7 +354,7 @@ class PrefixIndex:
         return self._writes.end(number, RunKind.ACK)
 
     def fail(self, number: int) -> Freed:
-        """End a write that may have left anything in its target pages, and return these pages."""
+        """End a write whose target pages may contain anything, and return these pages."""
         return self._writes.end(number, RunKind.FAIL)
 
     def evict(self, tier: Tier, count: int) -> Freed:
@@ -361,17 +369,17 @@ class PrefixIndex:
     def evict_copied(self, count: int) -> tuple[Freed, list[Node]]:
         """Free `count` pages of the device, as `evict` does, but only those that the host has too.
 
-        Also returns the ends of the prefixes that `evict` would have freed without a copy on the
-        host: the caller copies them first.
+        Also returns the nodes that `evict` would have freed although the host lacks them. The
+        caller first copies the prefixes that end with them.
         """
         gathered, uncopied = Gathered(), list[Node]()
         self._residents.evict(Tier.DEVICE, count, gathered, uncopied)
         return gathered.freed(), uncopied
 
     def lost(self, end: Node, first: int) -> int:
-        """Stop counting pages as stored, from page `first` of the prefix that ends with `end` on
-        and in every prompt that continues it: storage turned out to lack that page. Returns how
-        many pages counted as stored before.
+        """Record that storage lacks page `first` of the prefix that ends with `end`: neither this
+        page nor any page after it, in any prompt, counts as stored any more. Returns how many pages
+        stop counting.
         """
         return self._residents.lost(end, first)
 
@@ -422,8 +430,8 @@ class PrefixIndex:
         )
 
     def _walk(self, node: Node, tokens: bytes) -> list[Node]:
-        """Return the nodes of the longest common path. A node that the tokens leave in its middle
-        is split.
+        """Return the nodes of the longest cached prefix of `tokens`. If the prefix ends inside a
+        node, split that node.
         """
         size, at, last = self._page_bytes, 0, len(tokens) - self._page_bytes
         same_at = tokens.startswith
@@ -450,9 +458,10 @@ class PrefixIndex:
     def _given(
         self, tokens: bytes, pages: PageIndices, now_s: float, namespace: Namespace, start: int
     ) -> tuple[Root, list[Node], int]:
-        """Return the place of pages that are inserted from page `start` of the tokens on: a root,
-        which may be new, the nodes of the cached prefix, and the number of whole pages of the
-        tokens. Raises: MisuseError."""
+        """Check pages that are inserted from page `start` of the tokens on. Returns the root, which
+        may be new, the nodes of the cached prefix, and the number of whole pages of the tokens.
+        Raises: MisuseError.
+        """
         self._check(tokens, now_s)
         check_pages(pages)
         total = len(tokens) // self._page_bytes
@@ -472,7 +481,7 @@ class PrefixIndex:
         priority: int,
         tier: Tier,
     ) -> Node:
-        """Add a run below `parent` with all whole pages that are left of `tokens`; return its
+        """Add a run below `parent` with the whole pages of `tokens` that follow it, and return its
         node.
         """
         at, run = parent.depth * self._page_bytes, Run(parent.run.namespace)

@@ -1,4 +1,6 @@
-"""Nodes of the tree: each is a part of one run, and all its pages have the same phase in a tier."""
+"""Nodes of the tree. A node is a part of one run, and all its pages are in the same phase in each
+tier.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ _START = attrgetter("start")
 class Run:
     """Pages that were inserted together.
 
-    Eviction goes from the end, so the pages left are a prefix of the run. `nodes` are its parts, in
-    order.
+    Eviction removes pages from the end, so the remaining pages are a prefix of the run. `nodes` has
+    the parts of the run, in order.
     """
 
     __slots__ = ("namespace", "nodes")
@@ -32,24 +34,27 @@ class Run:
         self.nodes: list[Node] = []
 
     def between(self, start: int, stop: int) -> list[Node]:
-        """Return the nodes of pages [start, stop), both of which were ends of nodes once."""
+        """Return the nodes that hold pages [start, stop). Both bounds were boundaries of nodes
+        once.
+        """
         first = bisect_left(self.nodes, start, key=_START)
         return self.nodes[first : bisect_left(self.nodes, stop, lo=first, key=_START)]
 
 
 class Node:
-    """A place in the tree, the end of its last page. A split puts a new node before it, so a handle
-    to a node keeps its place.
+    """A node of the tree, which stands for the prefix up to its last page. A split inserts a new
+    node before it, so a reference to a node keeps its meaning.
 
-    `children`: by the bytes of their first page. `taken`: the child that a prompt last passed
-    through whole; None after a split or a removal of that child. `below[tier]`: how many children
-    are not ABSENT there. `readers[tier]`: copies that read it. `pins`: uses that keep it on the
-    device, its own and its children's (see `Residents.pin`). `depth`: pages from the root to its
-    end. `queued`: a bit per tier whose queue it is in, and one for the queue of states. `state`:
-    the state at the end of its last page (see `states`). `state_locks`: readers of the state.
-    `frayed`: `tokens` go on after its last page. `told`: a bit per tier in which subscribers know
-    of it. `digests`: its page hashes, None until they are needed (big-endian int64 [num_pages, 4]:
-    the first number of each is its event hash).
+    `children`: child nodes by the bytes of their first page. `taken`: the child that the last
+    prompt matched completely; None after that child is split or removed. `below[tier]`: number of
+    children that are not ABSENT in the tier. `readers[tier]`: number of copies that read the node
+    there. `pins`: number of uses that keep the node on the device, its children's included (see
+    `Residents.pin`). `depth`: number of pages from the root to the end of the node. `queued`: one
+    bit for each tier whose queue contains the node, and one for the queue of states. `state`: the
+    state at the end of the last page (see `states`). `state_locks`: number of locks on the state.
+    `frayed`: True if `tokens` continues beyond the last page. `told`: one bit for each tier in
+    which subscribers know the node. `digests`: page hashes, None until they are needed (big-endian
+    int64 [num_pages, 4]: the first number of each is its event hash).
     """
 
     __slots__ = (
@@ -153,9 +158,8 @@ def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node
     Locks and state belong to the last page and stay with `node`. Copies under way name offsets of
     the run and do not change.
 
-    With `fray` the new node may keep the bytes of tokens after its last page, until `mend`:
-    otherwise an eviction that cuts a long node bit by bit would copy the rest of its tokens each
-    time.
+    With `fray`, the new node may keep token bytes beyond its last page until `mend`. Otherwise an
+    eviction that shortens a long node bit by bit would copy the remaining tokens each time.
     """
     parent = node.parent
     assert parent is not None
@@ -171,8 +175,8 @@ def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node
         node.detached,
     )
     upper.told = node.told
-    # A slice of numpy keeps the whole array alive. A short rest copies its digests, so that it does
-    # not keep a long array.
+    # A numpy slice keeps the whole array alive. A short remainder copies its digests, so that it
+    # does not keep a long array alive.
     if node.digests is not None:
         upper.digests = node.digests[:keep].copy() if fray and not shared else node.digests[:keep]
         node.digests = node.digests[keep:]
@@ -212,8 +216,8 @@ def mend(node: Node, page_bytes: int) -> None:
 
 
 def common_pages(node: Node, tokens: bytes, at: int, page_bytes: int) -> int:
-    """Return how many of the first pages of `node` are equal to `tokens` from byte `at` on. The
-    caller knows that the first page is, and that not all are.
+    """Return how many leading pages of `node` are equal to `tokens` from byte `at` on. The first
+    page must be equal, and some later page must differ.
     """
     own = node.tokens
     low, high = 1, node.num_pages  # the first `low` are equal, the first `high` are not

@@ -1,12 +1,13 @@
 """Eviction policies: the node with the smallest key is evicted first.
 
-A key may only grow while its node lives, because the queues of `Residents` may hold an old one.
+A key may only grow while its node lives, because the queues of `Residents` may hold an outdated
+key.
 
-lru        the longest unused
-lfu        the least often matched, of these the longest unused
-slru       those matched fewer than two times before all others; the longest unused of each
-priority   the lowest priority, of these the longest unused
-depth      the deepest, of these the longest unused
+lru        least recently used
+lfu        least often matched, then least recently used
+slru       matched fewer than two times before all others, then least recently used
+priority   lowest priority, then least recently used
+depth      deepest, then least recently used
 """
 
 from __future__ import annotations

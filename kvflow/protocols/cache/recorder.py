@@ -1,14 +1,14 @@
-"""Events for the subscribers of the cache (I10): pages that can be read in a tier from now on, and
-pages that no longer can.
+"""Recorder of cache events for subscribers (I10): pages that become readable in a tier, and pages
+that cease to be.
 
 **A page is announced when it is present and its parent is announced in the same tier.** Copies end
-in any order, and a hole may be filled late: pages below a missing one wait until it arrives. No
-list of them is needed, since the tree knows its children. A page that leaves has no announced page
-below it: in every tier leaves go first. So after each single event, the announced pages of a tier
-form a tree without holes from the first page of every prompt.
+in any order, so a page may become present before its parent. It is then announced together with its
+parent, whose children the tree knows. A page that leaves a tier has no announced page below it,
+because leaves are evicted first. After every single event, therefore, the announced pages of a tier
+form a tree without holes.
 
-**Hashes are computed when a page is first announced**, from its parent's, and stay with its node:
-page hashes of `hashes.py`, 32 bytes each.
+**Hashes are computed when a page is first announced**, from the hash of its parent, and are kept in
+its node. See `hashes` for their format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PRESENT = RunPhase.PRESENT
 
 
 class Recorder:
-    """Turns every change of a phase into events, and keeps them until `take`."""
+    """Turns changes of phase into events, and keeps them until `take`."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size, self._page_bytes = page_size, page_size * TOKEN_BYTES
@@ -32,7 +32,7 @@ class Recorder:
 
     def moved(self, node: Node, tier: Tier) -> None:
         """Record a change of the phase of `node` in `tier`, after it happened."""
-        # A flush already announced the end of every page, these included.
+        # The flush that detached the node already announced that every page is gone.
         if node.detached:
             return
         bit = 1 << tier
@@ -44,7 +44,7 @@ class Recorder:
                 self._events.append(Removed(tier, node.digests[::-1]))
             return
         assert node.parent is not None
-        # The node waits here until its parent is announced, which announces its children below.
+        # The parent is not announced yet. When it is, the loop below also announces this node.
         if not node.parent.told & bit:
             return
         found = [node]
@@ -66,7 +66,7 @@ class Recorder:
         return events
 
     def snapshot(self, roots: Iterable[Root]) -> list[Event]:
-        """Return every announced page as events that need no earlier ones."""
+        """Return events that announce every announced page again, without any earlier event."""
         nodes: list[Node] = [*roots]
         events: list[Event] = []
         # The list grows while the loop runs, so every node follows its parent.

@@ -21,8 +21,8 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 
 
 class Freed(NamedTuple):
-    """Page numbers and states that the index no longer holds; the caller gives them back to its
-    pools.
+    """Page numbers and states that the index no longer holds. The caller returns them
+    to its pools.
     """
 
     device: PageIndices = NO_PLACES
@@ -34,7 +34,7 @@ NOTHING = Freed()
 
 
 class Gathered:
-    """Pages and states of one call, collected for one `Freed`."""
+    """Pages and states that one call frees, collected for its `Freed`."""
 
     __slots__ = ("pages", "states")
 
@@ -72,12 +72,12 @@ def joined(parts: list[PageIndices]) -> PageIndices:
 
 
 class Residents:
-    """The tree's nodes in their tiers: feeds the table of runs, keeps the counts, and keeps a queue
-    per tier of the nodes that may leave it.
+    """The phases of all nodes in all tiers. It feeds the table of runs, and keeps the counts of
+    pages and one queue per tier of the nodes that may leave it.
 
-    A queue holds each node with its key at the time of the push. Keys only grow, so the first one
-    that is still true is the smallest; a node with an old key is pushed again with its new key, at
-    most once per use.
+    A queue holds each node with the key that it had when it was pushed. Keys only grow, so the
+    first entry whose key is still current has the smallest key. A node with an outdated key is
+    pushed again with its new key, at most once per use.
     """
 
     def __init__(self, policy: str, page_bytes: int, recorder: Recorder | None = None) -> None:
@@ -97,7 +97,7 @@ class Residents:
         self.num_evicted = [0, 0]
 
     def offer(self, node: Node) -> None:
-        """Put `node`, which changed, in the queue of every tier that it may leave now."""
+        """Put a node that changed in the queue of every tier that it may leave now."""
         if node.detached:
             return
         for tier in PAGED:
@@ -110,8 +110,8 @@ class Residents:
         heapq.heappush(self._queues[tier], (self._key(node), self._pushed, node))
 
     def pin(self, node: Node) -> None:
-        """Count a use that keeps `node` and its parents on the device: its first lock, its first
-        reader, a copy that writes it.
+        """Count a use that keeps `node` and its parents on the device: the first lock, the first
+        reader, or a copy that writes the node.
 
         A node with pins counts as one pin of its parent, so the walk ends at the first parent that
         is in use already.
@@ -139,7 +139,7 @@ class Residents:
     ) -> bool:
         """Apply one event to one node; `pages` are the pages that come with it.
 
-        Returns True when they are duplicates, which the caller keeps.
+        Returns True if the pages are duplicates, which stay the caller's.
         """
         move = TABLE.moves[node.phase[tier], kind]
         assert move is not None
@@ -182,17 +182,18 @@ class Residents:
     def evict(
         self, tier: Tier, wanted: int, gathered: Gathered, uncopied: list[Node] | None = None
     ) -> None:
-        """Take `wanted` pages out of a tier, from the ends of leaves; fewer when the others are in
+        """Evict `wanted` pages from a tier, from the ends of leaves; fewer if the others are in
         use.
 
-        With `uncopied` (device only), a node that the host lacks stays, is added to `uncopied`, and
-        its pages count as taken.
+        With `uncopied` (device only), a node that the host lacks is not evicted but added to
+        `uncopied`, and its pages count towards `wanted`.
         """
         queue = self._queues[tier]
         while wanted > 0 and queue:
             key, _, node = heapq.heappop(queue)
             node.queued &= ~(1 << tier)
-            # The call that ends its use or removes its last child offers it again.
+            # The node is in use or has children here. The call that ends the use or removes the
+            # last child offers it again.
             if not node.evictable(tier):
                 continue
             if self._key(node) != key:

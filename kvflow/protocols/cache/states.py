@@ -1,9 +1,9 @@
-"""States at page boundaries, for models that keep one for each request (see
-`protocols.pages.kinds`, rows).
+"""States at page boundaries, for models that keep a state per request (see rows in
+`protocols.pages.kinds`).
 
-A state belongs to the end of a page: to the node that ends there, and to the lower part when that
-node is split. It leaves with that page, or earlier, in the order of the policy: pages may stay
-without their state.
+A state belongs to the end of a page, and to the node that ends there. When that node is split, the
+state stays with the lower part. It is evicted with its page or earlier, in the order of the policy,
+so pages may be cached without their state.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvflow.protocols.errors import MisuseError
 
 
 class States:
-    """The states of one index, each a number of the caller's."""
+    """The states of one index. A state is a number that the caller chooses."""
 
     def __init__(self, key: Callable[[Node], Any]) -> None:
         self._key = key
-        self._queue: list[tuple[Any, int, Node]] = []  # works as a queue of `Residents`
+        self._queue: list[tuple[Any, int, Node]] = []  # see the queues of `Residents`
         self._pushed = self.count = self.num_evicted = 0
 
     def put(self, node: Node, state: int) -> bool:
-        """Keep `state` at the end of `node`. Returns False, and does not keep it, when the node has
-        a state or was flushed.
+        """Store `state` at the end of `node`. Returns False and stores nothing if the node has a
+        state or was flushed.
         """
         if node.state is not None or node.detached:
             return False
@@ -42,7 +42,7 @@ class States:
         return state
 
     def lock(self, node: Node) -> None:
-        """Keep the state of `node` until `unlock`. Locks are counted. Raises: MisuseError."""
+        """Protect the state of `node` until `unlock`. Locks are counted. Raises: MisuseError."""
         if node.state is None or not node.locks:
             raise MisuseError(
                 "cannot lock a state that is not there, or whose pages are not locked: match it "
@@ -51,7 +51,7 @@ class States:
         node.state_locks += 1
 
     def unlock(self, node: Node) -> None:
-        """End one lock. Raises: MisuseError."""
+        """Release one lock. Raises: MisuseError."""
         if not node.state_locks:
             raise MisuseError("cannot unlock a state that is not locked")
         node.state_locks -= 1
@@ -63,7 +63,7 @@ class States:
         while len(gone) < count and self._queue:
             key, _, node = heapq.heappop(self._queue)
             node.queued &= ~STATE_QUEUED
-            # Either its pages took the state with them, or `unlock` offers it again.
+            # The state left with its pages, or is locked. `unlock` offers a locked one again.
             if node.state is None or node.state_locks:
                 continue
             if self._key(node) != key:

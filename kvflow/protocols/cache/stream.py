@@ -1,11 +1,12 @@
 """One stream of cache events: the next batch to send, the batches kept for replay, and the snapshot
-that replaces lost ones.
+that replaces lost batches.
 
 **A gap is announced in terms that every subscriber knows**: AllBlocksCleared, and then the whole
-cache as stored blocks. A stream begins this way, since an earlier process may have sent other
-events from its address. It continues this way when the source records events faster than they are
-sent, in batches with the numbers that follow. A replay begins this way when it requests batches
-that are no longer kept; then the whole snapshot is one batch with the requested number.
+cache as stored blocks. There are three cases. A stream begins with such a snapshot, because an
+earlier process may have sent other events from its address. When the source records events faster
+than they are sent, a snapshot replaces those that wait, in batches with the next numbers. When a
+replay requests batches that are no longer kept, it begins with a snapshot in one batch, which has
+the requested number.
 
 Events describe sets: a subscriber may apply a snapshot first and older batches after it, and has
 the right set once it applied the newest batch.
@@ -21,13 +22,13 @@ from kvflow.protocols.cache.events import CLEARED, Cleared, Event, Stored
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.kv_events import BatchEncoder
 
-# Tokens and hashes in one batch: encoding them blocks the event loop for about a third of a
-# millisecond.
+# Size of the tokens and hashes in one batch. Encoding a batch of this size blocks the event loop
+# for about a third of a millisecond.
 BATCH_BYTES = 256 * 1024
 
 
 class EventSource(Protocol):
-    """A `PrefixIndex` that records events, or several of them as one."""
+    """Source of events: one `PrefixIndex` that records them, or several combined."""
 
     def take_events(self) -> list[Event]: ...
 
@@ -57,8 +58,8 @@ class StreamLimits(NamedTuple):
 
 
 class EventStream:
-    """A stream of batches, numbered from `first_seq`, of which the last are kept. It has no socket
-    and no clock.
+    """A stream of batches, numbered from `first_seq`. The latest batches are kept for replay. It
+    has no socket and no clock.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class EventStream:
         self._waiting: deque[Event] = deque()
         self._waiting_bytes = self._may_wait = 0
         self.next_seq = first_seq
-        self.num_resets = 0  # snapshots that replaced events, without the one at the beginning
+        self.num_resets = 0  # snapshots that replaced events; the first one does not count
         self._begin_anew()
 
     def next_batch(self, ts: float) -> Batch | None:
@@ -103,8 +104,8 @@ class EventStream:
             batch.append(self._waiting.popleft())
             size += _num_bytes(batch[-1])
         self._waiting_bytes -= size
-        # A snapshot may be larger than the limit, and then one snapshot would replace the other for
-        # ever. So its size is allowed on top of the limit until all of it is sent.
+        # A snapshot larger than the limit would be replaced by the next snapshot, without end. Its
+        # size is therefore allowed on top of the limit until all of it is sent.
         if not self._waiting:
             self._may_wait = self._limits.waiting_bytes
         return self._numbered(self.encoder.encode(batch, ts))
@@ -114,8 +115,8 @@ class EventStream:
         return bool(self._waiting)
 
     def heartbeat(self, ts: float) -> Batch:
-        """Return a batch without events; its number shows a subscriber that it missed the one
-        before.
+        """Return a batch without events; its number lets a subscriber notice that it missed the
+        batch before.
         """
         return self._numbered(self.encoder.encode((), ts))
 
@@ -127,14 +128,14 @@ class EventStream:
         return None if seq < oldest else list(islice(self._kept, seq - oldest, None))
 
     def snapshot(self) -> list[Event]:
-        """Return the events that stand for all batches up to the newest. Call it only while no
-        event waits.
+        """Return the events that replace all batches up to the newest. Call it only while no event
+        waits.
         """
         assert not self._waiting
         return [CLEARED, *self._source.snapshot_events()]
 
     def _begin_anew(self) -> None:
-        # The snapshot contains the effect of these events.
+        # These events are dropped: the snapshot already contains their effect.
         self._source.take_events()
         self._waiting = deque([CLEARED, *self._source.snapshot_events()])
         self._waiting_bytes = sum(map(_num_bytes, self._waiting))

@@ -1,5 +1,5 @@
-"""Copies of cached pages from one tier to another, by run and offset, so that splits of the tree do
-not affect them.
+"""Copies of cached pages from one tier to another. They name pages by run and offset, so that
+splits of the tree do not affect them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Piece(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One copy: page source_pages[i] of `source` to page target_pages[i] of `target` (empty for
-    storage). `offsets` are the numbers of these pages in the prompt, piece by piece; between pieces
-    lie the pages that the target already has.
+    """One copy, of page source_pages[i] of `source` to page target_pages[i] of `target`. For
+    storage, `target_pages` is empty. `offsets` are the positions of these pages in the prompt,
+    piece by piece. Pages between two pieces are not copied.
     """
 
     number: int
@@ -51,7 +51,7 @@ class Writes:
         self._residents = residents
         self._open: dict[int, Write] = {}
         self._begun = 0
-        self.num_stale = 0  # second ends of writes
+        self.num_stale = 0  # ends reported for writes that already ended
 
     def __len__(self) -> int:
         return len(self._open)
@@ -114,13 +114,13 @@ class Writes:
                 self._residents.feed(node, write.target, kind, None, gathered)
                 self._residents.released(node, gathered)
                 if above is not None and not above.removed and kind is RunKind.FAIL:
-                    # This may have been the last node below it in the target tier, which kept the
+                    # This node may have been the last child in the target tier, which kept its
                     # parent from being evicted there.
                     self._residents.offer(above)
         return gathered.freed()
 
     def _path(self, end: Node, source: Tier, target: Tier) -> list[Node]:
-        """Return the nodes up to `end` that a copy has to bring, in the order of the prompt."""
+        """Return the nodes up to `end` that a copy would transfer, in the order of the prompt."""
         if source not in PAGED or source is target:
             raise MisuseError(
                 f"no copy from {source.name.lower()} to {target.name.lower()}: a source is device "

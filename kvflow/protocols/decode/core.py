@@ -1,7 +1,7 @@
 """The machines of one decode (rooms, links, loans), and the events that pass between them.
 
-A table never calls back: it returns commands, and running them feeds the next machine. No machine
-is therefore entered twice at once.
+A table never calls back. It returns commands, and running them feeds the next machine, so that no
+machine is re-entered.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ MAX_REPEAT_AFTER_S = 8.0  # upper bound of the interval between repetitions
 
 
 class DecodeCore(Core):
-    """The state of one decode. Each kind of state is changed by one `feed_*` method only.
+    """The state of one decode. Only one `feed_*` method changes each kind of state.
 
-    Timers: "deadline" and "stalled" of a grant, "link" and "repeat" of a PeerKey.
+    Kinds of timers: "deadline" and "stalled" for a grant, "link" and "repeat" for a PeerKey.
     """
 
     outbox: list[DecodeCommand]
@@ -129,8 +129,8 @@ class DecodeCore(Core):
         self, peer: PrefillPeer, kind: LinkKind, now: float, cause: Cause | None = None
     ) -> None:
         """Feed one event to a link, and queue what follows for its rooms and loans."""
-        # Every room offered so far ends with this silence. Raising `fresh_from` keeps a Bootstrap
-        # of theirs that is still travelling from starting writes later.
+        # This silence ends every room offered so far, but their Bootstraps may still be in transit.
+        # Raising `fresh_from` prevents these from starting writes later.
         if kind is LinkKind.SILENCE_DUE:
             peer.asked_again, peer.fresh_from = False, self.next_grant
         for command in self.links.feed(peer, kind, now, self.ledger, cause):
@@ -243,7 +243,7 @@ class DecodeCore(Core):
     def ask_as_at_first(self, record: DecodeRoomRecord, now: float) -> None:
         """Reset a room's Resync interval to its first value.
 
-        Called for a room that moved again after standing still, because it may lose another
+        Call this when a room makes progress after it stood still, because it may lose another
         message.
         """
         record.resync_after_s = self.timing.repeat_after_s
@@ -287,7 +287,9 @@ class DecodeCore(Core):
     def expire(
         self, timer: Timer, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
     ) -> None:
-        """Act on a timer that is due; questions about rooms go to `beliefs`, by peer."""
+        """Act on a timer that is due. Questions for prefill about rooms are added to `beliefs`, by
+        peer.
+        """
         if timer.kind == "link":
             self.link_due(self.links.peers[timer.key], now)
         elif timer.kind == "repeat":
@@ -394,8 +396,8 @@ def _end(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
         core.deadlines.cancel(Timer("deadline", grant))
     core.deadlines.cancel(Timer("stalled", grant))
     core.room_ended(record.ending, now)
-    # The pages of a room that succeeded are its user's. If none was offered, no rank can write, and
-    # the pages need no proof.
+    # After a success the pages are the user's. Pages that were never lent need no proof, because no
+    # rank can write into them.
     if record.state.phase is not DecodePhase.SUCCESS:
         free = not record.lent or core.ledger.room_ended(lease)
         core.outbox.append(FreePages(grant) if free else QuarantinePages(grant))
@@ -466,8 +468,8 @@ def _repeat(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
     lease = core.ledger.find(task.peer, grant)
     if lease is None or lease.loans[task.peer] not in (LoanPhase.RECALLED, LoanPhase.WITHDRAWN):
         return
-    # One timer serves all loans of a peer. A lease recalled just before it expires had no time to
-    # be answered, so it does not count as overdue.
+    # One timer serves all loans of a peer. A rank had no time to answer about a lease that was
+    # recalled just before the timer expires, so that lease is not overdue yet.
     if now - lease.recalled_at_s >= core.timing.repeat_after_s:
         core.ledger.note_overdue(lease)
     core.feed_loan(lease, task.peer, LoanKind.REPEAT_DUE, now)

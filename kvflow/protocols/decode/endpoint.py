@@ -1,8 +1,8 @@
 """The endpoint of one decode: rooms by grant, links by prefill rank, loans, deadlines.
 
 It decides and does not act: it uses no asyncio, clock, socket or thread. Each method receives the
-time as an argument, and `commands()` returns the work for the shell. Read on in core.py (the
-machines) and ../machines/ (their tables).
+time as an argument, and `commands()` returns the work for the shell. See core.py for the machines,
+and ../machines/ for their tables.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         announces the room. Returns the room's grant.
 
         Raises: MisuseError; LostError, PeerError, CapacityError, QuarantineError, RefusedError (the
-        ranks together do not cover our pool), AbortedError while shutting down. Ranks that can be
-        reached receive an Abort with the cause.
+        ranks together do not cover our pool), AbortedError while shutting down. Unless `room` is
+        invalid or a rank cannot be dialled, the ranks receive an Abort with the cause of the error.
         """
         core = self.core
         peers = self._peers(ranks, now)
@@ -155,12 +155,13 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         return lease.grant
 
     def shorten(self, grant: GrantId, prefix_tokens: int) -> int:
-        """Replace the prefix of the prompt that need not travel, before the room's pages are lent.
+        """Change the length of the prefix that decode already has, before the room's pages are
+        lent.
 
-        Decode's cache may have more of the prompt by now than it had at `open_room`. Returns the
-        number of pages that the room needs now.
+        Decode's cache may hold more of the prompt than it did at `open_room`. Returns the number of
+        pages that the room needs now.
 
-        Raises: MisuseError (after `lend`, no whole pages).
+        Raises: MisuseError after `lend`, or for a prefix that is not a whole number of pages.
         """
         record = self.core.rooms[grant]
         if record.lent or record.state.phase is not DecodePhase.BOOTSTRAPPING:
@@ -176,7 +177,8 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
 
         Returns False if the room ended meanwhile; the pages then stay the caller's.
 
-        Raises: MisuseError if the room needs another number of pages, or on a second call.
+        Raises: MisuseError before `Linked`, on a second call, or if the room needs another number
+        of pages.
         """
         record = self.core.rooms.get(grant)
         if record is None:
@@ -211,7 +213,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
     def refuse_room(self, room: int, ranks: Sequence[RankInfo], cause: Cause, now: float) -> None:
         """Send `cause` to the prefill legs of a request that decode refuses before it takes a page.
 
-        Raises: as `open_room`, where the ranks cannot be reached.
+        Raises: the errors that `open_room` raises for ranks that cannot be reached.
         """
         self.core.recall(self._lease(room, self._peers(ranks, now), now), cause, now)
 
@@ -220,8 +222,8 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
     ) -> None:
         """Record the result of a `VerifyChunk`.
 
-        `checksum` is that of the landed chunk, or any bytes if this decode does not verify. It is
-        empty if the work failed; `error` then gives the reason.
+        `checksum` is that of the landed chunk, or any non-empty bytes if this decode does not
+        verify. It is empty if the work failed; `error` then gives the reason.
         """
         record = self.core.rooms.get(grant)
         if record is None:
@@ -384,8 +386,8 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
             core.expire(timer, now, beliefs)
         else:
             # The tick's work is used up, and under load the links' timers could wait for many
-            # ticks. A prefill that receives no heartbeat meanwhile would not answer and be taken
-            # for lost, so links that are due are served regardless of the bound.
+            # ticks. A prefill that receives no heartbeat sends none back, and decode would take it
+            # for lost. Links that are due are therefore served regardless of the bound.
             for peer in [peer for peer in self.peers if core.links.due_at_s(peer) <= now]:
                 core.link_due(peer, now)
         for peer, rooms in beliefs.items():
@@ -530,16 +532,17 @@ def _on_abort_ack(core: DecodeCore, peer: PrefillPeer, message: wire.AbortAck, n
 def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: float) -> None:
     """Send Bootstrap again for grants that prefill does not know, or end their rooms.
 
-    Such a Bootstrap was lost, or prefill ended the grant so long ago that it forgot it.
+    Either the Bootstrap was lost, or prefill ended the grant so long ago that it forgot it.
     """
-    # A message may name a grant many times; one answer to each bounds the work.
+    # A message may name a grant many times. Answering each grant once bounds the work.
     for belief in {belief.grant: belief for belief in message.rooms}.values():
         record = core.rooms.get(belief.grant)
         if record is None or peer not in record.lease.loans or not record.receiving:
             # A rank whose loan ended may forget the grant.
             continue
         # `next_seq` is the value that decode asked with. If it is not 0, chunks of this grant
-        # landed, and prefill forgot it since: sending Bootstrap again would repeat their writes.
+        # landed, and prefill forgot the grant since. Sending Bootstrap again would repeat the
+        # writes of these chunks.
         if belief.next_seq:
             cause = Cause(Code.STALE_GRANT, f"room {record.room}: prefill remembers nothing of it")
             core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause), now)

@@ -74,10 +74,10 @@ class PrefillPeer:
         self.info, self.key = info, PeerKey(Incarnation(info.incarnation), info.control)
         self.phase = LinkPhase.REGISTERING
         self.cause: Cause | None = None  # why it was last lost, or refused
-        self.asked_again = False  # loans in doubt were recalled again during this silence
-        self.fresh_from = fresh_from  # the lowest grant that may still begin there
-        self.address: PlaneAddress | None = None  # the writer's, once it accepts
-        self.unproven: frozenset[GrantId] = frozenset()  # grants that its Goodbye excludes
+        self.asked_again = False  # True if loans in doubt were recalled again in this silence
+        self.fresh_from = fresh_from  # the lowest grant that may still begin at this rank
+        self.address: PlaneAddress | None = None  # the writer's address, known once prefill accepts
+        self.unproven: frozenset[GrantId] = frozenset()  # grants that its Goodbye names
         # The parts of our pool that this rank writes, as its Registered states.
         self.served: tuple[Served, ...] | None = None
         self.repeat_after_s = repeat_after_s
@@ -110,8 +110,8 @@ class DecodeLinks:
         self.coverage: dict[tuple[PrefillPeer, ...], str] = {}  # results of `check_coverage`
 
     def check_coverage(self, peers: tuple[PrefillPeer, ...]) -> str:
-        """Return why these linked ranks together do not send every byte of our pool exactly once;
-        empty if they do (I8).
+        """Check that these linked ranks together send every byte of our pool exactly once (I8).
+        Returns the reason why they do not, or an empty string if they do.
         """
         found = uncovered(self._identity.layout, [peer.served or () for peer in peers])
         if found:
@@ -125,8 +125,8 @@ class DecodeLinks:
     def dial(self, info: RankInfo, next_grant: GrantId, now: float) -> PrefillPeer:
         """Connect and register.
 
-        Raises: LostError if the last link to this incarnation still waits for its end, PeerError if
-        the incarnation is linked as another rank.
+        Raises: LostError if the previous link to this incarnation did not end yet, PeerError if the
+        incarnation is linked as another rank.
         """
         key = PeerKey(Incarnation(info.incarnation), info.control)
         known = self.peers.get(key)
@@ -153,7 +153,8 @@ class DecodeLinks:
         ledger: Ledger[PrefillPeer],
         cause: Cause | None = None,
     ) -> list[LinkCommand]:
-        """Feed one event to a link and run its own commands. No other code changes a link's phase.
+        """Feed one event to a link and run the link's own commands. No other code changes a link's
+        phase.
 
         Returns the commands that concern the link's rooms and loans.
         """
@@ -217,7 +218,7 @@ class DecodeLinks:
     def registered(
         self, peer: PrefillPeer, message: Registered
     ) -> tuple[LinkKind | None, Cause | None]:
-        """Return the link event that an answer to Register stands for, and its cause.
+        """Translate an answer to Register into a link event and its cause.
 
         The event is None if the answer is to an older Register.
         """

@@ -14,7 +14,9 @@ from kvflow.protocols.wire.messages import ChunkDone
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
-    """The prompt as both legs must agree on it, and the length of the prefix that decode has."""
+    """The length and digest of the prompt, on which both legs must agree, and the length of the
+    prefix that decode already has.
+    """
 
     tokens: int
     digest: bytes  # see `arguments.prompt_digest`
@@ -34,8 +36,8 @@ class ChunkCheck:
     def difference(self) -> Cause | None:
         """Return why the chunk does not count as landed, or None if it does.
 
-        It does if both checksums agree, or if it has no pages. Without verification any answer that
-        is not empty suffices.
+        A chunk counts as landed if both checksums agree, or if it has no pages. Without
+        verification, any non-empty answer suffices.
         """
         if not self.message.pages:
             return None
@@ -66,7 +68,7 @@ class ChunkCheck:
 class DecodeRoomRecord:
     """Everything the endpoint knows about one open room (I5).
 
-    Its users may read it, and keep it after its end.
+    Callers may read it, and may keep it after the room ended.
     """
 
     __slots__ = (
@@ -113,9 +115,9 @@ class DecodeRoomRecord:
         # a chunk that waits for a checksum only when it landed.
         self.next_seq = [0] * len(peers)
         self.packed_pages = b""
-        self.linked = False  # `Linked` was issued: the shell is to take pages
+        self.linked = False  # `Linked` was issued: the shell takes pages
         self.lent = False  # the shell lent them
-        self.begun = 0  # bit per rank that has a place for the whole prompt
+        self.begun = 0  # one bit per rank that has a place for the whole prompt
         self.ready_at_s: float | None = None
         self.moving_at_s: float | None = None
         self.deadline_at_s, self.opened_at_s, self.progress_at_s = deadline_at_s, now, now

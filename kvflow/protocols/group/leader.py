@@ -1,10 +1,10 @@
 """The leader of a group of prefill ranks: its members, and its decisions on each request.
 
 It decides and does not act, like `GroupMember`. It runs in the process of rank 0, which is a member
-like the others. The decisions of one leader form one sequence, and every member applies as much of
-it as it receives. A lost rank ends every open request, because none can complete without it, and no
-request is opened until it is back. A request that is not opened is refused on every rank, in the
-same sequence, because decode may have announced its room to all of them.
+like the others. The decisions of one leader form one sequence, and every member applies it in
+order, as far as it receives it. A lost rank ends every open request, because none can complete
+without it, and no request is opened until it is back. A request that is not opened is refused on
+every rank, in the same sequence, because decode may have announced its room to all of them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from kvflow.protocols.wire.group import Ruling, Ticket, Vote
 from kvflow.protocols.wire.messages import MAX_RANKS, Incarnation, Rank, RoomId
 
 _MESSAGES = msgspec.msgpack.Decoder(wire.ToLeader)
-# No request has more decisions than this. A member may leave this number, times the requests that
-# may be open, unconfirmed.
+# The most decisions that one request can have. A member may leave this number, times the limit of
+# open requests, unconfirmed.
 _DECISIONS = 4
-_FIRST_RANK = Rank(0)  # in the process of the leader
+_FIRST_RANK = Rank(0)  # the rank in the leader's process
 
 
 class SendToMember(msgspec.Struct, frozen=True, gc=False):
@@ -54,7 +54,7 @@ class SendToMember(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestDecided(msgspec.Struct, frozen=True, gc=False):
-    """The outcome of a request, issued once for the group; `cause` is None for a success."""
+    """Report the outcome of a request, once for the group; `cause` is None for a success."""
 
     ticket: Ticket
     room: RoomId
@@ -62,7 +62,7 @@ class RequestDecided(msgspec.Struct, frozen=True, gc=False):
 
 
 class WatchMember(msgspec.Struct, frozen=True, gc=False):
-    """Call `member_died` when that process ends, if its end can be observed from here."""
+    """Call `member_died` when `process` ends, if this machine can observe its end."""
 
     member: Incarnation
     process: ProcessIdentity
@@ -72,7 +72,7 @@ class UnwatchMember(msgspec.Struct, frozen=True, gc=False):
     member: Incarnation
 
 
-# RefuseRoom is for the rank in the leader's own process, while that rank is not in the group.
+# RefuseRoom is for the rank in the leader's own process, while that rank is not a member.
 LeaderOutput = SendToMember | RequestDecided | RefuseRoom | WatchMember | UnwatchMember
 
 
@@ -140,8 +140,8 @@ class GroupLeader(Endpoint[LeaderOutput]):
         self._requests: dict[Ticket, RequestRecord] = {}
         self._rooms: set[RoomId] = set()  # the rooms of `_requests`
         self._next_ticket, self._next_session = Ticket(1), 1
-        # Ranks lost so far. A request opened before the latest loss fails with it, but only in its
-        # turn: until then this number tells it apart from newer ones.
+        # Number of ranks lost so far. A loss fails every request that was opened before it, a few
+        # per tick. Until its turn comes, this number distinguishes such a request from newer ones.
         self._losses = 0
         self._lost: deque[tuple[Ticket, Cause]] = deque()
         self.outbox: list[LeaderOutput] = []
@@ -169,8 +169,8 @@ class GroupLeader(Endpoint[LeaderOutput]):
     def open(self, room: int, request: bytes) -> Ticket:
         """Open a room at every rank. `request` is passed on to the engines of all ranks.
 
-        If a rank cannot open the room because an earlier one of that id still drains there, the
-        request fails on every rank.
+        If a rank cannot open the room because an earlier room with the same id still drains there,
+        the request fails on every rank.
 
         Raises: MisuseError if `room` is not a room id; RoomInUseError while another request for
         that room is undecided, CapacityError, and LostError while a rank is missing. After these
@@ -189,9 +189,9 @@ class GroupLeader(Endpoint[LeaderOutput]):
     def refuse(self, room: int, cause: Cause) -> None:
         """Refuse decode's half of a room on every rank, with `cause`, now or when it arrives.
 
-        Open rooms of that id continue. A rank of another process that is missing does not receive
-        the refusal; decode ends the room there once any rank reports it. Raises: MisuseError if
-        `room` is not a room id.
+        Open rooms of that id continue. A missing rank in another process does not receive the
+        refusal, but decode ends the room there once any other rank reports it. Raises: MisuseError
+        if `room` is not a room id.
         """
         number = room_id(room)
         if _FIRST_RANK not in self.members:
@@ -199,7 +199,7 @@ class GroupLeader(Endpoint[LeaderOutput]):
         self._decide(self._take_ticket(), Ruling.REFUSE, cause, room=number)
 
     def _obstacle(self, room: RoomId, request: bytes) -> MisuseError | LostError | None:
-        """Return the error with which a request cannot be opened now, or None."""
+        """Return the error that prevents a request from being opened now, or None."""
         if len(request) > wire.MAX_REQUEST_BYTES:
             return CapacityError(
                 "bytes of a request to a group", len(request), wire.MAX_REQUEST_BYTES
@@ -354,8 +354,8 @@ class GroupLeader(Endpoint[LeaderOutput]):
                 message.cause or Cause(Code.ENGINE_ERROR, text),
             )
             return
-        # A rank was lost since the request was opened, so the request must fail in its turn. More
-        # votes must not complete it before: a rank that rejoined never had it.
+        # A rank was lost since the request was opened, so the request must fail in its turn.
+        # Further votes must not complete it first, because a rank that rejoined never opened it.
         if record.losses != self._losses:
             return
         kind = _COUNTED[message.vote, not record.missing & ~(1 << member.rank)]

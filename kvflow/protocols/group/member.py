@@ -53,13 +53,15 @@ class OpenRoom(msgspec.Struct, frozen=True, gc=False):
 
 
 class StartRoom(msgspec.Struct, frozen=True, gc=False):
-    """Start the room: every rank is ready. The order of these commands is equal on all ranks."""
+    """Start the room: every rank is ready. These commands have the same order on all ranks."""
 
     key: TicketKey
 
 
 class CloseRoom(msgspec.Struct, frozen=True, gc=False):
-    """End this rank's half; `failed` may be called, and `released` or `landed` must be."""
+    """End this rank's half of the room. The shell may call `failed` afterwards, and must call
+    `released` or `landed`.
+    """
 
     key: TicketKey
     cause: Cause
@@ -76,20 +78,20 @@ class RefuseRoom(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestSettled(msgspec.Struct, frozen=True, gc=False):
-    """The outcome of a request on every rank; `cause` is None for a success."""
+    """Report the outcome of a request, the same on every rank; `cause` is None for a success."""
 
     key: TicketKey
     cause: Cause | None
 
 
 class TicketEnded(msgspec.Struct, frozen=True, gc=False):
-    """The request ended at this rank, and no write of it runs."""
+    """Report that the request ended at this rank, and that none of its writes runs."""
 
     key: TicketKey
 
 
 class WatchLeader(msgspec.Struct, frozen=True, gc=False):
-    """Call `leader_gone` when that process ends, if its end can be observed from here."""
+    """Call `leader_gone` when `process` ends, if this machine can observe its end."""
 
     process: ProcessIdentity
 
@@ -187,7 +189,7 @@ class GroupMember(Endpoint[MemberOutput]):
     # --- what happens to this rank's half of a room
 
     def matched(self, key: TicketKey) -> None:
-        """Report that both halves of the room are here."""
+        """Report that both halves of the room arrived at this rank."""
         self._feed(key, MemberKind.MATCHED)
 
     def landed(self, key: TicketKey) -> None:

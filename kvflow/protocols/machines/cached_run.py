@@ -1,8 +1,8 @@
 """The machine of a run of cached pages in one tier: absent, arriving, or present.
 
 Every node of the index has one such phase per tier (device, host, storage). A copy moves bytes
-between two tiers. It begins in the tier that it writes to, and the run cannot leave the tier that
-it reads from until the copy ends.
+between two tiers. Its events belong to the tier that it writes to. Until it ends, the run cannot
+leave the tier that it reads from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvflow.protocols.machines.tables import ERROR, Move, Table, rest
 
 class RunPhase(IntEnum):
     ABSENT = 0
-    ARRIVING = 1  # a copy writes it: it has page numbers here that must not be read yet
+    ARRIVING = 1  # a copy is writing its pages in this tier, which must not be read yet
     PRESENT = 2
 
 

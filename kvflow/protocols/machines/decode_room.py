@@ -38,7 +38,7 @@ class DecodeCommand(IntEnum):
     SEND_BOOTSTRAP = 0
     RECALL_LOANS = 1
     TELL_LANDED = 2
-    TELL_FAILED = 3  # give the room's user its error
+    TELL_FAILED = 3  # report the error to the room's user
     END = 4
 
 
@@ -64,7 +64,7 @@ class DecodeRoomState(msgspec.Struct, frozen=True, gc=False):
     phase: DecodePhase = DecodePhase.BOOTSTRAPPING
     next_seq: tuple[int, ...] = (0,)
     filled: tuple[int, ...] = (0,)
-    finished: int = 0  # bit per rank whose last chunk landed
+    finished: int = 0  # one bit per rank, set when its last chunk landed
     cause: Cause | None = None
 
 
@@ -123,7 +123,7 @@ TERMINAL = frozenset({P.SUCCESS, P.FAILED, P.ABORTED, P.LOST})
 
 
 def opened(pages: int, ranks: int) -> DecodeRoomState:
-    """Return the first state of a room."""
+    """Return the initial state of a room."""
     return DecodeRoomState(pages, ranks, next_seq=(0,) * ranks, filled=(0,) * ranks)
 
 

@@ -1,7 +1,8 @@
 """Write the state diagrams of the machines into a document: python -m
 kvflow.protocols.machines.diagrams FILE
 
-A document marks each place with a line `<!-- table: NAME -->` before it and `<!-- end -->` after.
+In the document, each diagram stands between a line `<!-- table: NAME -->` and a line `<!-- end
+-->`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from kvflow.protocols.wire.messages import AbortAck, ChunkDone, GrantId, Message
 
 class GrantPhase(IntEnum):
     UNKNOWN = 0
-    ANNOUNCED = 1  # decode will offer pages; the engine's half is not here
+    ANNOUNCED = 1  # decode will offer pages; the engine's half did not arrive yet
     OPEN = 2  # a room here answers for it
     CLOSED = 3  # ended, and its writes are drained
     DOUBTFUL = 4  # ended, and some write of it may still land
@@ -34,7 +34,7 @@ class GrantKind(IntEnum):
     BOOTSTRAP = 1
     ABORT = 2
     ASK = 3  # Resync
-    JOIN = 4  # the engine's half of an announced room is here
+    JOIN = 4  # the engine's half of an announced room arrived
     END = 5  # the room ended or was refused, and its writes are drained
     END_IN_DOUBT = 6
     SETTLE = 7  # decode needs no message about it any more
@@ -59,7 +59,9 @@ _ENDED = Move(P.CLOSED, (C.END_OTHER_HALF, C.ACKNOWLEDGE))
 def _over(
     phase: GrantPhase, answer: GrantCommand, asked: GrantCommand
 ) -> dict[GrantKind, Cell[GrantPhase, GrantCommand]]:
-    """Return the row of a grant that ended: it answers what decode sends, and begins no more."""
+    """Return the table row of an ended grant. It answers decode's messages, and
+    cannot begin again.
+    """
     again = Move(phase, (answer,))
     return rest(K, ERROR) | {
         K.ANNOUNCE: again,
@@ -94,7 +96,7 @@ TABLE: Table[GrantPhase, GrantKind, GrantCommand] = Table(
         | {
             # A repetition: decode may have missed the room's Begun.
             K.ANNOUNCE: Move(P.OPEN, (C.TELL_ROOM,)),
-            # The pages of an announced room, or a repetition.
+            # Either this offers the pages of an announced room, or it is a repetition.
             K.BOOTSTRAP: Move(P.OPEN, (C.TELL_ROOM,)),
             K.ABORT: Move(P.OPEN, (C.TELL_ROOM,)),
             K.ASK: Move(P.OPEN, (C.RESEND,)),
@@ -200,7 +202,9 @@ class GrantTable(Generic[R]):
         )
 
     def remember_doubts(self, grants: Iterable[GrantId]) -> None:
-        """Mark grants as in doubt that were so when this decode was forgotten earlier (I2)."""
+        """Mark as in doubt the grants that were in doubt when prefill last forgot
+        this decode (I2).
+        """
         for grant in grants:
             self.begin_from(GrantId(grant + 1))
             self._enter(grant, P.BELOW_DOUBTFUL)
@@ -241,7 +245,7 @@ class GrantTable(Generic[R]):
     def end(self, grant: GrantId, sent: tuple[Message, ...]) -> None:
         """End a grant and keep its last messages; the oldest ones are evicted above the limit.
 
-        `sent` is empty for a grant that an Abort just closed, and not for any other.
+        `sent` may be empty only for a grant that an Abort just closed.
         """
         if self._phases.get(grant) is not P.CLOSED:
             # An AbortAck, where there is one, is always the last message about a grant.
@@ -296,7 +300,7 @@ class GrantTable(Generic[R]):
     def begin_from(self, grant: GrantId) -> list[tuple[GrantId, RoomId]]:
         """Let no grant below this one begin.
 
-        Returns the grants below it that were announced and never offered, with their rooms.
+        Returns the announced grants below it whose pages were never offered, with their rooms.
         """
         self._seen_below = max(self._seen_below, grant)
         self._raise_low_water(grant)
@@ -315,8 +319,8 @@ class GrantTable(Generic[R]):
         """Forget the grants below `below` and in `ranges`, which decode reports as settled, and let
         none of them begin.
 
-        Returns those of them that were announced and never offered, with their rooms. Returns None
-        and changes nothing if decode names grants above all that it sent here.
+        Returns the announced grants among them whose pages were never offered, with their rooms. If
+        decode names a grant above every grant that it sent here, returns None and changes nothing.
         """
         ranges = tuple(ranges)
         if below > self._seen_below or any(

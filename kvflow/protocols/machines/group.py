@@ -14,8 +14,8 @@ from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
 
 
 class MemberPhase(IntEnum):
-    OPEN = 0  # one half of the room is here: this rank's engine's, or decode's
-    READY = 1  # both halves are here, and the vote is sent
+    OPEN = 0  # one half of the room arrived, from this rank's engine or from decode
+    READY = 1  # both halves arrived, and this rank voted READY
     STARTED = 2
     DONE = 3  # every write of this rank landed
     FAILING = 4  # failed here and draining; the decision is awaited
@@ -87,7 +87,7 @@ MEMBER: Table[MemberPhase, MemberKind, MemberCommand] = Table(
         | {
             MK.FAILED: IGNORE,
             MK.RELEASED: Move(M.DRAINED),
-            MK.STARTED: IGNORE,  # decided before our vote arrived
+            MK.STARTED: IGNORE,  # the leader decided before our vote arrived
             MK.GROUP_FAILED: Move(M.CLOSING, (MC.TELL_FAILED,)),
             MK.LEADER_LOST: Move(M.CLOSING, (MC.TELL_FAILED,)),
         },
@@ -100,12 +100,12 @@ MEMBER: Table[MemberPhase, MemberKind, MemberCommand] = Table(
         },
         M.CLOSING: rest(MK, ERROR)
         | {
-            MK.MATCHED: IGNORE,  # happened before the room was closed
+            MK.MATCHED: IGNORE,  # the halves met before the room was closed
             MK.LANDED: Move(M.ENDED, (MC.END,)),
             MK.FAILED: IGNORE,
             MK.RELEASED: Move(M.ENDED, (MC.END,)),
-            # After its session ended, a request may still be closing here when the same leader's
-            # next session brings decisions about it.
+            # A request of an ended session may still be closing here when a new session with the
+            # same leader brings decisions about it.
             MK.STARTED: IGNORE,
             MK.SUCCEEDED: IGNORE,
             MK.GROUP_FAILED: IGNORE,
@@ -130,7 +130,7 @@ class LeaderKind(IntEnum):
     ALL_DONE = 3
     RANK_FAILED = 4
     RANK_LOST = 5
-    CLOSED = 6  # by the leader's own engine, for example because the client left
+    CLOSED = 6  # the leader's engine ended the request, for example because the client left
 
 
 class LeaderCommand(IntEnum):
@@ -161,7 +161,7 @@ LEADER: Table[LeaderPhase, LeaderKind, LeaderCommand] = Table(
             LK.DONE: IGNORE,
             LK.ALL_DONE: Move(L.SUCCEEDED, (LC.DECIDE_SUCCEED, LC.TELL_OUTCOME)),
         },
-        # The leader drops a request when it decides, so a late vote finds no machine to feed.
+        # The leader drops a request when it decides, so a late vote is not fed to any machine.
         L.SUCCEEDED: rest(LK, ERROR),
         L.FAILED: rest(LK, ERROR),
     },

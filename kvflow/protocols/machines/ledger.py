@@ -71,15 +71,16 @@ class Ledger(Generic[S]):
     def __init__(self, quarantine_limit: int) -> None:
         """`quarantine_limit` is the number of overdue pages above which no room is opened."""
         self._by_source: dict[S, OrderedDict[GrantId, Lease[S]]] = {}
-        # The highest grant that each source acknowledged, in whatever message.
+        # The highest grant that each source acknowledged, by any message.
         self._acknowledged: dict[S, GrantId] = {}
         self._told_from: dict[S, int] = {}  # where `settled_above` continues, by source
         self._count = 0
         self.quarantined_pages, self.quarantine_limit = 0, quarantine_limit
-        # Leases with pages. In a pool with rows, one of the pages of each is its row.
+        # Leases in quarantine that have pages. In a pool with rows, one page of each lease is its
+        # row.
         self.quarantined_leases = 0
-        # The part of the quarantine that counts for admission. Pages whose Abort a healthy rank is
-        # about to answer are not in it, so that ordinary aborts keep no room out.
+        # Pages in quarantine that count against admission. Pages whose Abort a healthy rank will
+        # soon answer do not count, so that ordinary aborts do not block new rooms.
         self.overdue_pages = 0
 
     def __len__(self) -> int:
@@ -149,12 +150,14 @@ class Ledger(Generic[S]):
         return bool(self._by_source.get(source))
 
     def awaits(self, source: S) -> bool:
-        """Return True if the source has a loan that it may still answer for: open, not in doubt."""
+        """Return True if the source has an open loan that is not in doubt: it may still answer
+        about it.
+        """
         leases = self._by_source.get(source, _NONE).values()
         return any(lease.loans[source] is not LoanPhase.DOUBTFUL for lease in leases)
 
     def owed_by(self, source: S) -> tuple[int, int]:
-        """Return the number of a source's open loans, and of the pages it keeps in quarantine."""
+        """Return the number of a source's open loans, and of the pages they keep in quarantine."""
         leases = self._by_source.get(source, _NONE).values()
         return len(leases), sum(lease.num_pages for lease in leases if lease.cause is not None)
 
@@ -181,7 +184,8 @@ class Ledger(Generic[S]):
         np.minimum(ends, confirmed, out=ends)
         filled = starts < ends
         starts, ends = starts[filled], ends[filled]
-        # A heartbeat holds a limited number of ranges; taking turns reports all of them in time.
+        # A heartbeat holds a limited number of ranges. Successive heartbeats take turns, so that
+        # all of them are reported eventually.
         if len(starts) > most:
             turn = np.arange(most) + np.searchsorted(starts, self._told_from.get(source, 0))
             starts, ends = starts.take(turn, mode="wrap"), ends.take(turn, mode="wrap")

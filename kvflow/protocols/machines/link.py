@@ -1,9 +1,9 @@
 """The machine of decode's end of the link to one incarnation of one prefill rank.
 
 Rooms are opened on a link that is REGISTERING or UP. Silence ends rooms, and their loans wait for
-proof. Prefill may have forgotten a silent decode, so the link registers again and again, and is UP
-as soon as prefill accepts. The Goodbye of a prefill that closes ends loans; the Goodbye of a decode
-that closes lets prefill forget it.
+proof. Prefill may have forgotten this decode during the silence, so a silent link keeps
+registering, and is UP again as soon as prefill accepts. The Goodbye of a prefill that closes ends
+loans; the Goodbye of a decode that closes lets prefill forget it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class LinkKind(IntEnum):
 class LinkCommand(IntEnum):
     SEND_REGISTER = 0
     SEND_HEARTBEAT = 1
-    START_ROOMS = 2  # rooms that wait for this link may be linked
+    START_ROOMS = 2  # rooms that wait for this link may proceed
     LOSE_ROOMS = 3
     ASK_LOANS = 4  # the source answers again: repeat the Aborts of loans in doubt
     WATCH_WRITER = 5
     REDIAL = 6
-    # An open socket would compete with the next link's for this decode's routing id.
+    # Close the socket. If it stayed open, it would compete with the next link's socket for this
+    # decode's routing id.
     HANG_UP = 7
     END_LOANS = 8  # the fence or an operator states that the writer writes no more
     SEND_GOODBYE = 9
@@ -58,7 +59,7 @@ class LinkCommand(IntEnum):
 P, K, C = LinkPhase, LinkKind, LinkCommand
 _GONE = Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS))
 _DEAD = Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS, C.END_LOANS))
-# Prefill is not expected to acknowledge a Goodbye in these phases, so it is sent once.
+# Prefill is not expected to acknowledge a Goodbye in these phases, so decode sends it once.
 _LEFT = Move(P.GONE, (C.SEND_GOODBYE, C.HANG_UP, C.LOSE_ROOMS))
 _ENDS: dict[LinkKind, Cell[LinkPhase, LinkCommand]] = {
     K.REPLACED: _GONE,
@@ -77,8 +78,8 @@ TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
         | {
             K.ACCEPTED: Move(P.UP, (C.WATCH_WRITER, C.START_ROOMS)),
             K.REFUSED: _GONE,
-            # Prefill sends heartbeats while it opens its route to our pool. Each of them restarts
-            # the time of `register_s`, outside this table.
+            # Prefill sends heartbeats while it opens its route to our pool. Each one restarts the
+            # `register_s` deadline, which is kept outside this table.
             K.HEARD: IGNORE,
             K.REPEAT_DUE: Move(P.REGISTERING, (C.SEND_REGISTER,)),
             K.REGISTER_DUE: _GONE,

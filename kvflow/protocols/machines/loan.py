@@ -1,9 +1,9 @@
 """The machine of a loan: decode's pages in the hands of one prefill rank, under one grant (I2).
 
 Rooms end in time, loans end on proof. A loan without proof outlives its room, and its pages stay in
-quarantine meanwhile. Only these are proof: the last chunk landed, an AbortAck that is drained, or
-the data plane's fence. Before its pages are offered a loan is only announced: its rank cannot
-write, so it ends without proof.
+quarantine meanwhile. Only these are proof: the last chunk landed, an AbortAck that states
+`drained`, or the data plane's fence. A loan whose pages were not offered yet is only announced. Its
+rank cannot write, so it ends without proof.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
             # Prefill refused the announcement; its RoomFailed ends the room and recalls the loan.
             K.DRAINED: IGNORE,
         },
-        # Events of the source cannot happen here: its loss ends its rooms first, which recalls
-        # their loans. FENCED and SOURCE_BACK follow a loss, when those are in doubt. REPEAT_DUE is
-        # for recalled loans only.
+        # SOURCE_LOST cannot happen here: the loss of a source first ends its rooms, which recalls
+        # their loans. FENCED and SOURCE_BACK follow a loss, when the loans are in doubt. REPEAT_DUE
+        # is for recalled loans only.
         P.LENT: rest(K, ERROR)
         | {
             K.RECALL: Move(P.RECALLED, (C.SEND_ABORT,)),
             K.LANDED: _RETURN,
-            # RoomFailed comes before AbortAck, so it was lost. The loan stays open: prefill must
-            # keep the message until decode asks for it, and forgets it once the grant is settled.
+            # Prefill sends RoomFailed before AbortAck, so RoomFailed was lost. The loan stays open,
+            # because prefill would forget that message once the grant is settled, and decode has
+            # yet to ask for it.
             K.DRAINED: Move(P.PROVEN),
             K.UNPROVEN: Move(P.DOUBTFUL),
         },

@@ -1,5 +1,5 @@
-"""One end of a numbered exchange: messages in order, each once, over a link that may lose, repeat
-and reorder them.
+"""One end of a numbered exchange, which delivers messages in order and once each over a link that
+may lose, repeat and reorder them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ M = TypeVar("M")
 
 
 class Ordered(Generic[M]):
-    """The unconfirmed messages that this end sent, and the number of those that it received.
+    """The messages that this end sent and the other did not confirm, and the number of messages
+    that this end received.
 
     Both directions count from 0.
     """
@@ -19,7 +20,7 @@ class Ordered(Generic[M]):
     __slots__ = ("_asked", "received_below", "sent_below", "unconfirmed")
 
     def __init__(self) -> None:
-        self.unconfirmed: deque[M] = deque()  # the last ones below `sent_below`
+        self.unconfirmed: deque[M] = deque()  # those with the highest numbers below `sent_below`
         self.sent_below = self.received_below = 0
         # The number of the message that this end last noticed missing.
         self._asked = -1
@@ -32,7 +33,7 @@ class Ordered(Generic[M]):
     def confirm(self, below: int) -> bool:
         """Drop the messages below `below`, which the other end received.
 
-        Returns False and changes nothing if that many were not sent.
+        Returns False and changes nothing if fewer messages were sent.
         """
         if below > self.sent_below:
             return False
@@ -41,7 +42,9 @@ class Ordered(Generic[M]):
         return True
 
     def take(self, number: int) -> bool:
-        """Return True if the message of this number is the next one; the caller then handles it."""
+        """Accept the message of this number if it is the next in order. Returns True if it is; the
+        caller then handles the message.
+        """
         if number != self.received_below:
             return False
         self.received_below += 1
@@ -53,7 +56,7 @@ class Ordered(Generic[M]):
         return self._asked == self.received_below
 
     def misses(self, below: int) -> bool:
-        """Return True if a message below `below` is newly found missing.
+        """Return True if this call is the first to find that a message below `below` is missing.
 
         The caller then asks for it at once, and with every heartbeat while `asks` is true.
         """

@@ -1,12 +1,14 @@
-"""The machine of a room's pages at decode: their owner, from the moment the room takes them (I1).
+"""The machine that tracks who owns a room's pages at decode, from the moment the room takes them
+(I1).
 
 A room has one or two sets of pages. The target has the pages that the room's user receives: pages
 taken from the node's store, or the caller's own. Without staging, prefill ranks write into the
-target. With staging they write into as many places of the staging, and decode copies each chunk
-into the target. Every set has a phase of its own, and a table for its source.
+target. With staging, they write into an equal number of places in the staging pool, and decode
+copies each chunk into the target. Each set has its own phase, and a table that depends on its
+source.
 
-A set that no rank can reach returns to its store at once, unless a thread still sums or copies it
-(I13): it then waits in RETURNING.
+When no rank can reach a set any more, it returns to its store. It first waits in RETURNING if a
+thread still sums or copies its pages (I13).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class PageKind(IntEnum):
     USE = 2  # a thread begins to sum or copy them
     LAND = 3  # the room succeeded
     KEEP = 4
-    CLOSE = 5  # the room's user closed it after its success
+    CLOSE = 5  # the room's user closed the room after its success
     QUARANTINE = 6  # the room ended before its loans did
     FREE = 7  # the last loan ended by proof, or there was none
     ABANDON = 8  # the node closed
@@ -74,8 +76,8 @@ _STORE: Rows = {
     P.TAKEN: rest(K, ERROR)
     | {
         K.LEND: Move(P.LENT),
-        # The rest concerns rooms with staging, whose target no rank can reach, but for FREE: a room
-        # may also fail between taking and lending.
+        # The events below happen in rooms with staging, whose target no rank can reach. FREE also
+        # happens in other rooms, which may fail between taking and lending.
         K.USE: Move(P.TAKEN),
         K.LAND: Move(P.LANDED),
         K.QUARANTINE: Move(P.RETURNING),
@@ -113,9 +115,10 @@ _STORE: Rows = {
     },
     P.FREED: rest(K, ERROR)
     | {
-        # The room ended while a store of the user's own looked for pages.
+        # The room ended while the user's own store was still looking for pages.
         K.TAKE: Move(P.FREED, (C.RETURN,)),
-        # With staging the target is free before the loans end, and the staging before a close.
+        # With staging, the target is freed before the loans end, and the staging before the user
+        # closes the room, so these events may come late.
         K.FREE: IGNORE,
         K.CLOSE: IGNORE,
         K.ABANDON: IGNORE,
@@ -126,7 +129,7 @@ _STORE: Rows = {
 
 _OWN: Rows = {
     **_STORE,
-    # The store ends its hold when the pages landed: their owner there was the caller all the time.
+    # The store ends its hold when the pages land, because the caller owned them all along.
     P.TAKEN: {**_STORE[P.TAKEN], K.LAND: Move(P.LANDED, (C.RETURN,))},
     P.LENT: {
         **_STORE[P.LENT],
@@ -139,7 +142,7 @@ _OWN: Rows = {
 _STAGING: Rows = {
     **_STORE,
     P.TAKEN: {**_STORE[P.TAKEN], K.USE: ERROR, K.LAND: ERROR},
-    # Every chunk is in the target.
+    # Every chunk was copied to the target, so the staging is not needed any more.
     P.LENT: {**_STORE[P.LENT], K.LAND: Move(P.RETURNING)},
     P.LANDED: rest(K, ERROR),
     P.KEPT: rest(K, ERROR),
@@ -151,11 +154,11 @@ TABLES: dict[Source, PageTable] = {
     Source.STAGING: Table(P, K, _STAGING),
 }
 
-# Phases in which the room still needs FREE or ABANDON.
+# Phases in which the room still holds pages, which FREE or ABANDON must end.
 CLAIMED = frozenset({P.TAKEN, P.LENT, P.QUARANTINED})
-# Phases of a target that nothing of the room touches any more.
+# Phases of a target that no write, sum or copy of the room touches any more.
 SETTLED = frozenset({P.LANDED, P.KEPT, P.FREED})
-_WAITING = (P.RETURNING, P.ABANDONED)  # for the last thread
+_WAITING = (P.RETURNING, P.ABANDONED)  # waiting for the last thread that uses the pages
 _OF_BOTH = frozenset({K.LAND, K.QUARANTINE, K.FREE, K.ABANDON, K.USE})
 
 
@@ -165,7 +168,7 @@ class Ownership(msgspec.Struct, frozen=True, gc=False):
     target: PagePhase = P.NONE
     staging: PagePhase | None = None  # None for a room whose target is lent
     own: bool = False  # the target has the caller's own pages
-    uses: int = 0  # sums and copies under way
+    uses: int = 0  # sums and copies in progress
 
 
 Commands = tuple[tuple[Source, PageCommand], ...]
@@ -176,8 +179,8 @@ def step(
 ) -> tuple[Ownership, Commands]:
     """Return the next state and the commands to run, each with the set that it concerns.
 
-    TAKE names its source. Other events concern the sets that they can concern: the target, the
-    lent pages, or both.
+    `source` names the pages that TAKE took. Other events go to the target, to the staging, or to
+    both, depending on their kind.
     """
     target, staging, uses = pages.target, pages.staging, pages.uses
     own = pages.own or source is Source.OWN

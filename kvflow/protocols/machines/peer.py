@@ -76,7 +76,7 @@ TABLE: Table[PeerPhase, PeerKind, PeerCommand] = Table(
         },
         P.SILENT: rest(K, ERROR)
         | {
-            K.HEARD: Move(P.UP),  # any message, Register too
+            K.HEARD: Move(P.UP),  # any message, including Register
             K.DIED: _GONE,
             K.DISPLACED: Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)),
             # A silent decode may come back in time to receive the Goodbye.
@@ -92,7 +92,7 @@ TABLE: Table[PeerPhase, PeerKind, PeerCommand] = Table(
         },
         P.GONE: rest(K, ERROR)
         | {
-            K.REGISTERED: IGNORE,  # sent before its end
+            K.REGISTERED: IGNORE,  # sent before the decode ended
             # The route must stay open while a write runs on it, so it closes with the last room.
             K.IDLE: Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)),
         },

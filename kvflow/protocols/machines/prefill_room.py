@@ -14,10 +14,10 @@ from kvflow.protocols.ports import WriteOutcome
 
 
 class PrefillPhase(IntEnum):
-    EXPECTED = 0  # the engine's half is here; decode sent no message about it yet
-    ANNOUNCED = 1  # the engine's half is here, and decode announced that it will offer pages
-    BOOTSTRAPPED = 2  # decode offered pages; the engine's half is not here
-    WAITING_FOR_INPUT = 3  # both halves are here, and no write runs
+    EXPECTED = 0  # the engine's half arrived; decode sent no message about it yet
+    ANNOUNCED = 1  # the engine's half arrived, and decode announced that it will offer pages
+    BOOTSTRAPPED = 2  # decode offered pages; the engine's half did not arrive yet
+    WAITING_FOR_INPUT = 3  # both halves arrived, and no write runs
     TRANSFERRING = 4  # writes run
     DRAINING = 5  # ended, and the writes that still run are awaited
     SUCCESS = 6
@@ -60,8 +60,8 @@ class PrefillCommand(IntEnum):
 class PrefillEvent(msgspec.Struct, frozen=True, gc=False):
     """One event for a room.
 
-    `kind` is None for the end of a write; `step` then derives the kind from `outcome` and from what
-    still runs. `last` belongs to a queued chunk.
+    `kind` is None for the end of a write; `step` then derives the kind from `outcome` and from the
+    writes that still run. `last` belongs to a queued chunk.
     """
 
     kind: PrefillKind | None
@@ -130,8 +130,8 @@ TABLE: Table[PrefillPhase, PrefillKind, PrefillCommand] = Table(
             K.ALL_DOUBTFUL: Move(P.LOST, (C.SEND_FAILED, C.SEND_UNPROVEN, C.TELL_ENDED, C.END)),
             K.ABORT_RECEIVED: Move(P.DRAINING, (C.TELL_ENDED, C.CANCEL_WRITES)),
             K.ENDED_LOCALLY: Move(P.DRAINING, (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)),
-            # Decode may only be silent, so RoomFailed is not skipped: the room keeps it, and
-            # repeats it if decode comes back.
+            # Decode may merely be silent, so prefill still issues RoomFailed, keeps it, and repeats
+            # it if decode comes back.
             K.TARGET_LOST: Move(P.DRAINING, (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)),
         },
         P.DRAINING: rest(K, ERROR)
@@ -183,7 +183,7 @@ def step(
 def _end_of_write(
     phase: PrefillPhase, outcome: WriteOutcome | None, *, running: int, last: bool, doubt: bool
 ) -> PrefillKind:
-    """Return the kind of event that the end of a write is in this phase.
+    """Return the kind of event that the end of a write amounts to in this phase.
 
     The endpoint reports the ends of a room's writes in the order in which they were queued.
     """

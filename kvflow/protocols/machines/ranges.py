@@ -1,4 +1,6 @@
-"""Sets of grants as ranges: compact where long runs ended around a few open grants."""
+"""Sets of grants, kept as ranges. This is compact when long runs of grants ended around a few open
+ones.
+"""
 
 from __future__ import annotations
 

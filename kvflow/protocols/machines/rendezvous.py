@@ -38,8 +38,8 @@ class Announcement(NamedTuple, Generic[S]):
 class Rendezvous(Generic[S]):
     """Announcements and outcomes by room.
 
-    An announcement lasts as long as the peer that made it, up to a time that is the same for all.
-    Outcomes are bounded in number and in time, and each is returned once.
+    An announcement is kept as long as the peer that made it, up to a limit of time that is the same
+    for all announcements. Outcomes are bounded in number and in time, and each is returned once.
     """
 
     def __init__(self, limit: int) -> None:
@@ -68,7 +68,9 @@ class Rendezvous(Generic[S]):
         return next(iter(self.announced.items()), None)
 
     def record_outcome(self, room: RoomId, side: Side, cause: Cause, forget_at_s: float) -> None:
-        """Keep the cause with which `side` ended for the other side, unless that ended before."""
+        """Keep the cause with which `side` ended until the other side arrives, unless the other
+        side ended before.
+        """
         if self.take(room, side) is None:
             self._outcomes[room] = Outcome(side, cause, forget_at_s)
             if len(self._outcomes) > self._limit:
@@ -80,10 +82,10 @@ class Rendezvous(Generic[S]):
         return outcome is not None and outcome.side is side
 
     def take(self, room: RoomId, side: Side) -> Cause | None:
-        """Remove the outcome of `room` and return the cause with which the other side ended.
+        """Remove the outcome of `room`. Returns the cause with which the other side ended, or None.
 
-        Called by `side` when it arrives. If `side` itself ended before, its outcome is discarded
-        and this begins a new room.
+        Call this when `side` arrives. If `side` itself ended before, its outcome is discarded,
+        because this is a new room of the same id.
         """
         outcome = self._outcomes.pop(room, None)
         return None if outcome is None or outcome.side is side else outcome.cause

@@ -1,8 +1,8 @@
 """The machine of a residency: the place of a request's state after its pages landed.
 
-On the device the state is in pages and a row of the pool. A retract copies it out and returns them;
-a resume takes others and copies the state in again. Pages and memory that a copy uses go to no
-other request before the copy ends, and a snapshot is freed exactly once.
+On the device, the state is in pages and a row of the pool. A retract copies the state out and
+returns the pages and the row. A resume takes others and copies the state back in. Pages and memory
+that a copy uses go to no other request before the copy ends, and a snapshot is freed exactly once.
 """
 
 from __future__ import annotations

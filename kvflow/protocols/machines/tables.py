@@ -74,7 +74,7 @@ class Table(Generic[P, K, C]):
                 self.put(phase, kind, rows[phase][kind])
 
     def cell(self, phase: P, kind: K) -> Cell[P, C]:
-        """Return a cell, also one that is IGNORE or ERROR."""
+        """Return the cell for a phase and a kind, which may be IGNORE or ERROR."""
         move = self.moves.get((phase, kind), ERROR)
         return IGNORE if move is None else move
 

@@ -1,9 +1,9 @@
-"""Page-first layouts of the same bytes in another order, in which the bytes that one peer sends or
-receives of a page lie together.
+"""Page-first layouts that reorder the bytes of a page, so that the bytes that one peer sends or
+receives are contiguous.
 
-Between pools of different width, the heads of one rank are a small block in every slot. Staging is
-read only by copies, so its bytes may lie in any order: a pool's components are cut into parts, and
-the parts are sorted.
+Between pools with different numbers of shards, the heads of one rank are a small block in every
+token slot. Only copies read staging, so its bytes may have any order: a pool's components are cut
+into parts, and the parts are sorted.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvflow.protocols.pages.layout import MAX_COMPONENTS, NO_PLACES, PoolLayout,
 from kvflow.protocols.pages.plan import Pairing
 
 _Cut = Callable[[Component], Iterable[int]]
-# Parts that the target lacks are sorted behind all others.
+# The sort key of parts that the target lacks: they come after all others.
 _LAST = (1 << 62, 0)
 
 
 class Blocks(NamedTuple):
-    """Figures of the blocks in which a page is written, or a row where pages are empty: their mean
-    size in bytes, and True if some are slices of token slots.
+    """Statistics of the blocks in which a page is written, or a row if pages are empty. `in_slices`
+    is True if some blocks are slices of token slots.
     """
 
     mean_bytes: int
@@ -35,8 +35,8 @@ class Blocks(NamedTuple):
 
 
 def blocks_between(source: PoolLayout, target: PoolLayout) -> Blocks:
-    """Return the blocks of a write from `source` to `target`. Raises: LayoutError when the pools do
-    not fit.
+    """Return statistics of the blocks of a write from `source` to `target`. Raises: LayoutError
+    when the pools do not fit.
     """
     pairing, first = Pairing(source, target, partly=True), np.zeros(1, np.int32)
     lists = (first, first) if pairing.page_bytes else (NO_PLACES, NO_PLACES, first, first)
@@ -45,15 +45,17 @@ def blocks_between(source: PoolLayout, target: PoolLayout) -> Blocks:
 
 
 def by_shard(layout: PoolLayout, shards: int) -> PoolLayout:
-    """Return `layout`, page-first, in an order in which the bytes of each of `shards` shards lie in
-    one stretch of a page, and in it those of each pipeline stage.
+    """Return a page-first version of `layout` in which the bytes of each of `shards` shards are one
+    stretch of a page. Within that stretch, the bytes of each pipeline stage are contiguous too.
     """
 
     return _rearranged(layout, lambda c: _bounds(c, shards), lambda c: _shard(c, shards))
 
 
 def from_shards(layout: PoolLayout, shards: int) -> Blocks:
-    """Return the blocks in which a prefill of `shards` shards would write a page of `layout`."""
+    """Return statistics of the blocks in which a prefill of `shards` shards would write a page of
+    `layout`.
+    """
     one = resized(layout, num_pages=1, num_rows=min(1, layout.num_rows))
     parts = by_shard(one, shards).components
     first = min((_shard(c, shards) for c in parts), default=0)
@@ -65,8 +67,8 @@ def from_shards(layout: PoolLayout, shards: int) -> Blocks:
 
 
 def as_in(target: PoolLayout, source: PoolLayout) -> PoolLayout:
-    """Return `source`, page-first, cut where `target` is cut and in its order, so that neighbours
-    in `target` are neighbours here.
+    """Return a page-first version of `source` that is cut where `target` is cut and sorted like
+    `target`, so that neighbours in `target` are neighbours here.
     """
     bounds: dict[str, set[int]] = {}
     places: dict[tuple[str, int], tuple[int, int]] = {}
@@ -91,7 +93,7 @@ def _whole(c: Component) -> int:
 def _bounds(c: Component, shards: int) -> range:
     """Return the entries at which the shards begin.
 
-    A component is cut only if the number of entries divides by the number of shards, or the
+    A component is cut only if its number of entries is a multiple of the number of shards, or the
     reverse. A vector, such as the keys of an indexer, is never cut: every shard has all of it.
     """
     whole = _whole(c)
@@ -101,7 +103,7 @@ def _bounds(c: Component, shards: int) -> range:
 
 
 def _rearranged(layout: PoolLayout, cut: _Cut, order: Callable[[Component], Any]) -> PoolLayout:
-    """Cut and sort the components in the buffers that `layout` has: one for pages, one for rows.
+    """Cut and sort the components within the buffers of `layout`, one for pages and one for rows.
 
     Returns `layout` unchanged if its pages are opaque, or if there would be too many parts.
     """

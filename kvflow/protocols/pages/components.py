@@ -14,18 +14,18 @@ import msgspec
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.kinds import OPAQUE, PAGE, ROW, SLOT, check_kind, check_unit, unit_bytes
 
-MAX_WHOLE = 1 << 20  # entries of the larger component that one is a part of
+MAX_WHOLE = 1 << 20  # largest number of entries of a whole component
 MAX_REPLICAS = 1024
 
 
 class Part(NamedTuple):
-    """The place of a component in a larger one: the entries from `start` on, as many as its shape
-    has along `axis`, of `whole` (0: it is all of it). Where `replicas` ranks of a group hold the
-    same bytes, it is copy number `replica` of them.
+    """The place of a component in a larger one. The component has the entries from `start` on, as
+    many as its shape has along `axis`, out of `whole` entries; `whole` is 0 if it has all of them.
+    If `replicas` ranks of a group hold the same bytes, the component is copy number `replica`.
 
     Shard 1 of 2 has K/V heads 4 to 7 of 8: `Part(start=4, whole=8)`. Both shards have the whole
-    latent of MLA: `Part(replica=0, replicas=2)` and `Part(replica=1, replicas=2)`. Peers state the
-    same `axis`, split or not.
+    latent of MLA: `Part(replica=0, replicas=2)` and `Part(replica=1, replicas=2)`. Peers must state
+    the same `axis`, even if they do not split the component.
     """
 
     start: int = 0
@@ -40,13 +40,13 @@ ALL = Part()
 
 
 class Component(msgspec.Struct, frozen=True, array_like=True):
-    """One stream: `size_bytes` of every page, or row, contiguous, at `offset` in a page, or row, of
+    """One stream of data: `size_bytes` contiguous bytes at `offset` in every page, or row, of
     `buffer`.
 
     `shape` is that of one unit; a page holds `page_size` slots. In an opaque pool `dtype` is
     "opaque" and `shape` is `(size_bytes,)`. `format` names the meaning of the bytes where `dtype`
-    does not. The fields from `start` on are its `Part`: components of one name are parts, or
-    copies, of one thing.
+    does not. The fields from `start` on are its `Part`: components with the same name are parts or
+    copies of one larger component.
     """
 
     name: str
@@ -85,12 +85,14 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def span(self) -> tuple[str, int, int]:
-        """Name, first entry and the entry after the last: equal for all its copies."""
+        """Name, first entry and the entry after the last; equal for all copies of a part."""
         return self.name, self.start, self.end
 
     @property
     def label(self) -> str:
-        """The name for errors, with entries and copy number where there are others."""
+        """The name for errors, with its entries if it is a part, and its copy number if there are
+        copies.
+        """
         entries = f"[{self.start}:{self.end} of {self.whole}]" if self.whole else ""
         return (
             self.name
@@ -100,7 +102,7 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Buffer(msgspec.Struct, frozen=True, array_like=True):
-    """One stretch of memory, with pages or rows as its `unit`.
+    """One stretch of memory that holds pages or rows, as `unit` states.
 
     Page (or row) p begins at `address + p * page_bytes`; the address is valid in the process that
     owns the pool.
@@ -125,19 +127,19 @@ def by_name(components: Iterable[Component]) -> dict[str, list[Component]]:
 
 
 def in_order(components: Iterable[Component]) -> list[Component]:
-    """Sort components by names and entries only, so that both sides have the same order; "9.v"
-    comes before "10.k", as in memory.
+    """Sort components by name, first entry and copy number, so that both sides have the same order.
+    Short names come first: "9.v" precedes "10.k", as in memory.
     """
     return sorted(components, key=lambda c: (len(c.name), c.name, c.start, c.replica))
 
 
 def served(components: Iterable[Component]) -> tuple[Component, ...]:
-    """Return the components that a prefill rank sends: all that it alone has, and its share of
-    those that `replicas` ranks have.
+    """Return the components that a prefill rank sends: all those that it alone has, and its share
+    of those that `replicas` ranks have.
 
-    Names are numbered among those of the same shape, so that the bytes are spread evenly; copy
-    number r of `replicas` sends those whose number modulo `replicas` is r. Ranks with copies of one
-    thing have the same names, so exactly one rank sends each component, to any decode.
+    Names are numbered among those of the same shape, so that the bytes are spread evenly. Copy
+    number r of `replicas` sends the components whose number modulo `replicas` is r. Ranks that hold
+    copies use the same names, so exactly one rank sends each component, to any decode.
     """
     every, numbers = tuple(components), dict[str, int]()
     counts: Counter[tuple[object, ...]] = Counter()
@@ -196,7 +198,8 @@ def _check_part(c: Component) -> None:
 
 
 def check_together(components: Sequence[Component]) -> None:
-    """Check that components of one name are parts and copies of one thing, and all different.
+    """Check that components with the same name are distinct parts or copies of one larger
+    component.
 
     Raises: LayoutError.
     """

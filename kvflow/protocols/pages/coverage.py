@@ -1,5 +1,5 @@
-"""Overlaps between pools: the entries that two of them share, that no rank sends, and that two
-ranks send.
+"""Overlaps between pools: entries that two pools share, that no rank sends, or that
+two ranks send.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from msgspec import Meta
 from kvflow.protocols.pages.components import Component, by_name, copies_of
 from kvflow.protocols.pages.layout import MAX_LABEL, PoolLayout
 
-MAX_SHOWN = 5  # in a refusal
+MAX_SHOWN = 5  # differences that one refusal names
 Span = tuple[int, int]
 """The first entry, and the one after the last."""
 Spans = Mapping[str, Sequence[Span]]
-"""Spans by name, in order."""
+"""Spans by component name, in ascending order."""
 # Peers with opaque pools may cut a page into different components, so only the whole page counts:
 # one entry without a name.
 _PAGE: Spans = {"": ((0, 1),)}
@@ -26,8 +26,8 @@ _Entry = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
 class Served(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The part of each page, or row, that a prefill rank sends: entries `start` to `end` of one
-    name. A rank with an opaque pool sends all of it, as one entry without a name.
+    """A part of each page, or row, that a prefill rank sends: entries `start` to `end` of the
+    component `name`. A rank with an opaque pool sends whole pages, as one entry without a name.
     """
 
     name: Annotated[str, Meta(max_length=MAX_LABEL)]
@@ -67,7 +67,7 @@ def overlaps(
 
 
 def spans_of(components: Iterable[Component]) -> Mapping[str, list[Span]]:
-    """Return the entries of each name, in order, and copies only once."""
+    """Return the spans of each component name, in order. Copies of a part count once."""
     return {
         name: sorted({(c.start, c.end) for c in group})
         for name, group in by_name(components).items()
@@ -104,7 +104,7 @@ def served_of(layout: PoolLayout) -> tuple[Served, ...]:
 
 
 def sends_all(layout: PoolLayout, what: tuple[Served, ...]) -> bool:
-    """Return True if `what` is all of this pool, cut as the pool is."""
+    """Return True if `what` is the whole of this pool, in the same parts as `served_of` returns."""
     # The order almost always matches, and comparing tuples costs less than building sets.
     return what == (served := served_of(layout)) or set(what) == set(served)
 
@@ -117,8 +117,8 @@ def spans_served(what: Iterable[Served]) -> Spans:
 
 
 def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
-    """Return why the parts that `ranks` serve, by number, do not make every byte of a pool exactly
-    once; empty when they do (I8).
+    """Check that the parts that `ranks` send, listed by rank number, cover every byte of a pool
+    exactly once (I8). Returns the reason why they do not, or an empty string if they do.
     """
     wanted: Spans = _PAGE if layout.tag else spans_of(layout.components)
     given: dict[str, list[tuple[int, int, int]]] = {name: [] for name in wanted}
@@ -139,8 +139,8 @@ def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
 
 
 def first_few(found: list[str]) -> list[str]:
-    """Return the first differences for a refusal, and the number of the others: two models may
-    differ in each of 32 layers.
+    """Return the first differences for a refusal, and the number of the others. Two models may
+    differ in each of 32 layers, and the text must stay short.
     """
     more = len(found) - MAX_SHOWN
     return found if more <= 0 else [*found[:MAX_SHOWN], f"and {more} more"]

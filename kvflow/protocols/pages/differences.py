@@ -23,8 +23,8 @@ def differences(
     """Return why pages and rows of `source` cannot be copied into `target`, in words for an
     operator; empty when they can. Only the first few differences are named.
 
-    `sides`: the names of the two. `partly`: the target may have more, which other ranks send.
-    `only`: compare these entries only.
+    `sides`: the names of the two pools in the text. `partly`: the target may have entries that the
+    source lacks, because other ranks send them. `only`: compare these entries only.
     """
     found: list[str] = []
     if source.fingerprint != target.fingerprint:
@@ -100,8 +100,8 @@ def _parts_differ(
 
 
 def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) -> Iterator[str]:
-    """Yield the differences of two opaque pools. Equal tags and sizes are enough, but a stream that
-    both sides name must be the same bytes of the page.
+    """Yield the differences of two opaque pools. Equal tags and sizes are enough, but a component
+    that both sides name must occupy the same bytes of the page.
     """
     fits = True
     for what, ours, theirs in (

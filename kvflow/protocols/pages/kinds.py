@@ -1,5 +1,5 @@
-"""Streams of a pool, one descriptor each. Everything that a model keeps for a request comes in one
-of three units.
+"""Descriptors of the streams of a pool. Everything that a model keeps for a request is counted in
+one of three units.
 
 slot    once per token K and V, the latent of MLA, a sparse-attention indexer's keys, scales per
         token, a draft model's K and V
@@ -9,7 +9,7 @@ row     once per request     the state of conv, ssm and linear-attention layers
 Streams of the units slot and page lie in the pages of a pool, those of the unit row in its rows. A
 stream whose dtype does not describe its bytes (packed 4-bit values, a swizzled scale) is `uint8`
 with a `format`, which peers compare for equality. A new kind of state needs only a new list of
-descriptors, and no change of a class.
+descriptors, and no new class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvflow.protocols.errors import LayoutError
 
 SLOT, PAGE, ROW = "slot", "page", "row"
 UNITS = (SLOT, PAGE, ROW)
-OPAQUE = "opaque"  # the dtype of every stream of a pool with a tag
+OPAQUE = "opaque"  # the dtype of every stream in an opaque pool
 DTYPE_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -38,7 +38,7 @@ DTYPE_BYTES = {
 class StateKind(NamedTuple):
     """One stream: `shape` elements of `dtype` for each `unit`.
 
-    The fields from `start` on describe the part and the copy of a larger stream that it is: see
+    If the stream is a part or a copy of a larger one, the fields from `start` on state which: see
     `components.Part`.
     """
 

@@ -1,5 +1,5 @@
-"""The layout of a paged pool in bytes, shared by the pools that own memory and the planes that move
-it.
+"""The byte layout of a paged pool, used by the pools that own memory and by the data planes that
+move it.
 
 A pool is `num_pages` pages of `page_size` token slots, and `num_rows` rows for the state that a
 request keeps once. A page or a row is a list of *components* (one layer's K, one layer's V, a scale
@@ -10,7 +10,7 @@ component by component and merged where bytes are adjacent on both sides, so eit
 copied into the other.
 
 An *opaque* pool has a tag instead of shapes: its components are stretches of bytes, a page is their
-concatenation in the listed order, and the tag stands for the meaning of those bytes.
+concatenation in the listed order, and the tag names the format of those bytes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ MAX_COMPONENTS = 4096
 MAX_PAGES = 1 << 26
 MAX_ROWS = 1 << 20
 MAX_PAGE_SIZE = 1 << 16
-# Characters of a name, a tag, a fingerprint or a format: refusals quote them, and the length of a
-# refusal is bounded.
+# The longest name, tag, fingerprint or format, in characters. Refusals quote them, and the length
+# of a refusal is bounded.
 MAX_LABEL = 256
-# Lists of at least this many pages are looked up in ascending order: a million pages took 40 ms in
-# any other.
+# Lists of at least this many pages are looked up in ascending order. In any other order, a million
+# pages took 40 ms.
 MANY_PAGES = 256
-# A larger bitmap leaves the processor's caches, and sorting is faster.
+# A larger bitmap does not fit the processor's caches, and sorting is then faster.
 _BITMAP_PAGES = 1 << 21
 
 
@@ -98,8 +98,8 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def dtypes(self) -> str:
-        """The dtypes of all components, each once: "bfloat16", or "bfloat16, float32" with states
-        of another one.
+        """The dtypes of all components, each once: "bfloat16", or "bfloat16, float32" if states
+        have another dtype.
         """
         return ", ".join(dict.fromkeys(c.dtype for c in self.components))
 
@@ -109,7 +109,7 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def served(self) -> PoolLayout:
-        """The layout of the components that a prefill sends, possibly empty: see
+        """This layout with only the components that a prefill rank sends, which may be none: see
         `components.served`.
         """
         found = served(self.components)
@@ -125,7 +125,7 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
         return self.num_pages + self.num_rows
 
     def numbered(self, places: Places) -> PageIndices:
-        """Return pages, then rows, in one list. See `Places`."""
+        """Return the pages and then the rows in one list; see `Places`."""
         return np.concatenate(
             (places.pages, places.rows + np.int32(self.num_pages)), dtype=np.int32
         )
@@ -137,15 +137,15 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
         return Places(indices[~in_rows], indices[in_rows] - np.int32(self.num_pages))
 
     def room_bytes(self, count: int) -> int:
-        """Return the bytes of a room that lends `count` places, the last a row where there are
-        rows.
+        """Return the size in bytes of a room that lends `count` places. If the pool has rows, the
+        last place is a row.
         """
         rows = bool(self.num_rows and count)
         return (count - rows) * self.page_bytes + rows * self.row_bytes
 
     def check_places(self, indices: PageIndices, *, last: bool = True) -> None:
-        """Check the places that a room lends, or a chunk sends, in a pool with rows: the one row of
-        the room is its last place, and belongs to the last chunk.
+        """Check the places that a room lends, or a chunk sends, in a pool with rows. A room has one
+        row, which is its last place and belongs to the last chunk.
 
         Raises: LayoutError.
         """
@@ -158,8 +158,8 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
             )
 
     def pages_for(self, tokens: int, prefix_tokens: int = 0) -> int:
-        """Return the pages of `tokens` tokens, less those that the first `prefix_tokens` of them
-        take.
+        """Return the number of pages for `tokens` tokens, minus the pages that the first
+        `prefix_tokens` of them take.
         """
         return -(-tokens // self.page_size) - -(-prefix_tokens // self.page_size)
 
@@ -235,7 +235,8 @@ def _check_buffer(b: Buffer, count: int) -> None:
 
 
 def whole_number(name: str, value: SupportsIndex) -> int:
-    """Return `value` as a Python int; numpy's integers are allowed, but the wire cannot carry them.
+    """Convert `value` to a Python int. Numpy integers are allowed here, but the wire cannot encode
+    them.
 
     Raises: LayoutError.
     """
@@ -254,8 +255,9 @@ def build_layout(
     order: Order = "page_first",
     fingerprint: str = "",
 ) -> PoolLayout:
-    """Lay out `streams`, each a `StateKind` or as many of its fields (name, dtype, shape per token
-    slot): in one buffer for pages and one for rows (page-first), or in one each (layer-first).
+    """Lay out `streams`, each a `StateKind` or a tuple of its first fields (name, dtype, shape per
+    token slot, ...). A page-first layout has one buffer for pages and one for rows; a layer-first
+    layout has one buffer per stream.
 
     Raises: LayoutError.
     """
@@ -318,12 +320,12 @@ def resized(layout: PoolLayout, *, num_pages: int, num_rows: int) -> PoolLayout:
 
 
 def _placed(sized: list[Component], order: Order, empty: PoolLayout) -> PoolLayout:
-    """Return `empty` with these components, each in its place, and with the buffers for them."""
+    """Return `empty` with these components, each assigned to a place in a new buffer."""
     if order not in ("page_first", "layer_first"):
         raise LayoutError(f"order {order!r} is neither 'page_first' nor 'layer_first'")
     components: list[Component] = []
     buffers: list[Buffer] = []
-    at: dict[str, int] = {}  # index of the buffer, by unit
+    at: dict[str, int] = {}  # index of the current buffer, by unit
     for c in sized:
         unit = ROW if c.in_rows else PAGE
         if order == "layer_first" or unit not in at:
@@ -345,13 +347,13 @@ def _placed(sized: list[Component], order: Order, empty: PoolLayout) -> PoolLayo
 def names_twice(pages: PageIndices, low: int, high: int) -> bool:
     """Return True if an index occurs twice among `pages`, which lie in low..high.
 
-    A million of them take 5 ms at most (`np.unique` takes a second).
+    This takes at most 5 ms for a million indices (`np.unique` takes a second).
     """
     if (pages[1:] > pages[:-1]).all():
         return False
     if high - low < _BITMAP_PAGES:
         seen = np.zeros(high - low + 1, dtype=np.bool_)
-        # numpy converts an index of any other type to intp in a second pass.
+        # numpy would convert indices of any other type to intp in a second pass.
         seen[np.subtract(pages, low, dtype=np.intp)] = True
         return int(np.count_nonzero(seen)) < pages.size
     return not ascends(np.sort(pages))

@@ -32,9 +32,9 @@ class Blocks(NamedTuple):
 
 
 class _Segments(NamedTuple):
-    """The stretches of a page (or row) to copy, int64 arrays [segments]; a stride is the step from
-    page to page. A stretch that repeats within a page, such as some of the heads of each slot, is
-    one segment per repetition.
+    """The stretches of a page (or row) to copy, as int64 arrays [segments]. A stride is the
+    distance in bytes from one page to the next. A stretch that repeats within a page, such as some
+    of the heads of each slot, is one segment per repetition.
     """
 
     source_base: Addresses
@@ -58,8 +58,8 @@ class Pairing:
         partly: bool = False,
         only: Spans | None = None,
     ) -> None:
-        """`sides`: the names of the two in errors. `partly`: the target may have more components,
-        which writes leave unchanged. `only`: copy these entries only.
+        """`sides`: the names of the two pools in errors. `partly`: the target may have more
+        components, which writes leave unchanged. `only`: copy these entries only.
 
         Raises: LayoutError naming the differences.
         """
@@ -72,7 +72,9 @@ class Pairing:
         self.page_bytes, self.row_bytes = int(self._pages.size.sum()), int(self._rows.size.sum())
         """Bytes written per page, and per row; every copy at the target counts."""
         self.in_slices = self._pages.in_slices or self._rows.in_slices
-        """True if some blocks are a part of one token slot: the two sides differ in width."""
+        """True if some blocks are parts of one token slot, because the two sides split heads
+        differently.
+        """
 
     def check(
         self,
@@ -152,7 +154,9 @@ def _addresses(layout: PoolLayout) -> Addresses:
 
 
 class _Stretch(NamedTuple):
-    """`size` bytes to copy of every page, or row, `repeats` times in equal steps."""
+    """A stretch of `size` bytes to copy in every page, or row, repeated `repeats` times at equal
+    steps.
+    """
 
     source_buffer: int
     source_offset: int
@@ -183,7 +187,9 @@ class _Stretch(NamedTuple):
 def _stretches(
     source: PoolLayout, target: PoolLayout, only: Spans | None, in_rows: bool
 ) -> list[_Stretch]:
-    """Return the stretches to copy of every page, or row, with neighbours on both sides merged."""
+    """Return the stretches to copy in every page, or row. Stretches that are adjacent on both sides
+    are merged.
+    """
     found: list[_Stretch] = []
     if source.tag:
         every = _opaque_stretches(source, target, in_rows)
@@ -258,7 +264,8 @@ def _segments(
         source_step,
         target_step,
     ) = found.T
-    # Each repetition of a stretch becomes a segment: `of` is its stretch, `nth` its number there.
+    # Each repetition of a stretch becomes a segment: `of` is the index of its stretch, and `nth`
+    # its number within that stretch.
     of = np.repeat(np.arange(len(found)), repeats)
     nth: Addresses = np.arange(of.size) - (np.cumsum(repeats) - repeats)[of]
     source_strides, target_strides = (
@@ -277,7 +284,9 @@ def _segments(
 
 
 def _cut(blocks: Blocks, max_block_bytes: int) -> Blocks:
-    """Cut blocks over `max_block_bytes` into pieces of it, so that no single copy runs for long."""
+    """Cut blocks larger than `max_block_bytes` into pieces of at most that size, so that no single
+    copy runs for long.
+    """
     sources, targets, sizes = blocks
     if not sizes.size or int(sizes.max()) <= max_block_bytes:
         return blocks

@@ -1,7 +1,7 @@
-"""The machines of one prefill rank's rooms and their grants, and the events between them.
+"""The machines of one prefill rank (rooms, grants), and the events that pass between them.
 
-A table never calls back: it returns commands, and running them feeds the next machine. No machine
-is therefore entered twice at once.
+A table never calls back. It returns commands, and running them feeds the next machine, so that no
+machine is re-entered.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ DRAINS = "room {} is in use: writes of the last room of that id still run"
 
 
 class PrefillCore(PrefillPeers):
-    """The state of one prefill rank. Each kind of state is changed by one `feed_*` method only.
+    """The state of one prefill rank. Only one `feed_*` method changes each kind of state.
 
-    Timers: "room" of a room id, "silence" and "goodbye" of an incarnation, "outcomes" and
-    "announced".
+    Kinds of timers: "room" for a room id, "silence" and "goodbye" for an incarnation, "outcomes"
+    and "announced" for all rooms together.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class PrefillCore(PrefillPeers):
         return record
 
     def set_deadline(self, record: PrefillRoomRecord) -> None:
-        """Set the timer of a room. No call is needed when its deadline moves back, since the expiry
-        checks the deadline again.
+        """Set the timer of a room. A deadline that moves to a later time needs no call, because the
+        expiry checks the deadline again.
         """
         self.deadlines.set(Timer("room", record.room), record.due_at_s)
 
@@ -156,7 +156,7 @@ class PrefillCore(PrefillPeers):
             self.feed_room(record, PrefillEvent(None, outcome=outcome, cause=cause), now)
 
     def record_outcome(self, room: RoomId, side: Side, cause: Cause, now: float) -> None:
-        """Keep the cause of a half that ended alone, for the other half when it arrives."""
+        """Keep the cause of a half that ended alone until the other half arrives."""
         self.rendezvous.record_outcome(room, side, cause, now + self.timing.rendezvous_s)
         self.deadlines.set(Timer("outcomes", 0), self.rendezvous.next_expiry_s())
 
@@ -171,7 +171,8 @@ class PrefillCore(PrefillPeers):
 
     def forget_announcement(self, peer: DecodePeer, grant: GrantId) -> None:
         """Forget the announcement that was made under this grant."""
-        # Its room is looked up: a later message about the grant may name another room.
+        # The room is looked up by its grant, because a later message about the grant may name
+        # another room.
         room = peer.grants.announcements.rooms.get(grant)
         if room is not None:
             self.rendezvous.forget_announcement(room, peer, grant)
@@ -186,7 +187,9 @@ class PrefillCore(PrefillPeers):
             self.deadlines.set(timer, oldest[1].until_s)
 
     def end_engine_half(self, room: RoomId, cause: Cause, now: float) -> None:
-        """End the engine's half of a room, now or when it arrives: decode's will not arrive."""
+        """End the engine's half of a room, now or when it arrives, because decode's half will not
+        arrive.
+        """
         record = self.rooms.get(room)
         if record is None or record.ended:
             self.record_outcome(room, Side.DECODE, cause, now)
@@ -296,7 +299,8 @@ def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
     core.outbox.append(RoomReleased(record.serial))
     if peer is not None:
         peer.grants.end(record.grant, tuple(record.sent))
-        # The decode with the most kept bytes gives way, so that one does not crowd out the others.
+        # Grants are evicted from the decode with the most kept bytes, so that it does not crowd out
+        # others.
         while core.kept.total > core.bounds.kept_bytes:
             max(core.peers.values(), key=lambda known: known.grants.kept_bytes).grants.evict()
         if peer.phase is PeerPhase.GONE:

@@ -1,8 +1,8 @@
 """The endpoint of one prefill rank: rooms, decodes and their grants, rendezvous, deadlines.
 
 It decides and does not act: it uses no asyncio, clock, socket or thread. Each method receives the
-time as an argument, and `commands()` returns the work for the shell. Read on in core.py
-(rooms), peers.py (decodes) and ../machines/ (their tables).
+time as an argument, and `commands()` returns the work for the shell. See core.py for rooms,
+peers.py for decodes, and ../machines/ for their tables.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
     ) -> PrefillRoomRecord:
         """Open the engine's half of a room.
 
-        It waits up to `rendezvous_s` for a decode that did not announce the room.
+        If no decode announced the room, it waits up to `rendezvous_s` for decode's half.
 
         Raises: MisuseError if `room` is not a room id, RoomInUseError while an earlier room of that
         id is open or drains (if it drains, decode's half of this one receives the same cause when
@@ -123,8 +123,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
             core.set_deadline(record)
         elif cause := core.rendezvous.take(number, Side.ENGINE):
             core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
-            # Ending the room recorded an outcome for decode's half. Decode knows already, and a
-            # later room of that id must not receive it.
+            # Ending the room recorded an outcome for decode's half. Decode knows the cause already,
+            # and a later room of that id must not receive it.
             core.rendezvous.take(number, Side.DECODE)
         else:
             core.set_deadline(record)
@@ -133,8 +133,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
     def begin_room(self, record: PrefillRoomRecord) -> None:
         """Report that the engine has a place for the whole prompt, or is sure to get one.
 
-        Pages that decode lends from here on wait for no other room. Prefill sends Begun as soon as
-        decode announces the room, and again with every repetition of the announcement.
+        Pages that decode lends from now on will not wait for another room. Prefill sends Begun as
+        soon as decode announces the room, and again with every repetition of the announcement.
         """
         record.begun = True
         self.core.tell_begun(record)
@@ -149,7 +149,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         if record is not None:
             if record.prompt is None:
                 self.close_room(record, cause, now)
-            # The record is of an earlier room that drains; the refusal is for the next one.
+            # This record is an earlier room that still drains. The refusal is for the next room.
             elif record.ended:
                 core.record_outcome(number, Side.ENGINE, cause, now)
         elif announced is not None:
@@ -172,9 +172,9 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         `StartWrite` follows even if n is 0, so the room always ends in `write_ended` and never
         inside this call. Pass `checked=True` after a call of `check_chunk`.
 
-        Raises: MisuseError (before matched, after the last chunk, more or fewer pages than are
-        left, a hand-over before the last chunk), CapacityError (hand-over too large), or the room's
-        own error after it ended. The chunk is then not queued.
+        Raises: MisuseError (before the halves matched, after the last chunk, more or fewer pages
+        than are left, a hand-over before the last chunk), CapacityError (hand-over too large), or
+        the room's own error after it ended. The chunk is then not queued.
         """
         if not checked:
             self.check_chunk(record, source_pages, last, len(handoff))
@@ -189,7 +189,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
     def check_chunk(
         self, record: PrefillRoomRecord, source_pages: PageIndices, last: bool, handoff_bytes: int
     ) -> None:
-        """Check the arguments of `queue_chunk` without queueing. Raises: as `queue_chunk`."""
+        """Check the arguments of `queue_chunk` without queueing. Raises: see `queue_chunk`."""
         state = record.state
         if state.phase > PrefillPhase.TRANSFERRING and state.phase is not PrefillPhase.SUCCESS:
             raise room_error(record.first_cause)
@@ -281,8 +281,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
 
     def route_refused(self, incarnation: Incarnation, reason: str, now: float) -> None:
         """Refuse a decode whose pool the data plane cannot reach; it receives `reason`."""
-        # The decode is forgotten at once: a stranger may register under a new name each time, and
-        # must not fill the table.
+        # The decode is forgotten at once: a stranger may register under a new incarnation each
+        # time, and must not fill the table.
         peer = self.core.peers.get(incarnation)
         if peer is not None and peer.phase is PeerPhase.OPENING:
             self.core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, reason))
@@ -363,8 +363,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
             # A peer whose message was read after the stall needs no credit: its time is capped at
             # the present.
             peer.received_at_s = min(peer.received_at_s + late_s, now)
-        # The late timer may be a room's, and the half that it waits for is read after this call.
-        # One heartbeat more keeps the room open until then.
+        # A room's deadline may have passed during the stall, although the half that it waits for
+        # arrived and is read after this call. One more heartbeat keeps the room open until then.
         for record in self.core.rooms.values():
             record.deadline_at_s += min(
                 late_s + self.core.timing.heartbeat_s, now - record.opened_at_s

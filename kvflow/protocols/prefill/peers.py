@@ -1,5 +1,5 @@
-"""Prefill's decodes: the route into the pool of each, its grants, and the memory of those that are
-forgotten.
+"""The decodes that one prefill rank knows: the route into each decode's pool, its grants, and
+records of decodes that were forgotten.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class DecodePeer:
         """Create a peer from its first Register.
 
         `sender_address` is the network address that it came from; empty if not known. `seen_below`
-        is the bound that was remembered of a decode that was here before; None for a stranger.
+        is the bound that was recorded when this decode was last forgotten; None for a stranger.
         """
         self.incarnation = message.target
         self.routing_id = routing_id(message.target)
@@ -135,8 +135,8 @@ class DecodePeer:
             )
         try:
             self.layout.check()
-            # This rank may serve a part of decode's pool only. Decode checks that all ranks
-            # together cover it.
+            # This rank may send only a part of decode's pool. Decode checks that all ranks together
+            # cover it.
             if found := differences(identity.layout, self.layout, partly=True):
                 raise LayoutError("; ".join(found))
         except KvflowError as error:
@@ -147,19 +147,19 @@ class DecodePeer:
 class FormerDecodes:
     """Records of forgotten decodes, each kind bounded by `most`.
 
-    The oldest records are dropped first, except grants in doubt: while those fill their bound, no
+    The oldest records are dropped first, except grants in doubt: while those reach the bound, no
     more decodes with grants in doubt are displaced.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # For each decode, the bound below which no grant begins again. A message that it sent
-        # before it was forgotten may still arrive.
+        # For each decode, the bound below which no grant begins again. A message that the decode
+        # sent before it was forgotten may still arrive.
         self.displaced: OrderedDict[Incarnation, GrantId] = OrderedDict()
         # Grants in doubt of some of those decodes. If they were forgotten, a later acknowledgement
         # would call them drained and end loans without proof (I2).
         self.in_doubt: dict[Incarnation, tuple[GrantId, ...]] = {}
-        # Decodes that parted. Any message of theirs that still arrives is late and has no effect.
+        # Decodes that parted. Any message from them that still arrives is late and has no effect.
         self.parted: OrderedDict[Incarnation, None] = OrderedDict()
 
     def remember_grants(self, peer: DecodePeer) -> None:
@@ -175,7 +175,7 @@ class FormerDecodes:
             self.in_doubt[peer.incarnation] = doubts
 
     def remember_parted(self, incarnation: Incarnation) -> None:
-        """Remember that a decode parted, so that late messages of it are dropped."""
+        """Remember that a decode parted, so that late messages from it are dropped."""
         self.parted[incarnation] = None
         self.displaced.pop(incarnation, None)
         self.in_doubt.pop(incarnation, None)
@@ -202,11 +202,11 @@ class FormerDecodes:
 class PrefillPeers(Core):
     """The decodes of one prefill rank, and the machine of each.
 
-    Rooms are above this: what ends them is queued as a task.
+    The subclass `PrefillCore` has the rooms. A peer event that ends rooms queues a task for it.
     """
 
     outbox: list[PrefillCommand]
-    ledger: Ledger[EarlierWriter]  # a prefill lends no pages
+    ledger: Ledger[EarlierWriter]  # only loans of earlier nodes: prefill lends no pages
 
     def __init__(
         self, identity: PrefillIdentity, observer: Observer, timing: Timing, bounds: Bounds
@@ -215,7 +215,7 @@ class PrefillPeers(Core):
         self.identity = identity
         self.peers: dict[Incarnation, DecodePeer] = {}
         self.kept = KeptBytes()
-        # Causes for rooms that a decode announced before it received its refusal.
+        # Causes by refused decode, for rooms that it announced before the refusal reached it.
         self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()
         self.former = FormerDecodes(bounds.closed_grants)
         self.leaving: Cause | None = None
@@ -226,7 +226,7 @@ class PrefillPeers(Core):
     def unavailable_reason(self) -> str:
         """The reason, as text, why this prefill cannot move pages now; empty when it can.
 
-        A long queue is no such reason, only a data plane that stands still.
+        A long queue is not a reason; a data plane that makes no progress is the only one.
         """
         if self.stalled_s <= self.timing.lost_after_s:
             return ""
@@ -240,7 +240,7 @@ class PrefillPeers(Core):
     # --- sending
 
     def send(self, peer: DecodePeer, message: wire.Message) -> None:
-        """Queue a message. Pages wait for an AbortAck, so it leaves at once."""
+        """Queue a message. An AbortAck leaves at once, because decode's pages wait for it."""
         self.outbox.append(
             SendToDecode(peer.routing_id, encode(message), type(message) is wire.AbortAck)
         )
@@ -295,8 +295,8 @@ class PrefillPeers(Core):
             peer.fresh_from = max(peer.fresh_from, message.fresh_from)
             self.end_withdrawn(peer, peer.grants.begin_from(message.fresh_from))
             self.feed_peer(peer, PeerKind.REGISTERED, now)
-        # No grant of this decode was begun here, and none will be, so a Goodbye answers it for
-        # good.
+        # This prefill is closing and will begin no grant of this decode, so a Goodbye is the final
+        # answer.
         elif self.leaving is not None:
             self.say_goodbye(message.target, self.former.in_doubt.get(message.target, ()))
         elif refusal := self.unavailable_reason or self._no_place(message, sender_address, now):
@@ -319,7 +319,7 @@ class PrefillPeers(Core):
         """Return why there is no place for a new decode; empty if there is, or one was made."""
 
         def process_of(address: PlaneAddress) -> tuple[str, str, int, int]:
-            # The other fields of the identity do not tell processes apart, and a decode could vary
+            # The other fields of the identity do not distinguish processes, and a decode could vary
             # them to pass for another process.
             process = address.process
             return process.boot_id, process.pid_namespace, process.pid, process.start_ticks

@@ -48,7 +48,7 @@ class Chunk:
 
     @property
     def failure(self) -> Cause:
-        """The cause that this chunk gives its room: the write is unproven, or the data plane
+        """The cause with which this chunk ends its room: its write is unproven, or the data plane
         cancelled it.
         """
         default = "the data plane cannot say what landed"
@@ -64,7 +64,7 @@ class Chunk:
 class PrefillRoomRecord:
     """Everything the endpoint knows about one open room (I5).
 
-    Its users may read it, and keep it after its end.
+    Callers may read it, and may keep it after the room ended.
     """
 
     __slots__ = (
@@ -98,15 +98,15 @@ class PrefillRoomRecord:
     def __init__(
         self, serial: int, room: RoomId, phase: PrefillPhase, rendezvous_s: float, now: float
     ) -> None:
-        self.serial = serial  # unique, while a room id may be used again
+        self.serial = serial  # unique, unlike a room id, which may be used again
         self.room = room
         self.state = PrefillRoomState(phase)
         self.opened_at_s = now
-        self.deadline_at_s = now + rendezvous_s  # for the arrival of the other half
+        self.deadline_at_s = now + rendezvous_s  # deadline for the arrival of the other half
         self.ready_at_s: float | None = None
         self.moving_at_s: float | None = None
         self.cancelled_at_s = 0.0  # when the writes of a draining room were cancelled
-        self.own_deadline_at_s = float("inf")  # the engine's, for the whole room
+        self.own_deadline_at_s = float("inf")  # the engine's deadline for the whole room
         self.prompt: tuple[int, bytes] | None = None  # token count and digest: the engine's half
         self.bootstrap: tuple[int, bytes] | None = None  # token count and digest: decode's half
         self.begun = False  # the engine has a place for the whole prompt
@@ -162,7 +162,7 @@ class PrefillRoomRecord:
 
     @property
     def half(self) -> bool:
-        """True while only one half of the room is here."""
+        """True while only one half of the room arrived."""
         return self.prompt is None or self.bootstrap is None
 
 

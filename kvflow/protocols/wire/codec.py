@@ -1,6 +1,6 @@
 """Encoding and parsing of messages.
 
-Parsing is strict: a frame that this side may not receive is a WireError.
+Parsing is strict: a frame that this side may not receive raises WireError.
 """
 
 from __future__ import annotations

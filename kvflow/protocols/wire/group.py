@@ -2,9 +2,9 @@
 leader's own rank included. One frame is one message: a msgpack array that begins with its tag.
 
 Votes and decisions are numbered within a session, and are handled in that order, each once: a
-`Beat` reveals a loss, and the sender repeats the message. A session is one membership of one
-process in the log of one leader's process. It ends with either process, and when either receives
-no message from the other for too long. The next session takes over no state of the one before.
+`Beat` reveals a loss, and the sender repeats the message. A session is one membership of one member
+process with one leader process. It ends when either process ends, or receives no message from the
+other for too long. A session takes over no state from an earlier one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ GROUP_WIRE_VERSION = 1
 MAX_REQUEST_BYTES = 4 << 20
 
 Ticket = NewType("Ticket", int)
-"""The number of one request of the group, whatever its room; counts up within one life of a leader.
+"""The number of a request of the group, independent of its room. It counts up within one life of a
+leader.
 """
 
 TicketNumber = Annotated[Ticket, Meta(ge=1, le=1 << 53)]
@@ -50,7 +51,7 @@ class Ruling(IntEnum):
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
-    """member -> leader, repeated until answered: this process requests to be that rank.
+    """member -> leader, repeated until answered: this process requests to be `rank`.
 
     Its earlier session, `last_session` of `last_leader` (0 for none), is over. `process` identifies
     the member, for a leader that can watch it.
@@ -94,10 +95,10 @@ class RankVote(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=4):
-    """leader -> every member.
+    """leader -> every member: one entry of the leader's log, which all members apply in order.
 
-    `number` counts the decisions of this leader, the log that all members apply. OPEN and REFUSE
-    carry `room`; OPEN also carries `request`, which only the engine can read.
+    `number` is the position of the decision in that log, and `seq` its number within the session.
+    OPEN and REFUSE carry `room`; OPEN also carries `request`, which only the engine can read.
     """
 
     leader: Life
@@ -114,7 +115,8 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
     """Both ways: the sender sent every message numbered below `sent_below`, and received all below
-    `received_below`. `gap`: it knows of later messages that it lacks, and requests them.
+    `received_below`. `gap`: the sender lacks messages below the other's `sent_below`, and requests
+    them.
     """
 
     leader: Life

@@ -1,8 +1,8 @@
-"""Cache events as the subscribers of vLLM and SGLang read them: msgpack of [ts, events,
+"""Cache events in the format that subscribers of vLLM and SGLang read: msgpack of [ts, events,
 data_parallel_rank].
 
 An event is a map with its kind under "type", or, in the older form, an array with its kind first.
-Token ids and hashes are laid out by numpy: a request's prompt would otherwise become tens of
+Numpy lays out token ids and hashes, because a request's prompt would otherwise become tens of
 thousands of Python integers.
 
 **Media.** An event names its tier by `medium`, and the subscribers of each engine expect different
@@ -27,17 +27,18 @@ from numpy.typing import NDArray
 from kvflow.protocols.cache.choices import Dialect
 from kvflow.protocols.cache.events import Event, Removed, Stored
 
-# A request for a replay carries the first number, or SNAPSHOT. END is the number of the last frame
-# of a replay.
+# A request for a replay carries the number of the first batch that it wants, or SNAPSHOT. END is
+# the number of the last frame of a replay.
 SNAPSHOT = b"snapshot"
 END = (-1).to_bytes(8, "big", signed=True)
 
-Media: TypeAlias = tuple[str, str, str]  # by tier
+Media: TypeAlias = tuple[str, str, str]  # names by tier
 VLLM_MEDIA: Media = ("GPU", "CPU", "STORAGE")
 ExtraKeys: TypeAlias = list[tuple[str, ...] | None]
 
-# Heads of msgpack for arrays and for numbers of fixed size, each with its big-endian numpy type. A
-# fixed size lets numpy lay out all numbers at once, although msgpack has shorter forms.
+# Msgpack heads of arrays and of numbers of fixed size; each number's head comes with its big-endian
+# numpy type. A fixed size lets numpy lay out all numbers at once, although msgpack has shorter
+# forms.
 _ARRAY_OF_3, _ARRAY_32 = b"\x93", b"\xdd"
 _INT_64 = (0xD3, ">i8")
 _UINT_16 = (0xCD, ">u2")
@@ -97,7 +98,9 @@ class BatchEncoder:
     def __init__(
         self, page_size: int, rank: int = 0, *, positional: bool = False, media: Media = VLLM_MEDIA
     ) -> None:
-        """`page_size`: tokens of a block. `positional`: the older form, events as arrays."""
+        """`page_size`: tokens per block. `positional`: use the older form, in which events are
+        arrays.
+        """
         self._page_size, self._rank, self._media = page_size, rank, media
         self._stored = PositionalBlockStored if positional else BlockStored
         self._removed = PositionalBlockRemoved if positional else BlockRemoved
@@ -128,7 +131,7 @@ class BatchEncoder:
                 for event in group:
                     yield self._stored_event(event) if isinstance(event, Stored) else self._cleared
             # Eviction takes leaves one by one, and records an event for each. Subscribers receive
-            # one event for all that follow each other in a tier.
+            # one event for consecutive removals from the same tier.
             else:
                 together = [event.digests[:, 0] for event in group if isinstance(event, Removed)]
                 yield self._removed(_packed(np.concatenate(together), *_INT_64), self._media[tier])
@@ -171,7 +174,7 @@ def _array_head(count: int) -> bytes:
 
 
 class StoredBlocks(msgspec.Struct, tag="BlockStored", tag_field="type", frozen=True):
-    """The fields of BlockStored from which a reader of a stream knows the cached blocks."""
+    """The fields of BlockStored that a reader of a stream needs to track the cached blocks."""
 
     block_hashes: list[int]
     block_size: int

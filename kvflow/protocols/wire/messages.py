@@ -5,11 +5,11 @@ more frames. Version 1 is the first wire version.
 
 Arrays grow at the end only: a reader ignores unknown elements, and a new element has a default. A
 change that cannot be made in this way needs a new version. `Register` carries the version, and a
-prefill with another one refuses it and names both.
+prefill that speaks another version refuses it and names both.
 
 Every message names two incarnations: `source` is always prefill's, `target` always decode's,
-whichever of them sends it. An incarnation is a random u64 that a process draws at start; it is also
-the routing id of the link.
+whichever of them sends it. An incarnation is a random u64 that a process draws at start. Decode's
+incarnation also determines the routing id of the link (`codec.routing_id`).
 
 In a pool with rows, the last of `Bootstrap.pages` is the room's row, and `ChunkDone.pages` counts
 it: row r is `num_pages + r`. A prefill rank may have only a part of decode's pool. `Registered`
@@ -82,13 +82,13 @@ class Register(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1
 
 
 class Registered(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
-    """prefill -> decode: accepted (`refusal` empty), or the differences.
+    """prefill -> decode: accepted if `refusal` is empty. Otherwise `refusal` is the reason.
 
-    `source` is the incarnation that answers, `asked` the one to which Register was addressed: a
-    decode that knows two lives of one address must not mistake the answer of one for that of the
-    other. `fresh_from` is that of the newest Register received: the acceptance of an older one does
-    not bring a silent link up. `served`, if accepted: the part of decode's pool that this rank
-    sends.
+    `source` is the incarnation that answers, and `asked` the one to which Register was addressed.
+    Decode may know two incarnations at one address, and must not take the answer about one for an
+    answer about the other. `fresh_from` repeats that field of the newest Register received:
+    accepting an older Register does not bring a silent link up. `served` is the part of decode's
+    pool that this rank sends; it is empty in a refusal.
     """
 
     source: Life
@@ -134,7 +134,7 @@ class ChunkDone(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
     """prefill -> decode: every write of chunk `seq` landed; it filled `pages` pages.
 
     `last` proves that the rank writes no more for this grant. `checksum` is that of the source
-    pages (see `ports.Checksums`), empty where transfers are not verified.
+    pages (see `ports.Checksums`), empty if transfers are not verified.
     """
 
     room: Room

@@ -12,9 +12,7 @@ from kvflow.protocols.wire.messages import MAX_RANKS
 
 
 class PoolShape(msgspec.Struct, frozen=True):
-    """The sizes of a pool, for people and dashboards; peers compare the whole layout when they
-    register.
-    """
+    """The sizes of a pool, for display only. Peers compare the whole layout when they register."""
 
     page_size: int = 0
     num_pages: int = 0
@@ -61,7 +59,7 @@ def check_infos(ranks: object, what: str) -> Sequence[RankInfo]:
 
 def check_dp_rank(dp_rank: object) -> None:
     """Check the number of a group that a user names; None is allowed. Raises: MisuseError."""
-    # A bool is an int for Python, and would silently mean group 0 or 1.
+    # In Python, a bool is an int, and would silently mean group 0 or 1.
     if dp_rank is not None and (not isinstance(dp_rank, int) or isinstance(dp_rank, bool)):
         raise MisuseError(f"dp_rank {dp_rank!r} is not the number of a group")
 
@@ -71,11 +69,10 @@ def group_for(
 ) -> Sequence[RankInfo]:
     """Return the ranks that serve a room, out of all ranks of a prefill.
 
-    They are the group `dp_rank`, or by default group `room % dp_size`, which a router and both
-    halves compute alike. If `ranks` are of one group only, the caller already chose it.
+    They are group `dp_rank`, or by default group `room % dp_size`, which the router and both halves
+    compute in the same way. If all of `ranks` are of one group, the caller already chose it.
 
-    Raises: DpRankError for a group that does not exist, LostError for one of which no rank is
-    known.
+    Raises: DpRankError for a group that does not exist, LostError if no rank of the group is known.
     """
     size = ranks[0].dp_size if ranks else 1
     if dp_rank is not None and not 0 <= dp_rank < size:
@@ -92,10 +89,10 @@ def group_for(
 def groups_to_tell(
     ranks: Sequence[RankInfo], room: int, dp_rank: int | None
 ) -> list[Sequence[RankInfo]]:
-    """Return the groups at which the other half of a refused room may wait: its own, or all known
-    groups if it names one that does not exist.
+    """Return the groups at which the other half of a refused room may wait: the group that serves
+    the room, or all known groups if the room names one that does not exist.
 
-    Raises: LostError, as `group_for` does.
+    Raises: LostError if no rank of the group is known.
     """
     try:
         return [group_for(ranks, room, dp_rank)]
@@ -143,7 +140,7 @@ class _RankJson(msgspec.Struct, frozen=True):
 
 
 def rank_to_json(info: RankInfo) -> dict[str, Any]:
-    """Return the JSON object of a rank, with its incarnation as hex digits."""
+    """Return a rank as a JSON object, with its incarnation as hex digits."""
     # Many JSON readers keep numbers as doubles, which cannot hold every u64.
     return {
         **msgspec.structs.asdict(info),
@@ -153,7 +150,7 @@ def rank_to_json(info: RankInfo) -> dict[str, Any]:
 
 
 def rank_from_json(value: object) -> RankInfo:
-    """Return the rank in a JSON object that another process sent.
+    """Parse the JSON object of a rank that another process sent.
 
     Raises: WireError naming the field.
     """
