@@ -39,7 +39,7 @@ from kvflow.serve.cache.storage.port import StorageState
 from kvflow.serve.cache.stored import StorageTier
 from kvflow.serve.cache.tiers import OWNER, TierCounts, Tiers
 
-# How often `_load` waits for copies to free pages before it settles for fewer.
+# Number of times that `_load` waits for copies to free pages before it settles for fewer.
 _ROUNDS = 8
 _log = logging.getLogger("kvflow.serve.cache")
 Tokens = NDArray[np.integer[Any]]
@@ -278,8 +278,8 @@ class PrefixCache:
         """Read at most `most_pages` of the pages that follow the cached prefix from storage into
         host memory.
         """
-        # States are not stored, and with states a prompt can begin only with a prefix that ends in
-        # one.
+        # Storage has no states. If the model has states, a prompt can only begin with a prefix that
+        # ends in one.
         if tiers.storage is None or self.states is not None:
             return
         found = self._look(key, namespace)
@@ -360,8 +360,8 @@ class PrefixCache:
     def keep(
         self, tokens: Tokens, pages: PageIndices, owner: Hashable, prefix: Prefix, priority: int = 0
     ) -> int:
-        """Take over from `owner` the pages that hold whole pages of `tokens`. All of them must be
-        computed.
+        """Take over from `owner` those of `pages` that `tokens` fill completely. All of them must
+        be computed.
 
         `pages` begins with the pages of `prefix`. If another request added the same tokens
         meanwhile, this request's duplicates become free. Return the number of leading `pages` that

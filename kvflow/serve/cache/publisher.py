@@ -102,7 +102,7 @@ class EventPublisher:
             self._router = zmq.asyncio.Socket(context, zmq.ROUTER)
             # Without this option, a ROUTER silently drops messages that a client cannot accept.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._router.setsockopt(zmq.MAXMSGSIZE, 1024)  # bytes of a request
+            self._router.setsockopt(zmq.MAXMSGSIZE, 1024)  # largest request, in bytes
         self._authentication = key.arm_server(*self._sockets()) if key else None
         self.replay_address: str | None = None
         try:

@@ -1,4 +1,4 @@
-"""The settings of each role, and the name, group and description of a setting."""
+"""The settings of each role, and the name, group and description of each setting."""
 
 from __future__ import annotations
 

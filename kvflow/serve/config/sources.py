@@ -84,8 +84,8 @@ def resolve(
 
 
 def resolve_other(other: Role, flags: Mapping[str, Any], config: str | None = None) -> Settings:
-    """Return the settings for a worker that switches its role to `other`. Of `flags`, those that
-    `other` also has are kept.
+    """Return the settings for a worker that switches its role to `other`. `flags` are those with
+    which it was started; flags that `other` does not have are ignored.
 
     Raises: ConfigError.
     """

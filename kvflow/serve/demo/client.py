@@ -121,8 +121,7 @@ class FleetClient:
     async def abort_in_mid_transfer(self, input_ids: list[int]) -> Aborted:
         """Request a completion, and disconnect when part of its bytes landed.
 
-        Raises: DemoError if the request fails before it can be aborted; TransferError if it ends
-        before.
+        Raises: DemoError if the request fails; TransferError if it ends before it can be aborted.
         """
         body = {"input_ids": input_ids, "stream": True, "sampling_params": _greedy(8)}
         request = asyncio.create_task(self._read(body))

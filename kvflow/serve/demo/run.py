@@ -27,7 +27,7 @@ from kvflow.serve.launch.doctor import plane_unavailable_reason
 from kvflow.serve.launch.supervisor import Fleet
 from kvflow.transports.data.select import PLANES
 
-# In this type, kvflow and stock transformers agree on every token.
+# With this data type, kvflow and stock transformers agree on every token.
 DTYPE = "float32"
 CONCURRENT = 8
 SHOWN = 2
@@ -112,7 +112,7 @@ def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_toke
 
 
 def _prompts(count: int) -> list[str]:
-    """Return distinct prompts: first the curated ones, then two of them joined."""
+    """Return distinct prompts: first the curated ones, then pairs of them joined."""
     known = list(DEMO_PROMPTS)
     joined = [f"{a} {b}" for a in known for b in known if a != b]
     return (known + joined)[:count]

@@ -22,9 +22,7 @@ class ReferenceRequest(msgspec.Struct):
 
 
 def load_stock(path: str, **how: Any) -> Any:
-    """Return the model at `path`, loaded with the options `how`, such that it ignores the end
-    token.
-    """
+    """Load the model at `path` with the options `how`, and make it ignore the end token."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -19,8 +19,8 @@ from kvflow.serve.http.tokenizer import Detokenizer
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one engine step adds to a completion: a token, or no token if the request asks for no
-    new ones.
+    """The output of one engine step for a completion: a token, or no token if the request asks for
+    no new ones.
 
     `finish` is "length", "stop", "abort" or None. `matched` is the stop string or token id that
     ended the completion.

@@ -113,7 +113,9 @@ class CompletionService(Protocol):
         """Yield the tokens of `request`. A prefill yields the first one, once its KV landed at
         decode. A decode yields all of them.
 
-        Closing the iterator aborts the room. Raises: KvflowError.
+        Closing the iterator aborts the room.
+
+        Raises: KvflowError.
         """
 
     def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:

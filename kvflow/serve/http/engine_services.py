@@ -102,7 +102,7 @@ def owned_by_kind(pages: PageAllocator) -> dict[str, int]:
 
 
 class EngineService(Generic[N, E]):
-    """What both roles have in common: a service over one node and one engine."""
+    """The base of both services, over one node and one engine."""
 
     def __init__(self, card: ModelCard, node: N, engine: E, timeout_s: float) -> None:
         self.card = card

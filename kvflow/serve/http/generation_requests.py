@@ -189,8 +189,8 @@ def _params_of_prompt(
 def _wants_hidden(body: GenerateRequest, index: int, prompts: int) -> bool:
     """Return True if the body asks for the hidden states of the last token.
 
-    Raises: RequestError if it asks for those of every token. A prompt's do not fit into a
-    hand-over.
+    Raises: RequestError if it asks for those of every token: the states of a whole prompt do not
+    fit into a hand-over.
     """
     given = _of_prompt(
         "return_hidden_states", body.return_hidden_states, index, prompts, _NOT_ASKED
@@ -293,8 +293,8 @@ def _sampling_fields(
 
 def _biases(given: dict[str, float]) -> LogitBias:
     """Convert `logit_bias`. Raises: RequestError if a key is not a token id."""
-    # `LogitBias` refuses too many entries, and needs only one beyond the limit for that. So a huge
-    # object is never read whole.
+    # One entry beyond the limit is enough for `LogitBias` to refuse the body, so the rest of a huge
+    # object is not converted.
     for key in itertools.islice(given, MAX_LOGIT_BIAS + 1):
         if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
             raise RequestError(
@@ -449,10 +449,10 @@ async def with_digests(requests: list[GenerationRequest]) -> list[GenerationRequ
 
 
 def rooms_of(body: Rooms, default_port: int) -> list[tuple[int, str, int | None]]:
-    """Return, for every valid room id in a body: the room, "host:port" of its prefill's registry
-    (empty if the body has none), and the group there.
+    """Return a tuple for every valid room id in a body: the room, "host:port" of its prefill's
+    registry (empty if the body has none), and the group there.
 
-    This is for refusals, before there are generation requests.
+    A body that is refused may have no generation requests yet, so this reads only its rooms.
     """
     group = body.disagg_prefill_dp_rank
     if group is not None and type(group) is not int:

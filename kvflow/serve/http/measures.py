@@ -64,7 +64,8 @@ class CompletionMeasures:
         self.inter_token_seconds = Histogram(INTER_TOKEN_SECONDS)
         self.prompt_tokens = Histogram(TOKEN_COUNTS)
         self.generated_tokens = Histogram(TOKEN_COUNTS)
-        # By (outcome, streamed). An outcome is "finished", "failed", or "aborted" (by the client).
+        # Keys are (outcome, streamed). An outcome is "finished", "failed", or "aborted" (by the
+        # client).
         self.outcomes: Counter[tuple[str, bool]] = Counter()
         self.prompt_tokens_total: Counter[bool] = Counter()
         self.tokens_sent: Counter[bool] = Counter()

@@ -111,7 +111,7 @@ class RoleMetrics(HttpMetrics):
         self._report, self._role, self._model, self._sglang = report, role, model, sglang
 
     def reports(self, role: str, report: Callable[[], Report]) -> None:
-        """From now on, export the figures of `report` for `role`."""
+        """Export the figures of `report` for `role` from now on."""
         self._role, self._report = role, report
 
     def _of_role(self, refusals: Counter[str]) -> Iterator[Metric]:

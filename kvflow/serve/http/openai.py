@@ -34,7 +34,7 @@ _ECHO_CHARACTERS = 1 << 14  # characters encoded at once, in some 20 us
 
 
 class _OpenAICall:
-    """What chat completions and text completions have in common: ids, choices and usage."""
+    """The base of chat and text completion calls: ids, choices and usage."""
 
     kind = ""
     chunk_kind = ""

@@ -153,7 +153,7 @@ class CompletionPipeline(Drainable):
             raise
         ends = asyncio.get_running_loop().time() + self._timeout_s
         with contextlib.ExitStack() as stack:
-            # Until its prompts are read, the body counts as one completion, so that a role switch
+            # The body counts as one completion until its prompts are read, so that a role switch
             # does not find the worker idle.
             stack.enter_context(self.count_running())
             meter = stack.enter_context(
@@ -367,7 +367,7 @@ class CompletionPipeline(Drainable):
         """
         by_choice: dict[int, list[Delta]] = {}
         for index, delta in batch:
-            # The choice was aborted just as it ended, so this is its second last delta.
+            # The choice was aborted just as it ended, so it already had a last delta.
             if completions[index].finish is not None:
                 continue
             completions[index].add(delta)

@@ -171,8 +171,8 @@ class RoleSwitch:
             _log.exception("the old role, %s, has not ended in order", old.service.role)
 
     async def _come_to_rest(self, timeout_s: float) -> None:
-        """Wait until the worker is at rest. Raises: ConflictError, with the reasons, if it is not
-        within `timeout_s`.
+        """Wait until the worker is at rest. Raises: ConflictError, with the reasons, if it is still
+        busy after `timeout_s`.
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s

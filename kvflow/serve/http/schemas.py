@@ -216,10 +216,12 @@ _MAX_DEFAULT_BYTES = 64  # bytes of JSON; a longer value cannot mean "not set"
 
 
 def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
-    """Refuse a body with fields that this server does not support. Raises: RequestError.
+    """Refuse a body that has fields that this server does not support.
 
     `raw` is a JSON object and `body` its key in `fields.BODIES`. `where` is the prefix of its field
     names in errors, empty for a whole body.
+
+    Raises: RequestError.
     """
     given_fields = msgspec.structs.asdict(read_json(raw, _GIVEN[body]))
     for name, field in _REFUSED[body].items():

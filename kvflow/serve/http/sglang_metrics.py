@@ -6,12 +6,12 @@ the first have only the figures that they send to it: those of their pools, room
 HiCache's names, only those exist that kvflow's cache can fill: tokens on the host and in storage,
 and tokens moved between them. HiCache's durations and bandwidths are not measured.
 
-A measure that kvflow also exports under another name is described there. `cache_hit_rate` is the
-share of all prompt tokens since the start; SGLang's is that of its last batch. `num_used_tokens`
-excludes cached pages that no request reads, as in SGLang. `num_retracted_reqs` counts requests that
-are retracted now; SGLang's counts those of its last log interval. `mamba_usage` is about state
-rows, which not every model has. Milliseconds, MB and GB are SGLang's units: MB is 2**20 and GB
-2**30 bytes.
+A help text such as "See kvflow_retracts." names the metric of kvflow that describes the measure.
+`cache_hit_rate` is the share of all prompt tokens since the start; SGLang's is that of its last
+batch. `num_used_tokens` excludes cached pages that no request reads, as in SGLang.
+`num_retracted_reqs` counts requests that are retracted now; SGLang's counts those of its last log
+interval. `mamba_usage` is about state rows, which not every model has. Milliseconds, MB and GB are
+SGLang's units: MB is 2**20 and GB 2**30 bytes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _ranks(report: Report, role: str) -> list[_Rank]:
 
 def _gauges_of(rank: _Rank, role: str, page_size: int) -> dict[str, float]:
     cache = rank.cache
-    # As in SGLang, cached pages that can be evicted do not count as used.
+    # Cached pages that can be evicted do not count as used, as in SGLang.
     free = rank.pages_free + (cache.evictable_pages if cache else 0)
     used, most = (rank.pages_total - free) * page_size, rank.pages_total * page_size
     gauges: dict[str, float] = {

@@ -65,8 +65,8 @@ def _is_taken(host: str, port: int) -> bool:
         try:
             probe.bind((host, port))
         except OSError as error:
-            # ZeroMQ also accepts the name of an interface, which this bind does not know. So of its
-            # errors, only a port in use counts.
+            # ZeroMQ also accepts the name of an interface, for which this bind fails. So any error
+            # other than a port in use is ignored.
             return error.errno == errno.EADDRINUSE
     return False
 
@@ -76,13 +76,13 @@ async def prefix_cache(
     settings: Settings, parts: Parts, *, computes: bool = False, ranks: int = 1
 ) -> AsyncGenerator[PrefixCache | None, None]:
     """Yield the prefix cache of a worker's pool. All its pages are free again after the block.
-    Yield None if prefixes are not cached: by choice, or because the model cannot have a cache and
+    Yield None if prefixes are not cached: by choice, or because the worker cannot have a cache and
     no setting asks for one, which is logged.
 
     `computes` is True for a worker that computes prompts, which may have to continue from a state.
     `ranks` is the number of the worker's ranks, each of which has its own cache.
 
-    Raises: MisuseError if a setting asks for a cache that the model cannot have, there is not
+    Raises: MisuseError if a setting asks for a cache that the worker cannot have, there is not
     enough host memory, or a port is in use.
     """
     has_states = computes and parts.pool.layout.num_rows > 0

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 
 # The kernel kills the other ranks together with the first one, so none of them could remove the
-# directory. A shell does it when its input ends: only this process holds the input open.
+# directory. A shell removes it when its input ends: only this process holds the other end open.
 _REMOVE = 'cat; exec rm -rf -- "$1"'
 
 

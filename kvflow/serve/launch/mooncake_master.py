@@ -26,8 +26,8 @@ NAME = "mooncake_master"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
 # Number of tries to start it. Another process may take a free port before it is used.
 TRIES = 3
-# Pause before the process is started again. It doubles each time, until the process ran for
-# `LIVED_S`.
+# Pause before the process is started again. It doubles each time, and starts over after the process
+# ran for `LIVED_S`.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 LIVED_S = 60.0
 # This asks the kernel to kill the process when the thread that started it ends. That is the

@@ -35,7 +35,8 @@ PARENT_PID = "KVFLOW_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 LAST_WORDS_S = 1.0  # time to send errors to requests that did not finish
 MAX_OPEN_FILES = 1 << 16
-# How long the event loop may wait for a thread that runs Python code. Python's default is 5 ms.
+# Longest time that the event loop waits for a thread that runs Python code. Python's default is 5
+# ms.
 SWITCH_INTERVAL_S = 0.001
 # A full collection runs after this many collections of the middle generation. Python's default is
 # 10.
@@ -141,8 +142,8 @@ async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float)
 
 def _settle() -> None:
     """Tune the interpreter for serving. Objects that exist now stay in memory, so full collections
-    skip them, and run a hundred times less often. Threads of the tokenizer and the model give the
-    interpreter up sooner.
+    skip them, and run a hundred times less often. Threads of the tokenizer and the model release
+    the GIL sooner.
     """
     gc.collect()
     gc.freeze()
@@ -163,8 +164,8 @@ async def serve_until_stopped(
     drain are cancelled.
 
     `member` is entered when clients can reach the role, and left before it drains. `lost` completes
-    with an error when the role cannot continue. Its requests ended by then, and only have a moment
-    to send their errors.
+    with an error if the role cannot continue. Its requests ended with that error, and have a moment
+    to send it.
 
     Raises: the error in `lost`.
     """
@@ -211,8 +212,8 @@ def run_role(role: str, main: Callable[[Settings], Any], settings: Settings) -> 
 
 
 def leave_past_hung_threads(patience_s: float = 1.0) -> None:
-    """End the process now if one of kvflow's threads still runs. Otherwise, if a thread returned
-    from foreign code while Python shuts down, it could abort the process (status 134).
+    """End the process now if one of kvflow's threads still runs. If such a thread returned from
+    foreign code while Python shuts down, it could abort the process (status 134).
     """
     Threads.close_all()
     until_s = time.monotonic() + patience_s

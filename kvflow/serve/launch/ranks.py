@@ -96,7 +96,7 @@ class RankProcesses:
 
         `on_lost` is called for every rank whose process ended. `on_fatal` is called if a rank
         cannot be started, or if one ends without which the first rank cannot work. Every rank
-        inherits `descriptors`, and the descriptor in `own` for its number.
+        inherits `descriptors`, and the descriptor that `own` has under the rank's number.
         """
         self._first = first
         self._command = command
@@ -117,7 +117,7 @@ class RankProcesses:
                 self._tasks.append(asyncio.create_task(keep, name=f"kvflow-ranks-{others[0]}"))
 
     async def close(self) -> None:
-        """Stop all ranks and their restarts."""
+        """Stop all ranks, and do not restart them."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -67,7 +67,7 @@ async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None)
 
 async def _run_first_rank(settings: Settings, http: socket.socket, ports: _PrefillPorts) -> None:
     """Run a prefill over several ranks. This process is the first rank and starts the others."""
-    from kvflow.serve.launch.group import group_over  # takes seconds
+    from kvflow.serve.launch.group import group_over  # this import takes seconds
 
     table = RankTable()
     async with AsyncExitStack() as stack:
@@ -92,7 +92,7 @@ async def run_decode(settings: Settings, settings_of: SettingsOf | None = None) 
 
 async def _run_first_shard(settings: Settings, http: socket.socket) -> None:
     """Run a decode over several shards. This process is the first shard and starts the others."""
-    from kvflow.serve.launch.shards import decode_over_shards  # takes seconds
+    from kvflow.serve.launch.shards import decode_over_shards  # this import takes seconds
 
     async with AsyncExitStack() as stack:
         service, parts, lost = await stack.enter_async_context(decode_over_shards(settings))

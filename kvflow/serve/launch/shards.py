@@ -126,7 +126,7 @@ def _part(spec: DecodeRankSpec) -> ModelPart:
 
 
 class _FirstShard:
-    """What the first shard does when another shard is lost."""
+    """The first shard's reaction to the loss of another shard."""
 
     def __init__(self, meeting: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -143,7 +143,7 @@ class _FirstShard:
             service.break_off(self.lost.result().cause())
 
     def stop(self) -> None:
-        """From now on, do not take the end of another shard for a loss."""
+        """Do not take the end of another shard for a loss from now on."""
         self._stopping = True
 
     def process_ended(self, shard: int, why: str) -> None:
@@ -151,8 +151,8 @@ class _FirstShard:
             self.leader.lost(shard, why)
 
     def cannot_go_on(self, error: ChildEndedError) -> None:
-        """End this process, because a shard's process ended. Only needed before there is a service:
-        the load of the model may wait for that shard forever.
+        """End this process, because a shard's process ended. Once there is a service, `on_lost`
+        handles this. Before, loading the model may wait for that shard forever.
         """
         if self._service is None and not self._stopping:
             shutil.rmtree(self._meeting, ignore_errors=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from kvflow.protocols.errors import MisuseError
 
-FAILURES = 3  # in a row
+FAILURES = 3  # failures in a row that open a breaker
 PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
 

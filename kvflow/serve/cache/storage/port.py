@@ -37,10 +37,10 @@ class StorageCounts(msgspec.Struct):
 
     stored: int = 0
     not_stored: int = 0
-    """For any reason."""
+    """Pages that were not stored, for any reason."""
     read: int = 0
     not_read: int = 0
-    """For any reason, `absent` and `damaged` included."""
+    """Pages that were not read for any reason, including `absent` and `damaged` ones."""
     absent: int = 0
     damaged: int = 0
     stored_bytes: int = 0
@@ -95,7 +95,7 @@ class Storage(Protocol):
     name: str
     """Name of the kind of store."""
     value_bytes: int
-    """Size of one page."""
+    """Size of one page, in bytes."""
     counts: StorageCounts
 
     @property
