@@ -1,3 +1,3 @@
-"""The exhaustive walk over the shipped endpoints, through every state that two or three machines
-and their link can reach.
+"""An exhaustive walk through every state that two or three shipped endpoints and their links can
+reach.
 """

@@ -1,7 +1,7 @@
-"""The acts that can happen at decode and at a prefill rank, and the state after each.
+"""Every act that can happen at decode or at a prefill rank, and the state after it.
 
-The expiry of each timer is one act: the walk ages this timer, whatever else is due, and then ticks
-the endpoint.
+The expiry of a timer is an act too: the walk makes this one timer due, even if others would expire
+first, and then ticks the endpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 
-# A time so long ago that every wait since then is over.
+# A time so far in the past that every wait which began then is over.
 AGED = -1e9
 _CLOSABLE = (PagePhase.LANDED, PagePhase.KEPT)
 _SENT_AGAIN = {LinkPhase.UP: "sends a heartbeat", LinkPhase.PARTING: "says goodbye again"}
@@ -48,7 +48,7 @@ class Acts:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        # A machine is in the same state in very many states of the world.
+        # Very many states of the world share the state of one machine, so its acts are kept.
         self._done: dict[Any, Any] = {}
 
     # --- decode
@@ -86,9 +86,7 @@ class Acts:
         return f" of rank {rank}" if self.world.bounds.ranks > 1 else ""
 
     def of_decode(self, value: Decode, rank: int, seen: Neighbour) -> list[Act[Decode]]:
-        """Return the acts of decode that concern `rank`, and for rank 0 also those that concern no
-        single rank.
-        """
+        """Return decode's acts towards `rank`; for rank 0 also those that concern no rank."""
         if not value.alive:
             return []
         key = "decode", value, rank
@@ -102,12 +100,12 @@ class Acts:
         for kind, life, act in timers:
             dead = seen.life != life or not seen.alive
             if kind == "long":
-                # In these cases no heartbeat arrives, so the wait ends without a fault.
+                # No heartbeat can arrive in these cases, so the wait ends without a fault.
                 fair = dead or not seen.answers or value.ranks[rank].dialled != life
                 price = Price.NOTHING if fair else Price.SILENCE
                 if self.world.allows(price):
                     found.append(act._replace(price=price, fair=fair))
-            # A heartbeat that would change a living prefill in no way is left out.
+            # Heartbeats that would change nothing at a living prefill are left out.
             elif (
                 kind == "repeat"
                 or dead
@@ -117,7 +115,7 @@ class Acts:
                 found.append(act)
         found += self._decode_proof(value, rank, seen)
         if seen.alive and value.ranks[rank].dialled == seen.life:
-            # Prefill's heartbeats never stand in a queue (see `tables`): one may arrive any time.
+            # Queues leave out prefill's heartbeats (see `tables`), so one may arrive at any time.
             beat = wire.Heartbeat(source=LIVES[0][seen.life - 1], target=DECODE)
             key = "beat", value, rank
             if key not in self._done:
@@ -132,7 +130,7 @@ class Acts:
         if key not in self._done:
             others = (1,) * (self.world.bounds.ranks - 1)
             found = []
-            # The registry may be late, and still name the first life.
+            # The registry may lag behind, and still list the first life.
             for life in range(1, seen.life + 1):
                 text = f"opens a room{_whose(life)}"
                 open_room = partial(DecodeSide.open_room, lives=(life, *others))
@@ -242,9 +240,10 @@ class Acts:
             may(f"has landed grant {number} closed", close, fair=True)
 
     def _decode_timers(self, value: Decode, rank: int) -> list[tuple[str, int, Act[Decode]]]:
-        """Return (kind, life of the link, act) of every timer that concerns `rank`.
+        """Return (kind, life of the link, act) for every timer that concerns `rank`.
 
-        The kinds are "repeat" (sends again), "beat" (sends a heartbeat) and "long" (a wait ends).
+        The kind is "repeat" (sends a message again), "beat" (sends a heartbeat) or "long" (ends a
+        wait).
         """
         found: list[tuple[str, int, Act[Decode]]] = []
         endpoint, who = self.world.decodes.take(value.endpoint), self._of(rank)
@@ -272,7 +271,7 @@ class Acts:
                         "repeat", 0, f"asks about grant {timer.key}", partial(_stalled, timer=timer)
                     )
                 continue
-            # Incarnations of prefills are numbered by life and rank: see `world.LIVES`.
+            # A prefill's incarnation encodes its life and its rank: see `world.LIVES`.
             place = timer.key.incarnation % 100 - 1
             life = timer.key.incarnation // 100
             if place != rank:
@@ -425,15 +424,15 @@ class Acts:
         if not value.left:
             may("begins to leave", PrefillSide.leave, Price.LEAVE)
         elif not value.parted:
-            # Prefill waits for its writes. It leaves before their end only when its patience ends,
-            # and writes last that long only if the data plane is in doubt.
+            # Prefill waits for its writes to end. A write outlasts that wait only if the data plane
+            # is in doubt about it, so leaving earlier costs a doubt.
             price = Price.DOUBT if value.writes else Price.NOTHING
             may("says goodbye", PrefillSide.part, price, fair=not value.writes)
         self._prefill_timers(value, endpoint, over, beats, may)
         return found
 
     def _prefill_asked(self, value: Prefill, may: Any) -> list[Act[Prefill]]:
-        """Add what the engine may do about its next room; return the act of leaving it out."""
+        """Add the engine's acts for its next room; return the act that skips this room."""
         if value.asked == len(self.world.bounds.rooms):
             return []
         may("is asked by its engine", PrefillSide.open_room, fair=True)
@@ -457,7 +456,8 @@ class Acts:
                 partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.LANDED),
                 fair=True,
             )
-            # A chunk without pages passes no data plane, so no data plane can fail or stop it.
+            # A chunk without pages never reaches the data plane, which cannot fail or stop it
+            # either.
             if not write.pages:
                 continue
             may(
@@ -528,13 +528,13 @@ class Acts:
             elif timer.kind == "goodbye":
                 may("says goodbye again", partial(PrefillSide.due, timer=timer), fair=True)
             elif timer.kind == "announced":
-                # An announcement may last 30 days, longer than anything in a walk.
+                # An announcement may last 30 days, longer than any walk.
                 continue
             elif timer.kind == "room":
                 record = core.rooms[timer.key]
                 waits_for_decode = record.phase is PrefillPhase.EXPECTED
                 if not waits_for_decode and record.phase is not PrefillPhase.BOOTSTRAPPED:
-                    # The timer remains from an earlier wait; its expiry only puts it off.
+                    # The timer is left from an earlier wait; its expiry only postpones it.
                     continue
                 alone = (over or value.target_gone) if waits_for_decode else never
                 price = Price.NOTHING if alone else Price.PREFILL_ABORT

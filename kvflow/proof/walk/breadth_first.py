@@ -1,5 +1,5 @@
-"""A breadth-first walk through every state of a small world, which checks that each can come to
-rest.
+"""A breadth-first walk through every state of a small world, and a check that each state can come
+to rest.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ S = TypeVar("S", bound=Hashable)
 
 
 class World(Protocol[S]):
-    """A world to walk; two of its states are equal if they continue alike."""
+    """A world to walk through. States with the same future compare equal."""
 
     def start(self) -> S: ...
 
     def acts(self, state: S) -> Iterator[tuple[str, bool, Callable[[], S]]]:
-        """Yield (text of an act, True if it happens at last without a fault, function that returns
-        the state after it).
+        """Yield (text, fair, step) for each act: `step` returns the state after it, and a fair act
+        happens sooner or later without a new fault.
         """
 
     def rests(self, state: S) -> bool:
@@ -29,12 +29,12 @@ class World(Protocol[S]):
 def walk(world: World[S], say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Visit every state, and check that each can come to rest by fair acts alone.
 
-    A violation is in the report as `broken`, with the `path` to it.
+    If a rule is broken, the report names it as `broken`, with the acts that lead to it as `path`.
     """
     began = monotonic()
     start = world.start()
     number = {start: 0}
-    # For each state the first way into it: breadth first, this is a shortest one.
+    # The first step into each state. The walk is breadth-first, so these form shortest paths.
     came: list[tuple[int, str]] = [(0, "")]
     fair: list[tuple[int, int]] = []
     waiting = deque([start])
@@ -65,7 +65,7 @@ def walk(world: World[S], say: Callable[[str], None] = lambda _: None) -> dict[s
                 fair.append((source, number[after]))
     can = {n for state, n in number.items() if world.rests(state)}
     report["rest_states"] = len(can)
-    # Backwards from the states of rest over fair acts: a state outside cannot come to rest.
+    # Follow fair acts backwards from the states of rest. The others cannot come to rest.
     into: dict[int, list[int]] = {}
     for source, target in fair:
         into.setdefault(target, []).append(source)

@@ -1,7 +1,7 @@
-"""The walk over a small prefix index: the shipped one, in every order of events.
+"""The walk over the shipped prefix index in a small world, through every order of events.
 
-A state is the pickled index with the memory, the store, the requests and the subscriber around it;
-one step is one call.
+A state is the pickled index with the memory, the store, the requests and the subscriber around it.
+One step is one call of the index.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import NO_PLACES
 
 Step = Callable[[Life], bool]
-"""A step of the world. Returns False if it was not possible."""
+"""A step of the world, which returns False if it was impossible."""
 
 
 class State:
-    """A state of the walk, equal to other states that continue alike."""
+    """A state of the walk. States with the same future compare equal."""
 
     __slots__ = ("_key", "left", "life", "resting")
 
     def __init__(self, life: Life, left: CacheBounds) -> None:
         self._key = (life.fingerprint(), left)
         self.resting = not life.copies and not life.locks
-        # Kept only until the acts of the state are asked for. Pickling waits until then too, since
-        # most states that the walk reaches are not new.
+        # `CacheWorld.acts` takes the life and pickles it. Pickling it earlier would be wasted work,
+        # since most states that the walk reaches are not new.
         self.life: Life | None = life
         self.left = left
 
@@ -62,13 +62,13 @@ class CacheWorld:
         return state.resting
 
     def acts(self, state: State) -> Iterator[tuple[str, bool, Callable[[], State]]]:
-        """Yield (text of an act, True if it happens at last without a fault, function that returns
-        the state after it).
+        """Yield (text, fair, step) for each act: `step` returns the state after it, and a fair act
+        happens sooner or later without a new fault.
         """
         life, state.life = state.life, None
         assert life is not None, "a state is gone on from once"
         frozen = life.frozen()
-        # The check of rest takes the index apart, so it is an act on a copy.
+        # The check of rest empties the index, so it runs as an act, on a copy.
         if state.resting:
             yield (
                 "nothing more happens",
@@ -140,8 +140,8 @@ class CacheWorld:
 
     @staticmethod
     def _written(life: Life) -> Iterator[tuple[Prompt, int]]:
-        """Yield prompts to copy, and how many pages of each: a part of the first, and all of every
-        prompt.
+        """Yield (prompt, number of its pages to copy): a part of the first prompt, and each
+        inserted prompt as a whole.
         """
         yield FIRST, 2
         for prompt in sorted(life.inserted):
@@ -178,8 +178,8 @@ def _begin(life: Life, prompt: Prompt, route: Route, count: int) -> bool:
 
 def _end(life: Life, number: int, landed: bool) -> bool:
     """End the write `number`, and copy its bytes if it landed."""
-    # The copy reads its sources now, at the end: if one changed meanwhile, the content is wrong and
-    # the rules find it.
+    # The sources are read only at the end of the copy. If one changed while the copy ran, the
+    # content is wrong, and the rules report it.
     copy = life.copies.pop(number)
     if landed and copy.target is Tier.STORAGE:
         life.store.update(life.memory[copy.source][page] for page in copy.source_pages)

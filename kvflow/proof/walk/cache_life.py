@@ -21,17 +21,17 @@ from kvflow.protocols.cache.residents import Freed
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.testing.subscriber import Subscriber, block_hash, digests_of_prompt
 
-POOL = 16  # pages of the device, and of the host: more than any world needs
+POOL = 16  # pages on the device, and as many on the host: more than any world needs
 POLICY: EvictionPolicy = "lru"
 
 
 class Copy(NamedTuple):
-    """One write, as its caller knows it. `epoch`: the number of flushes before it."""
+    """One write, as its caller knows it. `epoch` is the number of flushes before it began."""
 
     epoch: int
     source: Tier
     target: Tier
-    keys: tuple[Prompt, ...]  # for each page the prefix that ends with it
+    keys: tuple[Prompt, ...]  # by page: the prefix that ends with this page
     source_pages: tuple[int, ...]
     target_pages: tuple[int, ...]
 
@@ -48,7 +48,8 @@ class Lock(NamedTuple):
 class Life:
     """The index with its memory, store, copies, locks and subscriber.
 
-    All of it is pickled as one object graph, so that a lock still refers to its node afterwards.
+    It is pickled as one object graph, so that a restored lock refers to a node of the restored
+    index.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class Life:
         self.epoch = self.last_ended = 0
 
     def frozen(self) -> bytes:
-        """Return the pickled life, which `thawed` restores."""
+        """Pickle this life; `thawed` restores it."""
         stream = io.BytesIO()
         _Pickler(stream, protocol=5).dump(self)
         return stream.getvalue()
@@ -74,7 +75,9 @@ class Life:
         return life
 
     def take(self, tier: Tier, keys: list[Prompt]) -> PageIndices:
-        """Take the lowest free pages of `tier`, and let them hold `keys`; () is garbage."""
+        """Take the lowest free pages of `tier`, and record `keys` as their contents; () means
+        garbage.
+        """
         memory = self.memory[tier]
         free = [page for page in range(POOL) if page not in memory][: len(keys)]
         assert len(free) == len(keys), "the world's pools are too small"
@@ -88,8 +91,8 @@ class Life:
                     raise AssertionError(f"I1: page {page} comes back twice")
 
     def nodes(self) -> list[Node]:
-        """Return every node but roots to which the tree, a lock or a write leads, flushed ones
-        included.
+        """Return the nodes that can be reached from the tree, a lock or a write. Flushed nodes are
+        included, roots are not.
         """
         found: dict[int, Node] = {}
         waiting: list[Node] = [
@@ -109,10 +112,10 @@ class Life:
         return [node for node in found.values() if not isinstance(node, Root)]
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Return a key that is equal for states that continue alike.
+        """Return a key that is equal for lives with the same future.
 
-        It leaves out page numbers and numbers of writes: the rules checked the pages of this state
-        already, and no later step depends on their numbers.
+        It leaves out the numbers of pages and writes. The rules have checked the pages of this life
+        by then, and no later step depends on these numbers.
         """
         paths = {id(node): (node.detached, path_of(node)) for node in self.nodes()}
         assert len(set(paths.values())) == len(paths), "two nodes of one path"
@@ -170,12 +173,12 @@ class Life:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """Pickle the policy by its key: pickle cannot find this function by a name."""
+        """Pickle the eviction policy as its key, since pickle cannot import it by name."""
         return (policy_key, (POLICY,)) if value is POLICIES[POLICY] else NotImplemented
 
 
 def path_of(node: Node) -> Prompt:
-    """Return the prompt that ends with `node`."""
+    """Return the prompt that leads from the root to the end of `node`."""
     parts = [np.frombuffer(part.tokens, "<u4")[: part.num_pages].tolist() for part in upwards(node)]
     return tuple(page for part in reversed(parts) for page in part)
 

@@ -1,4 +1,4 @@
-"""Plausible bugs of a prefix cache, some from real systems, planted in the shipped index."""
+"""Plausible bugs in prefix caches, some seen in real systems, planted in the shipped index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = CacheBounds(evictions=0, flushes=0)
 
 
 class CachePlant(NamedTuple):
-    """One bug; `invariant` is the one that it breaks in the world `bounds`."""
+    """A bug, and the invariant that it breaks in the world `bounds`."""
 
     name: str
     text: str
@@ -32,7 +32,7 @@ class CachePlant(NamedTuple):
 
 
 def _ack_publishes_the_node_of_the_time() -> Installed:
-    """Let a write remember nodes, although a split moves the first part of each to a new node."""
+    """Let a write remember its nodes, although a split moves their first pages to new nodes."""
     begin, end = Writes.begin, Writes.end
 
     def remembering(self: Any, *arguments: Any) -> Write:
@@ -61,7 +61,7 @@ def _ack_publishes_the_node_of_the_time() -> Installed:
 
 
 def _child_before_parent() -> Installed:
-    """Publish every page that landed, even if the page before it is gone."""
+    """Publish every page that landed, even without the page before it."""
 
     def moved(self: Recorder, node: Node, tier: Tier) -> None:
         if node.detached or not _tells(self, node, tier, node.phase[tier] is RunPhase.PRESENT):
@@ -90,7 +90,7 @@ def _event_at_enqueue() -> Installed:
 
 
 def _tells(recorder: Recorder, node: Node, tier: Tier, there: bool) -> bool:
-    """Return True if `node` has to be published; publish its removal here if it is gone."""
+    """Return True if `node` must be published. If it is gone, publish its removal."""
     bit = 1 << tier
     if there:
         tells = not node.told & bit
@@ -104,7 +104,7 @@ def _tells(recorder: Recorder, node: Node, tier: Tier, there: bool) -> bool:
 
 
 def _lock_not_copied_at_split() -> Installed:
-    """Leave the part before the cut, which is a new node, without its lock."""
+    """Split a node without copying its locks to the upper part, which is a new node."""
 
     def forgets(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node:
         upper = split(node, keep, page_bytes, fray=fray)
@@ -115,7 +115,7 @@ def _lock_not_copied_at_split() -> Installed:
 
 
 def _lock_moves_at_split() -> Installed:
-    """Move the lock to the new node, while the handle of the request stays at the old one."""
+    """Move the locks to the new node at a split, although the request's handle is the old node."""
 
     def moves(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node:
         upper = split(node, keep, page_bytes, fray=fray)

@@ -1,6 +1,6 @@
 """Rules that hold in every state of the walk over the prefix index.
 
-Each function raises AssertionError, whose text begins with the broken invariant.
+Each function raises AssertionError for a broken rule; the text begins with the invariant.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check(life: Life) -> None:
 
 
 def _check_pages(life: Life, nodes: list[Node], tier: Tier) -> None:
-    """Check that the pages in use of `tier` are exactly those that the nodes have, each once."""
+    """Check that the nodes hold exactly the pages of `tier` that are in use, each of them once."""
     held: list[int] = []
     for node in nodes:
         pages = node.pages[tier]
@@ -41,9 +41,9 @@ def _check_pages(life: Life, nodes: list[Node], tier: Tier) -> None:
 
 
 def _check_contents(life: Life, nodes: list[Node]) -> list[set[Prompt]]:
-    """Check that every page that can be read holds the content of its tokens.
+    """Check that every readable page holds the content of its tokens.
 
-    Returns the prefixes that can be read, by tier, without flushed ones.
+    Returns the readable prefixes of each tier, without flushed ones.
     """
     present: list[set[Prompt]] = [set(), set(), set()]
     for node in nodes:
@@ -72,7 +72,7 @@ def _check_contents(life: Life, nodes: list[Node]) -> list[set[Prompt]]:
 
 
 def _check_users(life: Life) -> None:
-    """Check that pages which a request reads or a copy uses stay in place."""
+    """Check that no page was evicted while a request reads it or a copy uses it."""
     for lock in life.locks:
         for key, page in zip(prefixes(lock.key), lock.pages, strict=True):
             if life.memory[Tier.DEVICE].get(page) != key:
@@ -89,7 +89,7 @@ def _check_users(life: Life) -> None:
 
 
 def _check_subscriber(life: Life, present: list[set[Prompt]]) -> None:
-    """Check that the events so far describe the pages that can be reached without a gap."""
+    """Check that the published events name exactly the pages whose whole prefix is cached too."""
     life.subscriber.replay(life.index.take_events())
     for tier, keys, told in zip(Tier, present, life.subscriber.blocks, strict=True):
         connected = {
@@ -104,8 +104,8 @@ def _check_subscriber(life: Life, present: list[set[Prompt]]) -> None:
 
 
 def _check_pins(life: Life, nodes: list[Node]) -> None:
-    """Check that the index counts as evictable exactly the device pages without a user."""
-    # Computed from the world's own locks and copies, independently of the pins in the nodes.
+    """Check the index's count of evictable device pages: those that no request or copy uses."""
+    # The expected count comes from the world's own locks and copies, not from the nodes' pins.
     used = {(lock.epoch, lock.key) for lock in life.locks}
     for copy in life.copies.values():
         if Tier.DEVICE in (copy.source, copy.target):
@@ -125,13 +125,15 @@ def _check_pins(life: Life, nodes: list[Node]) -> None:
 
 
 def check_rest(rest: Life) -> None:
-    """Check that a life without copies and locks can free every page, and that the events state it.
+    """Check that a life without copies and locks can free every page, and that its events report
+    this.
 
-    The life is useless afterwards.
+    The check empties the index.
     """
     if rest.index.stats().writes_open:
         raise AssertionError("I5: writes are open that have ended")
-    # Neither tier can be emptied first where pages of one lie below those of the other.
+    # Evict from the tiers in turn: where pages of one lie below pages of the other, neither can be
+    # emptied first.
     for _ in range(2 * POOL):
         before = sum(map(len, rest.memory))
         for tier in PAGED:
@@ -147,7 +149,7 @@ def check_rest(rest: Life) -> None:
 
 
 def check_landed(life: Life, copy: Copy) -> None:
-    """Check that each page of a landed write can be read at its target, also after a split."""
+    """Check that each page of a landed write is readable in the target tier, even after a split."""
     # A flush removed the pages from the tree meanwhile.
     if copy.epoch != life.epoch:
         return

@@ -1,4 +1,4 @@
-"""The worlds of the walk over the prefix index: each is bounded, and answers one question."""
+"""Bounded worlds for the walk over the prefix index; each answers one question."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvflow.protocols.cache.events import Tier
 SAVE, STORE, LOAD = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.STORAGE), (Tier.HOST, Tier.DEVICE)
 Route = tuple[Tier, Tier]
 Prompt = tuple[int, ...]
-"""The pages of a prompt; each is one token."""
+"""A prompt as a tuple of pages, each of which holds one token."""
 
 FIRST: Prompt = (1, 2, 3, 4)
 FORKS: tuple[Prompt, ...] = ((1, 2, 5, 6), (1, 7), (1, 2, 3, 8))
@@ -25,8 +25,8 @@ class CacheBounds(NamedTuple):
     evictions: int = 1
     flushes: int = 1  # after a flush the first prompt may be cached again
     locks: int = 0
-    stales: int = 0  # a second report of the end of a write
-    on_device: bool = True  # at the start; if False the first prompt is on the host alone
+    stales: int = 0  # writes whose end may be reported twice
+    on_device: bool = True  # if False, the first prompt starts on the host only
     on_host: bool = False
 
 

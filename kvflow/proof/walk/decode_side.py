@@ -1,7 +1,7 @@
 """A shipped DecodeEndpoint as a hashable value, and the events that it can receive.
 
-The endpoint makes every decision. The value also has the state outside it: the results that its
-users received, and the pages that are free.
+The endpoint makes every decision. The value adds the state around it: the results that its users
+received, and the pages that are free.
 """
 
 from __future__ import annotations
@@ -42,19 +42,18 @@ from kvflow.protocols.ports import UnprovenLoan
 from kvflow.protocols.wire.codec import parse_at_prefill
 from kvflow.protocols.wire.messages import GrantId
 
-EARLIER_DECODE = 66  # its incarnation
+EARLIER_DECODE = 66  # incarnation of an earlier decode over the same pool
 EARLIER = (-1, 1)
-"""Represents in `Decode.watched` the writer of the earlier decode's loans: the first life of rank
-0."""
+"""Entry in `Decode.watched` for the writer of the earlier decode's loans: rank 0's first life."""
 
 
 class Owner(IntEnum):
     """The owner of a set of pages, as the walk's store knows it."""
 
-    STORE = 0  # or the caller, of own pages that the room does not hold
+    STORE = 0  # or the caller, for pages that the caller owns and the room does not hold
     ROOM = 1
     USER = 2
-    WITHHELD = 3  # back in the store, whose quarantine keeps them
+    WITHHELD = 3  # in the store's quarantine
 
 
 class Grant(NamedTuple):
@@ -63,15 +62,15 @@ class Grant(NamedTuple):
     pages: Ownership = Ownership()
     target: Owner = Owner.STORE
     staging: Owner = Owner.STORE
-    threads: int = 0  # that sum or copy some of its pages
+    threads: int = 0  # threads that checksum or copy some of its pages
     told: bool = False  # the user received the result
     ended: bool = False
-    linked: bool = False  # the user has to take pages
-    differs: bool = False  # the checksum of a chunk
+    linked: bool = False  # the ranks are linked, and the user has to take pages
+    differs: bool = False  # a chunk's checksum does not match
 
     @property
     def home(self) -> bool:
-        """True if the pages that ranks wrote are free, or the user's: no write may reach them."""
+        """True if the pages lent to ranks are free or the user's, so no write may reach them."""
         if self.pages.staging is not None:
             return self.staging is Owner.STORE
         landed = self.pages.target is PagePhase.LANDED
@@ -79,14 +78,15 @@ class Grant(NamedTuple):
 
     @property
     def kept_for_nothing(self) -> bool:
-        """True if the room has pages that its user never received."""
+        """True if the room still holds pages that its user did not receive."""
         landed = self.pages.target is PagePhase.LANDED
         return self.staging is Owner.ROOM or (self.target is Owner.ROOM and not landed)
 
     def fed(self, kind: PageKind, source: Source | None = None) -> Grant:
-        """Return the grant after one event of its pages.
+        """Return the grant after its pages receive one event.
 
-        Raises: ViolationError if a command that follows takes pages from another owner or a thread.
+        Raises: ViolationError if a resulting command moves pages that the room does not own, or
+        returns pages that a thread uses.
         """
         pages, commands = ownership.step(self.pages, kind, source)
         after = self._replace(pages=pages)
@@ -111,10 +111,10 @@ class Grant(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """Decode's end of one link, as the walk needs it; computed from the endpoint."""
+    """Decode's end of the link to one rank, computed from the endpoint."""
 
     dialled: int  # the life to which the connection is open, or 0
-    # True if decode sends heartbeats or Register: to the first life, to the second.
+    # By life, first and second: True if decode sends heartbeats or Register to it.
     beats: tuple[bool, bool]
     up: int  # the life whose link is up, or 0
     owes: int  # 0: no loans; 1: only loans in doubt; 2: others too
@@ -124,7 +124,7 @@ class Rank(NamedTuple):
 class Decode(NamedTuple):
     """The state of decode in the walk."""
 
-    endpoint: int  # its number on the shelf; -1: its process is dead
+    endpoint: int  # number on the shelf, or -1 if the process is dead
     grants: tuple[Grant, ...] = ()
     opened: int = 0  # rooms that were opened or refused
     watched: frozenset[tuple[int, int]] = frozenset()  # (rank, life) whose fence is awaited
@@ -132,7 +132,8 @@ class Decode(NamedTuple):
     left: bool = False
     closed: bool = False
     earlier: bool = False  # an earlier decode's loans are open
-    # The rest is computed from the endpoint, so that columns of the walk need not restore it.
+    # These fields are computed from the endpoint, so that the walk need not restore it to know
+    # them.
     ranks: tuple[Rank, ...] = ()
     rooms: int = 0
     busy: bool = False
@@ -146,7 +147,7 @@ DEAD = Decode(-1)
 
 
 class DecodeSide:
-    """Decode in the middle of one action."""
+    """A decode while it handles one event."""
 
     def __init__(self, value: Decode, world: World, endpoint: DecodeEndpoint | None = None) -> None:
         self.value, self.world = value, world
@@ -161,7 +162,7 @@ class DecodeSide:
     # --- what happens
 
     def run(self, do: Callable[[DecodeSide], None]) -> Decode:
-        """Do one thing, run the commands that follow, and return the state after them.
+        """Call `do`, run the commands that the endpoint issues, and return the new state.
 
         Raises: AssertionError for a broken invariant.
         """
@@ -239,7 +240,7 @@ class DecodeSide:
         self.endpoint.tick(0.0)
 
     def open_room(self, lives: tuple[int, ...]) -> None:
-        """Open the next room, with the prefill ranks that the registry names."""
+        """Open the next room. `lives` names the life of each rank that the registry lists."""
         world, bounds = self.world, self.world.bounds
         infos = [world.info(rank, life) for rank, life in enumerate(lives)]
         room = bounds.rooms[self.value.opened]
@@ -256,7 +257,7 @@ class DecodeSide:
                 raise ViolationError("I1: a refused room keeps its pages") from None
         if grant and self.value.left:
             raise ViolationError("I4: decode is shutting down, and opens a room")
-        # A refused room may use up a grant too: that one is over, and its pages were never lent.
+        # A refused room may use up a grant too. That grant is over, and lent no pages.
         while len(self.grants) < self.core.next_grant - 1:
             self.grants.append(fresh if len(self.grants) == grant - 1 else _OVER)
 
@@ -296,7 +297,9 @@ class DecodeSide:
     def summed(
         self, grant: int, rank: int, seq: int, checksum: bytes, lingers: bool = False
     ) -> None:
-        """End a checksum or copy. A thread that `lingers` took too long, and still runs."""
+        """Report the end of a checksum or copy. If `lingers`, decode gave up on a thread that still
+        runs.
+        """
         if not lingers:
             self.thread_ends(grant)
         if checksum != SUM:
@@ -313,8 +316,8 @@ class DecodeSide:
         self.endpoint.writer_died(c.PeerKey(LIVES[rank][life - 1], info.control), 0.0)
 
     def inherit(self) -> None:
-        """Inherit a loan of an earlier decode to the first life of rank 0, to which this decode
-        links too.
+        """Inherit an earlier decode's loan to the first life of rank 0, a rank that this decode
+        links to as well.
         """
         # Its pages are recorded as the first grant, so that the check of I2 covers them.
         quarantined = Ownership(PagePhase.QUARANTINED)
@@ -364,7 +367,8 @@ class DecodeSide:
             up = {
                 key for key, peer in self.core.links.peers.items() if peer.phase is LinkPhase.UP
             } - before
-            # An endpoint dialled to one life may receive the word of another at the same address.
+            # Both lives of a rank have one address, so a link to one may receive a message from the
+            # other.
             if any(life_of(key.incarnation) != life_of(word.source) for key in up):
                 raise ViolationError("I6: the answer of another life brings a link up")
 
@@ -435,7 +439,7 @@ class DecodeSide:
         pages = known.pages
         if (pages.target if pages.staging is None else pages.staging) in _BACK:
             raise ViolationError("I1: pages are given back that are not lent")
-        # A closed node gave its pages to the pool's quarantine, which receives the proof.
+        # A closed node left its pages in the pool's quarantine, so the proof frees them there.
         if known.target is Owner.WITHHELD:
             self.grant(command.grant, target=Owner.STORE)
         elif known.staging is Owner.WITHHELD:

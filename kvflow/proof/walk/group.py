@@ -1,8 +1,8 @@
 """The walk over a small group of ranks: the shipped leader and members, in every order of events.
 
-A state is the pickled endpoints, the frames between them, the state of each rank's room, and the
-faults that are left. One step feeds one endpoint. Links keep their order, and lose their frames
-only with either end; tests/protocols cover other losses and repeated frames.
+A state is the pickled endpoints, the frames between them, the state of each rank's rooms, and the
+faults that are left. One step feeds one endpoint. Links deliver frames in order, and lose them only
+when either end dies; tests/protocols covers other losses and repeated frames.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Room(NamedTuple):
 
 
 class State(NamedTuple):
-    """A state of the walk; a process that is None is dead."""
+    """A state of the walk. None stands for a dead process."""
 
     leader: bytes | None
     members: tuple[bytes | None, ...]
     to_leader: tuple[Frames, ...]
     to_member: tuple[Frames, ...]
-    mourned: tuple[bool, ...]  # by rank: the leader knows of its death
+    mourned: tuple[bool, ...]  # by rank: the leader noticed its death
     rooms: tuple[Room, ...]
     facts: frozenset[tuple[Any, ...]]  # events so far, for the rules
     left: GroupBounds
@@ -76,7 +76,7 @@ def _timing() -> Timing:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that leaves out the shared Timing, which checks every field whenever it is made."""
+    """A pickler that leaves out the shared Timing, whose constructor validates every field."""
 
     def reducer_override(self, thing: Any) -> Any:
         return (_timing, ()) if type(thing) is Timing else NotImplemented
@@ -84,8 +84,8 @@ class _Pickler(pickle.Pickler):
 
 @lru_cache(maxsize=1 << 12)
 def _seen(data: bytes) -> Any:
-    """Return a pickled endpoint that callers only read; without the cache unpickling took half of
-    the time of a walk.
+    """Unpickle an endpoint, which callers must not change. Without the cache, unpickling took half
+    of the time of a walk.
     """
     return pickle.loads(data)
 
@@ -95,7 +95,7 @@ class GroupWorld:
 
     def __init__(self, bounds: GroupBounds) -> None:
         self.bounds = bounds
-        # Equal endpoints share one bytes object, which states refer to very often.
+        # Very many states refer to equal endpoints, so these share one bytes object.
         self._pieces: dict[bytes, bytes] = {}
 
     def start(self) -> State:
@@ -124,8 +124,8 @@ class GroupWorld:
         return state
 
     def acts(self, state: State) -> Iterator[tuple[str, bool, Callable[[], State]]]:
-        """Yield (text of an act, True if it happens at last without a fault, function that returns
-        the state after it).
+        """Yield (text, fair, step) for each act: `step` returns the state after it, and a fair act
+        happens sooner or later without a new fault.
         """
         left, ranks = state.left, range(self.bounds.ranks)
         if state.leader is not None:
@@ -211,7 +211,7 @@ class GroupWorld:
     ) -> Iterator[tuple[str, bool, Callable[[], State]]]:
         rank, key, left = room.rank, room.key, state.left
         name = f"request {key.ticket} at rank {rank}"
-        # After a failure decode's half may never arrive, so a match is not certain any more.
+        # After a failure decode's half may never arrive, so a match is no longer certain.
         fair = ("bad", key) not in state.facts
         if room.state == WAITS:
             yield (
@@ -253,7 +253,7 @@ class GroupWorld:
         )
         if len(self._reached(after)) < self.bounds.ranks:
             key = TicketKey(self._leader_life(after), found[0])
-            # A rank is lost and the leader does not know yet, so the request may have to fail.
+            # A rank is lost, but the leader has not noticed, so the request may have to fail.
             after = after._replace(facts=after.facts | {("risky", key)})
         return after
 
@@ -271,7 +271,7 @@ class GroupWorld:
         return self._lead(state._replace(left=left, facts=facts), refuse)
 
     def _reached(self, state: State) -> list[int]:
-        """Return the ranks that read the leader's next decision."""
+        """Return the ranks that will receive the leader's next decision."""
         assert state.leader is not None
         leader: GroupLeader = _seen(state.leader)
         found = []
@@ -286,8 +286,8 @@ class GroupWorld:
         return found
 
     def _crash(self, state: State, rank: int) -> State:
-        """Kill the process of `rank`, and with rank 0 the leader; frames on their way to a dead
-        process are lost.
+        """Kill the process of `rank`, which for rank 0 is also the leader's. Frames in transit to a
+        dead process are lost.
         """
         state = self._bad(state)._replace(left=state.left._replace(crashes=state.left.crashes - 1))
         state = state._replace(
@@ -301,7 +301,7 @@ class GroupWorld:
         return state
 
     def _bad(self, state: State) -> State:
-        """Record that every open request may have to fail."""
+        """Record that every open request may fail from now on."""
         keys = {room.key for room in state.rooms}
         if state.leader is not None:
             leader: GroupLeader = _seen(state.leader)
@@ -349,7 +349,7 @@ class GroupWorld:
         return after._replace(mourned=(False,) * self.bounds.ranks)
 
     def _leader_life(self, state: State) -> Incarnation:
-        """Return the incarnation of the leader, 0 while it is dead."""
+        """Return the incarnation of the leader, or 0 while it is dead."""
         if state.leader is None:
             return Incarnation(0)
         leader: GroupLeader = _seen(state.leader)
@@ -453,9 +453,9 @@ class GroupWorld:
         )
 
     def _kept(self, endpoint: GroupLeader | GroupMember) -> bytes:
-        """Pickle an endpoint, so that equal endpoints have equal bytes."""
-        # These links lose no frame, so every sent message counts as confirmed. Unconfirmed ones
-        # would split states that continue alike.
+        """Pickle an endpoint such that equal endpoints have equal bytes."""
+        # These links lose no frame, so every sent message counts as confirmed. Unconfirmed messages
+        # would only make equivalent states differ.
         links = (
             [endpoint.session] if isinstance(endpoint, GroupMember) else endpoint.members.values()
         )
@@ -464,8 +464,8 @@ class GroupWorld:
                 one.link.confirm(one.link.sent_below)
         stream = io.BytesIO()
         pickler = _Pickler(stream, protocol=5)
-        # Fast mode writes no references to earlier objects: whether two equal values are one object
-        # is not part of the state.
+        # Fast mode writes no references to earlier objects. They would show which equal values are
+        # one object, and that is no part of the state.
         pickler.fast = True
         pickler.dump(endpoint)
         data = stream.getvalue()

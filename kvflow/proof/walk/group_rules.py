@@ -1,6 +1,6 @@
 """Rules that hold at every step of the walk over a group of ranks.
 
-Each function raises AssertionError.
+Each function raises AssertionError for a broken rule.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MATCHED, LANDED = "matched", "landed"
 
 
 def check_decided(key: TicketKey, command: RequestDecided, facts: Facts, ranks: int) -> None:
-    """Check the leader's result of a request: it is the only one, a failure has a reason, and a
+    """Check the leader's result for a request: there is only one, a failure has a reason, and a
     success landed at every rank.
     """
     if any(fact[:2] == ("decided", key) for fact in facts):
@@ -40,8 +40,8 @@ def check_started(key: TicketKey, rank: int, facts: Facts, ranks: int) -> None:
             f"request {key.ticket} starts at rank {rank}, and is not matched at rank {missing[0]}"
         )
     number = next(fact[2] for fact in facts if fact[:2] == ("start", key))
-    # Only the last start of a rank stays in the facts: they are part of the state, so each one more
-    # would split states that continue alike.
+    # Facts are part of the state, and each additional one would make equivalent states differ, so
+    # only the last start at each rank is kept.
     for fact in [fact for fact in facts if fact[:3] == ("started", rank, key.leader)]:
         if fact[3] >= number:
             raise AssertionError(
@@ -52,8 +52,8 @@ def check_started(key: TicketKey, rank: int, facts: Facts, ranks: int) -> None:
 
 
 def check_settled(command: RequestSettled, rank: int, facts: Facts) -> None:
-    """Check the result of a request at one rank: it is the only one there, and a success is also
-    the leader's result.
+    """Check the result of a request at one rank: there is only one, and a success is also the
+    leader's result.
     """
     if any(fact[:3] == ("settled", rank, command.key) for fact in facts):
         raise AssertionError(

@@ -1,4 +1,4 @@
-"""The worlds of the walk over a group of ranks: each is bounded, and answers one question."""
+"""Bounded worlds for the walk over a group of ranks; each answers one question."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import NamedTuple
 class GroupBounds(NamedTuple):
     """Limits on the number of events of each kind.
 
-    `failures`: rooms that end at one rank without a decision of the leader. `silences`: the leader
-    takes a living rank for lost, or a rank the living leader.
+    In a failure a room ends at one rank without a decision by the leader. In a silence the leader
+    gives up a living rank, or a rank gives up the living leader.
     """
 
     ranks: int = 3
     requests: int = 1
     failures: int = 0
     aborts: int = 0
-    crashes: int = 0  # of a member, or of the leader, whose process is also rank 0
+    crashes: int = 0  # a member dies; rank 0 takes the leader with it
     silences: int = 0
     # At most 1. The leader cannot open such a request: a rank is missing, or the room is in use.
     refusals: int = 0
     same_room: bool = False  # all requests are for one room id
-    restarts: bool = True  # of a member
+    restarts: bool = True  # a dead member may start again
     leader_restarts: bool = False
 
 

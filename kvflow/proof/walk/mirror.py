@@ -30,7 +30,7 @@ def mirrored(decode: Decode, world: World) -> Decode:
 
 def _swap(endpoint: DecodeEndpoint) -> None:
     """Exchange the two ranks in place."""
-    # Peers keep their places in every table and exchange their names, so only the columns that are
+    # Peers stay where they are in every table and exchange their identities, so only columns
     # ordered by rank have to be reversed.
     core = endpoint.core
     peers: dict[int, PrefillPeer] = {}
@@ -59,7 +59,7 @@ def _swap(endpoint: DecodeEndpoint) -> None:
 
 
 def _other(info: Any) -> Any:
-    """Return the registry's entry of the other rank."""
+    """Return the registry's entry for the other rank in the same life."""
     key = _key(PeerKey(info.incarnation, info.control))
     return msgspec.structs.replace(
         info, rank=1 - info.rank, incarnation=key.incarnation, control=key.control

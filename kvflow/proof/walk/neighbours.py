@@ -17,17 +17,17 @@ class Neighbour(NamedTuple):
 
     life: int
     alive: bool
-    answers: bool  # to the heartbeats of a link to this life
+    answers: bool  # it answers heartbeats on a link to this life
     silent: bool  # it counts decode as silent
     oldest: int  # the oldest ended grant that it remembers
-    fenced: bool  # its first life is dead, and no write of it can land any more
+    fenced: bool  # its first life is dead, and none of its writes can land any more
 
 
 class Target(NamedTuple):
     """The state of decode, as far as a rank's acts depend on it."""
 
     over: bool  # no room is open, and decode will open no more
-    beats: tuple[bool, bool]  # decode sends heartbeats: to the first life, to the second
+    beats: tuple[bool, bool]  # by life, first and second: decode sends it heartbeats
 
 
 def neighbour(prefill: Prefill) -> Neighbour:
@@ -44,13 +44,13 @@ def target(decode: Decode, rank: int, rooms: int) -> Target:
 
 
 def orphaned(prefill: Prefill) -> Prefill:
-    """Return `prefill` after decode's death, which ends the memory that late writes could reach."""
+    """Return `prefill` after decode dies. Its memory is gone, so late writes no longer matter."""
     return prefill._replace(target_gone=True, late=0)
 
 
 def start(world: World) -> tuple[Decode, Prefill]:
     """Return decode and a prefill rank in their first states; all ranks begin in the same state."""
-    # The late write is one of the earlier decode's grant, which has number 1.
+    # Grant 1 is the earlier decode's, and a write into its pages may still land.
     late = 1 << 1 if world.bounds.earlier else 0
     theirs = PrefillSide(Prefill(0, late=late), world, world.new_prefill(1)).run(_nothing)
     begin = DecodeSide.inherit if world.bounds.earlier else _nothing

@@ -85,7 +85,7 @@ def _low_water_kept(table: Any, grant: Any, sent: Any) -> None:
 
 
 def _settles_all(ledger: Any, source: Any) -> Any:
-    """Return a bound above every grant of `source`, also above those whose loans are open."""
+    """Return a bound above every grant of `source`, even those whose loans are open."""
     grants_of = ledger.grants_of(source)
     return max([*grants_of, ledger._acknowledged.get(source, 0)]) + 1
 
@@ -95,7 +95,7 @@ def _resends_nothing(core: Any, peer: Any, grant: Any, next_seq: int) -> None:
 
 
 def _any_grant_asked(core: Any, peer: Any, message: Any, now: float) -> None:
-    """Answer about a grant whose Bootstrap was lost as if its prefill had sent everything."""
+    """Answer a Resync for a grant whose Bootstrap was lost as if the Bootstrap had arrived."""
     for belief in message.rooms:
         for command in peer.grants.feed(belief.grant, GrantKind.ASK):
             if command is GrantCommand.RESEND:
@@ -124,8 +124,8 @@ _queue_chunk = PrefillEndpoint.queue_chunk
 
 
 def lands_at_once(endpoint: PrefillEndpoint, record: Any, source_pages: Any, **how: Any) -> None:
-    """End the write of a chunk without pages before `queue_chunk` returns, and with the last chunk
-    the room.
+    """End the write of a chunk without pages inside `queue_chunk`. If it is the last chunk, the
+    room ends there too.
     """
     _queue_chunk(endpoint, record, source_pages, **how)
     if not len(source_pages):
@@ -281,6 +281,6 @@ ENDPOINTS: tuple[Plant, ...] = (
         TINY._replace(chunks=0),
     ),
 )
-"""Bugs of endpoints, links, peers and grants."""
+"""Bugs in endpoints, links, peers and grants."""
 
 PLANTS = (*TABLES, *ENDPOINTS, *PAGES)

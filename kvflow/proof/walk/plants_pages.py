@@ -1,4 +1,4 @@
-"""Bugs of the ownership of decode's pages, which the exhaustive walk must find."""
+"""Bugs in the ownership of decode's pages, each of which the exhaustive walk must find."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _end = decode_core._RUN[DecodeCommand.END]
 
 
 def _ends_earlier(core: Any, record: Any, now: float) -> None:
-    """End a room, and free what an earlier decode lent for a room of the same number."""
+    """End a room, and free what an earlier decode lent for the room with the same number."""
     _end(core, record, now)
     ledger = core.ledger
     for writer in core.earlier.writers.values():

@@ -1,5 +1,5 @@
-"""Bugs of the tables and of the steps of rooms, and the functions that plant a bug in the shipped
-code from outside.
+"""Bugs in the tables and steps of rooms, and functions that plant a bug in the shipped code from
+outside.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOSSY = TINY._replace(drops=1)
 
 
 class Plant(NamedTuple):
-    """One bug: `install` plants it for a while; it breaks `invariant` in the world `bounds`."""
+    """A bug, planted while `install` is entered. It breaks `invariant` in the world `bounds`."""
 
     name: str
     text: str
@@ -66,7 +66,7 @@ _RETURN = Move(LoanPhase.RETURNED, (LoanCommand.RETURN,))
 def _all_said(
     room: DecodeRoomState, event: DecodeEvent
 ) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
-    """Count the last chunk of one rank as the last of all ranks."""
+    """Treat the last chunk of one rank as the last chunk of all ranks."""
     counted, kind, event = _count_chunk(room, event)
     return (
         counted,
@@ -183,4 +183,4 @@ TABLES: tuple[Plant, ...] = (
         "I8",
     ),
 )
-"""Bugs of rooms and loans; the seeded simulation finds most of them too."""
+"""Bugs in rooms and loans; the seeded simulation finds most of them too."""

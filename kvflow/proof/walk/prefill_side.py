@@ -1,7 +1,7 @@
 """A shipped PrefillEndpoint as a hashable value, and the events that it can receive.
 
-The endpoint makes every decision. The value also has the state outside it: the writes that run or
-may still land, the open routes, and the results that its engine received.
+The endpoint makes every decision. The value adds the state around it: the writes that run or may
+still land, the open routes, and the results that its engine received.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvflow.protocols.wire.messages import Incarnation, RoomId
 
 
 class Write(NamedTuple):
-    """A running write; the endpoint counts them from 1, in the order of `Prefill.writes`."""
+    """A running write. The endpoint numbers writes from 1, in the order of `Prefill.writes`."""
 
     peer: Incarnation
     grant: int
@@ -65,10 +65,10 @@ class Other(IntEnum):
 class Prefill(NamedTuple):
     """The state of one prefill rank in the walk."""
 
-    endpoint: int  # its number on the shelf; -1: its process is dead
+    endpoint: int  # number on the shelf, or -1 if the process is dead
     life: int = 1
     writes: tuple[Write, ...] = ()
-    # A bit for each grant: a write in doubt, or of a dead process, may still move bytes.
+    # A bit for each grant into which a write, in doubt or by a dead process, may still move bytes.
     late: int = 0
     landed: tuple[int, ...] = ()  # by grant, a bit for each page that landed
     rooms: tuple[Room, ...] = ()  # open rooms of the engine
@@ -81,7 +81,8 @@ class Prefill(NamedTuple):
     left: bool = False
     parted: bool = False  # it sent Goodbye
     named: bool = False  # its Goodbye named an unproven grant
-    # The rest is computed from the endpoint, so that columns of the walk need not restore it.
+    # These fields are computed from the endpoint, so that the walk need not restore it to know
+    # them.
     knows: bool = False  # decode is registered and up, and its heartbeats are answered
     silent: bool = False  # decode counts as silent
     oldest: int = 0  # the lowest grant that it remembers, or 0
@@ -101,7 +102,7 @@ class Prefill(NamedTuple):
     @property
     def writing(self) -> int:
         """A bit for each grant into whose pages a write may still move bytes."""
-        # The memory of a dead decode is gone with it.
+        # A dead decode's memory is gone, so no write can reach it.
         if self.target_gone:
             return 0
         found = self.late
@@ -111,7 +112,7 @@ class Prefill(NamedTuple):
 
 
 class PrefillSide:
-    """A prefill rank in the middle of one action."""
+    """A prefill rank while it handles one event."""
 
     def __init__(
         self, value: Prefill, world: World, endpoint: PrefillEndpoint | None = None
@@ -121,7 +122,7 @@ class PrefillSide:
         self.core = self.endpoint.core
         self.writes: dict[int, Write] = dict(enumerate(value.writes, 1))
         self.landed = list(value.landed or (0,) * (world.bounds.last_grant + 1))
-        # By serial. In a tidied endpoint the serial of a room is its id.
+        # Keys are serials. In a tidied endpoint the serial of a room is its id.
         self.rooms = {known.room: known for known in value.rooms}
         self.routes = dict(value.routes)
         self.watched = set(value.watched)
@@ -130,7 +131,7 @@ class PrefillSide:
     # --- what happens
 
     def run(self, do: Callable[[PrefillSide], None]) -> Prefill:
-        """Do one thing, run the commands that follow, and return the state after them.
+        """Call `do`, run the commands that the endpoint issues, and return the new state.
 
         Raises: AssertionError for a broken invariant.
         """
@@ -211,14 +212,14 @@ class PrefillSide:
         self.endpoint.tick(0.0)
 
     def open_room(self, *, other_prompt: bool = False) -> None:
-        """Open the engine's next room, which the endpoint refuses if the id is in use or this side
-        leaves.
+        """Open the engine's next room. The endpoint refuses it if the id is in use or prefill is
+        leaving.
         """
         world = self.world
         room = world.bounds.rooms[self.value.asked]
         digest = prompt_digest([7]) if other_prompt else world.digest
         self.put(asked=self.value.asked + 1)
-        # Commands name a room by its serial: the next one, or that of a half which decode opened.
+        # Commands name a room by its serial. A half that decode opened has one already.
         serial = self.core._serial + 1
         known = self.core.rooms.get(RoomId(room))
         if known is not None and known.prompt is None:
@@ -313,7 +314,7 @@ class PrefillSide:
                 raise ViolationError(
                     f"I3: chunk {message.seq} is said to have landed, and its write has not"
                 )
-        # A heartbeat of prefill changes no decode, as test_walk checks.
+        # Prefill's heartbeats never change decode's state, as test_walk checks.
         if type(message) is not wire.Heartbeat:
             self.words.append(word_of(message))
 
@@ -336,7 +337,7 @@ class PrefillSide:
         if not self.routes.get(command.peer):
             raise ViolationError("I2: a write is started without a route")
         targets = command.target_pages.tolist()
-        # `send` numbers source pages by their place in the prompt, and so does `pages_of` within a
+        # `send` numbers source pages by their position in the prompt, as `pages_of` does within a
         # grant.
         if command.source_pages.tolist() != [page % GRANT_PAGES for page in targets]:
             raise ViolationError("I8: pages are written to another place of the prompt")

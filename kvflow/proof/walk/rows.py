@@ -13,7 +13,7 @@ Numbers = NDArray[np.int64]
 
 
 class Interned(Generic[V]):
-    """Values as small numbers, and answers about them as arrays (columns)."""
+    """A numbering of values, with columns: arrays that answer one question for every value."""
 
     def __init__(self, bits: int) -> None:
         self.values: list[V] = []
@@ -31,12 +31,12 @@ class Interned(Generic[V]):
         return found
 
     def column(self, question: Callable[[V], Any]) -> Numbers:
-        """Return the answer (a number) for every value, by the number of the value.
+        """Return the answer to `question`, a number, for every value in the order of their numbers.
 
-        `question` must be the same object each time, since answers are kept by it.
+        Answers are cached by `question`, which must be the same object each time.
         """
         known = self._columns.get(question, np.empty(0, np.int64))
-        # An answer may be the number of a new value, which then needs an answer too.
+        # `question` may number a new value, which then needs an answer too.
         while len(known) < len(self.values):
             new = [int(question(value)) for value in self.values[len(known) :]]
             known = self._columns[question] = np.append(known, np.array(new, np.int64))
@@ -65,7 +65,7 @@ class Growing:
 
 
 class Index:
-    """Numbers by key, for whole arrays of keys at once: a hash table with open addressing.
+    """A hash table with open addressing, which numbers whole arrays of keys at once.
 
     A dict would need one look-up in Python for each of millions of keys.
     """
@@ -86,7 +86,7 @@ class Index:
 
     @property
     def keys(self) -> Numbers:
-        """Every key, in the order of the numbers."""
+        """All keys, in the order of their numbers."""
         return self._known.all
 
     def _slots(self, keys: Numbers) -> Numbers:
@@ -139,7 +139,7 @@ class Index:
 
 
 class Rows:
-    """Rows of numbers by key; `make` returns the rows of a key at its first look-up."""
+    """Rows of numbers by key. `make` computes the rows of a key when it is first looked up."""
 
     def __init__(self, make: Callable[[int], Sequence[tuple[int, ...]]], width: int) -> None:
         self._make = make
@@ -147,7 +147,7 @@ class Rows:
         self._start, self._count, self._rows = Growing(), Growing(), Growing(width)
 
     def of(self, keys: Numbers) -> tuple[Numbers, Numbers]:
-        """Return (index into `keys`, row) for every row of every key."""
+        """Return the rows of all keys, and for each row the index of its key in `keys`."""
         numbers = self._index.number(keys)
         if len(self._index) > self._start.count:
             made = [self._make(key) for key in self._index.keys[self._start.count :].tolist()]

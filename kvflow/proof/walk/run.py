@@ -1,10 +1,10 @@
-"""`kvflow sim --exhaust`: the walk through every state of two or three machines and their link, of
-a small group of ranks, or of a small prefix cache.
+"""`kvflow sim --exhaust`: walk through every state of two or three machines and their link, of a
+small group of ranks, or of a small prefix cache.
 
-The walk runs the shipped endpoints (`protocols.decode.DecodeEndpoint`,
-`protocols.prefill.PrefillEndpoint`), restored from a key, fed one event, and read (`shelf`,
-`decode_side`, `prefill_side`), those of a group (`group`), and the prefix index (`cache`). Worlds
-are small and many, because their product explodes: see `worlds`, `group_worlds` and `cache_worlds`.
+A step restores a shipped endpoint (`DecodeEndpoint` or `PrefillEndpoint`), feeds it one event and
+reads its new state: see `shelf`, `decode_side` and `prefill_side`. `group` walks over a group of
+ranks, `cache` over the prefix index. There are many small worlds, because the states of a single
+large one would be far too many: see `worlds`, `group_worlds` and `cache_worlds`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TABLES: dict[str, Table[Any, Any, Any]] = {
     "cached_run": cached_run.TABLE,
     **{f"pages_{source.name.lower()}": table for source, table in ownership.TABLES.items()},
 }
-# Names of a group's worlds, and of a cache's, begin with these.
+# Prefixes of the names of group worlds and of cache worlds.
 _GROUP = "group-"
 _CACHE = "cache-"
 _OTHERS: dict[str, tuple[str, GroupBounds | CacheBounds]] = {
@@ -76,7 +76,7 @@ TEXTS = {name: world.text for name, world in WORLDS.items()} | {
 
 
 class Watched(Moves[Any, Any, Any]):
-    """The moves of a table, which record the cells that a machine looks up."""
+    """The moves of a table. It records every cell that a machine looks up."""
 
     def __init__(self, table: Table[Any, Any, Any]) -> None:
         super().__init__(table.moves)
@@ -88,7 +88,7 @@ class Watched(Moves[Any, Any, Any]):
         return super().__getitem__(key)
 
     def _cells(self, *, legal: bool) -> list[tuple[IntEnum, IntEnum]]:
-        # `cell` reads with `get`, so this does not count as a look-up of the walk.
+        # `Table.cell` reads with `get`, which this class does not record.
         cells = [(phase, kind) for phase in self.table.phases for kind in self.table.kinds]
         return [cell for cell in cells if (self.table.cell(*cell) is not ERROR) is legal]
 
@@ -101,7 +101,7 @@ class Watched(Moves[Any, Any, Any]):
         ]
 
     def impossible(self) -> list[str]:
-        """Return the cells that the table calls impossible, although the walk visited them."""
+        """Return the cells that the table declares impossible, but the walk visited."""
         return [
             f"{phase.name} x {kind.name}"
             for phase, kind in self._cells(legal=False)
@@ -124,8 +124,10 @@ def run(
 ) -> dict[str, Any]:
     """Walk every world of `bounds`, and stop at the first violation.
 
-    `bounds`: a set of worlds ("full" when empty), or the name of one world. `plant`: name of a bug
-    to plant, or empty. Raises: MisuseError for unknown bounds or an unknown plant.
+    `bounds` names a set of worlds ("full" if empty) or one world. `plant` names a bug to plant,
+    unless it is empty.
+
+    Raises: MisuseError for unknown bounds or an unknown plant.
     """
     bounds = bounds or "full"
     names = ALL_SETS.get(bounds) or ((bounds,) if bounds in TEXTS else ())
@@ -173,7 +175,7 @@ def _walk_named(name: str, say: Callable[[str], None]) -> dict[str, Any]:
 def walk(bounds: Bounds, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Walk one world, and return the report.
 
-    `states` counts states without the faults that are left, `looked_at` with them.
+    `states` counts each state once, `looked_at` once for each set of remaining faults.
     """
     began = monotonic()
     with one_task_at_a_time() if bounds.step_by_step else nullcontext():
@@ -204,7 +206,7 @@ def walk(bounds: Bounds, say: Callable[[str], None] = lambda _: None) -> dict[st
 
 @contextmanager
 def one_task_at_a_time() -> Iterator[None]:
-    """Let a tick of an endpoint handle one room or loan, so that messages arrive in between."""
+    """Let each tick handle only one room or loan, so that messages can arrive in between."""
     with patch.object(decode, "TICK_WORK", 1), patch.object(prefill, "TICK_WORK", 1):
         yield
 

@@ -1,14 +1,14 @@
-"""A breadth-first search through every state of the joined machines, and then a check that each can
-come to rest.
+"""A breadth-first search through every state of the joined machines, and a check that each can come
+to rest.
 
-Safety: the search visits a state once for every set of faults that are left, unless it visited the
-state with more of them left: whatever can happen with fewer can happen with more. The search is
-exact: it keeps whole states, not hashes of them.
+Safety: the search visits a state once for every set of remaining faults. It skips a set if it
+visited the state with more faults left, since whatever can happen with fewer can happen with more.
+The search is exact, because it stores whole states, not hashes of them.
 
-Rest: `fair` steps happen sooner or later, without a new fault. A state from which no path of fair
-steps leads to rest is a violation. Where every state has such a path, a run that finally takes each
-step which stays possible cannot avoid rest: the states that it visits again and again are finitely
-many, and one of them has a fair step out.
+Rest: a `fair` step happens sooner or later, without a new fault. A state from which no path of fair
+steps leads to rest is a violation. If every state has such a path, no run can avoid rest for ever:
+it would visit finitely many states again and again, one of them has a fair step out, and that step
+happens.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _BLOCK = 1 << 16  # states whose steps are computed at once; bounds the memory o
 
 
 class Level(NamedTuple):
-    """New states after a number of steps, each with the faults that are left (a number of
-    `Faults`).
+    """The states first reached after a number of steps. `left` numbers the faults that each has
+    left, as `Faults` does.
     """
 
     states: States
@@ -41,7 +41,7 @@ class Level(NamedTuple):
 
 
 class Faults:
-    """Sets of faults that are left, as numbers; without crashes, which the states show."""
+    """A numbering of the sets of remaining faults, without crashes, which the states show."""
 
     def __init__(self, bounds: Bounds) -> None:
         limits = {price: bounds.limit(price) for price in Price if price is not Price.CRASH}
@@ -71,7 +71,7 @@ class Faults:
         return kept
 
     def closed(self, masks: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return `masks` with every set that is contained in one of their sets."""
+        """Return `masks`, extended by every subset of their sets."""
         full = masks.copy()
         for n in range(self.count):
             full[masks >> np.uint64(n) & np.uint64(1) > 0] |= self.within[n]
@@ -86,12 +86,12 @@ class Found(NamedTuple):
 
 
 class Walk:
-    """The walk through one world; `run` adds every state that it visits."""
+    """A walk through one world. `run` records every state that it visits."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.tables, self.faults = Tables(bounds), Faults(bounds)
         self.states: States = np.empty(0, np.uint64)  # sorted
-        # For each state the sets of faults with which it was visited, closed under inclusion.
+        # By state: the sets of remaining faults with which it was visited, and all their subsets.
         self.masks: NDArray[np.uint64] = np.empty(0, np.uint64)
         self.levels: list[Level] = []
         self.steps = 0
@@ -180,7 +180,7 @@ class Walk:
             for moves in self.tables.moves(block, fair_only=True):
                 sources.append((moves.source + start).astype(np.uint32))
                 targets.append(np.searchsorted(self.states, moves.state).astype(np.uint32))
-        # Backwards from the states of rest over fair steps, until no step adds a state.
+        # Follow fair steps backwards from the states of rest, until no step adds a state.
         source, target = np.concatenate(sources), np.concatenate(targets)
         self.rest_states = int(can.sum())
         while True:
@@ -227,7 +227,7 @@ class Walk:
 
 
 def _joined(parts: list[tuple[States, NDArray[np.uint64]]]) -> tuple[States, NDArray[np.uint64]]:
-    """Return sorted states, each once, with the union of its masks."""
+    """Merge `parts` into sorted, distinct states, each with the union of its masks."""
     states = np.concatenate([states for states, _ in parts])
     masks = np.concatenate([masks for _, masks in parts])
     order = np.argsort(states, kind="stable")

@@ -1,9 +1,9 @@
 """A shelf of shipped endpoints, which stores each under a number and restores it.
 
-The key of an endpoint is its whole object graph as a hashable value, except for attributes that
-decide no step (`LEFT_OUT`) and for times: every event of the walk happens at 0, every deadline is
-far away, and the walk ages a timer before it expires. Endpoints with equal keys count as one: the
-shelf keeps the first of them, pickled, and `take` restores it.
+The key of an endpoint is its object graph as a hashable value. It omits attributes that affect no
+step (`LEFT_OUT`). It also omits times: every event of the walk happens at 0, every deadline is far
+away, and the walk makes a timer due just before it expires. Of the endpoints with equal keys the
+shelf keeps the first, pickled, and `take` restores it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from kvflow.protocols.prefill.peers import PrefillIdentity
 from kvflow.protocols.wire.ranks import RankInfo
 
 FAR = 1e9
-"""The time of every deadline that is not aged."""
+"""The time of every deadline that the walk has not made due."""
 FIRST = Cause(Code.CLIENT_GONE, "first")
-"""The cause that replaces every room's cause, so that the walk notices a later one in its place.
+"""Replaces the cause of every room after each step. If a later step replaces this cause, the walk
+sees a different one.
 
 No step depends on a cause.
 """
@@ -43,7 +44,7 @@ LEFT_OUT = frozenset(
         # These are the same in every endpoint, or empty.
         *("observer", "timing", "bounds", "verify", "staged", "outbox"),
         *("_timing", "_bounds", "_outbox", "layout", "served", "_served", "coverage"),
-        # The walk sets or ages every time, see above.
+        # Times, which the walk sets itself: see above.
         *(
             "received_at_s",
             "sent_at_s",
@@ -82,8 +83,8 @@ class Shelf(Generic[E_]):
     def __init__(self, tidy: Callable[[E_], None], shared: list[Any]) -> None:
         """Create an empty shelf.
 
-        `tidy` resets what may differ between endpoints of one key. `shared`: objects that all
-        endpoints refer to and no step changes; they are not pickled.
+        `tidy` resets whatever may differ between endpoints with equal keys. `shared` lists objects
+        that all endpoints refer to and no step changes; they are not pickled.
         """
         self._tidy: Callable[[E_], None] = tidy
         self._names = {id(thing): n for n, thing in enumerate(shared)}
@@ -95,7 +96,9 @@ class Shelf(Generic[E_]):
         return len(self._pickled)
 
     def put(self, endpoint: E_) -> int:
-        """Return the number of `endpoint`, whose commands were read before; it is tidied."""
+        """Tidy `endpoint`, store it, and return its number. Its commands must have been read
+        before.
+        """
         self._tidy(endpoint)
         key = freeze(endpoint, {})
         found = self._numbers.get(key)
@@ -131,14 +134,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 Way = Callable[[Any, dict[int, int]], Hashable]
-# A walk freezes millions of values, so the way to freeze a type is kept, not chosen each time.
+# A walk freezes millions of values, so the function that freezes a type is chosen only once.
 _WAYS: dict[type, Way] = {}
 
 
 def freeze(value: Any, seen: dict[int, int]) -> Hashable:
-    """Return the object graph from `value` on as a hashable value.
+    """Return the object graph below `value` as a hashable value.
 
-    A second occurrence of an object becomes a reference to the place of the first in `seen`.
+    An object that occurs again becomes a reference to its first occurrence, whose place is in
+    `seen`.
     """
     kind = type(value)
     if kind in _ATOMS:
@@ -152,7 +156,7 @@ def freeze(value: Any, seen: dict[int, int]) -> Hashable:
 def _way_of(value: Any) -> Way:
     """Return the function that freezes objects of the type of `value`."""
     kind = type(value)
-    # Causes decide no step, so all are alike.
+    # No step depends on a cause, so all causes are equal here.
     if kind is Cause:
         return lambda value, seen: "cause"
     if issubclass(kind, Enum) or kind in (RankInfo, PlaneAddress, PeerKey):
@@ -190,7 +194,7 @@ def _freeze_each(values: Iterable[Any], seen: dict[int, int]) -> tuple[Hashable,
 
 def _freeze_items(value: dict[Any, Any], seen: dict[int, int]) -> Hashable:
     items = list(value.items())
-    # The order of peers in a dict decides no step, and depends on the path to the state.
+    # No step depends on the order of peers in a dict, but the path to a state changes it.
     if items and type(items[0][0]) is PeerKey:
         items.sort()
     elif items and type(items[0][0]) in (PrefillPeer, EarlierWriter):
@@ -268,7 +272,7 @@ def tidy_prefill(endpoint: PrefillEndpoint) -> None:
 
 def _put_off(deadlines: Deadlines[Any]) -> None:
     """Set every deadline to `FAR`."""
-    # A fresh object: the buckets of the old one still show the times before.
+    # Start with an empty object: the buckets of the old one still depend on the old times.
     timers = sorted(deadlines, key=repr)
     deadlines.__init__()  # type: ignore[misc]
     for timer in timers:

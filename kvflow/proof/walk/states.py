@@ -1,4 +1,4 @@
-"""Types of the walk for many states of a world at once, as columns of numbers."""
+"""Columns of numbers in which the walk handles many states of a world at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ States = NDArray[np.uint64]
 
 
 class Flag(IntFlag):
-    """Properties of a row, beside the state to which it leads."""
+    """Properties of a row, apart from the state that it leads to."""
 
     POP = 1  # it takes the first word of the queue
     FAIR = 2
-    TIMER = 4  # left out while the same word is on its way
+    TIMER = 4  # left out while the same word is queued
     CLEAR_PREFILL = 8  # words on their way to prefill are lost
     CLEAR_DECODE = 16  # words on their way to decode are lost
     SUCCESS = 32  # decode's room succeeds
@@ -26,8 +26,8 @@ class Flag(IntFlag):
 
 
 class Parts(NamedTuple):
-    """The parts of states: numbers of decode, and by rank those of prefill, of the queue to it and
-    of the queue to decode.
+    """States taken apart into numbers: decode, and for each rank prefill, the queue to it and the
+    queue to decode.
     """
 
     decode: Numbers
@@ -42,8 +42,8 @@ class Parts(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Steps of many states: from `source` (an index) to `state`, at a price; `text` is the number
-    of the description.
+    """Steps of many states, each from the state at index `source` to `state`, at a price. `text` is
+    the number of its description.
     """
 
     source: Numbers

@@ -1,19 +1,18 @@
 """The joined machines as tables of numbers, which compute the steps of a million states at once.
 
-A state is one 64-bit number: decode, and for each rank a lane (prefill and the two queues between
-them), each the number of an interned value. The acts of one side depend on that side, on a part of
-the other (`neighbours.Neighbour`, `neighbours.Target`) and on the first word of a queue. The
-shipped endpoints compute them once, when a state that the walk reached needs them.
+A state is one 64-bit number. It combines a number for decode with one for each rank's lane: prefill
+and the two queues between it and decode. The acts of one side depend on its own state, on a part of
+the other side's (`neighbours.Neighbour`, `neighbours.Target`) and on the first word of a queue. The
+shipped endpoints compute them once, when the walk reaches a state that needs them.
 
 The walk leaves out what cannot change its result:
 - words to a dead rank;
 - words to a decode that hung up, or whose rooms and loans with that rank ended: they change neither
   a result for a user nor the free pages (`test_walk` tries them all);
-- prefill's heartbeats, which change no decode (`test_walk` tries all decodes);
-- the order in which two writes of a rank end, unless the bounds of a world include it: prefill
-  reports them in the order in which they were queued, and a write that is not reported counts as
-  running;
-- the order of two ranks: no rule distinguishes them, so the walk keeps one of a state and its
+- prefill's heartbeats, which never change decode's state (`test_walk` tries every state);
+- the order in which two writes of a rank end, unless a world includes it: prefill reports writes in
+  the order in which they were queued, and a write that it has not reported counts as running;
+- the order of two ranks: no rule distinguishes them, so the walk keeps only one of a state and its
   mirror image.
 """
 
@@ -44,9 +43,9 @@ from kvflow.proof.walk.world import (
     described,
 )
 
-_LANE_PART = 20  # bits of prefill, of a queue to it, of a queue to decode
+_LANE_PART = 20  # bits for prefill, for a queue to it, for a queue to decode
 _MASK = (1 << _LANE_PART) - 1
-_LANE_BITS = {1: 40, 2: 23}  # of a lane's number, by ranks; the other bits of a state are decode's
+_LANE_BITS = {1: 40, 2: 23}  # bits for a lane, by the number of ranks; decode has the others
 _WORD_BITS, _SAID_BITS, _SEEN_BITS = 8, 12, 8
 
 
@@ -66,7 +65,7 @@ class Tables:
         self._seen: Interned[Neighbour] = Interned(_SEEN_BITS)
         self._target: Interned[Target] = Interned(3)
         self.texts: Interned[tuple[str, str]] = Interned(30)  # (text of an act, broken invariant)
-        # Number 0 stands for no word, for an empty queue and for silence.
+        # Number 0 means no word, an empty queue, or no words to send.
         self._words.number(NO_WORD)
         self.queues.number(())
         self._said.number(())
@@ -76,7 +75,7 @@ class Tables:
         self._to_decode = Rows(self._decode_hears, 5 + bounds.ranks)
         self._append = Rows(self._append_row, 1)
         self._fault = Rows(self._fault_rows, 3)
-        # `Interned.column` keeps answers by the question, so each question must be one object.
+        # `Interned.column` caches by the question, so each question must stay the same object.
         self._head = lambda queue: self._words.number(queue[0]) if queue else 0
         self._tail = lambda queue: self.queues.number(queue[1:])
         self._mirror = lambda decode: self.decodes.number(mirrored(decode, self.world))
@@ -115,7 +114,7 @@ class Tables:
                 self.lanes.number((prefill << _LANE_PART | to_prefill) << _LANE_PART | queue)
             )
         decode = parts.decode
-        # Of a state and its mirror image, the one with the smaller first lane is kept.
+        # The walk keeps the one of a state and its mirror image whose first lane is smaller.
         if len(lanes) == 2:
             first, second = lanes
             mirror = self.decodes.column(self._mirror)[decode]
@@ -142,12 +141,12 @@ class Tables:
     # --- what is asked about states
 
     def unsafe(self, parts: Parts) -> NDArray[np.bool_]:
-        """Return the states that break I2: a write may still reach pages that are free, or their
+        """Mark the states that break I2: a write may still reach pages that are free, or their
         user's.
         """
         home, writing = self.decodes.column(_home)[parts.decode], self.prefills.column(_writing)
         late = np.zeros_like(home)
-        # A write of a rank that an operator declared dead is the operator's responsibility.
+        # Writes by a rank that an operator declared dead are the operator's responsibility.
         for rank, prefill in enumerate(parts.prefills):
             late |= np.where(
                 self.decodes.column(_DECLARED[rank])[parts.decode] > 0, 0, writing[prefill]
@@ -155,11 +154,11 @@ class Tables:
         return home & late > 0
 
     def at_rest(self, parts: Parts) -> NDArray[np.bool_]:
-        """Return the states at rest: no work is under way, all rooms ended, and each open loan
-        waits for a rank that cannot prove where its writes went.
+        """Mark the states at rest: no work is under way, all rooms ended, and each open loan waits
+        for a rank that cannot prove what became of its writes.
         """
         rest = self.decodes.column(self._over)[parts.decode] > 0
-        # The loan of an earlier decode must end as well where a fence can prove rank 0's death.
+        # An earlier decode's loan must end too, if a fence can prove that rank 0's first life died.
         if self.bounds.fences:
             waits = self.decodes.column(_waits_for_earlier)[parts.decode] > 0
             rest &= ~(waits & (self.prefills.column(_gone)[parts.prefills[0]] > 0))
@@ -192,8 +191,8 @@ class Tables:
         )
 
     def _cannot_know(self, prefill: Prefill) -> bool:
-        """Return True for a rank that cannot prove where its writes went: it lives and is in doubt,
-        or it is dead and the data plane has no fence.
+        """Return True if this rank cannot prove what became of its writes: it is in doubt, or its
+        first life is dead and the data plane has no fence.
         """
         return prefill.doubts or prefill.named or (prefill.gone and not self.bounds.fences)
 
@@ -211,7 +210,7 @@ class Tables:
                 found += [self._fault_moves(parts, rank, way) for way in (0, 1)]
         kept = []
         for moves in found:
-            # At most one process crashes, and a step back into the same state adds no state.
+            # At most one process may crash, and a step that leads back to its own state adds none.
             keep = (moves.price != Price.CRASH) | ~crashed[moves.source]
             keep &= (moves.state != states[moves.source]) | moves.broken
             if fair_only:
@@ -296,7 +295,9 @@ class Tables:
     def _append_key(
         self, queues: list[Numbers], rank: int, said: Numbers, timer: Numbers | int
     ) -> Numbers:
-        """Return the keys of `_append`: a queue, the words to append, and the room for them."""
+        """Return the keys for `_append`, which pack a queue, the words to append and its free
+        places.
+        """
         length = self.queues.column(len)
         others = sum(length[queue] for other, queue in enumerate(queues) if other != rank)
         free = self.bounds.in_flight - others
@@ -384,7 +385,7 @@ class Tables:
         )
         if timer and any(word in queue for word in said):
             return []
-        # A full queue loses the rest, as a ZMQ socket does at its high-water mark.
+        # A full queue drops the rest, as a ZMQ socket does at its high-water mark.
         return [(self.queues.number((queue + said)[:free]),)]
 
     def _fault_rows(self, key: int) -> list[tuple[int, ...]]:
@@ -416,7 +417,7 @@ def _flags(act: Act[Any], flags: Flag) -> Flag:
 
 
 def deaf(decode: Decode, rank: int, rooms: int) -> bool:
-    """Return True if decode receives no word of this rank, or none can change its state."""
+    """Return True if decode receives no word from this rank, or if no such word can change it."""
     if not decode.alive:
         return True
     mine = decode.ranks[rank]
@@ -425,7 +426,7 @@ def deaf(decode: Decode, rank: int, rooms: int) -> bool:
 
 
 def _each(question: Callable[[Decode, int], int]) -> list[Callable[[Decode], int]]:
-    """Return `question` for each rank, as functions of decode alone."""
+    """Return one function for each rank, which answers `question` about a decode and this rank."""
     return [
         lambda decode, rank=rank: question(decode, rank)  # type: ignore[misc]
         for rank in range(
@@ -435,7 +436,7 @@ def _each(question: Callable[[Decode, int], int]) -> list[Callable[[Decode], int
 
 
 def _home(decode: Decode) -> int:
-    """Return a bit for each grant whose pages are free, or its user's."""
+    """Return a bit for each grant whose pages are free or the user's."""
     return sum(1 << n for n, grant in enumerate(decode.grants, 1) if grant.home)
 
 

@@ -31,7 +31,7 @@ S = TypeVar("S")
 
 
 class Price(IntEnum):
-    """The kind of fault that an act takes from those that are left."""
+    """The kind of fault that an act uses up."""
 
     NOTHING = 0
     DROP = 1
@@ -45,23 +45,23 @@ class Price(IntEnum):
     OTHER = 9  # another decode registers
     LEAVE = 10
     DECLARE = 11
-    CHECKSUM = 12  # that differs or cannot be computed
+    CHECKSUM = 12  # a checksum differs or cannot be computed
 
 
 class Bounds(NamedTuple):
     """The bounds of one world: limits on each kind of fault, and its variants.
 
-    A full queue loses what is sent, as a ZMQ socket does at its high-water mark.
+    A full queue drops further words, as a ZMQ socket does at its high-water mark.
     """
 
     ranks: int = 1
     # Each chunk has one page. 0: decode has the whole prompt, and receives one chunk without pages.
     chunks: int = 3
-    in_flight: int = 4  # words on their way in each direction, over all ranks
+    in_flight: int = 4  # words queued in each direction, over all ranks
     drops: int = 2
     duplicates: int = 2
     crashes: int = 1
-    aborts: int = 1  # by each side
+    aborts: int = 1  # at each side
     doubts: int = UNLIMITED
     silences: int = UNLIMITED
     refusals: int = 0
@@ -75,12 +75,12 @@ class Bounds(NamedTuple):
     restarts: bool = True  # a dead prefill may start again at its address
     verify: bool = False
     staged: bool = False  # prefill writes into staging, and decode copies each chunk
-    own_pages: bool = False  # rooms bring pages of their caller's
-    user: bool = False  # keeps landed pages, or closes the room
-    fences: bool = True  # a data plane that proves a writer's death
+    own_pages: bool = False  # the callers of rooms bring their pages
+    user: bool = False  # the user keeps landed pages, or closes the room
+    fences: bool = True  # the data plane can prove a writer's death
     out_of_order: bool = False  # writes of one prefill may end in any order
-    step_by_step: bool = False  # a tick handles one room or loan, so that messages come between
-    patient: bool = False  # decode repeats messages only while no word is on its way
+    step_by_step: bool = False  # a tick handles one room or loan, so that messages arrive between
+    patient: bool = False  # decode repeats messages only while every queue is empty
     targets: int = 8
     closed_grants: int = 8
     quarantine_share: float = 1.0
@@ -89,7 +89,7 @@ class Bounds(NamedTuple):
 
     @property
     def last_grant(self) -> int:
-        """The last grant that a room can have; an earlier decode's loan counts as grant 1."""
+        """The highest grant number; an earlier decode's loan, if there is one, has number 1."""
         return len(self.rooms) + self.earlier
 
     def limit(self, price: Price) -> int:
@@ -110,7 +110,7 @@ _PLURAL = {Price.CRASH: "es"}
 
 DECODE, OTHER = Incarnation(77), Incarnation(88)
 LIVES = tuple((Incarnation(100 + n), Incarnation(200 + n)) for n in (1, 2, 3))  # by rank
-"""Incarnations of prefills: by rank, its first and its second life.
+"""Incarnations of the first and the second life of each rank's prefill.
 
 The walk treats every prefill as rank 0, and renames its messages on decode's side.
 """
@@ -121,12 +121,12 @@ NO_WORD = wire.Heartbeat(source=Incarnation(1), target=Incarnation(1))
 """The first word of an empty queue."""
 
 Word = Any
-"""A message as a hashable value, its cause replaced by LATER, between decode and rank 0."""
+"""A message between decode and rank 0 as a hashable value, with LATER in place of its cause."""
 Words = tuple[Word, ...]
 
 
 class ViolationError(AssertionError):
-    """Raised for a broken invariant, whose name begins the text."""
+    """An invariant is broken; the text begins with its name."""
 
 
 class Act(NamedTuple, Generic[S]):
@@ -137,7 +137,7 @@ class Act(NamedTuple, Generic[S]):
     fair: bool  # it happens sooner or later, without a new fault
     side: S  # the state of the side afterwards
     words: tuple[Words, ...]  # words that it sends, by rank
-    timer: bool = False  # it repeats words, unless these are still on their way
+    timer: bool = False  # its words are left out while the same ones are queued
     broken: str = ""  # the broken invariant
     succeeded: int = 0  # the grant whose room landed, as decode reports to its user
     hears: bool = False  # it takes the first word of the queue
@@ -152,7 +152,7 @@ class Silent:
         self.ended: deque[Any] = deque(maxlen=0)
 
     def __getattr__(self, name: str) -> Any:
-        # pickle asks for special methods, and must not find them here.
+        # pickle looks up special methods, which `_nothing` must not pretend to be.
         if name.startswith("__"):
             raise AttributeError(name)
         return _nothing
@@ -213,7 +213,7 @@ class World:
         return self.bounds.limit(price) != 0
 
     def info(self, rank: int, life: int) -> RankInfo:
-        """Return the registry's entry of one life of a rank."""
+        """Return the registry's entry for one life of a rank."""
         control = f"tcp://prefill-{rank}:1"
         return RankInfo(rank, self.bounds.ranks, LIVES[rank][life - 1], control, "fake", "")
 
@@ -228,7 +228,7 @@ class World:
         )
 
     def frame(self, word: Word, rank: int) -> bytes:
-        """Return the bytes of `word` as they travel between decode and `rank`."""
+        """Encode `word` as the frame that travels between decode and `rank`."""
         found = self._frames.get((word, rank))
         if found is None:
             changes: dict[str, Any] = {"source": LIVES[rank][life_of(word.source) - 1]}
@@ -247,7 +247,7 @@ class World:
 
 def word_of(message: Any) -> Word:
     """Return a message as a word: as if it came from rank 0, and with its texts replaced."""
-    # Texts decide no step, and different ones would split states that continue alike.
+    # No step depends on a text, and different texts would make equivalent states differ.
     changes: dict[str, Any] = {"source": LIVES[0][life_of(message.source) - 1]}
     if getattr(message, "cause", None) is not None:
         changes["cause"] = LATER

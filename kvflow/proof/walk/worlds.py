@@ -1,4 +1,4 @@
-"""The worlds of the walk: each is bounded, and answers one question."""
+"""Bounded worlds for the walk over decode, prefill and their links; each answers one question."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Named(NamedTuple):
 _QUIET = Bounds(
     chunks=1, in_flight=2, drops=0, duplicates=0, crashes=0, aborts=0, doubts=0, silences=0
 )
-"""A world of one room without faults, from which most others differ in a few bounds."""
+"""A world of one room without faults; most others change a few of its bounds."""
 
 _STAGED = _QUIET._replace(doubts=1, aborts=1, checksums=1, staged=True, user=True)
 _OWN_PAGES = _QUIET._replace(doubts=1, aborts=1, own_pages=True, user=True)
