@@ -1,4 +1,4 @@
-"""Virtual time: a heap of events in the order in which they happen."""
+"""Virtual time: a heap of events, ordered by the time at which they happen."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 Event = tuple[float, int, Any, Callable[..., object], tuple[Any, ...]]
-"""Time, a number that breaks ties, the node that acts (None: the world), the function to call and
-its arguments.
+"""An event: its time, a number that breaks ties, the node that acts (None for the world), the
+function to call and its arguments.
 """
 
 
 class Clock:
-    """Clock that moves from one event to the next.
+    """A clock that jumps from one event to the next.
 
-    Events of a halted node are kept until it resumes; events of a dead node are dropped.
+    Events of a halted node wait until it resumes; events of a dead node are dropped.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Clock:
     def play(self, for_s: float) -> None:
         """Run all events of the next `for_s` seconds."""
         events, pop, until_s = self._events, heapq.heappop, self.now + for_s
-        # This loop takes most of the time of a seed, so it works on local names.
+        # This loop takes most of a seed's time, so it works on local names.
         steps = self.steps
         while events and events[0][0] <= until_s:
             self.now, _, node, do, arguments = pop(events)

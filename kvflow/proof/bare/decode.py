@@ -37,7 +37,7 @@ from kvflow.telemetry.counters import Counts
 
 
 class Decode(Node):
-    """One life of a decode: its shipped endpoint, and a handler for each command of it."""
+    """One life of a decode: its shipped endpoint, and a handler for each of its commands."""
 
     endpoint: DecodeEndpoint
 
@@ -53,19 +53,19 @@ class Decode(Node):
         )
         super().__init__(world, name, number, self.endpoint)
         self.pages = DecodePages(name, world.rules, world.variety.layout)
-        # By grant. A room stays here until it ended and its pages are free or its user's.
+        # By grant. A room leaves once it has ended and its pages are free or the user's.
         self.rooms: dict[int, Room] = {}
         self.watches: set[PeerKey | int] = set()
         self.turns: Turns[Room] = Turns()
         # Loans without proof, for the next decode over this pool; None until this decode leaves.
         self.left_behind: list[UnprovenLoan] | None = None
-        # Loans of earlier decodes over this pool, by the grant that this endpoint gave to them.
+        # Loans of earlier decodes over this pool, by the grant that this endpoint gave them.
         self.inherited: dict[int, list[UnprovenLoan]] = {}
 
     def inherit(self, earlier: Decode) -> None:
         """Take over the pool of a decode that left.
 
-        Pages under no unproven loan are free again: the users that kept pages are gone.
+        Pages without an unproven loan become free, even if users kept them: those users are gone.
         """
         assert earlier.left_behind is not None
         self.pages = earlier.pages
@@ -140,7 +140,7 @@ class Decode(Node):
             self._offer(room)
 
     def give_up_waiting(self) -> None:
-        """Offer pages for rooms that prefill has not begun, because it may never do so."""
+        """Offer pages for rooms that prefill has not begun, since it may never begin them."""
         for room in list(self.rooms.values()):
             if not room.told and not self.rules.rooms.has_begun(self.incarnation, room.record):
                 self._has_pages(room)
@@ -161,7 +161,7 @@ class Decode(Node):
         return None
 
     def _feed(self, room: Room, kind: PageKind, source: Source | None = None) -> None:
-        """Feed one event to the ownership of a room's pages, and do what follows."""
+        """Feed one event to the ownership of a room's pages, and run the commands that result."""
         room.owned, commands = step(room.owned, kind, source)
         for _, command in commands:
             if command is PageCommand.RETURN:
@@ -184,7 +184,7 @@ class Decode(Node):
             self.run()
 
     def known_dead(self, watched: PeerKey | int) -> None:
-        """Handle proof of a death: `watched` is a link, or the number of an earlier writer."""
+        """Handle proof of a death. `watched` is a link, or the number of an earlier writer."""
         if watched in self.watches:
             self.watches.discard(watched)
             if isinstance(watched, int):
@@ -226,7 +226,7 @@ class Decode(Node):
         return self.world.kill(self, "has left")
 
     def _without_proof(self) -> list[UnprovenLoan]:
-        """Return the loans without proof. Their leases go on owning the pages."""
+        """Return the loans without proof. Their leases keep the pages."""
         found = self.inherited_loans()
         for room in self.rooms.values():
             self.pages.check(room.pages, room.lease, "left behind")
@@ -245,7 +245,7 @@ class Decode(Node):
         return found
 
     def died(self) -> None:
-        """Mark the pool as lost, unless this decode left in order for the next one."""
+        """Mark the pool as lost, unless this decode left it to the next one."""
         self.pages.lost = self.left_behind is None
 
     # --- commands
@@ -298,7 +298,7 @@ class Decode(Node):
         self.wait(THREAD_S, self._summed, room, command)
 
     def _summed(self, room: Room, command: c.VerifyChunk) -> None:
-        """Report the checksum of a chunk: empty if its room ended or the computation fails."""
+        """Report a chunk's checksum, which is empty if the room ended or the computation fails."""
         checksum = b""
         if not room.told and not self.world.fails_sum():
             pages = room.pages[command.first : command.first + command.count]
@@ -317,7 +317,7 @@ class Decode(Node):
         room = self.rooms[command.grant]
         self.say(f"room {room.record.room} has landed")
         self._tell(room, None)
-        # A room lacks the pages that decode had already, which are the first of the prompt.
+        # A room has no places for the first pages of the prompt if decode had them already.
         first, digest, pages = room.job.num_places - len(room.pages), room.job.digest, room.pages
         ranks, cells = [peer.info.rank for peer in room.record.peers], room.home.cells
 

@@ -14,13 +14,13 @@ from kvflow.protocols.prefill.records import PrefillRoomRecord
 
 
 class Who(Side, Protocol):
-    """Node as rooms and writes know it."""
+    """A node, as rooms and writes see it."""
 
     routes: set[int]  # decodes that it can write to
 
 
 class Room:
-    """Room as decode's user holds it."""
+    """A room, as decode's user holds it."""
 
     def __init__(
         self, node: Who, home: DecodePages, record: DecodeRoomRecord, job: DecodeJob
@@ -29,21 +29,21 @@ class Room:
         self.lease: Lease = (node.incarnation, record.grant)
         self.keys = promises_of(node.incarnation, record)
         self.pages: list[int] = []
-        self.linked = False  # every rank is linked, and pages are to be taken
+        self.linked = False  # every rank is linked, so pages can be taken
         self.held_back = job.waits or job.offers_after_s is not None
-        self.owned = Ownership()  # what its node knows of the pages
+        self.owned = Ownership()  # the node's record of the pages
         self.told = self.over = False
 
 
 class Leg:
-    """Room as prefill's engine holds it."""
+    """A room, as prefill's engine holds it."""
 
     def __init__(self, record: PrefillRoomRecord, job: PrefillJob) -> None:
         self.record, self.job = record, job
-        self.pages: list[int] = []  # prefill's own: for the whole prompt, and its row
+        self.pages: list[int] = []  # prefill's pages for the whole prompt, and its row
         self.chunks: list[int] = []
         self.number = 0  # index of the next chunk
-        self.sent = 0  # pages sent, or at decode from the start
+        self.sent = 0  # pages that were sent, or that decode had from the start
         self.matched = self.computing = False
-        self.queues = False  # waits for its turn
+        self.queues = False  # it waits for its turn
         self.told = self.failed = self.released = False

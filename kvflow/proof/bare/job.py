@@ -12,11 +12,11 @@ from kvflow.proof.sim.variety import PAGE_SIZE
 from kvflow.protocols.errors import Cause, Code
 
 Issue = Callable[[int, Cause], Cause]
-"""Record that this cause was given to this room, and return it."""
+"""Record that the room with this id was given this cause, and return the cause."""
 
 
 class _Job:
-    """Request as the prefill or the decode receives it."""
+    """A request, as prefill or decode receives it."""
 
     def __init__(
         self,
@@ -32,27 +32,29 @@ class _Job:
         self.room, self.tokens, self.digest, self.rows = room, tokens, digest, rows
         self.deadline_s, self.refused = deadline_s, refused
         self.succeeded = False
-        self.at: Any = None  # what its user holds, once a room is open
+        self.at: Any = None  # the `Room` or `Leg` of its user, once a room is open
         self.error: Cause | None = None  # why no room was opened
         self._issue = issue
 
     @property
     def num_pages(self) -> int:
-        """Pages of the whole prompt."""
+        """Number of pages that the whole prompt needs."""
         return -(-self.tokens // PAGE_SIZE)
 
     @property
     def num_places(self) -> int:
-        """Pages and rows of the whole prompt."""
+        """Number of pages and rows that the whole prompt needs."""
         return self.num_pages + self.rows
 
     def cause(self, code: Code, text: str) -> Cause:
-        """Return a cause that names its room, so that the oracle can verify who receives it."""
+        """Return a cause that names its room, so that the oracle can verify which room
+        receives it.
+        """
         return self._issue(self.room, Cause(code, f"{text} #{self.room}"))
 
 
 class DecodeJob(_Job):
-    """Request as a decode receives it."""
+    """A request, as a decode receives it."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class DecodeJob(_Job):
     ) -> None:
         super().__init__(room, tokens, digest, rows, deadline_s, refused, issue)
         self.group = group
-        self.prefix_pages = min(prefix_pages, self.num_pages)  # that decode already has
+        self.prefix_pages = min(prefix_pages, self.num_pages)  # pages that decode has
         self.announces, self.offers_after_s, self.kept_s = announces, offers_after_s, kept_s
         # Decode holds the pages back until prefill begins the room, or until `offers_after_s`.
         self.waits = waits
@@ -84,7 +86,7 @@ class DecodeJob(_Job):
 
 
 class PrefillJob(_Job):
-    """Request as the engine of a prefill receives it."""
+    """A request, as the engine of a prefill receives it."""
 
     def __init__(
         self,
@@ -103,14 +105,13 @@ class PrefillJob(_Job):
     ) -> None:
         super().__init__(room, tokens, digest, rows, deadline_s, refused, issue)
         self.chunks, self.fails_at, self.rendezvous_s = chunks, fails_at, rendezvous_s
-        # None: the job takes no turn, and prefill never reports a begin.
+        # None: the job takes no turn, and prefill never sends Begun.
         self.begins_after_s = begins_after_s
 
     def chunks_after(self, prefix_pages: int) -> list[int]:
-        """Return the sizes of the chunks that are left to send after a prefix at decode.
+        """Return the sizes of the chunks to send if decode already has the first `prefix_pages`.
 
-        The row travels with the last pages. If decode has every page, one chunk without pages is
-        left.
+        The last chunk includes the row. If decode has every page, one chunk is left, without pages.
         """
         left = []
         for count in self.chunks:

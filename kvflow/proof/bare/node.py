@@ -1,4 +1,4 @@
-"""A node (a shipped endpoint, its timer and its fate), and the scene on which nodes meet."""
+"""Nodes, each with a shipped endpoint and its timer, and the scene in which they meet."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvflow.protocols.wire.messages import Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
 
-# One tick handles all that falls due within this time, as in the shells.
+# A tick handles everything that becomes due within this time, as in the shells.
 TICK_GRAIN_S = 0.005
 PROCESS = ProcessIdentity("boot", "pid:[1]", 1, 1)
 CLOSE_LOOK_S, CLOSE_PATIENCE_S = (0.02, 0.1), (0.1, 1.5)
 
 Tell = Callable[[float, str, str], None]
-"""Receiver of the story: virtual time, actor, what happened."""
+"""A function that receives the story of a run: virtual time, actor, event."""
 
 
 class Scene:
@@ -56,14 +56,14 @@ class Scene:
         self.frozen = 0  # writes that never end
 
     def ranks(self, group: int) -> Sequence[RankInfo]:
-        """Return the registry's present entries for a prefill group. The entry of a dead rank
-        stands until the rank is back.
+        """Return the registry's current entries for a prefill group. The entry of a dead rank stays
+        until the rank starts again.
         """
         found = self.registry[group]
         return [found[rank] for rank in sorted(found)]
 
     def living(self, kind: type[Any]) -> list[Any]:
-        """Return the nodes of a kind that stay and that their address leads to."""
+        """Return the living nodes of a kind, except those that leave or lost their address."""
         return [
             node
             for node in self.nodes.values()
@@ -71,8 +71,8 @@ class Scene:
         ]
 
     def kill(self, node: Node, how: str = "dies") -> None:
-        """End a node's process. Its actions, frames and writes stop, and its death can be
-        observed.
+        """Kill a node's process. Its actions, frames and writes stop, and its death can be
+        proven.
         """
         node.say(how)
         node.alive, node.parked = False, []
@@ -111,7 +111,7 @@ class Scene:
         return self._strikes("refusal", self.twists.refuses)
 
     def damages(self) -> bool:
-        """Return True if the bytes of a verified write are to be damaged."""
+        """Draw whether to damage the bytes of a verified write."""
         if not self._strikes("damage", self.twists.damages):
             return False
         self.rules.rooms.damaged = True
@@ -121,7 +121,7 @@ class Scene:
         return self._strikes("no checksum", self.twists.fails_sums)
 
     def freezes(self) -> bool:
-        """Return True if a stuck write is never to end. This happens once per run at most."""
+        """Draw whether a stuck write never ends; at most one does in a run."""
         if self.frozen or not self._strikes("frozen", self.twists.freezes):
             return False
         self.frozen += 1
@@ -129,7 +129,7 @@ class Scene:
 
 
 class Node:
-    """One life of one node."""
+    """One life of a node."""
 
     RUN: ClassVar[dict[type, Callable[[Any, Any], None]]]
     is_prefill = False
@@ -146,13 +146,13 @@ class Node:
         self.displaced = False
         # Actions that wait while this node is halted; None while it runs.
         self.parked: list[tuple[Callable[..., object], tuple[Any, ...]]] | None = None
-        self.unread: Burst = []  # received since it was halted
-        self.watchers: list[tuple[Node, Any]] = []  # who waits for proof of its death, and of what
+        self.unread: Burst = []  # frames received since it was halted
+        self.watchers: list[tuple[Node, Any]] = []  # (node to notify of its death, with key)
         self.malformed = 0  # spoilt frames that were delivered here
         self.troubled_at_s = -1.0
         self.stalled_until_s = -1.0
         self.routes: set[int] = set()
-        self.proven_at_s = float("inf")  # when every watcher knows of its death
+        self.proven_at_s = float("inf")  # when its death is proven to every watcher
         self._due_at_s = float("inf")
         self._fires_at_s = 0.0
 
@@ -175,7 +175,7 @@ class Node:
             self.world.tell(self.clock.now, self.name, what)
 
     def wait(self, span: tuple[float, float], do: Callable[..., object], *arguments: Any) -> None:
-        """Schedule an action of this node within a span of seconds."""
+        """Schedule an action of this node after a random delay within `span`, in seconds."""
         low, high = span
         self.clock.later(low + (high - low) * self.world.rng.random(), self, do, *arguments)
 
@@ -211,8 +211,8 @@ class Node:
         self._ticking.tick(now)
 
     def read(self, burst: Burst) -> None:
-        """Handle a burst, the frames that wait at the node's sockets. The resulting commands run
-        after its last frame.
+        """Handle a burst, the frames that wait at the node's sockets. After the last frame of each
+        socket, run the resulting commands.
         """
         raise NotImplementedError
 
@@ -221,7 +221,7 @@ class Node:
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Close as an operator would: end every room, wait a while for proof, and go."""
+        """Close as an operator would: end every room, wait a while for proof, and part."""
         self.leaving = True
         self._ticking.leave(self.clock.now)
         self.run()
@@ -229,11 +229,11 @@ class Node:
         self.look_again(self.clock.now + low + (high - low) * self.world.rng.random())
 
     def look_again(self, until_s: float) -> None:
-        """Wait for outstanding rooms and loans, until `until_s` at the latest, and part."""
+        """Wait for outstanding rooms and loans, until `until_s` at the latest, and then part."""
         raise NotImplementedError
 
     def part(self) -> None:
-        """Send goodbye, wait a while until every peer acknowledges it, and end."""
+        """Send goodbye, wait a while for every peer to acknowledge it, and end."""
         self._ticking.part(self.clock.now)
         self.run()
         self._await_answers(self.clock.now + 2 * self.world.timing.heartbeat_s)
@@ -244,7 +244,7 @@ class Node:
         return self.has_parted()
 
     def has_parted(self) -> None:
-        """End the node. Every peer acknowledged the goodbye, or did not do so in time."""
+        """End the node, after every peer acknowledged the goodbye or the time for that was over."""
         raise NotImplementedError
 
     def died(self) -> None:

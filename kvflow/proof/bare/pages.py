@@ -1,6 +1,6 @@
 """Pages and rows of one pool as the world sees them: who owns each, and what it contains.
 
-Rows are numbered on from the pages. In a pool with rows, the last place of a room is a row.
+Row numbers follow page numbers. In a pool with rows, the last place of a room is a row.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from kvflow.proof.rules.places import Home, Receiver
 from kvflow.protocols.pages.layout import PoolLayout
 
 Content = tuple[bytes, int]
-"""A prompt's digest, and the number of its page (its row comes after them). Damage in transit has a
-digest apart.
+"""A prompt's digest, and the index of a page in that prompt; the row's index follows the last
+page's. Damage in transit replaces the digest by `DAMAGED`.
 """
 Lease = tuple[int, int]
 """Owner of pages that a decode lends: its incarnation, and the grant."""
@@ -46,7 +46,7 @@ class FreePlaces:
 
 
 class Pages(Home):
-    """Pages with their owners."""
+    """Pages of one pool, with their owners."""
 
     def __init__(self, who: str, judge: Receiver, layout: PoolLayout) -> None:
         super().__init__(who, layout, judge)
@@ -65,7 +65,7 @@ class Pages(Home):
         return taken
 
     def check(self, pages: list[int], owner: Hashable, what: str) -> None:
-        """Verify that these pages belong to `owner`, who does something with them."""
+        """Verify that `owner` has these pages; `what` names its action in case of a violation."""
         for page in pages:
             if self.owners[page] != owner:
                 self.broken("I1", page, f"of {self.owners[page]!r} is {what} by {owner!r}")
@@ -77,13 +77,13 @@ class Pages(Home):
 
 
 class DecodePages(Pages):
-    """Pages of a decode: a lease owns them while a room or a loan has them, and then the room's
-    user.
+    """Pages of a decode. A lease owns pages while a room or a loan has them; then the room's user
+    does.
     """
 
     def __init__(self, who: str, judge: Receiver, layout: PoolLayout) -> None:
         super().__init__(who, judge, layout)
-        # By rank, because each rank writes its part of a page.
+        # By page, the contents by rank, because each rank writes its part of a page.
         self.cells: list[dict[int, Content]] = [{} for _ in self.owners]
 
     def keep(self, pages: list[int], lease: Lease) -> Hashable:
@@ -94,7 +94,9 @@ class DecodePages(Pages):
         return user
 
     def inherit(self, kept: set[Lease]) -> None:
-        """Free all pages but those of the leases in `kept`, for the next decode over the pool."""
+        """Free all pages except those of the leases in `kept`, for the next decode over the
+        pool.
+        """
         for owner in set(self.owners) - kept - {None}:
             self.give_back(
                 [page for page, other in enumerate(self.owners) if other == owner], owner

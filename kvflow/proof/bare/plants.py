@@ -1,6 +1,7 @@
-"""Planted bugs that runs of bare endpoints must find: those of whole nodes and of the walk that
-live in endpoints and tables, and bugs that are too rare for whole nodes, too large for a walk, or
-about rooms that begin.
+"""Planted bugs that runs of bare endpoints must find.
+
+Some are bugs that whole nodes or the walk find too, and that live in endpoints and tables. The
+others are too rare for whole nodes, too large for a walk, or concern rooms that begin.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ BY_NAME = {plant.name: plant for plant in WALKED}
 
 
 def _begun_told(when: Callable[[DecodeRoomRecord, int], bool]) -> Installed:
-    """Make decode notify its user of every Begun for which `when` holds; `when` receives a room and
-    the ranks that sent one, as bits.
+    """Make decode notify its user of every Begun for which `when` holds. `when` receives the room,
+    and a bit for each rank that sent Begun.
     """
 
     def on_begun(core: DecodeCore, peer: PrefillPeer, message: Begun, now: float) -> None:
@@ -132,13 +133,14 @@ OF_THE_WALK = {
     "earlier loans end with a link": (380, "I2"),
     "chunk without pages lands at once": (2, "I4"),
 }
-"""Plants of the walk that seeds of bare endpoints find, too. The others stand among the plants of
-whole nodes, or are about pages that only shells have.
+"""Plants of the walk that bare endpoints find too, with a seed that finds each and the invariant
+that it breaks. Other plants of the walk are among those of whole nodes, or concern pages that only
+shells have.
 """
 
 
 for name, first in OF_THE_WALK.items():
-    # A plant of the walk gets a suffix if a different one has the same name.
+    # A plant of the walk has a suffix here if a different plant has the same name.
     walked = BY_NAME[name.removesuffix(" (walk)")]
     PLANTS.append(Plant(name, walked.text, walked.install, {"bare": first}))
 PLANTS += [plant for plant in OF_NODES if "bare" in plant.found]

@@ -32,7 +32,7 @@ from kvflow.testing.shards import shard_layout
 
 
 class Prefill(Writer):
-    """One life of a prefill rank: its shipped endpoint, and a handler for each command of it."""
+    """One life of a prefill rank: its shipped endpoint, and a handler for each of its commands."""
 
     endpoint: PrefillEndpoint
 
@@ -54,7 +54,7 @@ class Prefill(Writer):
         self.cells = [None] * layout.num_places
         self.watches: set[int] = set()
         self.turns: Turns[Leg] = Turns()
-        self.writes: dict[int, PacedWrite] = {}  # under way
+        self.writes: dict[int, PacedWrite] = {}  # running writes, by number
         self._stalled_from_s = float("inf")
 
     # --- requests
@@ -107,10 +107,10 @@ class Prefill(Writer):
         self.endpoint.close_room(leg.record, cause, self.clock.now)
 
     def _queue(self, leg: Leg) -> None:
-        """Ask for the leg's turn.
+        """Queue the leg for its turn.
 
-        The ranks of a group have no common queue: two ranks could wait for each other. They begin
-        at once.
+        Ranks of a group have no common queue, so two of them could wait for each other. Their legs
+        begin at once instead.
         """
         if self.info.world_size == 1:
             self.turns.ask(leg, self._take_turn)
@@ -119,7 +119,7 @@ class Prefill(Writer):
         self.run()
 
     def _take_turn(self, leg: Leg) -> None:
-        """Begin a room: the engine has a place for the whole prompt."""
+        """Begin the leg's room, now that the engine has a place for the whole prompt."""
         leg.queues = False
         self.say(f"room {leg.record.room} begins")
         self.endpoint.begin_room(leg.record)
@@ -185,7 +185,7 @@ class Prefill(Writer):
         self.endpoint.tick(now)
 
     def stall(self, for_s: float) -> None:
-        """Halt the worker of the data plane, but not the node."""
+        """Halt the data plane's worker for a while, but not the node."""
         self._stalled_from_s = now = self.clock.now
         self.stalled_until_s = now + for_s
 
@@ -251,7 +251,7 @@ class Prefill(Writer):
 
     def _close_route(self, command: c.CloseRoute) -> None:
         self.routes.discard(command.peer)
-        # A decode that lives lost its place here, so the oracles count this as a disturbance.
+        # A living decode lost its place here, so the oracles count this as a disturbance.
         self.world.wire.disturbed(self.control, self.world.nodes[command.peer])
         self.watches.discard(command.peer)
         self.rules.transfers.route_closed(self, command.peer)

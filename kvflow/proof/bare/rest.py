@@ -1,4 +1,4 @@
-"""Report of what is not at rest at bare endpoints (I1, I5)."""
+"""A report of everything at bare endpoints that is not at rest (I1, I5)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvflow.proof.rules.rest import AtDecode, AtPrefill, left_at_decode, left_at
 def left(world: World, *, doubts: bool) -> Iterator[str]:
     """Yield a line for everything that is not at rest.
 
-    With `doubts`, loans may be out for which proof is really missing.
+    With `doubts`, loans may remain whose proof is really missing.
     """
     for node in world.nodes.values():
         if node.alive:

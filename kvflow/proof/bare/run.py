@@ -34,9 +34,9 @@ PROBE_TOKENS = sum(PROBE_CHUNKS) * PAGE_SIZE
 
 
 class Run(Course):
-    """One scenario in one world of bare endpoints."""
+    """A run of one scenario in one world of bare endpoints."""
 
-    left = staticmethod(left)  # a group run replaces it
+    left = staticmethod(left)  # `GroupRun` replaces it
 
     def __init__(self, world: World, scenario: Scenario, twists: Twists) -> None:
         super().__init__(world, scenario, world.faults, world.rules)
@@ -125,7 +125,7 @@ class Run(Course):
             self.clock.later(visit.at_s, None, self._visit, visit)
 
     def _visit(self, visit: Visit) -> None:
-        """Halt a decode for long, while another one comes and wants its place."""
+        """Halt a decode for a long time, while a guest decode comes and needs its place."""
         world, node = self.world, self.places[sum(self.scenario.groups) + visit.decode]
         if not node.up or node.leaving:
             return
@@ -152,16 +152,17 @@ class Run(Course):
         for node in [n for n in world.nodes.values() if isinstance(n, Prefill) and n.alive]:
             for write in [write for write in node.writes.values() if write.fault == "frozen"]:
                 if not world.nodes[write.key[1]].alive or world.nodes[write.key[1]].leaving:
-                    # Prefill keeps the place of a dead decode while a write to it runs.
+                    # Prefill keeps a dead decode's place while a write to it runs, so the write has
+                    # to end.
                     write.thaw()
-                # Both halves would wait for this write, as they should.
+                # Both halves rightly wait for this write, so only their user can end the room.
                 node.end(write.leg.job, "given up")
         self.clock.later(MAX_REPEAT_AFTER_S + RECOVER_S, None, self._give_up_waiting)
 
     def _give_up_waiting(self) -> None:
         """Make decodes offer pages for rooms that prefill has not begun.
 
-        By now every lost question was asked again: such a room never begins.
+        By now every lost message was sent again, so such a room will never begin.
         """
         for node in self.world.nodes.values():
             if node.alive and isinstance(node, Decode):
@@ -182,7 +183,7 @@ class Run(Course):
             for decode in world.living(Decode):
                 ledger = decode.endpoint.core.ledger
                 if ledger.quarantined_pages > ledger.quarantine_limit:
-                    # A decode with so much quarantine may refuse rooms.
+                    # A decode with so much quarantine may refuse rooms, so it gets no probe.
                     continue
                 for _ in range(PROBES - world.frozen):
                     jobs += self._good_room(group, prefills, decode)
@@ -228,7 +229,7 @@ class Run(Course):
 
 
 class BrokenError(AssertionError):
-    """An invariant does not hold; the run ends here."""
+    """An invariant is broken, which ends the run."""
 
 
 def _stop() -> None:
@@ -236,7 +237,7 @@ def _stop() -> None:
 
 
 class Cast(NamedTuple):
-    """Classes and scenario of one kind of run."""
+    """The classes of one kind of run, and the function that draws its scenario."""
 
     draw: Callable[[random.Random, Faults], tuple[Scenario, Twists]] = draw_waiting
     world: type[World] = World
@@ -245,7 +246,7 @@ class Cast(NamedTuple):
 
 
 def rules_for(clock: Clock, tell: Tell | None, rooms: type[Rooms] = Rooms) -> Rules:
-    """Return the rule book of a run, which a violation ends with BrokenError."""
+    """Return the rules of a run. A violation ends the run with BrokenError."""
     return Rules(
         lambda: clock.now,
         lambda delay_s, do, *arguments: clock.later(delay_s, None, do, *arguments),
@@ -273,7 +274,7 @@ def played(seed: int, cast: Cast, *, visits: Counter[Cell] | None, tell: Tell | 
     run = cast.run(world, scenario, twists)
     with swaps(observed(rules.rooms)), covered(Counter() if visits is None else visits):
         try:
-            # Time passes at once here, so one step of the coroutine is the whole run.
+            # Waiting takes no real time here, so one step of the coroutine is the whole run.
             run.play().send(None)
         except (BrokenError, StopIteration):
             pass

@@ -16,20 +16,20 @@ from kvflow.proof.sim.variety import NEVER, PROMPT, Variety
 
 
 class Twist(NamedTuple):
-    """Extras of one request."""
+    """Twists of one request."""
 
-    prefix_pages: int = 0  # that decode already has
-    # False: decode announces the room with its offer, if every rank is linked.
+    prefix_pages: int = 0  # pages that decode already has
+    # If False, the offer itself announces the room, provided that every rank is linked.
     announces: bool = True
     rendezvous_s: float | None = None
-    second_decode: int | None = None  # opens the same room
+    second_decode: int | None = None  # another decode that opens the same room
     # Seconds until prefill asks for a place for the whole prompt; None: it never does.
     begins_after_s: float | None = None
     waits: bool = False  # decode holds its pages back until prefill has begun
 
 
 class Visit(NamedTuple):
-    """Visit of a decode for which prefill has no place (`bounds.targets`), unless a silent one
+    """A visit by a decode, for which prefill has a place (`bounds.targets`) only if a silent decode
     makes way.
     """
 
@@ -41,7 +41,7 @@ class Visit(NamedTuple):
 
 
 class Twists(NamedTuple):
-    """Extras of one run, and the chances of faults that the whole-node simulator lacks."""
+    """Twists of one run, and the chances of faults that the whole-node simulator lacks."""
 
     requests: list[Twist]
     locks_out: float  # chance that a connection is locked out
@@ -49,7 +49,7 @@ class Twists(NamedTuple):
     damages: float  # chance that a verified write is damaged
     fails_sums: float  # chance that decode cannot compute a checksum
     freezes: float  # chance that a stuck write never ends
-    declares_after_s: float | None  # until an operator declares a crashed prefill dead
+    declares_after_s: float | None  # seconds until an operator declares a crashed prefill dead
     visit: Visit | None
 
 
@@ -67,7 +67,7 @@ def draw_all(
 
 
 def draw_waiting(rng: random.Random, faults: Faults) -> tuple[Scenario, Twists]:
-    """Draw as `draw_all` does; in some runs decodes wait until prefill begins a room."""
+    """Draw as `draw_all` does, and in some runs let decodes wait until prefill begins a room."""
     scenario, twists = draw_all(rng, faults)
     if rng.random() < _WAIT:
         twists = twists._replace(requests=[_waiting(rng, twist) for twist in twists.requests])

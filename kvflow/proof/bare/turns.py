@@ -13,7 +13,7 @@ User = TypeVar("User", Room, Leg)
 
 
 class Turns(Generic[User]):
-    """Queue of users. A turn lasts until the user learns the end of its room.
+    """A queue of users. A turn lasts until the user learns that its room ended.
 
     There are as many places as the longest prompt needs.
     """
@@ -24,7 +24,7 @@ class Turns(Generic[User]):
         self._wait: deque[tuple[User, Callable[[User], None]]] = deque()
 
     def ask(self, user: User, go: Callable[[User], None]) -> None:
-        """Call `go` when it is the user's turn, at once if there are places."""
+        """Call `go` when it is the user's turn, which is at once if there are places."""
         self._wait.append((user, go))
         self._serve()
 

@@ -18,8 +18,8 @@ from kvflow.protocols.wire.messages import Incarnation, Message
 
 _FRAME_LOW, _FRAME_SPAN = FRAME_S[0], FRAME_S[1] - FRAME_S[0]
 Burst = list[tuple[Any, bytes, bool]]
-"""Frames, each with its origin (a routing id at prefill, the dialled key at decode) and a flag for
-spoilt ones.
+"""Frames, each with its origin (a routing id at prefill, the dialled key at decode) and True if it
+is spoilt.
 """
 
 
@@ -27,7 +27,7 @@ class End(Who, Protocol):
     """One end of a link."""
 
     parked: list[Any] | None
-    unread: Burst  # received since it was halted
+    unread: Burst  # frames received since it was halted
 
     def read(self, burst: Burst) -> None:
         """Handle the frames that wait at the end's sockets."""
@@ -39,7 +39,7 @@ Jammed = list[tuple[str, End, bool, bytes]]
 
 
 class Wire:
-    """All links of one world. A link joins a prefill's control address and a decode."""
+    """All links of one world. A link connects a prefill's control address and a decode."""
 
     def __init__(
         self,
@@ -50,16 +50,16 @@ class Wire:
         *,
         traced: bool,
     ) -> None:
-        """`disturbed` is called for every disturbance of a link, from which both ends have to
+        """`disturbed` is called whenever a fault disturbs a link, so that both ends have to
         recover.
         """
         self.clock, self.rng, self.faults, self._traced = clock, rng, faults, traced
         self._disturbed = disturbed
-        self.routers: dict[str, End] = {}  # who answers at an address now
-        # Keys that a decode dialled, the latest last.
+        self.routers: dict[str, End] = {}  # by address: the node that answers there now
+        # By link: the keys that decode dialled, the latest last.
         self.lines: dict[tuple[str, int], list[PeerKey]] = {}
-        self.cut: set[str | int] = set()  # controls and decodes that are cut off
-        self.jammed: dict[str | int, Jammed] = {}  # frames that wait, to arrive in a burst
+        self.cut: set[str | int] = set()  # control addresses and decodes that are cut off
+        self.jammed: dict[str | int, Jammed] = {}  # by end: frames held back, to arrive in a burst
         self._last_at: dict[tuple[str, int, bool], float] = {}
 
     def carry(self, sender: End, control: str, decode: End, frame: bytes) -> None:
@@ -95,7 +95,7 @@ class Wire:
                 at_s += rng.uniform(*DELAY_S)
                 clock.later(at_s - now, None, self.disturbed, control, decode)
         link = control, peer, to_prefill
-        # Two frames of one moment would have no order.
+        # Frames of a link arrive at least a tick apart, in the order in which they were sent.
         last_s = self._last_at.get(link, 0.0) + TICK_S
         if at_s < last_s:
             at_s = last_s
@@ -110,7 +110,9 @@ class Wire:
         return None
 
     def unjam(self, end: str | int) -> None:
-        """Deliver the frames that waited in one burst, in the order in which they were sent."""
+        """Deliver the frames that were held back in one burst, in the order in which they were
+        sent.
+        """
         frames, now = self.jammed.pop(end, []), self.clock.now
         links = {
             (control, decode.incarnation, to_prefill) for control, decode, to_prefill, _ in frames
@@ -130,7 +132,7 @@ class Wire:
             keys.remove(key)
 
     def dialled_by(self, decode: End) -> bool:
-        """Return True if the decode has a connection."""
+        """Return True if this decode has any connection."""
         return any(keys and link[1] == decode.incarnation for link, keys in self.lines.items())
 
     def unplug(self, node: End) -> None:
@@ -171,7 +173,8 @@ class Wire:
     def _hand_over(node: End, burst: Burst) -> None:
         if node.parked is None:
             return node.read(burst)
-        # The node is halted, not dead: `unplug` removes the dead. One parked call reads all frames.
+        # The node is only halted, since `unplug` removes dead nodes. One parked call reads all
+        # frames.
         if not node.unread:
             node.parked.append((node.read, (node.unread,)))
         node.unread += burst
@@ -179,7 +182,7 @@ class Wire:
 
 
 def parsed(frame: bytes, to_prefill: bool) -> Message | None:
-    """Return the message in a frame, or None for other bytes."""
+    """Return the message in a frame, or None if the bytes are not a message."""
     try:
         return parse_at_prefill(frame) if to_prefill else parse_at_decode(frame)
     except WireError:

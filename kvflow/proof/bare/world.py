@@ -1,4 +1,4 @@
-"""The nodes of one run, and what can happen to them."""
+"""The nodes of one run, and the accidents that can happen to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvflow.protocols.wire.messages import Incarnation
 
 
 class World(Scene):
-    """Scene with the acts that strike nodes: deaths, restarts, halts, jams and cuts."""
+    """A scene with accidents: deaths, restarts, halts, jams and cuts."""
 
     def start_prefill(self, group: int, rank: int, world_size: int) -> Prefill:
         node = Prefill(self, group, rank, world_size, self._incarnation())
@@ -46,15 +46,15 @@ class World(Scene):
         return list(self.nodes.values())
 
     def declare_dead(self, *nodes: Node) -> None:
-        """Let an operator declare these processes dead, at every decode; without any, all prefills
-        that ended.
+        """Let an operator declare these processes dead at every decode. If none is named, the
+        operator declares all dead prefills.
         """
         for node in self.living(Decode):
             for dead in nodes or [n for n in self.everyone() if n.is_prefill and not n.alive]:
                 self.tell_node(node, node.declare_dead, dead.incarnation)
 
     def tell_lies(self) -> None:
-        """Send lies on every link that is up; see `sim.lies`."""
+        """Send forged messages on every link that is up; see `sim.lies`."""
         sources = {node.incarnation: node for node in self.living(Prefill)}
         for node in self.living(Decode):
             for peer in list(node.endpoint.peers):
@@ -69,7 +69,7 @@ class World(Scene):
 
     @staticmethod
     def tell_node(node: Node, do: Callable[..., object], *arguments: Any) -> None:
-        """Call a node from outside: now, or when it resumes."""
+        """Call `do` for a node, at once or when the halted node resumes."""
         if node.parked is None:
             do(*arguments)
         else:
@@ -100,7 +100,7 @@ class World(Scene):
             node.troubled_at_s = self.clock.now
             parked, node.parked = node.parked, None
             for do, arguments in parked:
-                # An action may end the node, and those after it end with it.
+                # An action may end the node, which drops the remaining ones.
                 if node.alive:
                     do(*arguments)
 

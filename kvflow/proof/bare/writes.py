@@ -18,7 +18,7 @@ DAMAGED = b"damaged"
 
 
 class Writer(Node):
-    """Node whose data plane writes."""
+    """A node whose data plane writes into the pools of decodes."""
 
     is_prefill = True
     rank: int
@@ -30,7 +30,7 @@ class Writer(Node):
 
 
 class PacedWrite(Write):
-    """Write by the writer's process: it stands still while the process is halted."""
+    """A write by a process of the world. It stands still while the process is halted."""
 
     __slots__ = (
         "cancelled",
@@ -51,14 +51,14 @@ class PacedWrite(Write):
         super().__init__(leg.record, key, sources, source.pages.readers, target.pages, targets)
         self.source, self.leg, self.number = source, leg, command.write
         self.cancelled = False
-        # A chunk without pages passes no data plane, so it cannot fail there.
+        # A chunk without pages never reaches the data plane, so it cannot fail there.
         self.fault = source.world.faults.of_write() if sources else ""
         if self.fault == "stuck" and source.world.freezes():
             self.fault = "frozen"
         self.pace_s = SLOW_PAGE_S if self.fault == "slow" else PAGE_S
         self.stops_at = len(targets) // 2 if self.fault in FAILS else len(targets)
         self.damages = source.world.damages()
-        self.contents: list[Content | None] = []  # read so far, for the checksum
+        self.contents: list[Content | None] = []  # contents read so far, for the checksum
 
     def begin(self) -> None:
         if self.fault == "stuck":
@@ -74,7 +74,7 @@ class PacedWrite(Write):
         self._slice()
 
     def _slice(self) -> None:
-        """Land the page under way. A cancelled write ends with it."""
+        """Land the next page. A cancelled write ends after the page under way."""
         source = self.source
         if self.targets and source.clock.now < source.stalled_until_s:
             return source.wait(STALL_LOOK_S, self._slice)
