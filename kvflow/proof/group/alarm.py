@@ -1,4 +1,4 @@
-"""Timer for one synchronous endpoint in a node's process."""
+"""A timer for one synchronous endpoint in a node's process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvflow.proof.bare.node import TICK_GRAIN_S, Node
 
 
 class Ticking(Protocol):
-    """Endpoint with a timer."""
+    """An endpoint that has to be ticked."""
 
     def next_tick(self) -> float: ...
 
@@ -18,14 +18,16 @@ class Ticking(Protocol):
 
 
 class Alarm:
-    """Timer that ticks one endpoint of a node."""
+    """A timer that ticks one endpoint of a node."""
 
     def __init__(self, node: Node, endpoint: Ticking) -> None:
         self._node, self._endpoint = node, endpoint
         self._fires_at_s = float("inf")
 
     def set(self) -> None:
-        """Set the timer to the time at which the endpoint is next due, unless it fires earlier."""
+        """Set the timer to the time at which the endpoint is next due, unless it already fires
+        earlier.
+        """
         now, at_s = self._node.clock.now, self._endpoint.next_tick()
         fires_at_s = now if at_s == float("-inf") else max(at_s, now + TICK_GRAIN_S)
         if fires_at_s < self._fires_at_s:

@@ -12,29 +12,29 @@ from kvflow.protocols.wire.group import Ticket
 
 
 class Fate(NamedTuple):
-    """Fate of one request.
+    """The misfortunes of one request; None stands for one that does not happen.
 
-    A field with a rank concerns that rank only; None: it does not happen.
+    A field that holds a rank concerns only this rank.
     """
 
     deadline_s: float | None = None
     rendezvous_s: float | None = None
     refused_at: int | None = None
     fails_rank: int | None = None
-    fails_at: int | None = None  # number of the chunk that is not computed
+    fails_at: int | None = None  # index of the chunk that the engine does not compute
 
 
 NO_FATE = Fate()
 
 
 class StageJob(PrefillJob):
-    """Request as the engine of one rank receives it."""
+    """A request, as the engine of one rank receives it."""
 
     key: TicketKey
 
 
 class Client:
-    """Client of one request: it asks the leader, and expects one answer."""
+    """The client of one request, which asks the leader and expects one answer."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Client:
 
     @property
     def request(self) -> bytes:
-        """Body of the request, which the leader sends to every rank."""
+        """The body of the request, which the leader sends to every rank."""
         return self.number.to_bytes(4, "big")
 
     def tell(self, cause: Cause | None) -> None:

@@ -1,4 +1,4 @@
-"""Forged votes: a rank sends a vote in another's name, and the leader must ignore it."""
+"""Forged votes: a rank votes in the name of another, and the leader must ignore the vote."""
 
 from __future__ import annotations
 

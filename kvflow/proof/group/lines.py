@@ -30,7 +30,7 @@ class Process(Protocol):
     parked: list[Any] | None
     troubled_at_s: float
     leader: GroupLeader | None
-    by_key: dict[TicketKey, Any]  # object of each open request
+    by_key: dict[TicketKey, Any]  # leg of each open request
 
     @property
     def up(self) -> bool: ...
@@ -62,7 +62,7 @@ class Lines:
 
     def __init__(self, clock: Clock, rng: random.Random, faults: Faults, *, traced: bool) -> None:
         self.clock, self.rng, self.faults, self._traced = clock, rng, faults, traced
-        self.leaders: dict[int, Process] = {}  # who answers, by group
+        self.leaders: dict[int, Process] = {}  # by group: the process that answers as its leader
         self.members: dict[bytes, Process] = {}  # by routing id
         self.cut: set[int] = set()  # ranks that are cut off from their group
         self.jammed: dict[int, list[tuple[Process, bool, bytes]]] = {}

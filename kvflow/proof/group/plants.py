@@ -1,6 +1,6 @@
 """Planted bugs in groups, each of which once existed or could exist.
 
-They are installed from outside, and some seed must find each of them.
+Each is installed from outside, and some seed must find it.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _one_vote_for_two() -> Installed:
         record = self.requests.get(message.ticket)
         if record is not None and message.seq == member.link.received_below:
             if record.phase is LeaderPhase.RUNNING and message.vote is Vote.READY:
-                # This rank's vote was already counted, as the neighbour's.
+                # This rank's vote was already counted, together with its neighbour's.
                 member.link.take(message.seq)
                 return
             record.missing |= 1 << member.rank

@@ -1,5 +1,5 @@
-"""Report of what is not at rest in a group (I5), beside what may be left at each of its
-prefills.
+"""A report of everything in a group that is not at rest (I5), apart from what its prefills
+report.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def left(world: World, *, doubts: bool) -> Iterator[str]:
 
 def _left_at(stage: Stage, leaders: list[Stage]) -> Iterator[str]:
     member, leader, session = stage.member, stage.leader, stage.member.session
-    # A frozen write never ends, so its room drains for good by design.
+    # A frozen write never ends, so its room may drain for ever.
     frozen = {write.leg.record.serial for write in stage.writes.values() if write.fault == "frozen"}
     drains = {key for key, leg in stage.by_key.items() if leg.record.serial in frozen and leg.told}
     if tickets := [key.ticket for key in member.tickets if key not in drains]:

@@ -1,4 +1,5 @@
-"""Rules that must hold in a group, seen from its rooms, its frames and the commands of its parts.
+"""Rules that must hold in a group, checked against its rooms, its frames and the commands that its
+leader and members issue.
 
 - order: every member applies the decisions of one leader's log in the order of the log, without a
   gap;
@@ -43,7 +44,7 @@ class Entry(NamedTuple):
 
 
 Membered = tuple[Incarnation, Incarnation, int]
-"""Session: the member, its leader, the number."""
+"""A session: its member, its leader and its number."""
 
 
 class Agreement:
@@ -57,7 +58,7 @@ class Agreement:
         self._log: dict[tuple[Incarnation, int], Entry] = {}
         self._numbers: dict[tuple[TicketKey, Ruling], int] = {}
         self._next: dict[Membered, int] = {}  # next decision to apply
-        self._shown: dict[Membered, int] = {}  # last decision that showed
+        self._shown: dict[Membered, int] = {}  # last decision with a visible effect
         self._ready: dict[TicketKey, set[int]] = defaultdict(set)
         self._landed: dict[TicketKey, set[int]] = defaultdict(set)
         self._decided: dict[TicketKey, Cause | None] = {}
@@ -66,7 +67,7 @@ class Agreement:
         self._sessions: dict[Incarnation, Session | None] = {}
         self._members: dict[Incarnation, dict[Any, Membership]] = {}
         self._first: Cause | None = None  # failure that the leader reads now
-        # Pairs of who gave up whom. The other one may then do the same.
+        # Pairs (who gave up, whom). The one given up may then do the same.
         self._given_up_by: set[tuple[Incarnation, Incarnation]] = set()
 
     # --- the log
@@ -157,7 +158,7 @@ class Agreement:
             self.clock.later(SPREAD_S, None, self._has_spread, key, self.clock.now)
 
     def settled(self, stage: Process, key: TicketKey, cause: Cause | None) -> None:
-        """Verify that the ending of a request at a rank is the one that the leader decided."""
+        """Verify that a request ends at a rank as the leader decided."""
         at = stage.incarnation, key
         if at in self._settled:
             self.broken("once", f"{stage.name} is told twice what became of request {key.ticket}")
@@ -184,8 +185,8 @@ class Agreement:
         self.counts["opened"] += 1
 
     def leader_receives(self, stage: Process, peer_id: bytes, frame: bytes) -> None:
-        """Pass a frame to the leader. A failure that it accepts must decide an open request, with
-        its cause.
+        """Pass a frame to the leader, and verify that a failure which it accepts decides an open
+        request with the cause of that failure.
         """
         leader = stage.leader
         assert leader is not None
@@ -230,8 +231,8 @@ class Agreement:
     # --- spread
 
     def _has_spread(self, key: TicketKey, since_s: float) -> None:
-        """Verify that a failure ended the room at every rank. Trouble of a rank delays the
-        check.
+        """Verify that a failure ended the room at every rank. Trouble at any rank delays
+        the check.
         """
         leader = next(
             (rank for rank in self.lines.leaders.values() if rank.incarnation == key.leader), None
@@ -241,7 +242,7 @@ class Agreement:
             return
         troubled_at_s = max(self._troubled_at_s(rank) for rank in self.lines.members.values())
         if len(stages) < len(self.ranks):
-            # A rank is missing: its silence is awaited, or it comes back.
+            # A rank is missing: either it comes back, or the group must first notice its silence.
             troubled_at_s = self.clock.now
         if troubled_at_s >= since_s:
             wait_s = troubled_at_s + SPREAD_S - self.clock.now

@@ -26,8 +26,8 @@ from kvflow.proof.sim.scenario import Accident, Leg, Request, Scenario, Shape
 RANKS = 4
 # Share of requests after which the same room id is used again, often while the first room drains.
 REUSES = 0.1
-# Share of requests that decode or the leader's client ends at some moment, beside those that end
-# early in any scenario.
+# Share of requests that decode or the leader's client ends at some moment, in addition to those
+# that end early in any scenario.
 ABORTS = 0.35
 
 
@@ -84,7 +84,7 @@ def _used_again(rng: random.Random, request: Request, decodes: int) -> Request:
 
 
 class GroupRun(Run):
-    """Run whose requests come to the leaders alone."""
+    """A run that sends requests only to the leaders."""
 
     world: GroupWorld
     left = staticmethod(left)
@@ -132,7 +132,7 @@ class GroupRun(Run):
         return client
 
     def _ask(self, client: Client, leg: Leg) -> None:
-        """Send a request to the leader. While the leader is dead, its clients are refused."""
+        """Send a request to the leader. A dead leader's clients are refused."""
         node = self._leader(client)
         client.asked = True
         if not node.alive:

@@ -30,7 +30,7 @@ _LEAVING = Cause(Code.SHUTDOWN, "the leader of the group shuts down")
 
 
 class Group(NamedTuple):
-    """State that the ranks share."""
+    """State that the ranks of a group share."""
 
     lines: Lines
     agreement: Agreement
@@ -133,8 +133,11 @@ class Stage(Prefill):
     # --- what endpoints ask for
 
     def run(self) -> None:
-        """Run the commands of room, member and leader by turns, until all three have no more."""
-        # Commands open and close rooms, which calls `run` again. The outer call runs the rest.
+        """Run the commands of the endpoint, the member and the leader in turn, until all
+        have run.
+        """
+        # Commands open and close rooms, which calls `run` again. The outer call runs their
+        # commands.
         if self._runs:
             return
         self._runs, leader = True, self.leader

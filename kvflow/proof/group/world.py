@@ -1,4 +1,4 @@
-"""The nodes of one run whose prefills form groups, and what can happen to them."""
+"""The nodes of one run whose prefills form groups, and the accidents that can happen to them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvflow.protocols.errors import Cause
 
 # Share of runs in which ranks send votes in each other's name.
 FORGES = 0.1
-# Share of deaths that break a connection. Others are noticed by silence.
+# Share of deaths that break a connection. The others are noticed only as silence.
 NOTICED = 0.5
 _NOTICE_S = (0.0, 0.005)
 WHERE = ("decodes", "group", "everything")
 
 
 class GroupWorld(World):
-    """World whose prefills are ranks of groups, with lines between them."""
+    """A world whose prefills are ranks of groups, with lines between them."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -83,9 +83,7 @@ class GroupWorld(World):
 
 
 class GroupRooms(Rooms):
-    """Rooms at a group. A room may end at a rank because another rank, or the leader, was
-    lost.
-    """
+    """Rooms of a group. A room may end at a rank because another rank, or the leader, was lost."""
 
     causes: set[Cause]
 
