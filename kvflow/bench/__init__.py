@@ -1,3 +1,3 @@
-"""The benchmarks of kvflow: every figure is measured beside a peer or a physical limit, in the same
-run.
+"""The benchmarks of kvflow, which measure every figure against a peer or a physical limit in the
+same run.
 """

@@ -1,5 +1,5 @@
-"""`kvflow bench abort`: the cost of an abort in mid-transfer, and the bytes that still reach the
-pages after their next owner took them.
+"""`kvflow bench abort`: measure the cost of an abort in mid-transfer, and count the bytes that
+still reach the pages after their next owner took them.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from kvflow.transports.data.transfers import WINDOW_BYTES as TRANSFERS_WINDOW_BY
 from kvflow.transports.data.write_thread import SLICE_BYTES
 
 WORKER = "kvflow.bench.abort_worker"
-SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}  # 2 MiB a page
+SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}  # 2 MiB per page
 # The most bytes that a plane may have under way when it is asked to stop.
 WINDOWS = {"local": SLICE_BYTES, "mooncake": WINDOW_BYTES, "nixl": TRANSFERS_WINDOW_BYTES}
-# An abort counts if the part of the bytes that moved before it lies between these: outside them the
-# plane was starting, or had nearly finished.
+# An abort counts only if the fraction of the bytes that moved before it lies between these. Outside
+# them the transfer was just starting, or nearly done.
 EARLIEST, LATEST = 0.1, 0.9
 # In this share of the aborts the check covers every byte of a page; in the others only the marks,
 # which are 1/2048 of a page of 2 MiB.
 WHOLE_PAGES_IN = 0.1
-# The range of times after which the bare plane is asked to stop, as a transfer of 512 MiB would be.
+# The bare plane is asked to stop after a time in this range, as an abort would stop a transfer of
+# 512 MiB.
 STOPPED_AFTER_S = (0.01, 0.06)
-TRIES = 10  # per abort that counts
+TRIES = 10  # attempts per abort that counts
 SETTLE_S = 1.0
 PEER_TIMES = 20
-PEER_AFTER_S = 0.25  # the peer aborts at most so long after its first byte
+PEER_AFTER_S = 0.25  # the peer aborts at most this long after its first byte
 # SGLang's workers look for an abort only between batches of this size.
 PEER_ENV = {"SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES": "16"}
 # Selects whether SGLang's decode keeps an aborted request's pages until prefill confirms the end.
@@ -113,12 +114,12 @@ def figures(rows: list[Row], window_bytes: int) -> dict[str, Any]:
     """Summarize `rows`; times are in ms.
 
     `abort_to_reusable_windows` divides the time of each abort by the median bare window of this
-    run. `abort_to_reusable_stops` divides it by the time in which decode stops the bare plane: the
-    medians, the 99th percentiles and the maxima, each by each.
+    run. `abort_to_reusable_stops` divides the median, the 99th percentile and the maximum of these
+    times by those of the times in which decode stops the bare plane.
     """
     if not rows:
         return {}
-    # The single windows vary with the load of the machine, so every abort is divided by the same.
+    # Single windows vary with the machine's load, so every abort is divided by their median.
     window_s = float(np.median([r["window_s"] for r in rows]))
     aborts, stops = (spread([r[what] * 1e3 for r in rows]) for what in ("seconds", "stop_s"))
     return {
@@ -135,7 +136,7 @@ def figures(rows: list[Row], window_bytes: int) -> dict[str, Any]:
 
 
 async def bench_peer(harness: str, plan: Plan, deferred: bool, say: Say) -> dict[str, Any]:
-    """Measure SGLang's aborts: with its deferred release, or with the pages released to their next
+    """Measure SGLang's aborts, either with its deferred release or with pages that go to their next
     owner at once.
     """
     env = {**PEER_ENV, DEFERRED: str(int(deferred))}

@@ -3,7 +3,7 @@ commands.
 
     python -m kvflow.bench.abort_worker prefill|decode
 
-Commands beside the worker's: reserve, bare_stop, abort (both sides), look (decode).
+Commands in addition to the worker's: reserve, bare_stop, abort (both sides), look (decode).
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from kvflow.transports.control.zmq import ZmqSocket, bind_router, connect_dealer
 
 # uvloop rounds anything shorter down to 0, and the loop would spin.
 POLL_S = 0.001
-# Reused pages stay under watch while so many more rooms run: a late write needs time to show.
+# Reused pages are watched while this many more rooms run, since a late write takes time to show.
 WATCHED_ROOMS = 3
 _SCRATCH = "scratch"
 
 
 class _Reused(NamedTuple):
-    """Pages of an aborted room that `owner` took at `reusable_at_s`; `whole`: check every byte."""
+    """Pages of an aborted room that `owner` took at `reusable_at_s`; `whole` asks for a check of
+    every byte.
+    """
 
     pages: PageIndices
     whole: bool
@@ -46,7 +48,9 @@ class _Reused(NamedTuple):
 
 
 class AbortWorker(Worker):
-    """A worker whose rooms are aborted in mid-transfer, and which then watches their pages."""
+    """A worker that runs rooms which decode aborts in mid-transfer, and then watches their
+    pages.
+    """
 
     def __init__(self, role: str) -> None:
         super().__init__(role)
@@ -72,8 +76,8 @@ class AbortWorker(Worker):
     async def reserve(self, *, pages: int) -> dict[str, Any]:
         """Prepare for `bare_stop`.
 
-        Decode takes `pages` for the bare writes and marks every other page: tuning the bare plane
-        (`raw_setup`) wrote into them. Prefill opens a socket.
+        Decode takes `pages` pages for the bare writes and marks all others, because tuning the bare
+        plane (`raw_setup`) wrote into them. Prefill opens a socket.
         """
         if self.role == "prefill":
             self._bare_socket, port = bind_router("127.0.0.1", 0)
@@ -89,12 +93,12 @@ class AbortWorker(Worker):
     async def bare_stop(
         self, *, control: str, targets: list[int], window_pages: int, after_s: float
     ) -> dict[str, Any]:
-        """Move window after window to `targets` over the bare data plane, until decode asks
-        prefill, after `after_s`, to stop; the window under way is the last one.
+        """Move windows to `targets` over the bare data plane until decode, after `after_s`, asks
+        prefill to stop. The window under way is the last one.
 
         Prefill returns the seconds of that window. Decode returns the seconds from its request to
-        prefill's answer: the rest of the window, a change of threads, and two messages over a
-        control socket without any room.
+        prefill's answer. They cover the rest of the window, a change of threads, and two messages
+        over a control socket, without any room.
         """
         if self.role == "decode":
             socket = self._bare_socket = self._bare_socket or connect_dealer(
@@ -133,7 +137,7 @@ class AbortWorker(Worker):
         return {"seconds": seconds}
 
     async def abort(self, *, room: int, pages: int, aim: float, whole: bool) -> dict[str, Any]:
-        """Run one room of `pages` pages, which decode aborts when the part `aim` of its bytes
+        """Run one room of `pages` pages. Decode aborts it when the fraction `aim` of its pages has
         moved.
         """
         prompt = np.arange(pages * self.pool.layout.page_size, dtype=np.int64)
@@ -163,14 +167,14 @@ class AbortWorker(Worker):
         room = self.node.room(number, prompt)
         await room.matched()
         at_end: list[int] = []
-        # `on_end` runs when the Abort arrives, so all that lands later counts as after the abort.
+        # `on_end` runs when the Abort arrives, so bytes that land later count as after the abort.
         room.on_end(lambda: at_end.append(room.bytes_landed))
         room.send(source_slice(self.source_pages, number, pages), last=True)
         try:
             await room.done()
         except AbortedError:
             # `done` raises as soon as the Abort arrives, while writes may still be draining. The
-            # phase is terminal only when they ended.
+            # phase becomes terminal only when they end.
             while room.state.phase not in prefill_room.TERMINAL:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
         told = {line.what: line.at_s for line in room.story()}
@@ -218,8 +222,8 @@ class AbortWorker(Worker):
         return home.set_result(reused)
 
     def _let_go(self) -> None:
-        """Check the pages that are watched longest, count foreign bytes, and free the pages."""
-        # Only this worker owned and marked them since, so any other byte came late from prefill.
+        """Check the pages that were watched longest, count foreign bytes, and free the pages."""
+        # This worker alone owned and marked them, so any other byte is a late write by prefill.
         reused = self._watched.popleft()
         foreign = self._canary.foreign_bytes(reused.pages, whole=reused.whole)
         self._seen["foreign_bytes"] += int(foreign.sum())

@@ -1,11 +1,11 @@
-"""`kvflow bench cache`: CPU time and hit rate of the prefix index on a trace of prompts, beside
-SGLang's compiled tree.
+"""`kvflow bench cache`: CPU time and hit rate of the prefix index on a trace of prompts, compared
+with SGLang's compiled tree.
 
-The protocol is the usual one for radix trees. For every prompt of the trace, the benchmark matches
-it, locks the path that was found, evicts as much as the rest needs, inserts the rest, and releases
-the lock. With events, it then takes them and encodes them as subscribers read them. Neither a pool
-nor a model is involved: only the index runs, and the clock is the CPU time of its thread. Tokens
-are prepared before the clock starts, in the form that each index accepts.
+For each prompt of the trace, the benchmark takes the usual steps of a radix tree: it matches the
+prompt, locks the path that was found, evicts as much as the rest needs, inserts the rest, and
+releases the lock. With events, it then takes them and encodes them as subscribers read them.
+Neither a pool nor a model is involved: only the index runs, and the clock is the CPU time of its
+thread. Tokens are prepared before the clock starts, in the form that each index accepts.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ COMPARED = ("us_per_request", "evict_us", "deep_match_us")
 class CachePlan(NamedTuple):
     """Parameters of `bench_cache`.
 
-    `page_size` and `capacity_tokens` are in tokens. `events`: record KV events, and encode them
-    after every request. `rounds`: number of interleaved turns. `peer`: folder of the radix harness.
+    `page_size` and `capacity_tokens` are in tokens. With `events`, KV events are recorded, and
+    encoded after every request. `rounds` is the number of interleaved turns, and `peer` the folder
+    of the radix harness.
     """
 
     page_size: int = 64
@@ -56,10 +57,11 @@ class CachePlan(NamedTuple):
 
 
 async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> Figures:
-    """Measure the index, and the peer where there is one, in interleaved rounds.
+    """Measure the index, and the peer if the plan names one, in interleaved rounds.
 
-    Returns medians over all rounds, and quartiles of the ratios round by round. Raises:
-    MisuseError.
+    Returns medians over all rounds, and quartiles of the ratios within each round.
+
+    Raises: MisuseError for a capacity below one page, or a peer that is not installed.
     """
     if plan.page_size < 1:
         raise MisuseError(f"--page-size {plan.page_size}: at least 1 token is needed")
@@ -76,7 +78,7 @@ async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> F
         if peer is not None:
             await peer.ask("prompts", prompts=prompts)
         for turn in range(plan.rounds):
-            # The order alternates, so that neither side always runs on the other's heels.
+            # The order alternates, so that neither side always runs first.
             for side in ("kvflow", "sglang") if turn % 2 else ("sglang", "kvflow"):
                 if side == "kvflow":
                     figures = await asyncio.to_thread(measure, prompts, **asked)
@@ -103,8 +105,10 @@ async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> F
 
 
 def measure(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool) -> Figures:
-    """Measure kvflow's index, and return the figures that the peer's driver returns for its own."""
-    # Prompts are millions of objects. Frozen, they do not lengthen collections during the replay.
+    """Measure kvflow's index, and return the figures that the peer's driver returns for its
+    tree.
+    """
+    # The prompts are millions of objects, which collections would visit during the replay.
     gc.collect()
     gc.freeze()
     try:

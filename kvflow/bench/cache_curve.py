@@ -1,10 +1,10 @@
-"""`kvflow bench cache --capacity-curve`: hit rate by capacity, beside Mooncake's paper for its
-synthetic trace.
+"""`kvflow bench cache --capacity-curve`: hit rate by capacity, compared with the figures that
+Mooncake's paper has for its synthetic trace.
 
-`index` is kvflow's index with pages of 512 tokens: cached tokens / tokens of all prompts. `lru` is
-a plain LRU of whole blocks, which evicts one block at a time in the order of last use, the first of
-a prompt before its last. The index evicts the end of a prompt before its beginning, so it is a
-little better where capacity is short.
+`index` is the hit rate of kvflow's index with pages of 512 tokens: cached tokens / tokens of all
+prompts. `lru` is that of a plain LRU of whole blocks. The LRU evicts one block at a time in the
+order of last use, so the first block of a prompt goes before its last. The index evicts the end of
+a prompt before its beginning, so it is a little better where capacity is short.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ async def capacity_curve(
     """Measure the hit rate at every capacity in `MILLIONS`, and write an SVG of it to `plot`.
 
     `name` is the name of the trace. Returns {"table": rows, "holds": True if all rows are within
-    0.01 of the paper's, None for a trace without figures in the paper}. Raises: MisuseError.
+    0.01 of the paper's, None for a trace without figures in the paper}.
+
+    Raises: MisuseError if the folder of `plot` does not exist.
     """
     # The curve takes minutes, so the check comes before it.
     if plot is not None and not plot.parent.is_dir():
@@ -75,8 +77,8 @@ async def capacity_curve(
 
 
 def block_lru(prompts: Sequence[Prompt], capacity: int) -> float:
-    """Return the hit rate of a plain LRU of `capacity` blocks: the share of whole blocks before the
-    first one that it lacks.
+    """Return the hit rate of a plain LRU of `capacity` blocks: the share of all whole blocks that
+    come before the first missing block of their prompt.
     """
     cached: OrderedDict[int, None] = OrderedDict()
     hits = total = 0
@@ -114,8 +116,8 @@ INDEX_COLOUR, PAPER_COLOUR = "#1f77b4", "#d62728"
 
 
 def svg(title: str, rows: Sequence[Row]) -> str:
-    """Return a plot over a logarithmic axis of capacities: the index as a line, the paper's figures
-    as dots.
+    """Return an SVG plot over a logarithmic axis of capacities, with the index as a line and the
+    paper's figures as dots.
     """
     low, high = (math.log10(rows[at]["capacity_tokens"]) for at in (0, -1))
     top = max(TOP, *(row["index"] for row in rows))

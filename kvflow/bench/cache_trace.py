@@ -1,7 +1,7 @@
-"""Traces of prompts as Mooncake publishes them.
+"""Traces of prompts, in the format in which Mooncake publishes them.
 
-A trace is JSON lines with an `input_length` in tokens and `hash_ids`, one for each block of 512
-tokens. Prompts that begin with the same ids begin with the same tokens.
+Each line of a trace is a JSON object with an `input_length` in tokens and `hash_ids`, one for each
+block of 512 tokens. Prompts that begin with the same ids begin with the same tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OFFSETS = np.arange(BLOCK_TOKENS, dtype=np.int64)
 
 
 class Prompt(NamedTuple):
-    """One prompt of a trace; `blocks` are its ids, renumbered in the order in which they first
+    """One prompt of a trace. `blocks` are its hash ids, renumbered in the order in which they first
     occur in the trace.
     """
 
@@ -31,16 +31,16 @@ class Prompt(NamedTuple):
     blocks: list[int]
 
     def tokens(self) -> NDArray[np.int64]:
-        """Return token ids, int64 [num_tokens]; no two blocks have an id in common."""
+        """Return token ids, int64 [num_tokens]; no two blocks share an id."""
         spread = np.array(self.blocks, np.int64)[:, None] * BLOCK_TOKENS + _OFFSETS
         return spread.reshape(-1)[: self.num_tokens]
 
 
 def find_trace(name: str, folder: Path | None) -> Path:
-    """Return the path of trace `name`: a file, or one of `NAMED`, which `folder` holds as
+    """Return the path of a trace. `name` is a file, or one of `NAMED`, whose file in `folder` is
     NAME_trace.jsonl.
 
-    Raises: MisuseError.
+    Raises: MisuseError if there is no such file.
     """
     if name not in NAMED:
         if not Path(name).is_file():
@@ -61,9 +61,9 @@ def find_trace(name: str, folder: Path | None) -> Path:
 
 
 def read_trace(path: Path, limit: int = 0) -> list[Prompt]:
-    """Return the first `limit` prompts of a file, or all of them (0).
+    """Return the first `limit` prompts of a file, or all of them if `limit` is 0.
 
-    Raises: MisuseError, which names the line that is wrong.
+    Raises: MisuseError naming the line that is wrong.
     """
     numbers: dict[int, int] = {}
     prompts: list[Prompt] = []
@@ -84,15 +84,18 @@ def read_trace(path: Path, limit: int = 0) -> list[Prompt]:
 
 
 def _parse(line: bytes) -> tuple[int, list[int]]:
-    """Return `input_length` and `hash_ids` of one line. Raises: ValueError."""
+    """Return `input_length` and `hash_ids` of one line.
+
+    Raises: ValueError for a line that is not an entry of a trace.
+    """
     try:
         entry: Any = json.loads(line)
-    except ValueError as error:  # from JSON, or from UTF-8
+    except ValueError as error:  # from the JSON or the UTF-8 decoder
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(entry, dict):
         raise ValueError("not a JSON object")
     length, ids = entry.get("input_length"), entry.get("hash_ids")
-    # `type`, not `isinstance`: True and False are instances of int, and no lengths.
+    # True and False are instances of int, so `isinstance` would accept them as lengths.
     if type(length) is not int or length < 1:
         raise ValueError(f"input_length {length!r} is not a number of at least 1")
     if not isinstance(ids, list) or not all(type(one) is int for one in ids):

@@ -18,7 +18,7 @@ from kvflow.protocols.pages.layout import PageIndices
 
 WRITTEN = np.uint64(0xE7E7E7E7E7E7E7E7)  # every word that prefill sends
 CANARY = np.uint64(0x5A5A5A5A5A5A5A5A)  # every word that the next owner writes
-# Bounds the memory of a check: a page of 2 MiB makes as large a temporary array.
+# Bounds the memory of a check, which makes a temporary array as large as the pages it compares.
 _PAGES_AT_ONCE = 16
 
 
@@ -28,7 +28,7 @@ class CanaryPool:
     def __init__(self, pool: PagedPool) -> None:
         """Map the words of `pool`.
 
-        Raises: MisuseError for a pool whose components are no whole words, or lie in several
+        Raises: MisuseError for a pool whose components are not whole words, or lie in several
         buffers.
         """
         layout = pool.layout
@@ -39,7 +39,7 @@ class CanaryPool:
             raise MisuseError("canaries need a page-first pool of whole words")
         (buffer,) = layout.buffers
         memory = (ctypes.c_uint64 * (buffer.size_bytes // 8)).from_address(buffer.address)
-        # `_words` below has the bare address: this reference keeps the memory alive.
+        # `_words` below uses the bare address, so this reference keeps the memory alive.
         self._pool = pool
         self._words: NDArray[np.uint64] = np.ctypeslib.as_array(memory).reshape(
             layout.num_pages, -1
@@ -55,11 +55,13 @@ class CanaryPool:
         self._words[:] = word
 
     def moved(self, pages: PageIndices) -> float:
-        """Return the part of `pages`, from 0 to 1, whose last word is prefill's."""
+        """Return the fraction of `pages` whose last word is prefill's."""
         return float(np.count_nonzero(self._words[pages, -1] == WRITTEN)) / len(pages)
 
     def mark(self, pages: PageIndices, word: np.uint64 = CANARY, *, whole: bool = False) -> None:
-        """Fill `pages` as their next owner would: the marks first, then every word if `whole`."""
+        """Write `word` into `pages` as their next owner would: first into the marks, then
+        everywhere if `whole`.
+        """
         self._words[pages[:, None], self._edges] = word
         for few in self._in_turn(pages) if whole else ():
             self._words[few] = word
@@ -67,8 +69,8 @@ class CanaryPool:
     def foreign_bytes(
         self, pages: PageIndices, word: np.uint64 = CANARY, *, whole: bool = False
     ) -> NDArray[np.int64]:
-        """Return for each page the number of bytes that differ from `word`, int64 [n]: in its
-        marks, or if `whole` in the whole page.
+        """Count for each page the bytes that differ from `word`, in its marks, or if `whole` in the
+        whole page. Returns int64 [n].
         """
         if not whole:
             return _differing(self._words[pages[:, None], self._edges], word)
@@ -84,7 +86,7 @@ class CanaryPool:
 def _differing(words: NDArray[np.uint64], word: np.uint64) -> NDArray[np.int64]:
     """Return for each row of `words` [n, m] the number of bytes that differ from `word`."""
     found = np.zeros(len(words), dtype=np.int64)
-    # Only rows that differ are compared by bytes; in a correct run there are not any.
+    # Only rows that differ are compared by bytes; in a correct run no row differs.
     for row in np.flatnonzero((words != word).any(axis=1)):
         found[row] = np.count_nonzero((words[row] ^ word).view(np.uint8))
     return found

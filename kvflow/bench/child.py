@@ -35,7 +35,7 @@ class Ticker:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             now = time.perf_counter()
             self.late_s.append(now - due)
-            # Ticks that a stall skipped are not caught up, so one stall counts once.
+            # The ticker skips the ticks that a stall made it miss, so one stall counts once.
             due = max(due + TICK_S, now)
 
     def stop(self) -> float:
@@ -45,10 +45,11 @@ class Ticker:
 
 
 class StallTicker(Ticker):
-    """A ticker that separates stalls of its loop from lateness of any cause.
+    """A ticker that separates stalls of its loop from lateness of any other cause.
 
-    A tick is also late when the machine ran another process. So the ticker also reads the CPU time
-    that the loop's thread took meanwhile: a stall is the smaller of lateness and CPU time.
+    A tick is also late if the machine ran another process in the meantime. So the ticker reads the
+    CPU time that the loop's thread took between two ticks: a stall is the smaller of lateness and
+    CPU time.
     """
 
     def __init__(self) -> None:

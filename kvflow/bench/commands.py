@@ -41,7 +41,7 @@ Peer = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
-TABLE_COLUMNS = 160  # in a file or a pipe
+TABLE_COLUMNS = 160  # width of tables in a file or a pipe
 ALL_LOSSES = "killed prefill,silent prefill,killed decode,silent decode"
 
 
@@ -438,7 +438,10 @@ def profile(
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
-    """The numbers in a list with commas. Raises: MisuseError where one is not, or is below 1."""
+    """Return the numbers in a list with commas.
+
+    Raises: MisuseError if one of them is not a number, or is below 1.
+    """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
         raise MisuseError(

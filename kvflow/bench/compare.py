@@ -1,9 +1,9 @@
-"""`kvflow bench compare`: one measurement of several checkouts, interleaved, with the first one
-measured twice.
+"""`kvflow bench compare`: the same measurement of several checkouts in interleaved turns, with the
+first one measured twice.
 
 Each turn measures every tree once and the first once more (A/A), in an order that rotates. Every
 ratio is to the first tree's figures of the same turn, so other load on the machine affects both;
-A/A shows the spread that a difference must exceed. Rooms and transfers alternate by short rounds
+A/A shows the spread that a difference must exceed. Rooms and transfers alternate in short rounds
 (`side_by_side.py`); for anything else a turn is a whole run of `kvflow bench ...` in each tree.
 """
 
@@ -62,8 +62,10 @@ async def bench_compare(
 ) -> dict[str, Any]:
     """Run the bench `what` over all `trees`, which are absolute paths, in interleaved turns.
 
-    Returns {"trees", "what", "turns": the figures of each, "table": rows}. Raises: MisuseError (no
-    checkout, or options for a bench that takes none), KvflowError (a run failed).
+    Returns {"trees", "what", "turns": the figures of each, "table": rows}.
+
+    Raises: MisuseError if a tree is not a checkout, or for options of a bench that takes none;
+    KvflowError if a run fails.
     """
     # Without the check a mistyped path would measure whatever kvflow Python finds elsewhere.
     await asyncio.gather(*(_check(tree) for tree in trees))
@@ -96,7 +98,7 @@ async def measure(tree: str, what: Sequence[str]) -> dict[str, Any]:
     """Run `kvflow bench` once over the library in `tree`: with the tree's own bench, or for open
     rooms with the bench of this tree.
     """
-    # Older trees lack `--open`, and a figure of open rooms is only comparable from one bench.
+    # Older trees lack `--open`, and figures of open rooms compare only if one bench measures all.
     if "--open" in what:
         return await _bench(str(HERE), *what, "--tree", tree)
     return await _bench(tree, *what)
@@ -128,10 +130,10 @@ def table(seen: list[dict[str, Figures]]) -> list[dict[str, Any]]:
     by turn, and the first tree's ratios to itself.
 
     A ratio is to the geometric mean of the first tree's two figures of that turn. `spread` is the
-    factor by which these two typically differ; a tree is worse if its median ratio is worse by
-    more than that. Other load can only make a figure worse, so `best` also compares the better
-    quartiles of all turns: the tree's, and A/A's, to the first one's. A figure that is 0 in some
-    turn has no ratio and no row.
+    factor by which these two typically differ; a tree is worse if its median ratio is worse by more
+    than that. Other load can only make a figure worse, so `best` also compares the better quartiles
+    over all turns, of the tree and of A/A, with the first tree's. A figure that is 0 in some turn
+    has no ratio and no row.
     """
     rows: list[dict[str, Any]] = []
     names = [name for name in sorted(seen[0]) if name not in ("A", AGAIN)] or [AGAIN]
@@ -209,7 +211,10 @@ def _places(ratios: list[float]) -> dict[str, float]:
 
 
 async def _check(tree: str) -> None:
-    """Check that Python, run in `tree`, imports kvflow from `tree`. Raises: MisuseError."""
+    """Check that Python, run in `tree`, imports kvflow from `tree`.
+
+    Raises: MisuseError if it does not.
+    """
     find = (
         "import importlib.util as u; found = u.find_spec('kvflow'); print(found.origin if found "
         "else 'no kvflow')"
@@ -239,7 +244,7 @@ async def _run(tree: str, *argv: str) -> str:
     try:
         out, err = await child.communicate()
     finally:
-        # The wait was cancelled: a child that ran on would disturb the next measurement.
+        # If the wait is cancelled, a child that runs on would disturb the next measurement.
         if child.returncode is None:
             child.kill()
             await child.wait()

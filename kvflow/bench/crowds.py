@@ -18,17 +18,19 @@ IDLE_CONNECTIONS = 2_000
 ANNOUNCED_ROOMS = 32_000
 
 Crowd = Callable[[Process, dict[str, Any], float], Awaitable[int]]
-"""(prefill, its reply to `setup`, least seconds to watch) -> size of the crowd."""
+"""A function that gathers a crowd at prefill, given its reply to `setup` and the least seconds to
+watch, and returns the size of the crowd.
+"""
 
 
 def allow_many_connections() -> None:
-    """Raise this process's limit of descriptors as far as the system allows, as roles do."""
+    """Raise this process's limit on file descriptors as far as the system allows, as roles do."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def idle_connections(prefill: Process, ready: dict[str, Any], watch_s: float) -> int:
-    """Connect strangers to the control port, which never send a byte, and return the number of
+    """Open connections to the control port that never send a byte, and return the number of
     connections at prefill.
     """
     # This end needs as many descriptors as prefill.
@@ -44,8 +46,8 @@ async def idle_connections(prefill: Process, ready: dict[str, Any], watch_s: flo
 
 
 async def announced_rooms(prefill: Process, ready: dict[str, Any], watch_s: float) -> int:
-    """Let a decode announce rooms that no engine at prefill opens, and kill it, which ends them
-    all.
+    """Let a decode announce rooms that prefill's engine never opens, and kill the decode, which
+    ends all of them.
     """
     decode = await Process.spawn(
         sys.executable, "-P", "-m", "kvflow.bench.stalls_worker", "crowd", name="crowd"

@@ -1,10 +1,10 @@
-"""Time to first token, with and without `--optimistic-prefill`, of prompts whose decode comes late.
+"""Time to first token of prompts whose decode comes late, with and without `--optimistic-prefill`.
 
     python -m kvflow.bench.early [--turns N] [--gap-s S]
 
-Two `kvflow up` run side by side and receive requests in turn: prefill's leg, then after the gap
-decode's leg, from which the time counts. This is the best case: prefill is idle otherwise. Where
-requests wait for prefill, the option gains no time.
+Two `kvflow up` run side by side and receive requests in turn: first prefill's leg, then, after the
+gap, decode's leg, at which the clock starts. This is the best case, since prefill is idle
+otherwise. Where requests wait for prefill, the option gains no time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ async def bench_early(turns: int, gap_s: float) -> dict[str, Any]:
     """Measure both servers in `turns` turns.
 
     Returns {"off" | "on": {"ms": times to first token, "median_ms"}, "optimistic": the counters of
-    the server that begins early, "gap_s"}. Raises: KvflowError when a server does not start, or
-    refuses.
+    the server that begins early, "gap_s"}.
+
+    Raises: KvflowError if a server does not start, or refuses a request.
     """
     async with AsyncExitStack() as stack:
         servers = {
@@ -47,7 +48,7 @@ async def bench_early(turns: int, gap_s: float) -> dict[str, Any]:
         seen: dict[str, list[float]] = {name: [] for name in servers}
         # Turn -1 warms up and does not count.
         for turn in range(-1, turns):
-            # The order alternates, so that neither server always runs on the other's heels.
+            # The order alternates, so that neither server always runs first.
             for name in list(servers)[:: 1 if turn % 2 else -1]:
                 first_ms = await _first_token_ms(session, servers[name], gap_s)
                 if turn >= 0:

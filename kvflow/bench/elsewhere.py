@@ -24,7 +24,7 @@ def worker_command(tree: str, module: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _main() -> None:
-    # The checkout has a `kvflow.bench` too: submodules must come from beside this file instead.
+    # The checkout has a `kvflow.bench` too, but submodules must come from the folder of this file.
     bench.__path__[:] = [os.path.dirname(os.path.abspath(__file__))]
     module = sys.argv.pop(1)
     runpy.run_module(module, run_name="__main__", alter_sys=True)

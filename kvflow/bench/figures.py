@@ -1,4 +1,4 @@
-"""Figures of a benchmark: some places of a list of measurements, and medians of rows."""
+"""Figures of a benchmark: percentiles of measurements, and medians of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 Say = Callable[[str], None]
-"""Receives a line of progress."""
+"""A function that receives a line of progress."""
 Row = dict[str, float]
 """Figures of one measurement, by name."""
 

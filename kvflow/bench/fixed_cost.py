@@ -2,7 +2,7 @@
 on accelerators.
 
 It is deep and very narrow: on a CPU, the calls of its many small kernels take longer than the
-arithmetic in them. Its weights are random, so its tokens have no meaning: the model is for timings
+arithmetic in them. Its weights are random and its tokens have no meaning, so it serves for timings
 alone.
 """
 

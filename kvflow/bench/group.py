@@ -1,10 +1,10 @@
-"""`kvflow bench group`: the cost of agreement between ranks, beside the same frames over bare
-ZeroMQ sockets.
+"""`kvflow bench group`: the cost of agreement between ranks, compared with the same frames over
+bare ZeroMQ sockets.
 
 Each rank is a process with real shells and sockets. Its rooms move no pages, so that the agreement
 alone is measured. A request takes three decisions (open, start, succeed), which go to every rank,
-and two votes of every rank. The bare sockets carry frames of those sizes in that order, in a thread
-that has no other work.
+and two votes from every rank. The bare sockets carry frames of the same sizes in the same order, in
+a thread that has no other work.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from kvflow.protocols.wire.messages import Incarnation, RoomId
 
 WORKER = "kvflow.bench.group_worker"
 CONCURRENCY = (1, 32)
-DECISIONS = 3  # of a request that succeeds
-REQUEST_BYTES = 1_024  # of a request that rank 0 passes to the engines: a short prompt
+DECISIONS = 3  # per request that succeeds
+REQUEST_BYTES = 1_024  # body of a request that rank 0 passes to the engines: a short prompt
 
 
 def frame_sizes() -> tuple[list[int], int]:
-    """Return the bytes of each decision about one request, and of one vote."""
-    # msgpack encodes small numbers in fewer bytes: these are as large as after some time of work.
+    """Return the size in bytes of each decision about one request, and of one vote."""
+    # msgpack encodes small numbers in fewer bytes, so these are as large as in a group that has run
+    # for some time.
     ends: dict[str, Any] = {
         "leader": Incarnation(1 << 62),
         "member": Incarnation(1 << 61),
@@ -117,7 +118,7 @@ class Ranks:
         }
 
     async def at_rest(self) -> dict[str, int]:
-        """Return the number of requests and of errors that are left at all ranks together."""
+        """Return the numbers of requests and of errors that are left, summed over all ranks."""
         # The last decision may still be on its way to the other ranks.
         await asyncio.sleep(0.2)
         left = await self.every("rest")
@@ -141,11 +142,11 @@ async def group_of(ranks: int) -> AsyncIterator[Ranks]:
 
 
 async def bench_group(sizes: tuple[int, ...], rounds: int, count: int, say: Say) -> dict[str, Any]:
-    """Measure each size of a group in turn, its rounds interleaved with bare ones.
+    """Measure groups of each size in turn, with rounds over bare sockets interleaved.
 
     Returns {"rounds", "requests", "frame_bytes", "groups": {ranks: {concurrency: {"group", "bare",
-    "ratios"}, "left"}}, "growth": {concurrency: ...}}; figures are medians, ratios medians of those
-    round by round.
+    "ratios"}, "left"}}, "growth": {concurrency: ...}}. Figures are medians over the rounds; ratios
+    are medians of the ratios within each round.
     """
     decisions, vote = frame_sizes()
     groups: dict[str, dict[str, Any]] = {}
@@ -195,7 +196,7 @@ async def _measure(group: Ranks, rounds: int, count: int) -> dict[str, Any]:
 
 
 def growth_of(rows: dict[int, dict[str, Row]]) -> dict[str, Row]:
-    """Return the CPU time of one room over all processes, in ms, that each rank beyond the smallest
+    """Return the CPU time of one room, in ms over all processes, that each rank beyond the smallest
     group adds.
     """
     fewest, most = min(rows), max(rows)

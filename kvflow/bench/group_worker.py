@@ -1,4 +1,4 @@
-"""The process of one rank in `kvflow bench group`; the protocol of the pipe is that of `child.py`.
+"""The process of one rank in `kvflow bench group`, which takes commands as `child.py` describes.
 
     python -m kvflow.bench.group_worker
 
@@ -174,7 +174,8 @@ class GroupWorker:
         self._bare = context.socket(zmq.DEALER)
         self._bare.setsockopt(zmq.ROUTING_ID, b"%d" % self._rank)
         self._bare.connect(f"tcp://{HOST}:{port}")
-        # The ROUTER can reach this rank only after a frame of it: `bare_ready` awaits this one.
+        # The ROUTER can reach this rank only after it received a frame from it. `bare_ready` waits
+        # for this frame.
         self._bare.send(b"")
         return {"port": port}
 
@@ -192,7 +193,7 @@ class GroupWorker:
         """Play the frames of `count` requests over the bare sockets, in threads.
 
         For each request rank 0 sends every rank a frame of each of `sizes` in turn. Every rank,
-        rank 0 included, answers all but the last with `vote_bytes`.
+        rank 0 included, answers each frame but the last with a frame of `vote_bytes` bytes.
         """
         before_s, begun_s = cpu_s(), perf_counter()
         if self._rank:

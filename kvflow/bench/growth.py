@@ -1,10 +1,10 @@
 """`kvflow bench rooms --open N`: the cost of rooms that stay open, matched and waiting for input.
 
-Two processes share N rooms of one page each. The bench measures them while they open, at rest, at
-rest with more links, and when each peer in turn is killed, or falls silent and is killed later, so
-that the other side ends all rooms. A stall is the CPU time that the event loop's thread took in one
-go while a 1 ms ticker waited; `late_*` is the ticker's whole lateness, to which other processes of
-the machine contribute.
+Two processes share N rooms of one page each. The bench measures them while they open, at rest, and
+at rest with more links. Then each peer in turn is killed, or falls silent and is killed later, and
+the bench measures how the other side ends all rooms. A stall is the CPU time that the event loop's
+thread took in one go while a 1 ms ticker waited; `late_*` is the ticker's whole lateness, to which
+other processes of the machine contribute.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCH = 500  # rooms that open before the driver waits for all of them to match
 LINKS_AT_ONCE = 10
 SPARE_PAGES = 64
 SETTLE_S = 1.0
-WATCH_S = 0.3  # the ticker runs so long before the peer falls
+WATCH_S = 0.3  # seconds for which the ticker runs before the peer is lost
 END_S = 120.0
 MUST_STALL_MS = 5.0
 MUST_ROOMS = 10_000  # up to this number the limit is a must, above it an aim
@@ -35,11 +35,11 @@ Figures = dict[str, Any]
 
 
 class Growth(NamedTuple):
-    """The measurements at each number of rooms."""
+    """Parameters of `bench_growth`."""
 
     plane: str = "local"
     rest_s: float = 5.0
-    links: int = 300  # in all, each to another prefill; 1: not measured
+    links: int = 300  # links in all, each to another prefill; 1: not measured
     losses: tuple[str, ...] = LOSSES
     frozen: bool = True  # gc.freeze while rooms are opened and after, as the roles do
     tree: str = ""  # checkout of the library; empty: this one
@@ -69,8 +69,8 @@ class OpenRooms:
     async def open(self) -> Figures:
         """Open the rooms, a batch at a time.
 
-        Returns the rate over all rooms, and over the first and the last tenth of them, which shows
-        growth, with each side's stalls and memory per room.
+        Returns the rate over all rooms and over the first and the last tenth of them, which shows
+        growth, and each side's stalls and memory per room.
         """
         await self.both("opening", on=True)
         seconds = []
@@ -79,7 +79,8 @@ class OpenRooms:
             begun = time.monotonic()
             await self.both("open", first=first, count=count)
             seconds.append((time.monotonic() - begun) / count)
-            # The roles freeze what lives long, so that no collection walks over all open rooms.
+            # Like the roles, freeze long-lived objects, so that no collection visits all open
+            # rooms.
             if self._plan.frozen:
                 await self.both("freeze")
         tenth = max(1, len(seconds) // 10)
@@ -92,8 +93,8 @@ class OpenRooms:
 
     async def more_links(self) -> None:
         """Open one room over each further link."""
-        # Few at a time: registering takes long on a busy machine, and the halves that wait for it
-        # have a deadline.
+        # Only a few links open at a time, since registering is slow on a busy machine, and the
+        # halves that wait for it have a deadline.
         ready = await self.sides["prefill"].ask(
             "link", plane=self._plan.plane, links=self._plan.links, ranks=[]
         )
@@ -109,8 +110,8 @@ class OpenRooms:
             await self.both("freeze")
 
     async def lose(self, loss: str) -> Figures:
-        """Make one peer fall as `loss` states, and return what the other side measured: its stalls,
-        and the times from the fall to the ends of its first and its last room.
+        """Lose one peer as `loss` states, and return the other side's figures: its stalls, and the
+        times from the loss to the ends of its first and its last room.
         """
         how, lost = loss.split()
         victim, other = self.sides[lost], self.sides["decode" if lost == "prefill" else "prefill"]
@@ -201,7 +202,7 @@ async def grow(count: int, plan: Growth, say: Say) -> Figures:
 
 
 def judge(count: int, figures: Figures) -> list[Figures]:
-    """Return every stall beside its limit: a must up to `MUST_ROOMS` rooms, else an aim."""
+    """Compare every stall with its limit, a must up to `MUST_ROOMS` rooms and else an aim."""
     stalls: dict[str, float] = {}
     for phase, seen in figures.items():
         if phase == "collection":

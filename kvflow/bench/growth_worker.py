@@ -1,10 +1,10 @@
-"""The process of one role in `kvflow bench rooms --open`; the protocol of the pipe is that of
-`child.py`.
+"""The process of one role in `kvflow bench rooms --open`, which takes commands as `child.py`
+describes.
 
     python -m kvflow.bench.growth_worker prefill|decode
 
-It uses the library as an engine would, node and rooms only, so that it also runs over other
-versions (`elsewhere.py`).
+It uses only the library's nodes and rooms, as an engine would, so that it also runs over other
+versions of the library (`elsewhere.py`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from kvflow.transports.control.zmq import bind_router, connect_dealer
 from kvflow.transports.data.select import open_plane
 
 PAGE_SIZE = 16
-PROMPT = np.arange(PAGE_SIZE, dtype=np.int64)  # one page a room
-# The watch goes on after all rooms ended: messages are repeated, and loans still await proof.
+PROMPT = np.arange(PAGE_SIZE, dtype=np.int64)  # one page per room
+# The watch goes on after all rooms end: messages are repeated, and loans still await proof.
 AFTERMATH_S = 1.0
 
 
 class CountedSocket:
-    """A `protocols.ports.ControlSocket` over another one, which counts frames and bytes."""
+    """A `protocols.ports.ControlSocket` that wraps another one, and counts frames and bytes."""
 
     def __init__(self, socket: ControlSocket, traffic: dict[str, int]) -> None:
         self._socket, self._traffic = socket, traffic
@@ -64,7 +64,7 @@ class CountedSocket:
 
 
 class GrowthWorker:
-    """The commands: open rooms, with a task that waits for the end of each, and watch them."""
+    """The commands, which open rooms, wait for the end of each in a task, and watch them."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -123,7 +123,9 @@ class GrowthWorker:
         return {}
 
     async def opening(self, *, on: bool) -> dict[str, Any]:
-        """Begin to measure; or with `on` False, return stalls and memory per room since then."""
+        """Begin to measure, or if `on` is False, return stalls and memory per room since the
+        beginning.
+        """
         if on:
             self._ticker, self._rss_before = StallTicker(), _rss_kib()
             return {}
@@ -136,9 +138,9 @@ class GrowthWorker:
         return {}
 
     async def collect(self, *, frozen: bool) -> dict[str, Any]:
-        """Measure the pause of a full garbage collection over all objects, and after `gc.freeze`.
+        """Measure the pause of a full garbage collection, over all objects and after `gc.freeze`.
 
-        Everything stays frozen if `frozen`.
+        If `frozen`, all objects stay frozen.
         """
         gc.freeze()
         frozen_ms = _full_collection_ms()
@@ -192,7 +194,7 @@ class GrowthWorker:
             await node.close()
 
     async def _wait(self, ended: Callable[[], Awaitable[Any]]) -> None:
-        """Wait for the end of one room, as the engine's request does, and record its time."""
+        """Wait for the end of one room, as an engine's request does, and record when it fails."""
         try:
             await ended()
         except KvflowError:

@@ -1,5 +1,5 @@
-"""`kvflow bench guards`: the cost of a control key and of `--verify-transfers`, beside the same
-rooms without them.
+"""`kvflow bench guards`: the cost of a control key and of `--verify-transfers`, compared with the
+same rooms without them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ async def bench_guards(
     planes: tuple[str, ...], turns: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Measure four runs in interleaved turns: "A" and "A/A" are plain, "key" has CURVE on the
-    control link, "verify" a checksum of every page.
+    control link, and "verify" has a checksum of every page.
 
     Returns {"turns": the figures of each, "table": rows as `kvflow bench compare` makes them}.
     """

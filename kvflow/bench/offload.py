@@ -1,8 +1,8 @@
 """`kvflow bench offload`: the speed of copies from a pool to host memory and back, as a ratio to
 one large memcpy of as many bytes between the same two memories.
 
-Copies and memcpy interleave in one run. The report also has the stalls of the event loop meanwhile,
-and the slowdown of a model's decode steps beside the copies (`offload_steps`).
+Copies and memcpy interleave in one run. The report also has the stalls of the event loop during the
+copies, and the slowdown that the copies cause in a model's decode steps (`offload_steps`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvflow.protocols.pages.plan import Blocks
 if TYPE_CHECKING:
     from kvflow.bench.offload_steps import DecodeBatch
 
-PAGE_SIZE, LAYERS, HEADS, DIM = 16, 32, 8, 128  # 2 MiB a page
+PAGE_SIZE, LAYERS, HEADS, DIM = 16, 32, 8, 128  # 2 MiB per page
 ROW_ELEMENTS = 1 << 16
 _FILL_WORDS = 1 << 20
 SPREAD = 2  # pages of the pool per page that is copied
@@ -37,8 +37,10 @@ MUST_RATIO = 0.8
 
 
 class OffloadPlan(NamedTuple):
-    """Parameters of `bench_offload`: `pages` of 2 MiB, scattered over a pool; `rounds` interleaved
-    turns of each way; steps of `batch` sequences (0: no steps) for at least `steps_s` beside each.
+    """Parameters of `bench_offload`.
+
+    `pages` pages of 2 MiB, scattered over a pool, move in `rounds` interleaved turns of each way.
+    Decode steps of `batch` sequences (0: no steps) run beside each way for at least `steps_s`.
     """
 
     pages: int = 512
@@ -46,18 +48,18 @@ class OffloadPlan(NamedTuple):
     orders: tuple[str, ...] = ("page_first",)
     batch: int = 8
     steps_s: float = 0.5
-    device: str | None = None  # of the pool and the model; None: the CPU
+    device: str | None = None  # device of the pool and the model; None: the CPU
 
 
 async def bench_offload(plan: OffloadPlan, say: Say) -> dict[str, Any]:
     """Measure every order of the pool in turn.
 
-    Raises: LayoutError when there is not enough memory, MisuseError for a copy that came back with
-    other bytes.
+    Raises: LayoutError if there is not enough memory, MisuseError if a copy comes back with other
+    bytes.
     """
     if not plan.batch:
         return {order: await _one_order(plan, order, None, say) for order in plan.orders}
-    # This module imports torch, which a run without steps does not need.
+    # `offload_steps` imports torch, which a run without steps does not need.
     from kvflow.bench.offload_steps import make_batch
 
     steps = await make_batch(plan.batch, plan.device or "cpu")
@@ -166,7 +168,7 @@ async def _beside_steps(
     pages = (
         np.random.default_rng(2).permutation(pool.layout.num_pages)[: plan.pages].astype(np.int32)
     )
-    # `_rounds` took every page and the row and keeps them, so these belong to the bench already.
+    # `_rounds` took every page and the row and keeps them, so the bench already owns these.
     places = Places(pages, np.zeros(1, dtype=np.int32))
     total_bytes = plan.pages * pool.layout.page_bytes
 
@@ -196,7 +198,7 @@ async def _beside_steps(
 
 def _memcpy(pool: PagedPool, store: SnapshotStore, total_bytes: int) -> float:
     """Copy `total_bytes` from the start of the pool's largest buffer into host memory, in as few
-    copies as possible, and return the seconds: the limit of any copy out.
+    copies as possible. Return the seconds, which no copy-out can beat.
     """
     source = max(pool.layout.buffers, key=lambda b: b.size_bytes)
     target = max(store.host.layout.buffers, key=lambda b: b.size_bytes)

@@ -1,11 +1,11 @@
-"""The slowdown that copies between a pool and host memory cause in the decode steps of a model, and
-steps in copies.
+"""The slowdown that copies between a pool and host memory cause in a model's decode steps, and that
+steps cause in copies.
 
-Steps of the demo model run in their thread, as a decode runs them. Each round has them alone,
-beside a busy core that touches no memory, beside one large memcpy, which is the cheapest way to
-move as many bytes, beside copy-outs and beside restores. A figure is a step's time divided by that
-of the same round's quiet steps. The cost of a busy core shows the machine's lack of cores; what a
-memcpy costs beyond it is memory bandwidth; what copies cost beyond that is kvflow's.
+Steps of the demo model run in a thread, as a decode runs them. In each round they run alone, beside
+a busy core that uses no memory, beside one large memcpy, which is the cheapest way to move as many
+bytes, beside copy-outs, and beside restores. A figure is the time of a step divided by its time
+alone in the same round. The cost of a busy core shows a lack of cores, the further cost of a memcpy
+a lack of memory bandwidth, and the further cost of copies is kvflow's.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Times = dict[str, list[float]]
 class DecodeBatch:
     """Sequences that decode without end: at their last token they return to their prompts.
 
-    Its methods block, and are meant for a thread.
+    The methods block, and are meant to run in a thread.
     """
 
     def __init__(self, model: LoadedModel, batch: int) -> None:
         """Compute the prompts of `batch` sequences.
 
-        Raises: LayoutError when there is not enough memory.
+        Raises: LayoutError if there is not enough memory.
         """
         each = -(-(PROMPT_TOKENS + NEW_TOKENS) // PAGE_SIZE)
         layout = build_layout(
@@ -144,7 +144,7 @@ class BesideSteps:
         self._slowest_s.setdefault(name, []).append(float(np.percentile(seconds, 99)))
 
     def report(self) -> dict[str, Any]:
-        """Return medians over the rounds."""
+        """Return the medians of times and ratios over the rounds."""
         quiet, slowest = self._step_s["quiet"], self._slowest_s["quiet"]
         found: dict[str, Any] = {"step_ms": statistics.median(quiet) * 1e3}
         for name, alone_s in self._alone_s.items():

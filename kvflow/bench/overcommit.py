@@ -1,10 +1,10 @@
 """`kvflow bench overcommit`: requests per second of a decode whose pool is too small,
 over-committed and in safe mode.
 
-Three servers receive the same requests in the same turns: one whose pool holds the worst case of
-all of them, and two whose pools hold a share of it, of which one promises every request its worst
-case (`--new-token-ratio 1.0`). All answers must equal those of the first. Over-commitment helps
-requests that end early, at a stop token.
+Three servers receive the same requests in the same turns. The first has a pool for the worst case
+of all requests. The others have a share of it: in safe mode (`--new-token-ratio 1.0`) a server
+reserves every request's worst case, and the other one is over-committed. All answers must equal
+those of the first server. Over-commitment helps requests that end early, at a stop token.
 
 The gain depends on the fixed cost of a step and on the cost of each row: where rows cost most, as
 for the demo model on a CPU, a larger batch saves little. So the report has the first server's rate
@@ -41,7 +41,7 @@ COUNTERS = ("retracts", "resumes", "recomputes")
 class OvercommitPlan:
     """Parameters of `bench_overcommit`.
 
-    `share`: part of the pages needed at worst that the small pools have. `ratio`:
+    The small pools have the fraction `share` of the pages needed at worst. `ratio` is the
     `--new-token-ratio` of the over-committed server.
     """
 
@@ -62,11 +62,13 @@ class _Turn(NamedTuple):
 
 
 async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
-    """Measure the three servers under two loads: requests that end early, and the same without.
+    """Measure the three servers under two loads: requests with stop tokens, which end early, and
+    the same requests without them.
 
     Returns {load: {server: requests per second, "ratio": over-committed / safe mode, "bound": all
     fit / safe mode, "batch": {server: tokens of a step}, "step_ms": cost of a step, counters}}.
-    Raises: KvflowError when a server does not start, or an answer differs.
+
+    Raises: KvflowError if a server does not start, or an answer differs.
     """
     dice = random.Random(plan.seed)
     prompts = [
@@ -112,7 +114,7 @@ async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
                 serving(model, plan.threads, arguments=arguments)
             )
         bodies = [_body(prompt, plan.new_tokens) for prompt in prompts]
-        # Stop tokens come from the full answers, so that each early end hits a known token.
+        # Stop tokens come from the full answers, so that each of them occurs.
         full = await _answers(session, servers[ROOMY], bodies)
         early = [_stopping(body, tokens, dice) for body, tokens in zip(bodies, full, strict=True)]
         for load, given in (("early ends", early), ("no early ends", bodies)):
@@ -133,7 +135,7 @@ async def _load(
     # Turn -1 warms up and does not count.
     for turn in range(-1, turns):
         names = list(servers)
-        # The order alternates, so that no server always runs on another's heels.
+        # The order alternates, so that no server always runs first.
         for name in names[:: 1 if turn % 2 else -1]:
             steps = await _counter(session, servers[name], "decode_steps")
             begun = time.perf_counter()
@@ -149,7 +151,7 @@ async def _load(
                 steps = await _counter(session, servers[name], "decode_steps") - steps
                 seen[name].append(_Turn(seconds, int(steps)))
     after = await _counters(session, servers[OVER])
-    # Prefill computes the first token of each answer.
+    # Prefill, not decode, computes the first token of each answer.
     decoded = sum(len(tokens) - 1 for tokens in want)
     found: dict[str, Any] = {
         name: round(len(bodies) / float(np.median([turn.seconds for turn in rounds])), 2)
@@ -169,7 +171,7 @@ async def _load(
 
 
 def _ratio(over: list[_Turn], under: list[_Turn]) -> dict[str, float]:
-    """Return the spread of the ratios of the rates, `over` to `under`, turn by turn."""
+    """Return the spread of the ratios of rates within each turn, `over` divided by `under`."""
     ratios = [slow.seconds / fast.seconds for fast, slow in zip(over, under, strict=True)]
     return extremes(ratios)
 
@@ -178,7 +180,7 @@ def _step_cost(turns: list[_Turn], tokens: int) -> dict[str, float]:
     """Return the milliseconds of a step and of each row in it, from a linear fit of the turns'
     seconds; empty if all turns had the same number of steps.
     """
-    # A line through points of one abscissa is not determined.
+    # Turns with the same number of steps do not determine a line.
     if len({turn.steps for turn in turns}) < 2:
         return {}
     fixed, rest = np.polyfit(
@@ -210,7 +212,7 @@ def _body(prompt: list[int], new_tokens: int) -> dict[str, Any]:
 
 
 def _stopping(body: dict[str, Any], tokens: list[int], dice: random.Random) -> dict[str, Any]:
-    """Return the same request with a stop token, so that it ends at about a random position."""
+    """Return the request with a stop token that ends it at about a random position."""
     # A stop token ends the answer where it first occurs. So the choice is the token whose first
     # position is closest to the one that was drawn.
     wanted = dice.randrange(len(tokens))

@@ -38,7 +38,10 @@ class Process:
         return self._child.pid
 
     async def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Send one command, and return the reply. Raises: RuntimeError with the child's error."""
+        """Send one command, and return the reply.
+
+        Raises: RuntimeError with the child's error, or if the child ended.
+        """
         assert self._child.stdin is not None and self._child.stdout is not None
         self._child.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         await self._child.stdin.drain()
@@ -83,8 +86,8 @@ class WorkerPair:
     ) -> WorkerPair:
         """Start both workers and set them up.
 
-        Each process runs `module` with its role as the argument, over the checkout `tree` (empty:
-        this one). `shape`: layers, heads, dim, page_size, pages, order.
+        Each process runs `module` with its role as the argument, over the checkout `tree`, or over
+        this one if `tree` is empty. `shape` has layers, heads, dim, page_size, pages and order.
         """
         if tree:
             env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
@@ -129,7 +132,7 @@ class WorkerPair:
         data plane.
         """
         first, self._next_room = self._next_room, self._next_room + count
-        # The same pause as in `rooms`: sockets and caches in recent use are a third faster.
+        # Pause as `rooms` does, because sockets and caches in recent use are a third faster.
         await asyncio.sleep(START_DELAY_S)
         return float(
             (await self.prefill.ask("raw", first=first, count=count, pages=pages))["seconds"]

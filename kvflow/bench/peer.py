@@ -18,7 +18,7 @@ async def open_peer(
 ) -> Process:
     """Start SGLang's pair with `shape` (layers, pages, heads, dim) and environment `settings`.
 
-    Raises: MisuseError when it is not installed.
+    Raises: MisuseError if SGLang is not installed.
     """
     argv, env = _command(harness)
     process = await Process.spawn(*argv, name="sglang", env=env)
@@ -29,7 +29,7 @@ async def open_peer(
 async def open_radix_peer(harness: str) -> Process:
     """Start a process with SGLang's prefix tree and its compiled core.
 
-    Raises: MisuseError when it is not installed.
+    Raises: MisuseError if SGLang is not installed.
     """
     argv, env = _radix_command(harness)
     return await Process.spawn(*argv, name="sglang", env=env)
@@ -46,8 +46,8 @@ def _radix_command(harness: str) -> tuple[list[str], dict[str, str]]:
             "leave --peer out"
         )
     driver = str(Path(__file__).with_name("radix_driver.py"))
-    # -P keeps the driver's folder off sys.path: modules there, such as profile.py, have names of
-    # the standard library.
+    # -P keeps the driver's folder off sys.path, where modules such as profile.py would hide those
+    # of the standard library.
     return [str(python), "-P", "-W", "ignore", driver], {"PYTHONPATH": f"{shim}:{source}"}
 
 

@@ -16,7 +16,7 @@ FUNCTIONS = 20  # reported by name for each side
 
 
 async def bench_profile(trees: Sequence[str], plane: str, at_once: int, say: Say) -> dict[str, Any]:
-    """Profile `ROOMS` rooms in each checkout. Returns {tree: {side: figures per room}}."""
+    """Profile `ROOMS` rooms in each checkout, and return the figures per room by tree and side."""
     report: dict[str, Any] = {"rooms": ROOMS, "at_once": at_once, "plane": plane}
     for tree in trees:
         opened = WorkerPair.open(plane, WORKER, tree, order="page_first", **rooms.SHAPE)
@@ -40,10 +40,10 @@ async def bench_profile(trees: Sequence[str], plane: str, at_once: int, say: Say
 
 
 def per_room(functions: list[list[Any]], count: int) -> dict[str, Any]:
-    """Return calls and microseconds of one room, in all and in kvflow's functions alone, and the
-    functions that take most time without their callees.
+    """Return the calls and microseconds of one room, in all functions and in kvflow's alone, and
+    the functions that take most time, callees excluded.
     """
-    # The bench's own functions are in every tree's figures, and are no part of the library.
+    # The bench's functions are left out, because they are not part of the library.
     ours = [row for row in functions if "/kvflow/" in row[0] and "/kvflow/bench/" not in row[0]]
     named = sorted(functions, key=lambda row: float(row[3]), reverse=True)[:FUNCTIONS]
     return {

@@ -3,8 +3,8 @@
     PYTHONPATH=CHECKOUT python -P -m kvflow.bench.profiled_worker prefill|decode
 
 One more command: profile(first, count, concurrency, start_at). Time is the CPU time of the event
-loop's thread, so other load on the machine does not count; the profiler itself does, most of all in
-functions that are called often.
+loop's thread, so other load on the machine does not count. The profiler's own time does, most of
+all in functions that are called often.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ProfiledWorker(Worker):
     async def profile(
         self, *, first: int, count: int, concurrency: int, start_at: float
     ) -> dict[str, Any]:
-        """Run rooms, and return for each function [file, name, calls, seconds without callees]."""
+        """Run rooms, and return [file, name, calls, seconds without callees] for each function."""
         profiler = cProfile.Profile(time.thread_time)
         profiler.enable()
         try:

@@ -1,11 +1,11 @@
-"""A driver of SGLang's prefix tree with its compiled core, which takes the steps of `cache.py`.
+"""A driver for SGLang's prefix tree with its compiled core, which takes the steps of `cache.py`.
 
 It runs under the peer's Python, and imports no module of kvflow.
 
     PYTHONPATH=DIR/shim:SOURCE PEER_PYTHON radix_driver.py      (DIR holds the harness)
 
-JSON lines in, JSON lines out, as `worker.py`: prompts, measure, quit. `cache.py` describes the
-measurements.
+It reads commands and writes replies as JSON lines, like `worker.py`: prompts, measure, quit.
+`cache.py` describes the measurements.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def replay(prompts: list[Any], page_size: int, capacity: int, events: bool) -> d
     }
     clock = time.thread_time
     hits = total = held = 0
-    # Frozen prompts do not lengthen collections during the replay; `cache.measure` does the same.
+    # Frozen prompts do not lengthen garbage collections during the replay, as in `cache.measure`.
     gc.collect()
     gc.freeze()
     for num_tokens, blocks in prompts:

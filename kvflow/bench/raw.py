@@ -1,9 +1,9 @@
-"""The physical limit beside every goodput figure: the same page lists through the data plane's bare
-calls.
+"""The physical limit for every goodput figure: the same page lists, written with the data plane's
+bare calls.
 
-Blocks are planned before the clock starts. Each writer tries several ways and keeps the fastest:
-block sizes, and for a windowed plane also the window and the choice to spin or to pause while it
-waits (spinning takes a core from the engine).
+Blocks are planned before the clock starts. Each writer tries several ways and keeps the fastest.
+Ways differ in their block size, and for a windowed plane also in the window and in whether the
+writer spins or pauses while it waits (spinning takes a core from the engine).
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class RawWindow(RawWriter):
 class RawTransfers(RawWriter):
     """NIXL's limit: transfers of `window` blocks each, one after the other.
 
-    Within a machine a post makes the copy before it returns, so a second transfer at a time would
-    only wait for the first.
+    Within one machine, posting a transfer copies its bytes before the call returns, so a second
+    transfer would only wait for the first.
     """
 
     def __init__(
@@ -182,9 +182,9 @@ class RawTransfers(RawWriter):
 def open_raw(
     plane: DataPlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout
 ) -> RawWriter:
-    """Return the bare writer that belongs to `plane`, into the pool at `address`.
+    """Return the bare writer for `plane`, which writes into the pool at `address`.
 
-    Raises: TypeError for another plane.
+    Raises: TypeError if there is no bare writer for the plane.
     """
     if isinstance(plane, LocalPlane):
         return RawMemmove(ours, address, theirs)

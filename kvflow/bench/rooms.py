@@ -68,7 +68,7 @@ async def bench_rooms(
         idle = {
             plane: await pair.decode.ask("idle", seconds=IDLE_S) for plane, pair in pairs.items()
         }
-        # A few rooms before the clock starts: links connect and caches warm up.
+        # A few rooms run before the clock starts, so that links connect and caches warm up.
         for pair in pairs.values():
             await pair.rooms(200, 8, 1)
         for turn in range(rounds):
@@ -134,5 +134,5 @@ def compare(
 
 
 def cpu(r: Row) -> float:
-    """Return CPU ms per room, both sides together."""
+    """Return the CPU time per room, both sides together, in ms."""
     return r["cpu_ms_per_room_prefill"] + r["cpu_ms_per_room_decode"]

@@ -1,10 +1,10 @@
-"""`kvflow bench serve`: tokens per second of `kvflow up`, streamed through its router, beside stock
-`generate`.
+"""`kvflow bench serve`: tokens per second of `kvflow up`, streamed through its router, compared
+with stock `generate`.
 
-Stock transformers is one process with the same number of threads, which completes the same prompts
-as one batch. Turns interleave: each has one batch of stock's and the same prompts as concurrent
-streams of every server, so both sides of a ratio come from one turn. Afterwards the bench times
-short GETs beside many streams at once.
+Stock transformers runs in one process with the same number of threads, and completes the same
+prompts as one batch. Each turn has one batch of stock's and the same prompts as concurrent streams
+of every server, so both sides of a ratio come from one turn. Afterwards the bench times short GETs
+while many streams run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HERE = "this tree"
 
 @dataclass(frozen=True)
 class Server:
-    """One `kvflow up`: URL and process of each role, by its name."""
+    """One `kvflow up`, with the URL and the process id of each role by its name."""
 
     urls: dict[str, str]
     pids: dict[str, int]
@@ -50,7 +50,7 @@ class Server:
 class ServePlan:
     """Parameters of `bench_serve`.
 
-    `trees`: other checkouts, whose servers are measured in the same turns.
+    `trees` are other checkouts, whose servers are measured in the same turns.
     """
 
     model: str = ""
@@ -69,7 +69,7 @@ async def bench_serve(plan: ServePlan, say: Say) -> dict[str, Any]:
 
     Returns {"clients": {number: {server: figures}}, "beside": {server: latencies of GETs}}.
 
-    Raises: KvflowError when a server does not start, or when its tokens differ from stock's.
+    Raises: KvflowError if a server does not start, or if its tokens differ from stock's.
     """
     model = plan.model or str(DEMO_MODEL_DIR)
     report: dict[str, Any] = {
@@ -123,7 +123,7 @@ async def _beside_stock(
         reference = await stock.ask("generate", prompts=prompts, new_tokens=plan.new_tokens)
         stock_cpu_s = cpu_of(stock.pid) - before_s
         names = list(servers)
-        # The order alternates, so that no server always runs on another's heels.
+        # The order alternates, so that no server always runs first.
         for name in names[:: 1 if turn % 2 else -1]:
             before = servers[name].cpu_s()
             got = await _streamed(
@@ -185,8 +185,8 @@ def _summary(
 
 
 async def _gets_beside_streams(plan: ServePlan, server: Server, client: Process) -> dict[str, Any]:
-    """Return the latencies of GET /health at the router and at decode, idle and beside
-    `plan.streams` streams.
+    """Return the latencies of GET /health at the router and at decode, without other requests and
+    while `plan.streams` streams run.
     """
     found: dict[str, Any] = {}
     for beside in (0, plan.streams):
@@ -211,8 +211,8 @@ async def _gets_beside_streams(plan: ServePlan, server: Server, client: Process)
 
 
 async def _pings(urls: dict[str, str], until: asyncio.Future[Any] | None) -> dict[str, list[float]]:
-    """Return the seconds of each GET at each role, one after another, until the streams end; 100
-    each without streams.
+    """Send GETs to each role, one after another, until the streams end, or 100 to each role without
+    streams. Return the seconds of each GET by role.
     """
     # Bare sockets: an HTTP client's own CPU time would count as latency.
     seen: dict[str, list[float]] = {"router": [], "decode": []}
@@ -251,8 +251,10 @@ async def _streamed(
 
 
 def _check(name: str, tokens: list[Any], expected: list[list[int]], new_tokens: int) -> None:
-    """Check that the streams of a server have stock's tokens, or as many where the API has no ids,
-    since rates of different work do not compare. Raises: KvflowError.
+    """Check that a server's streams have stock's tokens, or as many if the API sends no ids, since
+    rates of different work do not compare.
+
+    Raises: KvflowError if they differ.
     """
     for i, found in enumerate(tokens):
         if found != (expected[i] if isinstance(found, list) else new_tokens):
@@ -277,9 +279,9 @@ async def _process(module: str) -> AsyncIterator[Process]:
 async def serving(
     model: str, threads: int, tree: str = "", arguments: tuple[str, ...] = ()
 ) -> AsyncIterator[Server]:
-    """Run `kvflow up` of this checkout, or of `tree`, with more `arguments`.
+    """Run `kvflow up` of this checkout, or of `tree`, with additional `arguments`.
 
-    Raises: KvflowError when it does not start.
+    Raises: KvflowError if it does not start.
     """
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     if tree:
@@ -318,10 +320,10 @@ async def serving(
 
 
 async def _announced(child: asyncio.subprocess.Process) -> Server:
-    """Read the roles that `kvflow up` prints once all of them are healthy: name, URL, "pid",
-    number.
+    """Read the roles that `kvflow up` prints once all of them are healthy, one a line: name, URL,
+    "pid", process id.
 
-    Raises: KvflowError when it ends before.
+    Raises: KvflowError if it ends before that.
     """
     server = Server({}, {})
     assert child.stdout is not None
@@ -338,6 +340,6 @@ async def _announced(child: asyncio.subprocess.Process) -> Server:
 def cpu_of(pid: int) -> float:
     """Return the CPU seconds of a process, from /proc."""
     with open(f"/proc/{pid}/stat") as stat:
-        # The fields after the name in parentheses, which may itself contain spaces.
+        # The fields follow the name in parentheses, which may itself contain spaces.
         fields = stat.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

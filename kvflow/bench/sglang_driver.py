@@ -1,12 +1,12 @@
-"""A driver of SGLang's prefill/decode pair, which runs beside kvflow's.
+"""A driver for SGLang's prefill/decode pair, which benchmarks compare with kvflow's.
 
 It runs under the peer's Python, and imports no module of kvflow.
 
     PEER_PYTHON sglang_driver.py DIR      (DIR holds the harness: ctl.py, node.py, sgkit.py)
 
-JSON lines in, JSON lines out, as `worker.py`: setup, rooms, abort, quit. The manager, the sender
-and the receiver are SGLang's released ones. The harness polls them from a loop, so every figure
-names the polling interval that gave the best result.
+It reads commands and writes replies as JSON lines, like `worker.py`: setup, rooms, abort, quit. The
+manager, the sender and the receiver are SGLang's released ones. The harness polls them in a loop,
+so every figure names the polling interval that gave the best result.
 """
 
 from __future__ import annotations

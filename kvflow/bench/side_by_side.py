@@ -1,11 +1,12 @@
-"""Rooms and transfers of several checkouts at once: every tree's processes stay up, and short
-rounds alternate.
+"""Rooms and transfers of several checkouts: every tree's processes stay up, and short rounds
+alternate between them.
 
 A round takes a few tenths of a second, so other load on the machine affects every tree alike. Only
-the workers are the tree's code; their commands and the reading of the clock are the same for all.
-Processes start anew every `LIFE_TURNS` turns, in another order, since a process keeps the cores and
-the memory that it got: by chance these change CPU per room by some 15 %, and the first process to
-start has 7 % more in a local transfer. With two trees, 12 turns start each equally often first.
+the workers run the tree's code; their commands and the clock are the same for all trees. Processes
+start anew every `LIFE_TURNS` turns, in another order, since a process keeps the cores and the
+memory that it got. By chance these change CPU per room by some 15 %, and the first process to start
+has 7 % more goodput in a local transfer. With two trees, each one starts first equally often in 12
+turns.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from kvflow.bench import rooms, transfer
 from kvflow.bench.figures import Say
 from kvflow.bench.pair import WORKER, WorkerPair
 
-# Concurrency -> rooms of a round, which so takes a few tenths of a second.
+# Rooms of a round by concurrency, chosen so that a round takes a few tenths of a second.
 ROOMS = {1: 200, 32: 1500, 256: 3000}
 CASES = transfer.PEER_CASES
 LIFE_TURNS = 2
 
 Trees = Mapping[str, str]
-"""Name of a run -> root of its checkout, which two names may share."""
+"""Root of the checkout of each run, by the name of the run; two runs may share a checkout."""
 Options = Mapping[str, Mapping[str, Any]]
-"""Name of a run -> more arguments for its workers' setup."""
+"""Additional arguments for the setup of a run's workers, by the name of the run."""
 Figures = dict[str, float]
 Turns = list[dict[str, Figures]]
-"""Turn by turn: name of a run -> its figures."""
+"""Figures of each run by its name, turn by turn."""
 Measure = Callable[[WorkerPair], Awaitable[Figures]]
 OpenAll = Callable[[Trees], AbstractAsyncContextManager[dict[str, WorkerPair]]]
 
@@ -38,7 +39,7 @@ OpenAll = Callable[[Trees], AbstractAsyncContextManager[dict[str, WorkerPair]]]
 async def rooms_by_turns(
     trees: Trees, planes: tuple[str, ...], turns: int, say: Say, options: Options | None = None
 ) -> Turns:
-    """Measure rooms/s, latency and CPU per room."""
+    """Measure rooms/s, latency and CPU per room in interleaved turns."""
     seen: Turns = [{name: {} for name in trees} for _ in range(turns)]
     for plane in planes:
         cases = {
@@ -58,7 +59,7 @@ async def rooms_by_turns(
 async def transfers_by_turns(
     trees: Trees, planes: tuple[str, ...], turns: int, say: Say, options: Options | None = None
 ) -> Turns:
-    """Measure goodput through rooms; every run, A/A included, needs 2.3 GiB of memory."""
+    """Measure goodput through rooms. Every run, A/A included, needs 2.3 GiB of memory."""
     seen: Turns = [{name: {} for name in trees} for _ in range(turns)]
     pages = max(case.pages * case.rooms for case in CASES) + transfer.SPARE_PAGES
     for plane in planes:
@@ -82,7 +83,7 @@ async def _goodput(pair: WorkerPair, *, case: transfer.Case) -> Figures:
 async def _by_turns(
     open_all: OpenAll, trees: Trees, cases: Mapping[str, Measure], seen: Turns, say: Say
 ) -> None:
-    """Fill `seen` with the figures of every case."""
+    """Fill `seen`, turn by turn, with the figures of every case."""
     for life, first in enumerate(range(0, len(seen), LIFE_TURNS)):
         async with open_all({name: trees[name] for name in _order(list(trees), life)}) as opened:
             for title, measure in cases.items():

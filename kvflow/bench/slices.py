@@ -1,5 +1,5 @@
-"""`kvflow bench transfer --tp P:D`: the cost of slices of each size on a data plane, as they are
-and through staging.
+"""`kvflow bench transfer --tp P:D`: the cost of slices of each size on a data plane, sent as they
+are and through staging.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from kvflow.protocols.errors import MisuseError
 
 # Bytes of one rank's share of K, or of V, in one token slot.
 SLICE_BYTES = (64, 128, 256, 512, 1024, 4096, 16384, 65536)
-# Both bound a room: so many tiny slices already keep mooncake busy for 1.3 s.
+# Both limit a room, since this many tiny slices already keep mooncake busy for 1.3 s.
 ROOM_BYTES, ROOM_SLICES = 64 << 20, 1 << 16
 WAYS = ("as they are", "through staging")
 _LAYERS, _PAGE_SIZE = 4, 16
 
 
 def widths_of(text: str) -> tuple[int, int]:
-    """Return the widths of prefill and decode in `text`, such as 2:1. Raises: MisuseError."""
+    """Return the widths of prefill and decode in `text`, such as 2:1.
+
+    Raises: MisuseError for anything but two different widths of 1 to 8.
+    """
     try:
         prefill, decode = (int(part) for part in text.split(":"))
     except ValueError:

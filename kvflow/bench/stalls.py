@@ -1,7 +1,7 @@
 """`kvflow bench stalls`: the stalls of both roles' event loops under the largest legal requests.
 
-Beside each case, in the same seconds, an idle process ticks the same way, which shows what the
-machine alone does to a ticker.
+While a case runs, an idle process runs the same ticker, which shows the lateness that the machine
+alone causes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROLES = ("prefill", "decode", "idle")
 STREAM_TOKENS = 4_000
 PROMPT_TOKENS = 131_072
 BOOTSTRAP_PAGES = MAX_PAGES_PER_ROOM  # one token each
-# A case is repeated for so long, because a percentile of few ticks has little meaning.
+# A case is repeated for this long, because a percentile of few ticks has little meaning.
 WATCH_S = 5.0
 
 Case = tuple[str, str, dict[str, Any]]
@@ -65,13 +65,14 @@ def cases() -> list[Case]:
         ("4,000 tokens, 64 stop strings nearly met", "/v1/completions", matched),
         ("prompt of 131,072 tokens", "/generate", {"input_ids": ids[:PROMPT_TOKENS], **few}),
         ("largest Bootstrap: 524,288 pages", "/generate", {"input_ids": ids, **few}),
-        # This one is refused: its text has more tokens than fit. The refusal needs the tokenizer.
+        # This text has more tokens than fit, so the request is refused, but only after
+        # tokenization.
         ("8 MiB of text", "/generate", {"text": ("Once upon a time. " * (spare // 18)), **few}),
     ]
 
 
 def _near_misses() -> tuple[int, list[str]]:
-    """Return the demo model's token of most spaces, and as many and as long stop strings as the
+    """Return the demo model's token with most spaces, and as many and as long stop strings as the
     limits allow.
 
     A text of that token matches every stop string except for its last character.
@@ -84,7 +85,7 @@ def _near_misses() -> tuple[int, list[str]]:
 
 
 async def bench_stalls(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure every case in each of `rounds`; figures of a case are those of its worst round.
+    """Measure every case in each of `rounds` rounds, and return the figures of its worst round.
 
     Returns {"rounds", "cases": {case: {role: {"ticks", "late_p50_ms", "late_p99_ms", "late_max_ms",
     "stall_p99_ms", "stall_max_ms"}}}}: `late` is a tick's lateness, `stall` the part of it that the
@@ -106,7 +107,7 @@ async def bench_stalls(rounds: int, say: Callable[[str], None]) -> dict[str, Any
             timeout=aiohttp.ClientTimeout(total=120), read_bufsize=1 << 20
         ) as session:
             client = _Client(session, dict(zip(ROLES, ready, strict=True)))
-            # The first request pays for imports and links, which are not to count.
+            # The first request pays for imports and links, so it does not count.
             await client.send(
                 "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}
             )

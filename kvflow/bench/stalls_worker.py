@@ -1,5 +1,5 @@
-"""The process of one role, or of none, whose event loop `kvflow bench stalls` watches: a server
-without a model.
+"""A process whose event loop `kvflow bench stalls` watches: a server without a model in one role,
+an idle process, or a decode that announces a crowd of rooms.
 
     python -m kvflow.bench.stalls_worker prefill|decode|idle|crowd
 
@@ -56,7 +56,7 @@ TOP = tuple((token, -0.1 * token - 0.123456) for token in range(20))
 
 
 class _Engine:
-    """Base of both engines without a model."""
+    """Base class of both engines, which have no model."""
 
     healthy = True
     failed_steps = 0
@@ -148,7 +148,7 @@ class PacedDecode(_Engine):
 
 
 class StallsWorker:
-    """The commands of one process, by name."""
+    """The commands of one process, one method for each."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -213,7 +213,7 @@ class StallsWorker:
         await node.start()
         self._stack.push_async_callback(node.close)
         ranks = [rank_from_json(rank)]
-        # The client of the other cases numbers its rooms from 1: these are far from them.
+        # Other cases number their rooms from 1, so these numbers start far above them.
         for room in range(1 << 32, (1 << 32) + count):
             node.announce(room, ranks, [1])
             if room % 32 == 0:
@@ -234,7 +234,7 @@ class StallsWorker:
         return port
 
     async def watch(self) -> dict[str, Any]:
-        # Frozen objects and a short switch interval, as in a role: both shorten stalls.
+        # As in a role, frozen objects and a short switch interval shorten stalls.
         gc.freeze()
         sys.setswitchinterval(0.001)
         self._ticker = StallTicker()

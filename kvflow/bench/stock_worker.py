@@ -29,8 +29,8 @@ class StockCommands:
         return await self._run(load)
 
     async def generate(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        """Complete all prompts, which have one length, as one greedy batch; return the seconds and
-        the tokens.
+        """Complete all prompts, which must have the same length, as one greedy batch. Return the
+        seconds and the tokens.
         """
 
         def run() -> dict[str, Any]:

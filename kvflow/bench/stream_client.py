@@ -1,7 +1,7 @@
-"""The process of clients that stream completions from one server with as little CPU as possible.
+"""A process of clients that stream completions from one server with as little CPU time as possible.
 
-On a machine of few cores the CPU time of clients is missing at the server. So a client only stores
-the bytes while streams run, and decodes them when all streams ended.
+On a machine with few cores, clients take CPU time away from the server. So a client only stores
+bytes while streams run, and decodes them after all streams end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PATHS = {"generate": "/generate", "completions": "/v1/completions"}
 
 
 class StreamFailedError(Exception):
-    """Raised for an answer that is not a whole stream of events."""
+    """An answer is not a complete stream of events."""
 
 
 class StreamCommands:
@@ -27,7 +27,7 @@ class StreamCommands:
     async def stream(
         self, url: str, api: str, prompts: list[list[int]], new_tokens: int
     ) -> dict[str, Any]:
-        """Run one stream for each prompt, all at once; times count from the opening of the gate."""
+        """Run one stream for each prompt, all at once. Times count from the opening of the gate."""
         # All connections exist before the first request, so that no stream is late for its connect.
         gate = asyncio.Event()
         streams = [Stream(url, api, prompt, new_tokens) for prompt in prompts]
@@ -60,10 +60,14 @@ class Stream:
         self.first_at = self.ended_at = 0.0
 
     async def run(self, gate: asyncio.Event) -> None:
-        """Connect, wait for `gate`, send the request and store the answer. Raises: OSError."""
+        """Connect, wait for `gate`, send the request and store the answer.
+
+        Raises: OSError if the connection fails.
+        """
         try:
             reader, writer = await asyncio.open_connection(self._url.hostname, self._url.port)
-        # Set also after a failure: `stream` waits for every connection, and finds the error later.
+        # The event is set after a failure too: `stream` waits for every connection, and finds the
+        # error later.
         finally:
             self.connected.set()
         try:
@@ -83,8 +87,9 @@ class Stream:
             writer.close()
 
     def tokens(self) -> int | list[int]:
-        """Return the token ids where the API has them, else their number. Raises:
-        StreamFailedError.
+        """Return the token ids if the API sends them, else their number.
+
+        Raises: StreamFailedError if the answer is not a complete stream.
         """
         head, _, rest = b"".join(self._pieces).partition(b"\r\n\r\n")
         text = unchunked(rest)
@@ -122,7 +127,10 @@ def _body(api: str, prompt: list[int], new_tokens: int) -> bytes:
 
 
 def unchunked(body: bytes) -> bytes:
-    """Return the content of a chunked HTTP body. Raises: StreamFailedError."""
+    """Return the content of a chunked HTTP body.
+
+    Raises: StreamFailedError if a chunk has no size.
+    """
     parts: list[bytes] = []
     at = 0
     while True:

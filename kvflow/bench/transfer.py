@@ -12,7 +12,7 @@ from kvflow.bench.peer import POLLS_MS, open_peer
 
 SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}
 SPARE_PAGES = 64
-# A transfer of fewer pages lasts some 50 ms, and depends on the cores on which its threads woke up.
+# A transfer of fewer pages lasts some 50 ms, and depends on the cores on which its threads wake up.
 SHORT_PAGES = 256
 
 
@@ -23,7 +23,7 @@ class Case(NamedTuple):
     rooms: int
 
     def pairs(self, pairs: int) -> int:
-        """Return the number of measurements for the median, which is larger for a short case."""
+        """Return the number of measured pairs, which is larger for a short case."""
         return pairs * max(1, SHORT_PAGES // (self.pages * self.rooms))
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ PEER_CASES = (Case(64, 1), Case(512, 1), Case(64, 8))
 
 
 async def through_rooms(pair: WorkerPair, case: Case) -> float:
-    """Return GB/s from the opening of the first room at decode to its last page."""
+    """Return the goodput in GB/s, from the opening of the first room at decode to its last page."""
     _, decode = await pair.rooms(case.rooms, case.rooms, case.pages)
     seconds: float = max(decode["done"].values()) - min(decode["opened"].values())
     return case.rooms * case.pages * pair.page_bytes / seconds / 1e9
@@ -65,7 +65,7 @@ async def bench_plane(
             await through_rooms(pair, case)
             seen = []
             for turn in range(case.pairs(pairs)):
-                # The order alternates, so that neither side always runs on the other's heels.
+                # The order alternates, so that neither side always runs first.
                 if turn % 2:
                     raw, rooms = await bare(pair, case), await through_rooms(pair, case)
                 else:
@@ -138,7 +138,7 @@ async def bench_against_peer(harness: str, pairs: int, say: Say) -> dict[str, An
                 await through_rooms(pair, case)
                 await peer_goodput(peer, case, pair.page_bytes, POLLS_MS[0])
                 mine, theirs = [], []
-                # After the other's turn the caches are cold: each side has two tries in a row.
+                # The other side's turn leaves the caches cold, so each side has two tries in a row.
                 for _ in range(pairs):
                     mine.append(max([await through_rooms(pair, case) for _ in POLLS_MS]))
                     theirs.append(

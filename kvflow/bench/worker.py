@@ -1,4 +1,4 @@
-"""The process of one role in a benchmark pair: JSON lines in, JSON lines out.
+"""The process of one role in a benchmark pair: it reads commands and writes replies as JSON lines.
 
     python -m kvflow.bench.worker prefill|decode
 
@@ -52,7 +52,7 @@ def _layout(
 
 
 class Worker:
-    """The commands; the prompt of a room is the same on both sides."""
+    """The commands of a worker. Both sides use the same prompt for a room."""
 
     def __init__(self, role: str) -> None:
         self.role = role
@@ -82,9 +82,9 @@ class Worker:
     ) -> dict[str, Any]:
         """Allocate the pool and start the node of this role.
 
-        `widths`: numbers of parts into which prefill and decode divide the heads of each page, as
-        so many shards would. `staged`: slices of a page pass through staging, where prefill gathers
-        them or where they land at decode.
+        `widths` are the numbers of shards that prefill and decode have; they divide the heads of
+        each page. If `staged`, slices of a page pass through staging: prefill gathers them there,
+        or they land there at decode.
         """
         layout = _layout(layers, heads, dim, page_size, pages, order)
         # kvflow warns of tiny slices, which are the subject of this measurement.
@@ -142,7 +142,7 @@ class Worker:
         return {}
 
     def _scatter(self) -> None:
-        """Leave the free list in random order, so that the pages of a room are scattered."""
+        """Shuffle the free list, so that the pages of a room are scattered."""
         pages = self.node.pages.take(self.node.pages.free_pages, "scatter")
         order = np.random.default_rng(7).permutation(len(pages))
         for start in range(0, len(pages), 1):
@@ -251,8 +251,8 @@ class Worker:
 
 
 def source_slice(pages: PageIndices, number: int, count: int) -> PageIndices:
-    """Return `count` source pages for a room out of shuffled `pages`, the same for the same room
-    number.
+    """Return `count` of the shuffled `pages` as the source pages of a room. A room number always
+    gets the same pages.
     """
     start = number * count % (len(pages) - count + 1)
     return pages[start : start + count]
