@@ -1,10 +1,10 @@
 """CURVE for the control link: one key for a whole deployment, in a file that every prefill and
 decode reads.
 
-A peer without the key is rejected in ZMQ's handshake: none of its frames reaches our code. The key
+ZMQ's handshake rejects a peer without the key, and none of its frames reaches our code. The key
 pair is the server's identity at prefill and the client's at decode, so each side authenticates the
-other, and all frames are encrypted. Cache events can have such a key too, which their subscribers
-need. The data plane is not covered (see `mooncake`).
+other, and all frames are encrypted. Cache events can be protected by such a key too; their
+subscribers then need it. The data plane is not covered (see `mooncake`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _log = logging.getLogger(__name__)
 
 
 class Authentication(NamedTuple):
-    """The authenticator that demands the key from every client of some sockets."""
+    """A running authenticator, which admits only clients that have the key."""
 
     authenticator: AsyncioAuthenticator
 
     def close(self) -> None:
-        # The context serves only these sockets, so it ends with them. `term` blocks while they
-        # linger.
+        # The context has no other sockets, so it ends here as well. A thread terminates it, because
+        # `term` blocks while the sockets linger.
         context = self.authenticator.context
         self.authenticator.stop()
         threading.Thread(target=context.term, name="kvflow-zmq-term", daemon=True).start()
@@ -45,14 +45,16 @@ class ControlKey(msgspec.Struct, frozen=True):
     secret: bytes
 
     def callback(self, _domain: str, client: bytes) -> bool:
-        """Return True when the client has the key; `zmq.auth` prescribes this name."""
+        """Return True when the public key of a client is ours; `zmq.auth` prescribes the method's
+        name.
+        """
         return hmac.compare_digest(client, self.public)
 
     def arm_server(self, *sockets: zmq.Socket[Any]) -> Authentication:
         """Demand the key from every client of `sockets`.
 
-        Call it before the sockets are bound, and close the returned `Authentication` in the end.
-        Their context must have no other sockets: ZMQ has one authenticator per context.
+        Call this before the sockets are bound, and close the returned `Authentication` after use.
+        The context must have no other sockets, because ZMQ allows one authenticator per context.
         """
         authenticator = AsyncioAuthenticator(sockets[0].context)
         authenticator.start()
@@ -71,7 +73,7 @@ class ControlKey(msgspec.Struct, frozen=True):
 def write_key(path: str) -> None:
     """Write a new key into a new file that only its owner can read (`kvflow keygen`).
 
-    Raises: MisuseError.
+    Raises: MisuseError when the file exists or cannot be written.
     """
     _, secret = zmq.curve_keypair()
     try:
@@ -83,9 +85,10 @@ def write_key(path: str) -> None:
 
 
 def open_new_key() -> int:
-    """Return an open descriptor of a new key in nameless memory; children read it at /dev/fd/N.
+    """Write a new key into anonymous memory and return its open descriptor.
 
-    The key is gone when the last process closes it.
+    Child processes read the key at /dev/fd/N. It is gone when the last process closes the
+    descriptor.
     """
     _, secret = zmq.curve_keypair()
     descriptor = os.memfd_create("kvflow-control-key", os.MFD_CLOEXEC)
@@ -101,7 +104,8 @@ def open_new_key() -> int:
 def read_key(path: str) -> ControlKey | None:
     """Return the key in the file at `path`; None for an empty path.
 
-    Raises: MisuseError, whose text never shows the file's content.
+    Raises: MisuseError when the file cannot be read or holds no key. Its text never shows the
+    content of the file.
     """
     if not path:
         return None

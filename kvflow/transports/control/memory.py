@@ -28,13 +28,13 @@ from kvflow.protocols.wire.messages import Incarnation, Message
 BURST_FRAMES = 32
 
 Fate = tuple[float, ...]
-"""Delays in seconds, one per delivered copy: an empty tuple is a loss, two entries are a duplicate,
-unequal ones reorder frames.
+"""Delays in seconds, one per delivered copy. An empty tuple loses the frame, two entries duplicate
+it, and unequal delays reorder frames.
 """
 LOST: Fate = ()
 DELIVERED: Fate = (0.0,)
 TWICE: Fate = (0.0, 0.0)
-HELD: Fate = (math.inf,)  # until `release`
+HELD: Fate = (math.inf,)  # kept until `release`
 
 
 class Frame(NamedTuple):
@@ -62,14 +62,15 @@ Rule = Callable[[Frame], Fate | None]
 
 
 class Network:
-    """All links between the nodes of one test. Use it on one event loop."""
+    """All links between the nodes of one test. Use it on one event loop only."""
 
     def __init__(self) -> None:
         self.rules: list[Rule] = []
         self.held: list[Frame] = []
         self.seen: Counter[str] = Counter()  # frames sent, by the name of their message
         self._routers: dict[str, RouterSocket] = {}
-        self._dealers: dict[tuple[str, bytes], list[DealerSocket]] = {}  # the latest receives
+        # the newest dealer receives
+        self._dealers: dict[tuple[str, bytes], list[DealerSocket]] = {}
         self._ports = itertools.count(40_000)
 
     # --- the nodes' side
@@ -86,7 +87,8 @@ class Network:
     def connect(self, control: str, incarnation: int) -> DealerSocket:
         """Connect decode's end.
 
-        The router may be bound later. Among dealers with one routing id the latest receives.
+        The router may be bound later. If several dealers have the same routing id, the newest
+        receives.
         """
         dealer = DealerSocket(self, control, routing_id(Incarnation(incarnation)))
         self._dealers.setdefault((control, dealer.peer), []).append(dealer)
@@ -107,7 +109,8 @@ class Network:
         self._rule_for(kind, HELD, times)
 
     def release(self, order: Callable[[list[Frame]], None] | None = None) -> int:
-        """Deliver the held frames, hold no more, and return how many there were.
+        """Deliver the held frames, remove the rules that hold frames, and return how many were
+        held.
 
         `order` reorders them in place (list.reverse, a shuffle).
         """
@@ -122,15 +125,21 @@ class Network:
         return len(held)
 
     def cut(self, control: str | None = None) -> None:
-        """Lose every frame in both directions on one prefill's links, or on all, until `mend`."""
+        """Lose every frame, in both directions, until `mend`.
+
+        `control` names the prefill whose links are cut; None cuts all links.
+        """
         self.rules.insert(0, _Cut(control))
 
     def mend(self) -> None:
-        """Remove every cut and every rule, so that frames are delivered again."""
+        """Remove every cut and every other rule, so that frames are delivered again."""
         self.rules.clear()
 
     def inject(self, frame: Frame, fate: Fate = DELIVERED) -> None:
-        """Put arbitrary bytes on a link."""
+        """Put a frame with arbitrary bytes on a link.
+
+        It is not counted in `seen`, and no rule applies to it.
+        """
         self._give(frame, fate)
 
     # --- delivery
@@ -168,7 +177,8 @@ class Network:
                 loop.call_soon(self._deliver, frame)
 
     def _deliver(self, frame: Frame) -> None:
-        # Looked up at delivery: a frame reaches the socket that has the address when it arrives.
+        # The socket is looked up now, not when the frame was sent: the frame reaches whichever
+        # socket has the address on arrival.
         socket: _Socket | None
         if frame.to_prefill:
             socket = self._routers.get(frame.control)
@@ -195,7 +205,7 @@ class _Counted:
 
 
 class _Cut:
-    """A rule that loses every frame on one prefill's links, or on all."""
+    """A rule that loses every frame on one prefill's links, or on all if `control` is None."""
 
     def __init__(self, control: str | None) -> None:
         self._control = control

@@ -1,10 +1,11 @@
 """Frames packed into ZMQ messages: one message carries the consecutive frames that are sent to one
 peer in one turn of the loop.
 
-Each frame is one part, [peer, frame, frame, ...] at the ROUTER and [frame, frame, ...] at the
-DEALER, because waking the receiver costs more than a frame does. ZMQ delivers the parts together,
-after the last one. `add` still reports for each frame whether it can be sent: a ROUTER sends the
-peer's routing id at once, which ZMQ refuses where the peer cannot be reached, and a DEALER polls.
+Waking the receiver costs more than a frame does, so each frame is only one part of a message:
+[peer, frame, frame, ...] at the ROUTER and [frame, frame, ...] at the DEALER. ZMQ delivers the
+parts together, after the last one. `Outgoing.add` still reports for each frame whether it can be
+sent. A ROUTER sends the peer's routing id at once, and ZMQ refuses it if the peer cannot be
+reached; a DEALER polls.
 """
 
 from __future__ import annotations
@@ -15,23 +16,28 @@ import zmq
 
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
 
-# Limit on the parts of a received message, whose size is limited to that of one frame. A message
+# Limit on the parts of a received message. Its size has a limit too, MAX_FRAME_BYTES. A message
 # above either limit is malformed.
 MAX_PARTS = 1024
-# A message is sent at either of these limits, before its turn of the loop ends.
+# An open message is sent early, before the loop's turn ends, when the next frame would exceed
+# either limit.
 PACKED_FRAMES, PACKED_BYTES = 64, 256 << 10
 # Plain ints: the flags are combined for every part, and enum members are slow to combine.
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
-# Asks for the descriptor of the connection that a part came from.
+# Message property: the descriptor of the connection on which a part arrived.
 _SRCFD = int(zmq.SRCFD)
 
 
 class Outgoing:
-    """The message under construction on one ROUTER or DEALER, open until `close`."""
+    """The messages that one ROUTER or DEALER sends, one open at a time.
+
+    A message stays open until it is full, a frame for another peer is added, or `close` is called.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], *, router: bool) -> None:
         self._socket, self._router = socket, router
-        # The newest part is held back, because only the last one is sent without SNDMORE.
+        # The newest part is held back, because it may be the last, and only the last part of a
+        # message is sent without SNDMORE.
         self._last: bytes | None = None
         self._peer = b""
         self._frames = self._bytes = 0
@@ -60,8 +66,9 @@ class Outgoing:
         return True
 
     def send(self, frame: bytes, peer: bytes) -> bool:
-        """Send a frame now, together with the open message. Return False as `add` does."""
-        # No message is open: ZMQ's answer to this send is enough, and no poll is needed first.
+        """Send a frame now, together with the open message. Return False when `add` would."""
+        # With no message open, the send itself shows whether the peer can take the frame, and no
+        # poll is needed.
         if self._last is None:
             return (not self._router or self._push(peer, _SNDMORE)) and self._push(frame, 0)
         accepted = self.add(frame, peer)
@@ -77,7 +84,8 @@ class Outgoing:
     def _open(self, peer: bytes) -> bool:
         """Return True when a message to `peer` can begin.
 
-        A ROUTER sends the routing id to find out; a DEALER holds its first frame and polls.
+        A ROUTER sends the routing id to find out. A DEALER polls, because its first frame is held
+        back.
         """
         if self._router:
             return self._push(peer, _SNDMORE)
@@ -92,24 +100,24 @@ class Outgoing:
 
 
 class Incoming:
-    """Frames that one ROUTER or DEALER received."""
+    """Frames of the messages that one ROUTER or DEALER receives."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, router: bool) -> None:
         self._socket, self._router = socket, router
         self._frames: deque[tuple[bytes, bytes]] = deque()  # (peer, frame)
-        # True while the rest of a message that is too long must be read first: call `take` again.
+        # True while the rest of an oversized message is being discarded: call `take` again.
         self.skipping = False
         self.messages = 0  # whole messages read so far
-        self._part: zmq.Frame | None = None  # the last part of the message that is being taken
+        self._part: zmq.Frame | None = None  # last part of the message that was read last
         # Descriptors of the connections that messages arrived on; `TcpConnections` empties the set.
         self.delivered: set[int] = set()
 
     def take(self, count: int) -> list[tuple[bytes, bytes]]:
-        """Return at most `count` frames of one message; empty when no message arrived, or while
+        """Return at most `count` frames of one message; empty when no message waits, or while
         `skipping`.
 
-        It never reads a second message: finding out that there is no other costs as much as a
-        message does, and the frames of the first would wait meanwhile.
+        It never reads a second message. To find that none waits costs as much as to read one, and
+        would delay the frames of the first.
         """
         frames = self._frames
         try:
@@ -123,9 +131,10 @@ class Incoming:
         return [frames.popleft() for _ in range(min(len(frames), count))]
 
     def _read_message(self) -> None:
-        """Read one message. One above the limits becomes an empty frame, which cannot be decoded.
+        """Read one message. A message above the limits becomes one empty frame, which cannot be
+        decoded.
 
-        Raises: zmq.Again.
+        Raises: zmq.Again when no message waits.
         """
         receive = self._socket.recv
         peer = receive(_NOBLOCK) if self._router else b""
@@ -146,23 +155,21 @@ class Incoming:
         self._part = part
 
     def sender_address(self) -> str:
-        """Return the IP address that sent the frames taken last; empty where it is unknown."""
+        """Return the IP address that the frames taken last came from; empty if unknown."""
         try:
             return "" if self._part is None else str(self._part.get("Peer-Address"))
         except zmq.ZMQError:
             return ""
 
     def add_malformed(self) -> None:
-        """Append an empty frame, which cannot be decoded, in the place of bytes that could not be
-        read.
-        """
+        """Append an empty frame, which cannot be decoded, in place of bytes that were lost."""
         self._frames.append((b"", b""))
 
     def _skip(self) -> None:
-        """Discard up to `MAX_PARTS` parts of a message that is too long.
+        """Discard up to `MAX_PARTS` parts of an oversized message.
 
-        The rest waits for the next call, so that one message does not hold up the loop. ZMQ holds
-        all of it in memory already.
+        The rest waits for the next call, so that one message does not hold up the loop. All of it
+        is in ZMQ's memory already.
         """
         for _ in range(MAX_PARTS):
             if not self._socket.recv(_NOBLOCK, copy=False).more:
@@ -173,7 +180,8 @@ class Incoming:
 def _descriptor(part: zmq.Frame) -> int:
     """Return the descriptor of the connection that `part` came from.
 
-    A peer of ZMTP 1 or 2, which no kvflow process is, does not provide it: -1.
+    It is -1 if ZMQ does not provide one, that is, for a peer that speaks ZMTP 1 or 2. No kvflow
+    process does.
     """
     try:
         return int(part.get(_SRCFD))

@@ -1,9 +1,9 @@
 """A registry for processes without an HTTP server: `serve_ranks(table, host, port)`, on asyncio
 streams alone.
 
-It has the routes of `transports.control.registry`, like the registry of `kvflow prefill`, and
-serves one request per connection, with limits on bytes, time and connections. A prefill puts its
-own `info` into the table.
+It has the routes listed in `transports.control.registry`, as the registry of `kvflow prefill` does.
+It serves one request per connection, and limits bytes, time and connections. A prefill puts its own
+rank (`node.info`) into the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvflow.transports.control.registry import RankTable
 MAX_HEAD_BYTES = 16 << 10
 MAX_BODY_BYTES = 64 << 10
 MAX_CONNECTIONS = 256
-DOCUMENTS = 4  # made at a time
+DOCUMENTS = 4  # documents built at a time, each in a thread
 REQUEST_S = 5.0
 log = logging.getLogger("kvflow.registry")
 Answer = tuple[HTTPStatus, str, bytes]
@@ -44,12 +44,11 @@ async def serve_ranks(
     *,
     documents: Mapping[str, Document] | None = None,
 ) -> AsyncGenerator[int, None]:
-    """Serve `table` until the block ends; yield the port, a free one for 0.
+    """Serve `table` until the block ends; yield the port, which is any free one if `port` is 0.
 
-    `documents` maps further paths to the functions that answer GET for them, each called in a
-    thread. One for "/health" replaces the built-in answer, and needs no key either.
-
-    Raises: MisuseError (the port cannot be bound).
+    `documents` maps further paths to functions that answer GET for them; each is called in a
+    thread. A function for "/health" replaces the built-in answer, and that path needs no key
+    either. Raises: MisuseError (the port cannot be bound).
     """
     connections = _Connections(table, api_key, documents or {})
     try:
@@ -59,7 +58,7 @@ async def serve_ranks(
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
-        # A connection that the kernel accepted already is aborted when it reaches `accept`.
+        # asyncio may still pass on connections that it accepted. `accept` then aborts them.
         connections.closing = True
         await _stop_accepting(server)
         server.close()
@@ -69,8 +68,8 @@ async def serve_ranks(
 async def _stop_accepting(server: asyncio.Server) -> None:
     """Stop listening, and let asyncio finish the connections that it accepted.
 
-    When its server is closed, asyncio leaks the socket of a connection that it accepted and has no
-    transport for yet. One turn of the loop makes these transports.
+    asyncio accepts a connection first and creates its transport in the next turn of the loop. A
+    server that is closed in between leaks the socket of that connection, so this waits one turn.
     """
     for listening in server.sockets:
         asyncio.get_running_loop().remove_reader(listening.fileno())
@@ -78,7 +77,7 @@ async def _stop_accepting(server: asyncio.Server) -> None:
 
 
 class _Refused(Exception):  # noqa: N818 - becomes an HTTP answer
-    """A request that is answered with an error."""
+    """A request that is answered with an HTTP error."""
 
     def __init__(self, status: HTTPStatus, text: str) -> None:
         super().__init__(text)
@@ -173,7 +172,7 @@ class _Connections:
 
 
 def json_answer(document: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> Answer:
-    """Return `document` as a JSON answer."""
+    """Return a JSON answer with `document` as its body."""
     return status, "application/json", msgspec.json.encode(document)
 
 

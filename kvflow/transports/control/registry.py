@@ -2,11 +2,11 @@
 
 Each prefill runs its own registry (`serve.http.registry`):
 
-PUT /ranks/{rank}  RankInfo as JSON; a restarted rank replaces itself
+PUT /ranks/{rank}  RankInfo as JSON; a restarted rank replaces its entry
 GET /ranks         all ranks, by number
 
-A stranger who reaches a registry without a key could point its decodes elsewhere, so a registry
-accepts only what fits the ranks that it knows already (`RankTable.register`).
+Anyone who can reach a registry without an API key could point its decodes elsewhere. A registry
+therefore accepts only ranks that fit those it already has (`RankTable.register`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvflow.protocols.limits import LEAST_WAIT_S, check_time
 from kvflow.protocols.wire.ranks import RankInfo, group_for, rank_from_json, rank_to_json
 from kvflow.transports.host.names import HostNames
 
-MAX_ANSWER_BYTES = 4 << 20  # 1,024 ranks are some 300 KiB
+MAX_ANSWER_BYTES = 4 << 20  # 1,024 ranks take some 300 KiB
 _LABEL = r"[\w-]{1,63}"
 _NAME = rf"(?=[^:]{{1,253}}:){_LABEL}(?:\.{_LABEL})*\.?"
 # A zone may follow the address: "%", a network interface and its VLAN.
@@ -36,11 +36,10 @@ _ADDRESS = re.compile(rf"(?:\[(?P<v6>{_V6})\]|(?P<name>{_NAME})):(?P<port>[0-9]{
 
 
 def registry_address(host: str, port: int) -> str:
-    """Return the address that `RegistryClient` takes for a prefill's host name or IP address.
+    """Return the "host:port" that `RegistryClient` takes for a prefill at `host`.
 
-    An IPv6 address may stand in brackets or without them.
-
-    Raises: MisuseError for a host that is neither.
+    `host` is a host name or an IP address; an IPv6 address may stand in brackets. Raises:
+    MisuseError for anything else.
     """
     named = f"[{host}]" if ":" in host and not host.startswith("[") else host
     # The port is not checked: a prefill may not know its own port yet.
@@ -65,7 +64,7 @@ def _parsed(address: str) -> tuple[str, int] | None:
 class RankTable:
     """The ranks of one prefill, in all its groups.
 
-    A rank that registers again replaces its entry, so a restart never counts twice.
+    A rank that registers again replaces its entry, so a restarted rank never counts twice.
     """
 
     def __init__(self) -> None:
@@ -78,18 +77,17 @@ class RankTable:
     def put(self, info: RankInfo) -> None:
         """Add or replace a rank of this process, and remove ranks of another world size.
 
-        No registration over the network can replace it.
+        A registration over the network cannot replace it.
         """
         self._replace(info)
         self._own.add(_place(info))
 
     def register(self, info: RankInfo, *, is_trusted: bool) -> None:
-        """Add or replace a rank that was received over the network, with the API key if
-        `is_trusted`.
+        """Add or replace a rank that was received over the network.
 
-        Raises: PeerError for a rank of this process. The same for a rank of another prefill, unless
-        the sender is trusted and this process has no rank in the table; and for a rank that moves
-        to another host, unless the sender is trusted.
+        `is_trusted` is True if the sender has the API key. Raises: PeerError for a rank of this
+        process; for a rank of another prefill, unless the sender is trusted and this process has no
+        rank in the table; and for a rank that moves to another host, unless the sender is trusted.
         """
         if _place(info) in self._own:
             raise PeerError(
@@ -110,9 +108,10 @@ class RankTable:
         self._replace(info)
 
     def register_body(self, rank: str, body: bytes, *, is_trusted: bool) -> dict[str, Any]:
-        """Register a rank for PUT /ranks/`rank`; return the document that answers it.
+        """Register the rank that `PUT /ranks/{rank}` sent; return the document that answers it.
 
-        Raises: WireError for a body that is no rank, or another one; PeerError, as `register`.
+        Raises: WireError for a body that is not a rank, or whose number differs from `rank`;
+        PeerError as `register` does.
         """
         try:
             info = rank_from_json(msgspec.json.decode(body))
@@ -154,16 +153,15 @@ def _host(info: RankInfo) -> str:
 
 
 class RegistryClient:
-    """A client of registries.
+    """A client for the registries of prefills.
 
     Nodes call `resolve` before they link to a prefill, and again after they lose one.
     """
 
     def __init__(self, api_key: str = "", timeout_s: float = 5.0) -> None:
-        """`timeout_s` bounds each call as a whole.
+        """Create a client whose every call takes at most `timeout_s`.
 
-        Raises: MisuseError for a time that is out of range, or for a key that no HTTP header can
-        carry.
+        Raises: MisuseError for a timeout out of range, or for a key that no HTTP header can carry.
         """
         if not all(" " <= c <= "~" for c in api_key):
             raise MisuseError(
@@ -176,7 +174,7 @@ class RegistryClient:
     async def register(self, prefill: str, info: RankInfo) -> None:
         """Register a rank at the registry "host:port".
 
-        Raises: as `resolve`; WireError when the registry rejects it.
+        Raises: WireError when the registry rejects it, and the errors of `resolve`.
         """
         await self._call(
             "PUT", prefill, f"/ranks/{info.rank}", msgspec.json.encode(rank_to_json(info))
@@ -185,8 +183,8 @@ class RegistryClient:
     async def resolve(
         self, prefill: str, room: int | None = None, dp_rank: int | None = None
     ) -> Sequence[RankInfo]:
-        """Return all ranks of the prefill at "host:port"; for a `room`, those of its group (see
-        `ranks.group_for`).
+        """Return all ranks of the prefill at "host:port"; for a `room`, only those of its group
+        (see `ranks.group_for`).
 
         Raises: LostError when the registry does not answer or is incomplete, WireError when its
         answer is malformed, MisuseError for a `prefill` that is not "host:port".
@@ -211,8 +209,8 @@ class RegistryClient:
             )
         url = f"http://{place}{path}"
         head = [f"{method} {path} HTTP/1.1", f"Host: {place}", f"Content-Length: {len(body)}"]
-        # The server then closes the connection after its answer, which is read to the end and
-        # parsed.
+        # The server closes the connection after its answer, so the answer is read until the stream
+        # ends.
         head.append("Connection: close")
         if self._key:
             head.append(f"Authorization: Bearer {self._key}")
@@ -230,7 +228,10 @@ class RegistryClient:
         return _document(url, raw)
 
     async def _exchanged(self, host: str, port: int, request: bytes) -> bytes:
-        """Send a request and return the whole answer, or one byte more than the limit of it."""
+        """Send a request and return the whole answer.
+
+        An answer over the limit is cut to MAX_ANSWER_BYTES + 1 bytes.
+        """
         reader, writer = await self._names.connect(host, port, self._timeout_s)
         try:
             writer.write(request)
@@ -242,12 +243,13 @@ class RegistryClient:
                 raw += more
             return bytes(raw)
         finally:
-            # The request is sent, and a graceful close could outlast the time limit.
+            # The connection is not needed any more, and a graceful close could outlast the time
+            # limit.
             writer.transport.abort()
 
 
 class _Answered:
-    """A received answer in the place of a socket, with the one method that HTTPResponse calls."""
+    """A received answer that stands in for a socket; HTTPResponse calls only this method."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
@@ -257,7 +259,10 @@ class _Answered:
 
 
 def _document(url: str, raw: bytes) -> Any:
-    """Return the JSON of a whole answer. Raises: WireError; LostError when it is cut short."""
+    """Parse a whole HTTP answer and return its JSON body.
+
+    Raises: WireError for a malformed answer or an error status; LostError when it is cut short.
+    """
     response = HTTPResponse(_Answered(raw))  # type: ignore[arg-type]
     try:
         response.begin()

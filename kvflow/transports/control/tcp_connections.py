@@ -1,14 +1,16 @@
 """The TCP connections below one ROUTER or DEALER, and the bytes of unfinished messages on each.
 
-ZMQ bounds a frame and the number of whole messages that wait, but not the frames of one message,
-which it keeps until the last one arrives. None of them can be read before, so a stranger who never
-sends the last one takes all memory. Therefore the kernel is asked how many bytes each connection
-received since it last delivered a whole message, and a connection above the limits is cut: ZMQ then
-frees what it kept. A decode whose connection is cut reconnects, and Resync repairs what was lost.
+ZMQ limits the size of a frame and the number of whole messages in its queue, but not the number of
+frames in a message. It keeps the frames of a message until the last one arrives, and returns none
+before. A stranger who never sends the last frame could therefore fill all memory.
 
-One turn of the loop looks at a few connections, so thousands of idle ones do not hold it up.
-Neither a look nor a cut needs a new descriptor: a stranger who takes all that there are disables
-neither.
+So `TcpConnections` asks the kernel how many bytes each connection received since it last delivered
+a whole message, and cuts connections above the limits. ZMQ then frees what it kept. A decode whose
+connection is cut reconnects, and Resync repairs what was lost.
+
+Each turn of the loop inspects a few connections, so thousands of idle ones do not hold it up.
+Neither an inspection nor a cut opens a descriptor, so a stranger who uses up all descriptors
+disables neither.
 """
 
 from __future__ import annotations
@@ -34,15 +36,17 @@ from kvflow.transports.host.descriptors import descriptors_for
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1  # on loopback some 200 MB can arrive in between
-# Limit for one connection: the most that a kvflow peer has under way, and a margin.
+LOOK_S = 0.1  # seconds between two looks; on loopback some 200 MB can arrive in between
+# Limit for one connection: the most that a kvflow peer sends before a message is complete, and a
+# margin.
 UNFINISHED_BYTES = MAX_FRAME_BYTES + (1 << 20)
-# Limit for all connections together. ZMQ uses up to 32 times as much memory where frames are empty.
+# Limit for all connections together. If the frames are empty, ZMQ uses up to 32 times as much
+# memory.
 ALL_UNFINISHED_BYTES = 64 << 20
-# A message of which more than LATE_BYTES arrived must be complete within UNFINISHED_S.
+# Once more than LATE_BYTES of a message arrived, it must be complete within UNFINISHED_S.
 UNFINISHED_S, LATE_BYTES = 5.0, 64 << 10
-MAX_CONNECTIONS = 2_048  # or half of the descriptors that the process may have, where that is less
-LOOK_WORK = 64  # connections, or events of them, in one turn of the event loop: some 300 us
+MAX_CONNECTIONS = 2_048  # fewer where the process may have few descriptors (`descriptors_for`)
+LOOK_WORK = 64  # connections, or their events, per turn of the event loop: some 300 us
 _OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 _EVENTS = _OPENED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _TCP_INFO = struct.Struct("128xQ")  # its field bytes_received (linux/tcp.h, since Linux 4.1)
@@ -52,8 +56,8 @@ _names = itertools.count()
 class TcpConnection:
     """Counters for one connection.
 
-    `received` and `since_s` are its bytes and the time when it last delivered a message, or was
-    opened.
+    `received` is the number of its bytes, and `since_s` the time, at the moment when it last
+    delivered a message. Before the first message they are 0 and the time when it was opened.
     """
 
     __slots__ = ("has_delivered", "received", "since_s", "unfinished_bytes")
@@ -65,7 +69,7 @@ class TcpConnection:
 
 
 class _Spare:
-    """A descriptor opened in advance, which a cut borrows for the connection's socket."""
+    """A descriptor opened in advance, so that a cut works when no other is left."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,10 +78,10 @@ class _Spare:
 
     @contextmanager
     def borrow(self, descriptor: int) -> Iterator[socket.socket]:
-        """Yield the same socket under a number of our own, since ZMQ may close its number at any
-        time.
+        """Yield the socket of `descriptor` under the spare number, because ZMQ may close its own
+        number at any time.
 
-        Raises: OSError.
+        Raises: OSError when `descriptor` is closed already, or is not a socket.
         """
         with self._lock:
             os.dup2(descriptor, self._descriptor, inheritable=False)
@@ -95,10 +99,10 @@ _spare = functools.cache(_Spare)
 
 
 class _Round:
-    """One look at every connection.
+    """One inspection of every connection.
 
-    `left` are the connections still to be looked at. `reliable` is True while bytes that a
-    connection did not deliver are known to be an unfinished message.
+    `left` holds the descriptors that are still to be inspected. While `reliable` is True, bytes
+    that a connection did not deliver can only be an unfinished message.
     """
 
     __slots__ = ("all_had_a_turn", "left", "reliable")
@@ -109,7 +113,7 @@ class _Round:
 
 
 class TcpConnections:
-    """The connections of one socket, which are looked at every `LOOK_S` until `close`.
+    """The connections of one socket, inspected every `LOOK_S` seconds until `close`.
 
     The socket's monitor reports which connections open and close.
     """
@@ -121,9 +125,9 @@ class TcpConnections:
         events: int = 0,
         on_event: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Create it before the socket is bound or connected.
+        """Begin to monitor the socket, before it is bound or connected.
 
-        `on_event` is called with those of `events` that happen.
+        `events` selects further monitor events; `on_event` is called with each one that happens.
         """
         self._socket, self._on_event = monitored, on_event
         self._port = 0
@@ -139,7 +143,7 @@ class TcpConnections:
         self._timer: asyncio.TimerHandle | None = None
         self._round: _Round | None = None
         self._turn: asyncio.Handle | None = None
-        # Opened here, because at the time of a cut there may be no descriptor left.
+        # Open the spare descriptor now: at the time of a cut there may be none left.
         _spare()
 
     def watch(
@@ -149,10 +153,11 @@ class TcpConnections:
         tell_cut: Callable[[], None],
         tell_waits: Callable[[], None],
     ) -> None:
-        """Begin to look at connections to `port`, which the socket was bound or connected to.
+        """Begin to inspect connections to `port`, which the socket was bound or connected to.
 
-        `tell_cut` is called after a connection is cut. `tell_waits` is called when a message waits,
-        because a look may consume the edge that would otherwise wake the reader.
+        `tell_cut` is called after a connection is cut. `tell_waits` is called when a message waits:
+        to inspect connections, this reads ZMQ's EVENTS, and the loop may then not report the
+        message to the reader.
         """
         self._port = port
         self._incoming = incoming
@@ -169,9 +174,9 @@ class TcpConnections:
         self._monitor.close(linger=0)
 
     def read_events(self) -> bool:
-        """Read what happened to connections since the last call.
+        """Process what the monitor reported since the last call, a limited number of events.
 
-        Return False when there is more: call again.
+        Return False when more may wait: call again.
         """
         for _ in range(LOOK_WORK):
             if self._socket.closed or not int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
@@ -179,8 +184,8 @@ class TcpConnections:
             found = parse_monitor_message(self._monitor.recv_multipart())
             event, descriptor = int(found["event"]), int(found["value"])
             if event & _OPENED:
-                # The monitor did not report the end of the previous connection with this number.
-                # The new one is the youngest, and `open` is in order of age.
+                # If the number is still in use here, the monitor did not report the end of the
+                # previous connection. Removing it first keeps `open` in order of age.
                 self.open.pop(descriptor, None)
                 self.open[descriptor] = TcpConnection(self._loop.time())
             elif event & _EVENTS:
@@ -195,7 +200,7 @@ class TcpConnections:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Read some events, or look at some connections; the next turn of the loop continues."""
+        """Process some events or inspect some connections; the next turn of the loop continues."""
         self._turn = None
         if self.read_events():
             if (found := self._round) is None:
@@ -213,9 +218,9 @@ class TcpConnections:
     def _begin(self) -> _Round:
         """Return a new round over all connections.
 
-        The reader receives whole messages in turn, one per connection. When none waits, or when
-        every connection had a turn since the last round, the bytes that a connection did not
-        deliver are an unfinished message.
+        ZMQ returns whole messages in turn, one per connection. If none waits, or if every
+        connection had its turn since the last round, then bytes that a connection did not deliver
+        are an unfinished message.
         """
         incoming = self._incoming
         all_had_a_turn = incoming.messages - self._messages >= len(self.open)
@@ -233,7 +238,7 @@ class TcpConnections:
                 continue  # closed meanwhile
             received = self._received(descriptor)
             if received is None:
-                # The connection closed, and ZMQ has not reported it yet.
+                # The connection is closed, but the monitor did not report it yet.
                 del self.open[descriptor]
             elif descriptor in delivered or received < connection.received:
                 connection.received, connection.since_s = received, self._loop.time()
@@ -246,8 +251,9 @@ class TcpConnections:
     def _enforce(self) -> None:
         """Cut the connections that are above the limits.
 
-        First those whose message is too large or too late, then the largest until all together are
-        within the limit, then, where there are too many, the oldest that never delivered a message.
+        The first to go are those whose message is too large or too late. Next are the largest,
+        until the sum is within its limit. If too many connections remain, the oldest of those that
+        never delivered a message are cut.
         """
         now, left = self._loop.time(), dict(self.open)
         for descriptor, connection in self.open.items():
@@ -297,8 +303,8 @@ class TcpConnections:
         self._tell_cut()
 
     def _received(self, descriptor: int) -> int | None:
-        """Return the bytes received so far; None when the descriptor is no longer a connection of
-        ours.
+        """Return the bytes received so far; None when the descriptor is not one of our connections
+        any more.
         """
         try:
             # ZMQ may close the descriptor at any time, and another file may get its number. The
@@ -319,9 +325,10 @@ class TcpConnections:
         return int(_TCP_INFO.unpack(info)[0])
 
     def _is_ours(self, tcp: socket.socket) -> bool:
-        """Return True when one end of `tcp` has our port; another file may have its number by now.
+        """Return True when one end of `tcp` has our port. Its number may belong to another file by
+        now.
 
-        Raises: OSError.
+        Raises: OSError when it is not a connected socket.
         """
         return any(
             isinstance(end, tuple) and end[1] == self._port

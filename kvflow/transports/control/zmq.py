@@ -3,9 +3,10 @@
 All sockets of a process share one context, except a ROUTER that demands a key.
 
 The link does not use zmq.asyncio, because one await per message costs more than all else here
-(measured: 28,000 against 74,000 rooms/s). Instead the loop watches the socket's descriptor, and
-messages are read without blocking until the queue is empty. The descriptor is edge-triggered, and a
-send or a look at the connections can consume the edge, so both read EVENTS and wake the reader.
+(measured: 28,000 against 74,000 rooms/s). Instead the loop watches the socket's descriptor, and the
+reader takes messages without blocking until the queue is empty. The descriptor is edge-triggered:
+after a send or an inspection of the connections, it may not become readable although a message
+waits. Both therefore check EVENTS and wake the reader.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from kvflow.transports.host.address import bracketed
 BURST_FRAMES = 16  # about a millisecond of work for the handlers
 QUEUE_MESSAGES = 100_000
 RECONNECT_MS = 100
-# After so many failed handshakes in a row a peer counts as one that has another key, or that is not
-# kvflow. A handshake that the peer rejects with an error counts as that many.
+# After this many failed handshakes in a row, the peer is assumed to have another key, or not to be
+# kvflow. A handshake that fails with an authentication or protocol error counts as this many.
 FAILED_HANDSHAKES = 4
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _HANDSHAKES = _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -45,7 +46,9 @@ class ZmqSocket:
         handshakes: _Handshakes | None = None,
         authentication: Authentication | None = None,
     ) -> None:
-        """`connections` looks at the connections of `socket` to `port`."""
+        """Begin to read `socket` on the running loop; `connections` watches its connections to
+        `port`.
+        """
         self._socket, self.connections = socket, connections
         self._handshakes, self._authentication = handshakes, authentication
         self._outgoing = Outgoing(socket, router=router)
@@ -63,7 +66,7 @@ class ZmqSocket:
         return "" if self._handshakes is None else self._handshakes.lockout_reason
 
     def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
-        """Queue a frame, which is sent when this turn of the loop ends, or now if `at_once`.
+        """Queue a frame, to be sent when this turn of the loop ends, or now if `at_once`.
 
         Return False when there is no such peer or its queue is full.
         """
@@ -73,9 +76,9 @@ class ZmqSocket:
         return self._outgoing.send(frame, peer) if at_once else self._outgoing.add(frame, peer)
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
-        """Return frames of the next message.
+        """Wait for a message and return some of its frames.
 
-        After `BURST_FRAMES`, from one message or many, it lets the loop run first.
+        After every `BURST_FRAMES` frames, from one message or many, the loop runs first.
         """
         if self._burst >= BURST_FRAMES:
             self._burst = 0
@@ -107,13 +110,14 @@ class ZmqSocket:
 
     def _wake(self) -> None:
         if self._waiting is None:
-            # Reading EVENTS resets the descriptor; otherwise it stays readable, and the loop spins.
+            # Reading EVENTS resets the descriptor. Without that it stays readable, and the loop
+            # spins.
             self._socket.get(zmq.EVENTS)
         elif not self._waiting.done():
             self._waiting.set_result(None)
 
     def _tell_cut(self) -> None:
-        """Count what a cut connection sent as a malformed message."""
+        """Report the bytes of a cut connection to the reader as one malformed message."""
         self._incoming.add_malformed()
         self._wake()
 
@@ -126,7 +130,7 @@ class ZmqSocket:
 
 
 class _Handshakes:
-    """Handshakes of one DEALER's connections."""
+    """Count of failed handshakes on one DEALER, and the probable reason."""
 
     def __init__(self, key: ControlKey | None) -> None:
         if key:
@@ -149,17 +153,14 @@ class _Handshakes:
 
 
 def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[ZmqSocket, int]:
-    """Bind prefill's end to `port` (0: any free one); with a `key`, only decodes that have it
-    connect.
+    """Bind prefill's end to `port` (0: any free one), and return the socket and its port.
 
-    Returns the socket and its port.
-
-    Raises: MisuseError (port taken).
+    With a `key`, only decodes that have it can connect. Raises: MisuseError (port taken).
     """
     socket = _socket(zmq.ROUTER, zmq.Context() if key else zmq.Context.instance(), ipv6=":" in host)
     authentication = key.arm_server(socket) if key else None
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # A decode that reconnects takes its routing id over from its old connection.
+    # A decode that reconnects takes over the routing id of its old connection.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     connections = TcpConnections(socket)
     named = bracketed(host)
@@ -180,7 +181,7 @@ def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[Zm
 def connect_dealer(control: str, incarnation: int, key: ControlKey | None = None) -> ZmqSocket:
     """Connect decode's end to the control endpoint "tcp://host:port" of one prefill rank.
 
-    It connects in the background. Raises: MisuseError for an endpoint that ZMQ does not accept.
+    The connection is made in the background. Raises: MisuseError for an endpoint that ZMQ rejects.
     """
     socket = _socket(zmq.DEALER, zmq.Context.instance(), ipv6="[" in control)
     if key:

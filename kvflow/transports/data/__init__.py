@@ -1,1 +1,1 @@
-"""Data planes, which move pages from one pool into another."""
+"""Data planes: they move pages from one pool into another."""

@@ -8,28 +8,29 @@ tested against a stub of them. The engine and the plane are mooncake's, with the
     initialize(local_hostname, "P2PHANDSHAKE", "ascend", "")
                                   after torch.npu.set_device, in the same thread
     register_memory(buffer_addr, capacity), unregister_memory(..)
-                                  want that thread's device too
+                                  also in a thread with that device
     transfer_submit_write(target_hostname, buffer, peer_buffer_address, length),
     transfer_check_status(id)     as on TCP, but a submit never ends within the call, so another
                                   call probes a peer:
-    transfer_sync_read(target_hostname, buffer, peer_buffer_address, length) -> 0, or not
+    transfer_sync_read(target_hostname, buffer, peer_buffer_address, length)
+                                  returns 0 on success
 
-What status means landed?       Only 1 of `transfer_check_status`, handle by handle: the engine
-                                returns it after the success of ADXL's TransferSync. Whether the
-                                bytes are in the target's memory by then is up to CANN, and was not
+What status means landed?       Only 1 of `transfer_check_status`, for each handle: the engine
+                                returns it after ADXL's TransferSync succeeded. Whether the bytes
+                                are in the target's memory by then is up to CANN, and was not
                                 tested.
-Can a write outlive its error?  Unknown. A handle ends -1 after ASCEND_TRANSFER_TIMEOUT (3 s),
-                                perhaps after further tries of the same block; there is no sign that
+Can a write outlive its error?  Unknown. A handle ends with -1 after ASCEND_TRANSFER_TIMEOUT (3 s),
+                                perhaps after the engine repeated the block; there is no sign that
                                 the NPU stopped. So any end but 1 makes the whole write UNPROVEN,
-                                and what is in doubt stays in quarantine.
+                                and its pages stay in quarantine.
 What fences a peer?             Nothing that can be observed from here: HCCS and the NPU's queues
-                                are no connections of the host. A loan of a lost writer stays in
+                                are not connections of the host. A loan of a lost writer stays in
                                 quarantine until the operator declares it dead.
 
 The plane needs, and `kvflow doctor` looks for: a Mooncake built with USE_ASCEND_DIRECT (`pip
-install mooncake-transfer-engine-npu`; any other build takes TCP without notice), CANN, torch_npu,
-/etc/hccn.conf, and no MC_FORCE_TCP, which would make it take TCP as well; and a host that is an
-IPv4 address.
+install mooncake-transfer-engine-npu`; any other build silently uses TCP), CANN, torch_npu,
+/etc/hccn.conf, and no MC_FORCE_TCP, which would also make it use TCP. The host must be an IPv4
+address.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from kvflow.transports.data.mooncake.plane import MooncakePlane, engine_class
 
 WHEEL = "mooncake-transfer-engine-npu"
 _HCCN = Path("/etc/hccn.conf")
-# The name of a class that every build with this transport contains.
+# A class name that every build with this transport contains.
 _MARK = b"AscendDirectTransport"
 _PROBE_BYTES = 8
 
@@ -68,15 +69,15 @@ class AscendPlane(MooncakePlane):
         make_engine: Callable[[], Any] | None = None,
         set_device: Callable[[int], None] | None = None,
     ) -> None:
-        """`device` is the number of an NPU, 0 when it is empty.
+        """Start the engine. `device` is the number of an NPU; empty means 0.
 
-        `make_engine` and `set_device` stand in for mooncake's and torch's. Raises: MisuseError for
-        what is missing here, TransferError when the engine does not start.
+        `make_engine` and `set_device` replace mooncake's and torch's. Raises: MisuseError naming
+        what this machine lacks, TransferError when the engine does not start.
         """
         self._make_engine = make_engine
         self._npu = npu_number(device)
         self._set_device = set_device or _set_npu
-        # A probe reads into this memory: aligned, and apart from the pool.
+        # Probes read into this memory, which is page-aligned and not part of the pool.
         self._scratch = mmap.mmap(-1, mmap.PAGESIZE)
         super().__init__(host, rate_limit_bytes_per_s, device)
 
@@ -98,7 +99,7 @@ class AscendPlane(MooncakePlane):
         return ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
 
     def _probe(self, engine: Any, session: str, ours: int, theirs: int) -> bool:
-        """Return True when some bytes of the peer's pool can be read."""
+        """Return True if a few bytes of the peer's pool can be read."""
         return bool(
             engine.transfer_sync_read(session, self._scratch_address, theirs, _PROBE_BYTES) == 0
         )
@@ -107,7 +108,7 @@ class AscendPlane(MooncakePlane):
         return "HCCS and an NPU's RDMA"
 
     def _stop(self) -> None:
-        # The engine refuses to unregister memory in a thread without the device.
+        # The engine unregisters memory only in a thread that has the device.
         self._set_device(self._npu)
         super()._stop()
         for engine in self._engines:
@@ -115,7 +116,7 @@ class AscendPlane(MooncakePlane):
 
 
 def npu_number(device: str) -> int:
-    """Return the number of an NPU that `device` names. Raises: MisuseError."""
+    """Return the NPU number in `device`; 0 if it is empty. Raises: MisuseError."""
     if device and not (device.isascii() and device.isdigit() and len(device) < 4):
         raise MisuseError(
             f"device {device!r}: the ascend data plane takes the number of an NPU, 0 by default"
@@ -124,9 +125,9 @@ def npu_number(device: str) -> int:
 
 
 def check_ascend(host: str = "") -> None:
-    """Check that this machine has what the plane needs.
+    """Check that this machine has everything that the plane needs.
 
-    Raises: MisuseError that names what is missing.
+    Raises: MisuseError naming what is missing.
     """
     if missing := missing_for_ascend():
         raise MisuseError(f"the ascend data plane cannot be used here: {'; '.join(missing)}")
@@ -135,7 +136,7 @@ def check_ascend(host: str = "") -> None:
 
 
 def missing_for_ascend() -> list[str]:
-    """Return what this machine lacks, a phrase each."""
+    """Return what this machine lacks for the plane, as phrases."""
     found = importlib.util.find_spec("mooncake")
     missing = []
     if found is None:

@@ -1,13 +1,13 @@
 """Pages within one process, for tests: real bytes, no thread, no clock, and faults on demand.
 
 What status means landed?       The bytes were copied by `step`, before `landed_bytes` counted them.
-Can a write outlive its error?  When the script demands it (`Fault.LATE`): it then lands on
-                                `land_late`.
+Can a write outlive its error?  Only when the script asks for it (`Fault.LATE`): the rest then lands
+                                when `land_late` is called.
 What fences a peer?             `die`: no byte of that plane is copied any more.
 
-Planes that share a `FakeNetwork` reach each other. Without a script a write lands in the next turn
-of the event loop; `plane.hold()` stops that, and `plane.step(pages)` and `plane.release()` then
-move writes on, one after the other:
+Planes that share a `FakeNetwork` reach each other. Without a script, a write lands in the next turn
+of the event loop. After `plane.hold()` writes wait, and `plane.step(pages)` and `plane.release()`
+move them on, the oldest first:
 
     network = FakeNetwork()
     prefill, decode = FakePlane(network), FakePlane(network)
@@ -39,15 +39,18 @@ _ALL = 1 << 62
 class Fault(Enum):
     """The course of one scripted write."""
 
-    # Half of its pages land, the rest never do. It ends UNPROVEN, or CANCELLED if half is 0 pages.
+    # Half of the pages land, and the rest never do. The write ends UNPROVEN, or CANCELLED if half
+    # is 0 pages.
     ERROR = "error"
-    # The same, but the rest lands on `land_late`, with the source's bytes of that moment.
+    # Half of the pages land at first. The rest lands on `land_late`, with the bytes that the source
+    # then holds.
     LATE = "late"
-    STUCK = "stuck"  # it neither lands nor ends, cancelled or not, until `release`
+    # The write neither lands nor ends, cancelled or not, until `release`.
+    STUCK = "stuck"
 
 
 class FakeNetwork:
-    """Planes that can reach each other, by name."""
+    """Planes that can reach each other, by address."""
 
     def __init__(self) -> None:
         self.planes: dict[str, FakePlane] = {}
@@ -78,15 +81,15 @@ class FakePlane:
         self._dead: asyncio.Event = asyncio.Event()
 
     def script(self, *faults: Fault) -> None:
-        """Give these faults to the next writes, one each."""
+        """Apply these faults to the next writes, one each."""
         self._script.extend(faults)
 
     def hold(self) -> None:
-        """Make writes wait for `step` or `release` from now on."""
+        """Make all writes wait for `step` or `release`."""
         self._held = True
 
     def release(self) -> None:
-        """Let every write under way land, stuck ones too, and later writes as they come."""
+        """Let every write under way land, including stuck ones, and do not hold later writes."""
         self._held = False
         for write in list(self.writes):
             write.fault = None if write.fault is Fault.STUCK else write.fault
@@ -102,15 +105,15 @@ class FakePlane:
         return write.landed_bytes - before
 
     def land_late(self) -> int:
-        """Copy the rest of every `Fault.LATE` write; return its bytes.
+        """Copy the rest of every `Fault.LATE` write; return the bytes copied.
 
-        A dead plane has no such writes any more.
+        A plane that died has no such writes any more.
         """
         late, self._late = self._late, []
         return sum(write.copy(_ALL) for write in late)
 
     def die(self) -> None:
-        """Stop as a process that dies: no byte of this plane is copied any more, and its fence
+        """Stop like a process that dies: no byte of this plane is copied any more, and its fence
         resolves.
         """
         self._dead.set()
@@ -158,14 +161,16 @@ class FakePlane:
         self.began(write)
 
     def began(self, write: FakeWrite) -> None:
-        """Called for a write that begins: it moves in the next turn of the event loop."""
+        """Schedule a write that begins: it moves in the next turn of the event loop."""
         asyncio.get_running_loop().call_soon(self._turn, write)
 
     def copied(self, write: FakeWrite, size_bytes: int) -> None:
-        """Called when `size_bytes` more of a write are in the peer's memory, proven or not."""
+        """Called when `size_bytes` more of a write are in the peer's memory, even if they are never
+        proven.
+        """
 
     def ended(self, write: FakeWrite, outcome: WriteOutcome) -> None:
-        """Called when nothing of a write runs any more, before its `done` resolves."""
+        """Called when a write has stopped, before its `done` resolves."""
 
     def keep_late(self, write: FakeWrite) -> None:
         self._late.append(write)
@@ -238,8 +243,7 @@ class FakeWrite:
         elif self.fault and self.landed_bytes >= stop_at:
             if self.fault is Fault.LATE:
                 self._plane.keep_late(self)
-            # A write that failed before its first byte is drained: there is no doubt about any
-            # byte.
+            # A write that failed before its first byte is drained: no byte is in doubt.
             stopped = self.fault is Fault.ERROR and not stop_at
             outcome = WriteOutcome.CANCELLED if stopped else WriteOutcome.UNPROVEN
             self.end(outcome, f"scripted {self.fault.value}")

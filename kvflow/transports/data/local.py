@@ -5,26 +5,27 @@ What status means landed?       memmove returned: the bytes are in the target's 
                                 process at once.
 Can a write outlive its error?  No. A copy has no error but the death of its process, and a
                                 cancelled write stops between two blocks. So this plane never
-                                answers UNPROVEN for a write that it ran.
+                                reports UNPROVEN for a write that it ran.
 What fences a peer?             The end of its process (pidfd, checked against its start time). Only
                                 that process has the mapping: children do not inherit it, and its
                                 descriptor was closed once it was mapped.
 
-Every value from the wire is checked before it is used: the target is the memfd of a process whose
+Every value from the wire is checked before it is used. The target is the memfd of a process whose
 identity is verified after it is opened, the memory itself names the node that it belongs to, and
-every offset is checked against its real size.
+every offset is checked against the real size of the memory.
 
-Copies hold the GIL, in bursts, and release it with the last block of each. Short bursts (2 MiB) let
-the event loop receive an abort, and stop the copy for it. Beside a thread that runs Python (an
-engine between its kernels) they are hopeless: after each release the copying thread waits up to the
-switch interval of 5 ms for the GIL. Measured beside a thread that never lets go: 0.01 (4 KiB) to
-0.4 GB/s (2 MiB) with a release per block, 0.4 to 2.2 GB/s in bursts of a slice (alone: 1 to 6.5).
-So after a long wait for the GIL, bursts are as long as a slice for a while, 1 to 3 ms. After one of
-small blocks the release is so short that a waiting thread may need the 5 ms all the same.
+Copies hold the GIL in bursts, and release it with the last block of each burst. Between short
+bursts (2 MiB) the event loop can receive an abort and stop the copy. But if another thread keeps
+running Python, such as an engine between its kernels, short bursts are slow: after each release,
+the copying thread waits for the GIL up to the switch interval of 5 ms. Measured against a thread
+that never releases the GIL, a release per block gives 0.01 (4 KiB) to 0.4 GB/s (2 MiB), and bursts
+of a slice give 0.4 to 2.2 GB/s (without that thread: 1 to 6.5). So after a long wait for the GIL,
+bursts are as long as a slice, 1 to 3 ms, for a while. With small blocks, the release after a burst
+is so short that a waiting thread may still need the 5 ms.
 
-A write of at most 64 KiB is copied on the event loop while no other write of the plane waits: the
-copy takes some 10 us, a hand-over to the thread and back several times that, in both threads. The
-bytes that one turn of the loop copies are bounded.
+A write of at most 64 KiB is copied on the event loop if no other write of the plane waits. The copy
+takes some 10 us, and a hand-over to the thread and back would take several times that in both
+threads. The bytes that one turn of the loop copies are bounded.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ from kvflow.transports.data.threaded import ThreadedPlane
 from kvflow.transports.data.write_thread import AT_ONCE_BYTES, Assignment, ThreadWrite, WriteThread
 from kvflow.transports.host.identity import check_same_host, is_alive, own_identity, wait_dead
 
-# Four pools are mapped at a time. The kernel backs a TiB with pages in a minute or two.
+# At most four pools are mapped at a time. The kernel takes a minute or two to provide 1 TiB of
+# pages.
 _CONNECTS, _CONNECT_S = 4, 120.0
 _BURST_BLOCKS = 64
-_BURST_BYTES = 2 << 20  # some 350 us; a burst is one block at least
-_CROWDED_BURSTS = 64  # long bursts, before the GIL is tried again
-# A release that takes longer than a copy at this speed had to wait: another thread kept the GIL.
+_BURST_BYTES = 2 << 20  # some 350 us; a burst has at least one block
+_CROWDED_BURSTS = 64  # long bursts before short ones are tried again
+# If a copy that releases the GIL takes more than _LONG_S longer than at this speed, the thread had
+# to wait for the GIL: another thread keeps it.
 _LONG_S, _SLOWEST_BYTES_PER_S = 0.001, 1e9
 _MAX_BLOCK_BYTES = 4 << 20
 _ADDRESS = re.compile(r"fd:([0-9]{1,9})\Z", re.ASCII)
@@ -72,7 +75,9 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
     def __init__(
         self, segment: SharedSegment | None, rate_limit_bytes_per_s: float | None = None
     ) -> None:
-        """`segment` is our own pool's, for peers to write into; a pool that only sends has none."""
+        """`segment` holds our own pool, for peers to write into; it is None for a pool that only
+        sends.
+        """
         super().__init__(rate_limit_bytes_per_s)
         self._segment = segment
         self._connecting = Threads("local-connect", _CONNECTS)
@@ -84,10 +89,8 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         """Return our address, and the layout with offsets in the segment as buffer addresses.
 
-        Without a segment (a user's own tensors) peers can read our layout but not write to us: the
-        locator is empty.
-
-        Raises: LayoutError when a buffer does not lie in the segment.
+        Without a segment (a user's own tensors) the locator is empty: peers can read our layout but
+        cannot write to us. Raises: LayoutError when a buffer does not lie in the segment.
         """
         layout.check()
         self._layout = layout
@@ -104,9 +107,9 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         return PlaneAddress(self.name, f"fd:{segment.fd}", own_identity()), placed
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> LocalRoute:
-        """Map the peer's pool.
+        """Map the peer's pool, and return a route to it.
 
-        Raises: LayoutError (the pools do not fit), TransferError (it cannot be opened).
+        Raises: LayoutError (the pools do not fit), TransferError (the pool cannot be opened).
         """
         ours = self._own_layout()
         self._thread.start()
@@ -140,18 +143,15 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         return LocalRoute(self._thread, planner, segment, self._routes)
 
     async def fence(self, writer: PlaneAddress) -> None:
-        """Return once the writer's process is dead.
+        """Wait until the writer's process is dead.
 
-        Raises: TransferError for a process of another host.
+        Raises: TransferError for a process on another host.
         """
         await wait_dead(writer.process)
 
 
 def map_peer(address: PlaneAddress) -> SharedSegment:
-    """Map the peer's segment, of exactly the process that the address names.
-
-    Raises: TransferError.
-    """
+    """Map the segment of exactly the process that the address names. Raises: TransferError."""
     found = _ADDRESS.match(address.locator)
     if found is None:
         raise TransferError(
@@ -160,7 +160,7 @@ def map_peer(address: PlaneAddress) -> SharedSegment:
         )
     check_same_host(address.process)
     segment = SharedSegment.open_peer(address.process.pid, int(found[1]), address.owner)
-    # Checked after opening: a re-used pid would have led to another process's memory.
+    # Check after opening: if the pid was re-used, the memory may be another process's.
     if not is_alive(address.process):
         segment.close()
         raise TransferError(f"process {address.process.pid} has ended")
@@ -201,7 +201,9 @@ class LocalRoute(PlannedRoute):
 
 
 class _CopyJob:
-    """Implements `write_thread.WriteJob`: a copied block landed, so no block is ever under way."""
+    """Implements `write_thread.WriteJob`. A block has landed once it is copied, so none is ever
+    under way.
+    """
 
     __slots__ = ("_blocks", "_copier", "_write", "error", "landed_bytes", "outcome")
     pause_s = 0.0
@@ -226,18 +228,18 @@ class _CopyJob:
                 moved = self._copier.copy(self._blocks.take(allowed, _BURST_BLOCKS), self._write)
             self.landed_bytes += moved
             allowed -= moved
-        # Not `left_bytes == 0`: blocks may be taken from the queue that a cancel then kept from
-        # being copied.
+        # `left_bytes == 0` would not do: after a cancel, blocks that were taken from the queue may
+        # not be copied.
         if self.landed_bytes == self._write.total_bytes:
             self.outcome = WriteOutcome.LANDED
         return self.landed_bytes - before or -1
 
 
 class _Copier:
-    """Copies on one plane's thread, and measures for how long the GIL may be held."""
+    """Copies blocks on one plane's thread, and measures how long it may hold the GIL."""
 
     def __init__(self) -> None:
-        # Long bursts still to be copied, because another thread keeps the GIL.
+        # Long bursts still to come, because another thread keeps the GIL.
         self._crowded = 0
 
     def copy(self, blocks: BlockList, write: Assignment) -> int:

@@ -1,4 +1,4 @@
-"""Locators of pools that their engine describes: the engine's name, its regions, packed bytes."""
+"""Locators for pools that an engine describes, as compressed text, and names for these engines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PRINTABLE = re.compile(r"[!-~]{1,4096}\Z", re.ASCII)
 
 
 def new_name(process: ProcessIdentity) -> str:
-    """Return a name for an engine of this process, which no other engine has."""
+    """Return a unique name for an engine of this process."""
     return f"{_prefix(process)}{secrets.token_hex(8)}"
 
 
 def is_name_of(name: str, process: ProcessIdentity) -> bool:
-    """Return True when `name` may belong to an engine of `process`."""
+    """Return True if `name` can be the name of an engine of `process`."""
     return name.startswith(_prefix(process))
 
 
@@ -31,7 +31,9 @@ def _prefix(process: ProcessIdentity) -> str:
 
 
 def regions_of(layout: PoolLayout) -> list[tuple[int, int]]:
-    """Return address and size of the memory in which the buffers lie, neighbours joined."""
+    """Return address and size of each memory region that the buffers occupy; adjacent ones are
+    joined.
+    """
     joined: list[tuple[int, int]] = []
     for address, size in sorted((b.address, b.size_bytes) for b in layout.buffers):
         if joined and sum(joined[-1]) == address:
@@ -44,7 +46,7 @@ def regions_of(layout: PoolLayout) -> list[tuple[int, int]]:
 def pack_locator(described: bytes) -> str:
     """Return a locator that carries a description.
 
-    Raises: LayoutError when it is too long for one.
+    Raises: LayoutError when the locator would be too long.
     """
     locator = base64.b85encode(zlib.compress(described, 9)).decode()
     if len(locator) > MAX_LOCATOR:
@@ -58,11 +60,11 @@ def pack_locator(described: bytes) -> str:
 def unpack_locator(locator: str) -> bytes:
     """Return the description that a locator carries.
 
-    Raises: ValueError that names what is wrong with it.
+    Raises: ValueError naming what is wrong with it.
     """
     if not _PRINTABLE.match(locator):
         raise ValueError("not base 85")
-    # A bounded inflation: a few bytes from the wire could expand to gigabytes.
+    # The output is bounded, because a few bytes from the wire could expand to gigabytes.
     inflate = zlib.decompressobj()
     try:
         described = inflate.decompress(base64.b85decode(locator), _MAX_BYTES)

@@ -5,38 +5,38 @@ v1.2.2), its `python/mori/io/engine.py` and `src/pybind/pybind_io.cpp`, and are 
 stub of them:
 
     IOEngine(key, IOEngineConfig(host, port))
-        port 0: a free one, for its control connections
+        port 0: any free port, for its control connections
     .create_backend(BackendType.RDMA, RdmaBackendConfig(...))
         raises RuntimeError without an active RDMA device
     .get_engine_desc() -> EngineDesc(key, host, port, pid)
         .pack() -> bytes, EngineDesc.unpack(bytes)
     .register_memory(ptr, size, device_id, MemoryLocationType.CPU)
-        -> MemoryDesc(engine_key, data, size), packed alike
+        -> MemoryDesc(engine_key, data, size), packed in the same way
     .register_remote_engine(desc), .deregister_remote_engine(desc), .deregister_memory(desc),
     .remove_backend(type)
     .create_session(local_mem, remote_mem)
-        connects; holds the GIL, for at most 5 s of silence
+        connects; holds the GIL, and waits at most 5 s for an answer
     session.allocate_transfer_uid() -> int
     session.read(local_offset, remote_offset, size, uid)
         -> TransferStatus: InProgress, Succeeded, Failed, Message
     session.batch_write(local_offsets, remote_offsets, sizes, uid)
         -> one TransferStatus for all of them
 
-What status means landed?       Only SUCCESS of the TransferStatus of a batch: a completion of each
-                                of its work requests was polled, which over a reliable connection
-                                means that the peer's NIC acknowledged it. That the bytes are in
-                                memory by then was not tested.
+What status means landed?       Only SUCCESS of a batch's TransferStatus: the engine polled a
+                                completion for each of its work requests. Over a reliable connection
+                                that means that the peer's NIC acknowledged it. Whether the bytes
+                                are in memory by then was not tested.
 Can a write outlive its error?  Unknown. A batch fails with its first failed completion, while
-                                others of it may be under way in the NIC, and there is no call that
-                                stops one. So any end but SUCCESS makes the whole write UNPROVEN,
-                                and what is in doubt stays in quarantine.
+                                others of it may be under way in the NIC, and no call stops them. So
+                                any end but SUCCESS makes the whole write UNPROVEN, and its pages
+                                stay in quarantine.
 What fences a peer?             Nothing that can be observed from here: a NIC writes without the
-                                host, and its queues are no connections of the host. A loan of a
+                                host, and its queues are not connections of the host. A loan of a
                                 lost writer stays in quarantine until the operator declares it dead.
 
-The engine writes the end of a transfer into its TransferStatus, which must live until then: the
-plane keeps those of transfers that it gave up for as long as it lives. Notifications to the
-receiver are switched off: they have no reader here, and the engine would keep them. The engine's
+The engine writes the end of a transfer into its TransferStatus, which must live until then. So the
+plane keeps the statuses of transfers that it gave up for as long as it lives. Notifications to the
+receiver are switched off: they are never read here, and the engine would keep them. The engine's
 control port authenticates no peer.
 """
 
@@ -73,10 +73,10 @@ from kvflow.transports.data.transfers import DONE, FAILED, RUNNING, Transfer, Tr
 from kvflow.transports.host.identity import own_identity
 from kvflow.transports.host.peer_process import PeerProcess
 
-MAX_REGIONS = 8  # a session for each pair of them
+MAX_REGIONS = 8  # each pair of regions needs a session
 _PROBE_BYTES = 8
 _ANSWER_S, _CONNECT_S = 10.0, 30.0
-_ASK_S = 0.0005  # between looks for an answer
+_ASK_S = 0.0005  # between two checks for an answer
 _OPERATORS_CHOICE = "MORI_RDMA_DEVICES"
 _choosing = threading.Lock()
 
@@ -92,14 +92,14 @@ _parse: Callable[[bytes], Description] = parser(Description)
 
 
 class Peer:
-    """An engine that ours knows. Implements `transfers.Carrier`."""
+    """A peer's engine. Implements `transfers.Carrier`."""
 
     def __init__(
         self, plane: MoriPlane, description: Description, process: ProcessIdentity
     ) -> None:
         """Unpack a description.
 
-        Raises: TransferError for bytes that are no description, or for another process's.
+        Raises: TransferError for bytes that are not a description, or for that of another process.
         """
         self._plane, self.description = plane, description
         try:
@@ -118,12 +118,13 @@ class Peer:
         if any(memory.engine_key != self.engine.key for memory in self.memory):
             raise TransferError(f"mori engine {self.name!r:.80} describes memory of another engine")
         self._starts, self._order = [start for start, _ in ends], [index for _, index in ends]
-        self.sessions: dict[tuple[int, int], Any] = {}  # by our region and theirs
+        self.sessions: dict[tuple[int, int], Any] = {}  # by the indices of our region and theirs
         self.routes = 0
         self.is_broken = False
 
     def prepare(self, blocks: BlockList) -> Transfer:
-        """Return a transfer, not started, of blocks sorted by the pair of regions that they lie in.
+        """Return a transfer of `blocks`, grouped by the pair of regions they lie in, without
+        starting it.
 
         Raises: LayoutError for blocks outside registered memory.
         """
@@ -171,8 +172,8 @@ class Peer:
     def release(self, transfer: Transfer) -> None:
         """Forget a transfer that ended.
 
-        Raises: TransferError while any of it is under way: the engine writes its end into memory
-        that the transfer holds.
+        Raises: TransferError while any of it is under way, because the engine will write its end
+        into memory that the transfer holds.
         """
         if any(_is_under_way(status) for status in transfer.handle[1]):
             raise TransferError(f"a transfer to {self.name} is under way")
@@ -204,20 +205,18 @@ class MoriPlane(EnginePlane[TransfersRoute]):
     ) -> None:
         """Start the engine; call it before the event loop serves anything.
 
-        `host` is the address at which peers reach its control port; `device` names an RDMA device,
-        and mori chooses one without it; `library` stands in for the module `mori.io`.
-
-        Raises: MisuseError when the package cannot be loaded, TransferError when the engine does
-        not start.
+        `host` is the address at which peers reach its control port. `device` names an RDMA device;
+        without one, mori chooses. `library` replaces the module `mori.io`. Raises: MisuseError when
+        the package cannot be loaded, TransferError when the engine does not start.
         """
         super().__init__(rate_limit_bytes_per_s)
         self.library = mori_library() if library is None else library
         self._host, self._device = host, device
-        self.open: set[Transfer] = set()  # the engine has yet to write their end
+        self.open: set[Transfer] = set()  # transfers whose end the engine has yet to write
         self._peers: dict[str, Peer] = {}
-        self._memory: list[Any] = []  # regions of our pool
-        self._registered: list[Any] = []  # these, and the scratch
-        self._scratch = mmap.mmap(-1, mmap.PAGESIZE)  # a probe reads into it
+        self._memory: list[Any] = []  # registered regions of our pool
+        self._registered: list[Any] = []  # all registered regions: the pool's and the scratch
+        self._scratch = mmap.mmap(-1, mmap.PAGESIZE)  # memory into which probes read
         try:
             config = self.library.IOEngineConfig(host=host, port=0)
             self._engine = self.library.IOEngine(new_name(own_identity()), config)
@@ -245,7 +244,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         """Register the pool.
 
-        Raises: LayoutError when mori refuses the memory, or when it lies in too many pieces.
+        Raises: LayoutError when mori refuses the memory, or when it consists of too many regions.
         """
         layout.check()
         if self._layout is not None:
@@ -278,7 +277,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         return memory
 
     def region_of(self, address: int, size: int) -> tuple[int, int]:
-        """Return the index of our region that a block lies in, and the offset there.
+        """Return the index of our region that a block lies in, and the block's offset in it.
 
         Raises: LayoutError.
         """
@@ -304,13 +303,14 @@ class MoriPlane(EnginePlane[TransfersRoute]):
                 f"no mori session with process {pid} within {_CONNECT_S:g} s"
             ) from None
         if process.is_gone:
-            # Checked after the answer: if the process still lives, no other can have given it.
+            # Check after the answer: if the process is still alive, no other process can have
+            # answered.
             self.leave(peer)
             process.check()
         return TransfersRoute(self._thread, planner, peer, process, self._routes)
 
     def _reach(self, description: Description, process: ProcessIdentity) -> Peer:
-        """Wait for the peer's answer, so that no later write has to connect; blocks.
+        """Connect and wait for the peer's answer, so that no later write has to connect. Blocks.
 
         Raises: TransferError.
         """
@@ -324,7 +324,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
                     f"mori engine {found.name} is another one: its description differs"
                 )
             if peer is None or peer.is_broken:
-                # Routes of the broken peer keep its sessions, for as long as these work.
+                # Routes to the broken peer keep its sessions for as long as those work.
                 if peer is not None:
                     self._forget(peer)
                 self._peers[found.name] = peer = found
@@ -356,7 +356,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         return session
 
     def _ask(self, peer: Peer) -> None:
-        """Read some bytes of the peer's pool. Raises: TransferError."""
+        """Read a few bytes of the peer's pool to check that it answers. Raises: TransferError."""
         give_up_at_s = time.monotonic() + _ANSWER_S
         probe = Transfer(({}, []), _PROBE_BYTES)
         try:
@@ -378,11 +378,13 @@ class MoriPlane(EnginePlane[TransfersRoute]):
             ) from error
         finally:
             with suppress(TransferError):
-                # A probe that is still under way is kept.
+                # A probe that is still under way cannot be released, and is kept.
                 peer.release(probe)
 
     def leave(self, peer: Peer) -> None:
-        """Drop one route to a peer, closed or never opened; the last one's end forgets the peer."""
+        """Note that a route to a peer closed or was never opened; forget the peer after its last
+        route.
+        """
         with self._opening:
             peer.routes -= 1
             if not peer.routes and self._peers.get(peer.name) is peer:
@@ -391,7 +393,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.name]
         with suppress(Exception):
-            # The peer is gone from our side; at worst the engine keeps what it knows of it.
+            # Our side no longer uses the peer. At worst the engine keeps its record of it.
             self._engine.deregister_remote_engine(peer.engine)
 
     def _unprovable(self) -> str:
@@ -406,7 +408,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
 
 
 def decode_description(locator: str) -> Description:
-    """Return the description in a locator. Raises: TransferError when it has none."""
+    """Return the description in a locator. Raises: TransferError if there is none."""
     try:
         found = _parse(unpack_locator(locator))
         if not 0 < len(found.memory) <= MAX_REGIONS:

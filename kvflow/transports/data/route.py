@@ -1,7 +1,7 @@
-"""Blocks from page lists, for one pair of pools.
+"""From page lists to blocks, for one pair of pools.
 
-The event loop checks the lists, and the plane's thread plans the blocks. The event loop also plans
-a write that is copied at once: see `Planner.few_blocks`.
+The event loop checks the lists, and the plane's thread plans the blocks. For a write that is copied
+at once, the event loop also plans them: see `Planner.few_blocks`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FEW_BLOCKS = 64
 
 
 class BlockList(NamedTuple):
-    """Parallel lists of Python ints, which ctypes and pybind calls take fastest."""
+    """Parallel lists of Python ints, the fastest arguments for ctypes and pybind calls."""
 
     sources: list[int]
     targets: list[int]
@@ -29,9 +29,10 @@ class BlockList(NamedTuple):
 
 
 class Planner:
-    """A `Pairing` with the target's buffers placed where this plane reaches them.
+    """A `Pairing` whose target addresses are those at which this plane reaches the target's
+    buffers.
 
-    It plans a page with few blocks by a shorter way.
+    Pages with few blocks are planned in a faster way.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Planner:
         max_block_bytes: int,
         target_bases: Addresses | None = None,
     ) -> None:
-        """`target` may have more than `source`, from other ranks.
+        """`target` may also have parts of other ranks, which `source` lacks.
 
         Raises: LayoutError when the pools do not fit.
         """
@@ -52,8 +53,8 @@ class Planner:
         self.page_bytes, self.row_bytes = self._pairing.page_bytes, self._pairing.row_bytes
         self._source, self._target = source, target
         self._source_pages, self._target_pages = source.num_pages, target.num_pages
-        # The places of page 0's blocks, and the distances to those of page 1: numpy costs a tiny
-        # write more than the write itself, so a page with few blocks is planned in plain ints.
+        # The blocks of page 0, and their distances to those of page 1. For a tiny write, numpy
+        # costs more than the write itself, so a page with few blocks is planned in plain ints.
         at_0, at_1 = (
             self._plan(np.array([page], dtype=np.int32), np.array([page], dtype=np.int32))
             for page in (0, 1)
@@ -66,17 +67,17 @@ class Planner:
             self._page = [(s, s1 - s, t, t1 - t, size) for s, s1, t, t1, size in steps]
 
     def from_source(self, source: PoolLayout) -> Planner:
-        """Return the same planner from another source, or from the same one in another order."""
+        """Return this planner for another source layout."""
         target, max_block_bytes, target_bases = self._given
         return Planner(source, target, max_block_bytes=max_block_bytes, target_bases=target_bases)
 
     def check(self, source_pages: PageIndices, target_pages: PageIndices) -> None:
         """Check the two page lists of a write.
 
-        Raises: LayoutError for lists of different length, an index outside its pool, or a row onto
-        a page.
+        Raises: LayoutError for lists of different length, an index outside its pool, or a row that
+        would be written onto a page or a page onto a row.
         """
-        # One page passes this shorter check, which is several times as fast.
+        # For a single page, this shorter check is several times as fast.
         one = source_pages.shape == target_pages.shape == (1,)
         if (
             one
@@ -95,7 +96,7 @@ class Planner:
             raise LayoutError("a row is written onto a page")
 
     def bytes_of(self, source_pages: PageIndices) -> int:
-        """Return the bytes of a write of these pages and rows."""
+        """Return the size in bytes of a write of these pages and rows."""
         if not self._source.num_rows:
             return self.page_bytes * source_pages.size
         split = self._source.split(source_pages)
@@ -104,14 +105,16 @@ class Planner:
     def first_blocks(
         self, source_pages: PageIndices, target_pages: PageIndices
     ) -> BlockList | None:
-        """Return the whole plan of one page in few blocks; None for any other: use `blocks`."""
+        """Return the blocks of a write of one page that has few; None for any other write: use
+        `blocks`.
+        """
         one = source_pages.size == 1 and source_pages[0] < self._source_pages
         return self.few_blocks(source_pages, target_pages) if one else None
 
     def few_blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList | None:
-        """Return the whole plan, page by page, when it has at most `FEW_BLOCKS`; else None.
+        """Return all blocks, page by page, if there are at most `FEW_BLOCKS`; otherwise None.
 
-        Neighbours are not joined.
+        Adjacent blocks are not joined.
         """
         if (
             not self._page
@@ -134,7 +137,7 @@ class Planner:
     def blocks(
         self, source_pages: PageIndices, target_pages: PageIndices
     ) -> tuple[Addresses, Addresses, Addresses]:
-        """Return sources, targets and sizes, int64 [n] each, no block above the plane's limit."""
+        """Return sources, targets and sizes, each int64 [n]. No block exceeds the plane's limit."""
         source, target = self._source.split(source_pages), self._target.split(target_pages)
         lists = (source.pages, target.pages, source.rows, target.rows)
         return self._pairing.blocks(
@@ -152,14 +155,14 @@ class PlannedRoute:
     """
 
     def __init__(self, thread: WriteThread, planner: Planner, siblings: set[Self]) -> None:
-        """`siblings` are the open routes of its plane; the route leaves them when it closes."""
+        """`siblings` holds the plane's open routes; the route removes itself when it closes."""
         self.planner = planner
         self.closed = False
         self.thread = thread
         self._siblings = siblings
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> ThreadWrite:
-        """Start a write, or make it at once where it is tiny.
+        """Start a write; a tiny one may be done before the call returns.
 
         Raises: LayoutError (no write was started), TransferError after the route or the plane
         closed.
@@ -174,15 +177,14 @@ class PlannedRoute:
         return write
 
     def write_at_once(self, write: ThreadWrite) -> bool:
-        """Make a tiny write on the event loop, where `WriteThread.admit` allows it and the back end
-        can.
+        """Do a tiny write on the event loop, if the back end can and `WriteThread.admit` allows it.
 
-        Returns False when the write has to be submitted to the thread.
+        Return False when the write has to be submitted to the thread.
         """
         return False
 
     def begin(self, write: Assignment) -> WriteJob:
-        """Return the job of a write; see `write_thread.Work`."""
+        """Return the job for a write; see `write_thread.Work`."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -193,19 +195,19 @@ class PlannedRoute:
             self.release()
 
     def release(self) -> None:
-        """Let go of the peer: unmap, close or return what this route holds. Called once."""
+        """Release what this route holds of the peer: unmap, close or return it. Called once."""
         raise NotImplementedError
 
 
 def outcome_of(error: str, landed_bytes: int, total_bytes: int) -> WriteOutcome:
-    """Return the outcome of a write of which no block is under way any more."""
+    """Return the outcome of a write that has no block under way any more."""
     if error:
         return WriteOutcome.UNPROVEN
     return WriteOutcome.LANDED if landed_bytes == total_bytes else WriteOutcome.CANCELLED
 
 
 class BlockQueue:
-    """The blocks of one write that are still to be submitted, in slices of whole blocks."""
+    """The blocks of one write that are still to be submitted, taken in groups of whole blocks."""
 
     __slots__ = ("_columns", "_ends", "_few", "_given", "_next", "are_small", "left_bytes")
 
@@ -215,7 +217,7 @@ class BlockQueue:
         self._few = planner.first_blocks(source_pages, target_pages)
         self.left_bytes = planner.bytes_of(source_pages)
         self._next = self._given = 0
-        # True where the blocks are small and many: `take_small` is then faster for a back end that
+        # True if the blocks are small and many. `take_small` is then faster, for a back end that
         # copies blocks without an engine.
         self.are_small = False
         if self._few is None:
@@ -228,7 +230,7 @@ class BlockQueue:
     def take(self, max_bytes: int, max_blocks: int) -> BlockList:
         """Return the next blocks, as many as fit.
 
-        It is at least one while there are any and both limits are above 0.
+        The result has at least one block if any is left and both limits are above 0.
         """
         if max_bytes <= 0 or max_blocks <= 0 or not self.left_bytes:
             return _NOTHING
@@ -239,8 +241,9 @@ class BlockQueue:
         )
 
     def take_small(self, max_bytes: int) -> Blocks:
-        """Return the next blocks, as `take`, of a queue whose blocks are small; `max_bytes` above
-        0.
+        """Return the next blocks of a queue whose blocks are small, as many as fit.
+
+        `max_bytes` must be above 0. The result has at least one block if any is left.
         """
         start, stop = self._advance(max_bytes, self._ends.size)
         return Blocks(*(column[start:stop] for column in self._columns))

@@ -1,4 +1,4 @@
-"""Choice of a data plane by name, alone or for a pool."""
+"""Choice of a data plane, by name or for a pool."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from kvflow.transports.data.nixl.library import nixl_library
 from kvflow.transports.data.nixl.plane import NixlPlane
 
 PLANES = ("local", "mooncake", "nixl", "ascend", "mori")
-# The fence of these planes refuses: pages that a lost writer left in doubt stay in quarantine.
+# These planes have no fence: pages that a lost writer left in doubt stay in quarantine.
 UNFENCED = ("ascend", "mori")
 
 
 def check_plane(name: str, device: str = "", host: str = "") -> None:
-    """Check what `open_plane` would refuse, before there is a pool for the data plane.
-
-    Raises: MisuseError.
-    """
+    """Check what `open_plane` would check, before a pool exists. Raises: MisuseError."""
     if name not in PLANES:
         raise MisuseError(f"no data plane {name!r}; there are: {', '.join(PLANES)}")
     if name == "local" and device:
@@ -47,11 +44,10 @@ def open_plane(
 ) -> DataPlane:
     """Open one of `PLANES`.
 
-    It takes some milliseconds (a back end may start threads and listen), so call it at start-up.
-    `device` names the RDMA device, for planes that have one; for ascend it is the number of an NPU.
-
-    Raises: MisuseError for an unknown name, a rate not above 0, or a package that is missing (the
-    text names it).
+    This takes some milliseconds (a back end may start threads and listen), so call it at start-up.
+    `device` names the RDMA device for planes that use one; for ascend it is the number of an NPU.
+    Raises: MisuseError for an unknown name, a rate not above 0, or a missing package, which the
+    text names.
     """
     check_plane(name, device, host)
     if name == "local":
@@ -68,13 +64,11 @@ def open_plane(
 def plane_for(
     pool: PagedPool, plane: str | DataPlane, *, receives: bool, host: str = "127.0.0.1"
 ) -> DataPlane:
-    """Return the data plane of a node over `pool`: one of `PLANES` by name, or the caller's own as
-    it is.
+    """Return the data plane for a node over `pool`.
 
-    With `receives` peers write into this pool, so the local plane needs it in shared memory.
-
-    Raises: MisuseError, as `open_plane`, and for a pool that a plane of that name could not write
-    into.
+    `plane` is one of `PLANES`, or a plane of the caller, which is returned unchanged. With
+    `receives`, peers write into this pool, so the local plane needs it in shared memory. Raises:
+    MisuseError as `open_plane` does, and for a pool that the named plane cannot use.
     """
     if not isinstance(plane, str):
         return plane

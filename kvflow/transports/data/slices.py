@@ -1,10 +1,11 @@
-"""Blocks that are tiny for a data plane: where widths differ, each token slot of a page has a slice
-for each rank.
+"""Blocks that are tiny for a data plane: slices of token slots.
 
-An engine takes one block at a time, and each costs it the same, however few its bytes. Gathering
-slices in staging, and separating them again, costs by the byte instead.
-`kvflow bench transfer --tp 2:1` measures both. GB/s of a room as they are, and through staging, by
-the bytes of a slice (one machine of two cores):
+They arise when prefill and decode have different widths: each token slot of a page then has one
+slice per rank. An engine takes one block at a time, at the same cost however few its bytes.
+Gathering slices in staging, and separating them again, costs time by the byte instead.
+
+`kvflow bench transfer --tp 2:1` measures both. The table shows GB/s of a room without and with
+staging, by the size of a slice (one machine of two cores):
 
                    a block    256 B         1 KiB         4 KiB         16 KiB        64 KiB
     mooncake, TCP  20 us      0.02  0.63    0.07  0.81    0.27  1.19    1.03  1.25    1.54  1.37
@@ -17,20 +18,20 @@ from __future__ import annotations
 from kvflow.protocols.pages.arrange import Blocks
 
 TINY_BELOW_BYTES = {"mooncake": 32 << 10, "nixl": 4 << 10, "ascend": 32 << 10, "mori": 4 << 10}
-"""By plane: slices of fewer bytes on average go faster through staging.
+"""Mean slice size, in bytes, below which staging is faster, by plane.
 
-`ascend` and `mori` have not run, and take the numbers of the planes whose calls are like theirs.
-`local` copies slices as fast as any other way could.
+`ascend` and `mori` never ran, and have the values of the planes whose calls resemble theirs.
+`local` is absent: it copies slices as fast as staging could.
 """
 
 
 def are_tiny(plane: str, blocks: Blocks) -> bool:
-    """Return True for slices that are worth gathering before this plane moves them."""
+    """Return True if `blocks` are slices that should be gathered before this plane moves them."""
     return blocks.in_slices and blocks.mean_bytes < TINY_BELOW_BYTES.get(plane, 0)
 
 
 def remedy(plane: str, blocks: Blocks) -> str:
-    """Return a warning with advice, for slices that are tiny and are moved as they are."""
+    """Return a warning with advice, about tiny slices that are moved without staging."""
     return (
         f"slices of {blocks.mean_bytes} bytes are slow over {plane}, which is fast from "
         f"{TINY_BELOW_BYTES[plane]} on: where prefill has more shards, start decode with "

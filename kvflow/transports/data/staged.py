@@ -1,19 +1,19 @@
-"""A data plane over a pool that it cannot read: each slice of a write passes through staging, host
-memory beside the pool.
+"""A data plane over a pool that it cannot read: each slice of a write passes through staging, which
+is host memory apart from the pool.
 
-What status means landed?       What it means to the inner plane, of every slice; a slice is written
-                                after it was copied out.
-Can a write outlive its error?  As on the inner plane. A copy out that fails ends its write as
-                                cancelled and drained.
-What fences a peer?             What fences one of the inner plane.
+What status means landed?       What it means on the inner plane, for every slice; a slice is
+                                written after it was copied out.
+Can a write outlive its error?  As on the inner plane. If a copy out of the pool fails, its write
+                                ends cancelled and drained.
+What fences a peer?             Whatever fences a peer of the inner plane.
 
-A write ends when its copies end. While one slice travels, a separate thread copies the next one
-out. Every route has memory for a few slices, so a peer that takes no writes keeps no other's. A
-doubtful block may read that memory later: it can only reach target pages that are still on loan, of
-a room that failed.
+A write ends when its copies end. While one slice travels, a separate thread copies out the next
+one. Every route has its own memory for a few slices, so a peer that takes no writes does not use up
+that of others. A doubtful block may read that memory later, but what it reads can only reach target
+pages that are still on loan, in a room that failed.
 
-Where the target takes tiny blocks, slices of each token slot, they are gathered in staging in the
-target's own order, so that what lies together there is one block (`slices`, `pages.arrange`).
+If the target would receive tiny blocks, slices of token slots, they are gathered in staging in the
+target's order, so that adjacent slices form one block (`slices`, `pages.arrange`).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from kvflow.transports.data.threaded import EnginePlane
 from kvflow.transports.data.write_thread import Assignment, WriteJob
 
 _log = logging.getLogger(__name__)
-_SLICES = 3  # of one route: one travels, one is copied, and one waits
-_ROUTES = 8  # routes for which a small staging has room
-_WAIT_S = 0.01  # for a copy, which wakes the plane's thread when it ends
+_SLICES = 3  # slices of one route: one travels, one is copied, and one waits
+_ROUTES = 8  # routes that even a small staging has space for
+_WAIT_S = 0.01  # longest wait for a copy, whose end wakes the plane's thread
 
 
 class StagedPlane:
     """Implements `protocols.ports.DataPlane` around a plane whose routes are `PlannedRoute`s."""
 
     def __init__(self, inner: DataPlane, staging: Staging) -> None:
-        """`inner` is made for the staging's segment; all of the staging is this plane's."""
+        """`inner` is made for the staging's segment. The plane uses all of the staging."""
         self.inner, self._staging = inner, staging
         if isinstance(inner, EnginePlane):
             inner.warns_of_slices = False
@@ -65,13 +65,16 @@ class StagedPlane:
         return self.inner.stalled_s
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
-        """Export the staging: `layout` is its own, or its pool's. Raises: as the inner plane."""
+        """Export the staging, whose layout replaces `layout`. Raises: the errors of the inner
+        plane.
+        """
         return self.inner.export(self._staging.host.layout.served)
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> StagedRoute:
         """Open a route, and take staging for it.
 
-        Raises: as the inner plane; TransferError when there is no staging left for another route.
+        Raises: the errors of the inner plane; TransferError when no staging is left for another
+        route.
         """
         inner = await self.inner.connect(address, layout)
         try:
@@ -90,10 +93,10 @@ class StagedPlane:
         return route
 
     def _gather(self, inner: PlannedRoute, target: PoolLayout) -> Pairing | None:
-        """Return the order in which tiny slices are copied out, so that `inner` writes larger
-        blocks.
+        """Set up `inner` to write tiny slices in larger blocks.
 
-        It is None where slices need not, or cannot, be gathered.
+        Return the order in which slices are copied out of the pool for that; None if they need not,
+        or cannot, be gathered.
         """
         host = self._staging.host.layout.served
         if not are_tiny(self.name, before := blocks_between(host, target)):
@@ -121,18 +124,18 @@ class StagedPlane:
         return self.inner.sees_alive(writer)
 
     async def close(self) -> None:
-        """Close the inner plane, then end the copies and close the routes that are left."""
+        """Close the inner plane, then end the copies and close the remaining routes."""
         try:
             await self.inner.close()
         finally:
             try:
-                # The thread works in order, so no copy runs when this is done. There is no time
+                # The thread works in order, so no copy runs once this call is done. It has no time
                 # limit: a copy that hangs may still read and write the memory that is freed next.
-                # Where the system has no thread, none was ever there.
+                # If the system has no thread left, none was ever started.
                 with suppress(RuntimeError):
                     await run_to_end(self._copying.start(lambda _: None).ended)
             finally:
-                # No copy runs, even when this close is cancelled.
+                # No copy runs here, even if this close is cancelled.
                 for route in list(self._routes):
                     route.close()
 
@@ -140,7 +143,7 @@ class StagedPlane:
 class StagedRoute(PlannedRoute):
     """Implements `protocols.ports.Route`.
 
-    Only the plane's thread touches `places`, the staging that no slice uses.
+    `places` is the route's free staging. Only the plane's thread uses it.
     """
 
     def __init__(
@@ -152,8 +155,7 @@ class StagedRoute(PlannedRoute):
         siblings: set[StagedRoute],
         out: Pairing | None,
     ) -> None:
-        """`out` pairs the pool with the staging, where slices are not copied out in the staging's
-        order.
+        """`out` pairs the pool with the staging, if slices are gathered; otherwise it is None.
 
         Raises: TransferError.
         """
@@ -189,7 +191,7 @@ class StagedRoute(PlannedRoute):
         return StagedJob(self, write)
 
     def reserve(self, places: PageIndices) -> PageIndices | None:
-        """Return staging for these places of the pool, in their order; None while too little is
+        """Return free staging for these places of the pool, in their order; None if too little is
         free.
         """
         pool, host, free = self.staging.pool.layout, self.staging.host.layout, self.places
@@ -207,7 +209,7 @@ class StagedRoute(PlannedRoute):
         return found
 
     def copy_out(self, write: Assignment, places: PageIndices, staged: PageIndices) -> Future[bool]:
-        """Start to copy places into their staging; the result is False after a cancel.
+        """Start to copy places into their staging. The result is False if the write was cancelled.
 
         Raises: RuntimeError when no thread can be started.
         """
@@ -230,7 +232,7 @@ class StagedRoute(PlannedRoute):
 
 
 class _Slice:
-    """Implements `write_thread.Assignment`: some places of a write, in staging."""
+    """A part of a write whose source is in staging. Implements `write_thread.Assignment`."""
 
     __slots__ = ("copied", "job", "source_pages", "target_pages", "total_bytes", "write")
 
@@ -252,7 +254,7 @@ class _Slice:
 
 
 class StagedJob:
-    """Implements `write_thread.WriteJob`: slices are copied out and written in their order."""
+    """Implements `write_thread.WriteJob`: it copies out slices and writes them in order."""
 
     __slots__ = (
         *(
@@ -300,19 +302,19 @@ class StagedJob:
         return max_bytes - left if left < max_bytes or changed or self.outcome is not None else -1
 
     def _copy_next(self) -> bool:
-        """Begin to copy slices while there is staging for them; return True when one was begun."""
+        """Start copies of the next slices while staging is free; return True if one was started."""
         route, write, begun = self._route, self._write, False
         while self._at < len(write.source_pages) and len(self._slices) < _SLICES:
             places = write.source_pages[self._at : self._at + route.slice_pages]
             staged = route.reserve(places)
             if staged is None:
-                # Slices of other writes return their staging when they end.
+                # Slices under way return their staging when they end.
                 break
             targets = write.target_pages[self._at : self._at + places.size]
             try:
                 copied = route.copy_out(write, places, staged)
             except RuntimeError as error:
-                # The system has no thread left; the write ends, drained.
+                # The system has no thread left. The write ends, drained.
                 route.give_back(staged)
                 self.error = f"no thread copies from the pool: {error}"
                 self._worst = WriteOutcome.CANCELLED
@@ -326,7 +328,7 @@ class StagedJob:
         return begun
 
     def _write_on(self, part: _Slice, max_bytes: int, stopped: bool) -> int:
-        """Let a slice move on that was copied out, as `advance`; forget it when it ends."""
+        """Advance a slice that was copied out, see `WriteJob.advance`; drop it when it ends."""
         if part.job is None and (not self._was_copied(part) or stopped):
             self._end(part, 0, WriteOutcome.CANCELLED)
             return 0
@@ -334,7 +336,7 @@ class StagedJob:
             part.job = part.job or self._route.inner.begin(part)
             moved = part.job.advance(max_bytes, stopped)
         except Exception as error:  # noqa: BLE001
-            # Other slices of this write are still being copied: the write ends after them.
+            # Other slices of this write may still be copied; the write ends after them.
             self._route.thread.surprises += 1
             self.error = self.error or f"{type(error).__name__}: {error}"
             self._end(part, 0, WriteOutcome.UNPROVEN)
@@ -346,10 +348,10 @@ class StagedJob:
 
     def _was_copied(self, part: _Slice) -> bool:
         try:
-            # False after a cancel.
+            # The result is False after a cancel.
             return part.copied.result()
         except Exception as error:  # noqa: BLE001
-            # An error of a copy ends this write, drained, and no other.
+            # A copy that fails ends this write, drained, and no other.
             self.error = (
                 self.error or f"a copy from the pool failed: {str(error) or type(error).__name__}"
             )
@@ -362,5 +364,5 @@ class StagedJob:
         self._worst = max(self._worst, outcome, key=_DOUBT.index)
 
 
-# In order of doubt: a write ends as the worst of its slices.
+# Outcomes in order of doubt: a write ends with the worst outcome of its slices.
 _DOUBT = (WriteOutcome.LANDED, WriteOutcome.CANCELLED, WriteOutcome.UNPROVEN)

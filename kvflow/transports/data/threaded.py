@@ -1,8 +1,8 @@
-"""The common part of data planes whose writes go through a `WriteThread`: their routes, how a peer
-is reached, how they close.
+"""The common part of data planes whose writes go through a `WriteThread`: routes, connecting and
+closing.
 
-All of them close in one way: the plane takes no write any more, cancels and drains those that run,
-and ends the thread; then the routes let go of their peers, and the back end frees its memory,
+They all close in the same way. The plane takes no more writes, cancels and drains those that run,
+and ends the thread. Then the routes release their peers, and the back end frees its memory,
 sessions and threads.
 """
 
@@ -30,23 +30,25 @@ R = TypeVar("R", bound=PlannedRoute)
 
 
 class ThreadedPlane(Generic[R]):
-    """A base of `protocols.ports.DataPlane`; a back end adds `name`, `export`, `connect` and
-    `fence`.
+    """A base class for `protocols.ports.DataPlane`.
+
+    A back end adds `name`, `export`, `connect` and `fence`.
     """
 
     name = ""
     close_grace_s = float("inf")
-    """How long closing waits for writes under way; then those that a frozen peer holds up end
-    UNPROVEN.
+    """Seconds for which `close` waits for writes under way. Then those that a frozen peer holds up
+    end UNPROVEN.
     """
 
     def __init__(self, rate_limit_bytes_per_s: float | None) -> None:
-        """The rate limit holds for the plane as a whole; None means no limit.
+        """The rate limit applies to the plane as a whole; None means no limit.
 
         Raises: MisuseError for a rate that is not positive.
         """
         self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
-        self._layout: PoolLayout | None = None  # layout of our own pool, while peers can be reached
+        # our own pool's layout, while peers can be connected to
+        self._layout: PoolLayout | None = None
         self._routes: set[R] = set()
 
     @property
@@ -55,7 +57,7 @@ class ThreadedPlane(Generic[R]):
 
     @property
     def under_way(self) -> dict[str, int]:
-        """Counts of what writes still hold, by name: all 0 when no write runs."""
+        """What writes still hold, as counts by name. All are 0 when no write runs."""
         return {"writes": self._thread.open_writes}
 
     def sees_alive(self, writer: PlaneAddress) -> bool:
@@ -68,7 +70,7 @@ class ThreadedPlane(Generic[R]):
         return self._layout
 
     def _keep(self, route: R) -> R:
-        """Count a route as open.
+        """Record a route as open.
 
         Raises: TransferError when the plane closed while the route was opened.
         """
@@ -79,38 +81,38 @@ class ThreadedPlane(Generic[R]):
         return route
 
     async def close(self) -> None:
-        """Cancel, drain for at most `close_grace_s`, end the thread, let go of every peer.
+        """Cancel all writes, drain for at most `close_grace_s`, end the thread, release every peer.
 
         Idempotent.
         """
         try:
             await self._thread.close(self.close_grace_s)
         finally:
-            # The thread is over, even when this close is cancelled.
+            # The thread has ended, even if this close is cancelled.
             for route in list(self._routes):
                 route.close()
             await self._release()
 
     async def _release(self) -> None:
-        """Free what the back end holds, once none of its writes runs. Idempotent."""
+        """Free what the back end holds, after its last write ended. Idempotent."""
 
 
 class EnginePlane(ThreadedPlane[R]):
-    """A base of planes that write through a vendor's engine.
+    """A base class for planes that write through a vendor's engine.
 
-    Its calls may block, so each kind runs in separate threads, and every wait for one has a time
-    limit.
+    The engine's calls may block, so each kind of call runs in its own threads, and every wait for
+    one has a time limit.
     """
 
     close_grace_s = CLOSE_GRACE_S
     max_block_bytes = 4 << 20
-    connects = 4  # at a time
-    warns_of_slices = True  # about slices that are tiny for it
+    connects = 4  # peers that are connected to at a time
+    warns_of_slices = True  # log a warning about slices that are tiny for this plane
 
     def __init__(self, rate_limit_bytes_per_s: float | None) -> None:
         super().__init__(rate_limit_bytes_per_s)
         self._inbound = InboundConnections()
-        self._opening = threading.Lock()  # guards `_layout`, and what the engine knows of peers
+        self._opening = threading.Lock()  # guards `_layout` and the records of peers
         self._connecting = Threads(f"{self.name}-connect", self.connects)
         self._looking, self._closing = (
             Threads(f"{self.name}-fence", 1),
@@ -118,7 +120,7 @@ class EnginePlane(ThreadedPlane[R]):
         )
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> R:
-        """Reach the peer once, and open a route to it.
+        """Check that the peer answers, and open a route to it.
 
         Raises: LayoutError (the pools do not fit), TransferError (no answer).
         """
@@ -140,28 +142,29 @@ class EnginePlane(ThreadedPlane[R]):
         return self._keep(route)
 
     def _check_address(self, address: PlaneAddress) -> None:
-        """Check the form of an address. Raises: TransferError when it cannot be a peer's."""
+        """Check the form of a peer's address. Raises: TransferError when it is invalid."""
 
     async def _open(
         self, address: PlaneAddress, layout: PoolLayout, planner: Planner, process: PeerProcess
     ) -> R:
-        """Open the route after an answer that certainly came from `process`.
+        """Open a route, after an answer that can only have come from `process`.
 
         Raises: TransferError.
         """
         raise NotImplementedError
 
     def _unprovable(self) -> str:
-        """Return the transports over which a writer's end cannot be observed, or ""."""
+        """Return the transports in use over which a writer's end cannot be observed; empty if there
+        are none.
+        """
         raise NotImplementedError
 
     async def fence(self, writer: PlaneAddress) -> None:
-        """Return once the writer's process is dead and our engine closed every connection that may
+        """Wait until the writer's process is dead and our engine closed every connection that may
         be its own.
 
-        Raises: TransferError for a writer that cannot be observed (another host, say), and over a
-        transport that cannot be observed from here, such as RDMA; OSError when the writer cannot be
-        observed just now.
+        Raises: TransferError for a writer that can never be observed (on another host, say, or over
+        a transport such as RDMA); OSError when it cannot be observed right now.
         """
         if over := self._unprovable():
             raise TransferError(f"over {over} the end of a writer's bytes cannot be observed")
@@ -176,8 +179,5 @@ class EnginePlane(ThreadedPlane[R]):
             )
 
     def _stop(self) -> None:
-        """Block until the engine gave back the pool; no peer is reached from it any more.
-
-        Idempotent.
-        """
+        """Block until the engine released the pool; it reaches no peer after that. Idempotent."""
         raise NotImplementedError

@@ -1,5 +1,6 @@
-"""Writes to one peer through an engine that takes lists of blocks: transfers, a few of them under
-way at a time.
+"""Writes to one peer through an engine that takes lists of blocks.
+
+Each list is a transfer, and a few transfers are under way at a time.
 """
 
 from __future__ import annotations
@@ -11,29 +12,29 @@ from kvflow.transports.data.route import BlockList, BlockQueue, PlannedRoute, Pl
 from kvflow.transports.data.write_thread import Assignment, WriteThread
 from kvflow.transports.host.peer_process import PeerProcess
 
-DONE, RUNNING, FAILED = "DONE", "PROC", "ERR"  # as NIXL names them
+DONE, RUNNING, FAILED = "DONE", "PROC", "ERR"  # NIXL's names
 WINDOW_BYTES = 16 << 20
-# Limits of one transfer: some 1 ms, for which a cancel waits.
+# Limits of one transfer. It takes some 1 ms, and a cancel waits for its end.
 TRANSFER_BYTES = 4 << 20
 TRANSFER_BLOCKS = 1024
-_PAUSE_S = 0.0003  # between looks at what is under way
+_PAUSE_S = 0.0003  # between checks of what is under way
 
 
 class Transfer:
-    """A list of blocks under way to one peer."""
+    """A list of blocks that the engine writes to one peer."""
 
     __slots__ = ("handle", "size_bytes", "status", "why")
 
     def __init__(self, handle: Any, size_bytes: int) -> None:
         self.handle, self.size_bytes, self.status = handle, size_bytes, ""
-        self.why = ""  # why it did not end well, where the engine reports it
+        self.why = ""  # reason for its failure, if the engine reports one
 
 
 class Carrier(Protocol):
-    """The way to one peer.
+    """An engine's connection to one peer.
 
-    Its methods are called on the plane's thread; an error that one raises is an error of that
-    write.
+    Its methods are called on the plane's thread. If one raises, the write that it was called for
+    fails.
     """
 
     @property
@@ -41,19 +42,21 @@ class Carrier(Protocol):
         """The peer's name, for error texts."""
 
     def prepare(self, blocks: BlockList) -> Transfer:
-        """Return a transfer of `blocks`, not started."""
+        """Return a transfer of `blocks`, without starting it."""
 
     def post(self, transfer: Transfer) -> None:
-        """Start a transfer. If it raises, it is unknown whether any of it is under way."""
+        """Start a transfer. If it raises, some of the transfer may be under way."""
 
     def look(self, transfer: Transfer) -> None:
-        """Update a transfer's status."""
+        """Update the status of a transfer."""
 
     def release(self, transfer: Transfer) -> None:
-        """Forget a transfer that ended; raises where it did not, and is then called again."""
+        """Forget a transfer that ended. It raises if the transfer did not end, and is then called
+        again.
+        """
 
     def failed(self) -> None:
-        """Note that a transfer did not end well: the sessions with this peer may be unusable."""
+        """Note that a transfer failed, after which sessions with this peer may be unusable."""
 
     def leave(self) -> None:
         """Note that the route is closed."""
@@ -62,7 +65,7 @@ class Carrier(Protocol):
 class TransfersRoute(PlannedRoute):
     """Implements `protocols.ports.Route`.
 
-    The window is the route's, so a frozen peer holds up no other route.
+    Each route has its own window, so a frozen peer does not hold up other routes.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class TransfersRoute(PlannedRoute):
     ) -> None:
         super().__init__(thread, planner, siblings)
         self.carrier, self.process = carrier, process
-        self.jobs = self.bytes = 0  # under way; the plane's thread only
+        self.jobs = self.bytes = 0  # under way; used by the plane's thread only
 
     def begin(self, write: Assignment) -> _TransfersJob:
         return _TransfersJob(
@@ -90,8 +93,8 @@ class TransfersRoute(PlannedRoute):
 class _TransfersJob:
     """Implements `write_thread.WriteJob`.
 
-    A call of the engine that raises is an error like any other: the job still follows what it
-    submitted before to its end.
+    If a call of the engine raises, that is an error like any other: the job still follows
+    everything that it submitted to its end.
     """
 
     __slots__ = (
@@ -132,7 +135,8 @@ class _TransfersJob:
             and not self._write.cancelled
             and not self.error
         ):
-            # Pages are written by pid within a machine, and another process may soon have it.
+            # Within a machine, the engine writes by pid, and another process may soon have this
+            # one.
             if route.process.is_gone:
                 self.error = (
                     f"process {route.process.identity.pid}, to which {route.carrier.name} "
@@ -173,7 +177,7 @@ class _TransfersJob:
             self._transfers.remove(transfer)
 
     def _follow(self) -> int:
-        """Look at the transfers under way, in whatever order they end; return how many ended."""
+        """Check the transfers under way, which may end in any order; return how many ended."""
         before = len(self._transfers)
         for transfer in [t for t in self._transfers if t.status == RUNNING]:
             try:
@@ -189,9 +193,9 @@ class _TransfersJob:
         return before - len(self._transfers)
 
     def _has_ended(self, transfer: Transfer) -> bool:
-        """Return True when a transfer is over and released.
+        """Return True when a transfer ended and is released.
 
-        One that is not released may still read the source's pages.
+        A transfer that is not released may still read the source's pages.
         """
         route = self._route
         if transfer.status == RUNNING:

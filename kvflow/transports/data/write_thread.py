@@ -1,17 +1,18 @@
 """One thread per data plane, which moves the blocks of many writes, round robin and slice by slice.
 
-It is fair between rooms (a write moves one slice per turn), and quick to stop: `cancel` takes
-effect between slices. Work arrives through a queue on which the idle thread blocks. Ended writes
-return to the event loop in batches, with one wake-up for all that ended since the loop last looked.
+It is fair between rooms, since a write moves one slice per turn, and quick to stop, since `cancel`
+takes effect between slices. Work arrives through a queue on which the idle thread blocks. Ended
+writes return to the event loop in batches: one wake-up serves all writes that ended since the loop
+last ran.
 
-A back end whose tiny writes cost less than this hand-over makes them on the event loop, while no
-write is under way (so they keep their order, and do not overtake those of a busy plane) and within
-a bound per turn of the loop.
+A hand-over to the thread may cost more than a tiny write. A back end may then do such a write on
+the event loop, but only while no other write is under way, so that writes keep their order, and
+within a limit per turn of the loop.
 
-The rate limit is in bytes/s over the whole plane: a slice may start once the bytes before it would
-have been sent at that rate, so by any moment at most one slice more than rate x time was submitted.
-Idle time is not saved up. Slices shrink with the rate (5 ms worth each), so that a test can reach
-the middle of a transfer on purpose.
+The rate limit is in bytes/s over the whole plane. A slice may start once all bytes before it would
+have been sent at that rate, so at any moment at most one slice more than rate x time was submitted.
+Idle time does not add up to credit. Slices shrink with the rate (5 ms worth each), so that a test
+can reach the middle of a transfer on purpose.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from kvflow.protocols.errors import MisuseError, TransferError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import WriteOutcome
 
-SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove: a cancel, or another room, waits that long
-AT_ONCE_BYTES = 64 << 10  # the largest write made on the event loop: some 10 us of memmove
-_TURN_BYTES = 4 * AT_ONCE_BYTES  # limit of one turn of the event loop, ...
-_BLOCK_COST_BYTES = 4 << 10  # ... for which a block counts at least this much
+SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove; a cancel, or another room, waits that long
+AT_ONCE_BYTES = 64 << 10  # largest write done on the event loop: some 10 us of memmove
+_TURN_BYTES = 4 * AT_ONCE_BYTES  # limit per turn of the event loop, ...
+_BLOCK_COST_BYTES = 4 << 10  # ... in which a block counts for at least this many bytes
 _LIMITED_SLICE_S = 0.005
 _TOLD_AT_ONCE = 8
 _SMALLEST_SLICE = 4 << 10
@@ -40,17 +41,21 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.00005, 0.01
 
 
 class WriteJob(Protocol):
-    """The work of a back end for one write, on the plane's thread only."""
+    """The work of a back end for one write. Only the plane's thread uses it."""
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
-        """Submit at most `max_bytes` (one block at least, unless 0) and follow what is under way.
+        """Submit at most `max_bytes` (but at least one block, unless 0), and follow what is under
+        way.
 
-        Returns how many bytes were submitted; -1 when there was no change at all.
+        Return how many bytes were submitted; -1 if nothing changed.
         """
 
     @property
     def outcome(self) -> WriteOutcome | None:
-        """The outcome; None while blocks are under way, or left to submit and not cancelled."""
+        """The outcome, or None until the job ends.
+
+        It ends when no block is under way, and none is left to submit or the write was cancelled.
+        """
 
     @property
     def pause_s(self) -> float:
@@ -64,7 +69,7 @@ class WriteJob(Protocol):
 
 
 class Assignment(Protocol):
-    """The subject of a job: a whole write, or a part of one."""
+    """What a job writes: a whole write, or a part of one."""
 
     @property
     def source_pages(self) -> PageIndices: ...
@@ -80,7 +85,9 @@ class Assignment(Protocol):
 
 
 class Work(Protocol):
-    """Turns a write into its job, on the plane's thread: planning would hold up the event loop."""
+    """Makes the job for a write. It is called on the plane's thread, because planning takes too
+    long for the event loop.
+    """
 
     def begin(self, write: ThreadWrite) -> WriteJob: ...
 
@@ -141,12 +148,14 @@ class ThreadWrite:
         return self._cancelled
 
     def end(self) -> None:
-        """Drop the job, which has no block under way, and keep its count; on the plane's thread."""
+        """Drop the job, which has no block under way, and keep its byte count. Called on the
+        plane's thread.
+        """
         if self.job is not None:
             self._landed_bytes, self.job = self.job.landed_bytes, None
 
     def land(self) -> None:
-        """End a write that landed as a whole on the event loop, and never went to the thread."""
+        """End a write that landed as a whole on the event loop, without the thread."""
         self._landed_bytes, self.outcome = self.total_bytes, WriteOutcome.LANDED
         self.done.set_result(WriteOutcome.LANDED)
 
@@ -159,13 +168,14 @@ class ThreadWrite:
 class WriteThread:
     """The thread of one plane.
 
-    The plane makes it, and the first connect starts it, on the event loop that it reports to.
+    The plane creates this object. The first connect starts the thread, which reports to that event
+    loop.
     """
 
     def __init__(
         self, name: str, rate_limit_bytes_per_s: float | None = None, slice_bytes: int = SLICE_BYTES
     ) -> None:
-        """The rate limit holds for all writes together; None means no limit.
+        """The rate limit applies to all writes together; None means no limit.
 
         Raises: MisuseError for a rate that is not positive.
         """
@@ -183,14 +193,14 @@ class WriteThread:
         self._over: asyncio.Future[None]  # resolves when the thread ends
         self._inbox: queue.SimpleQueue[ThreadWrite | None] = queue.SimpleQueue()
         self._ended: deque[ThreadWrite] = deque()
-        self._told = False  # True after a wake-up of the loop, until it looks
-        self._open: set[ThreadWrite] = set()  # touched by the event loop only
+        self._told = False  # True from a wake-up of the loop until it runs
+        self._open: set[ThreadWrite] = set()  # used by the event loop only
         self._closing = False
-        self._turned_at = 0.0  # last turn of a write, or arrival of work at an idle thread
+        self._turned_at = 0.0  # when a write last had its turn, or work reached an idle thread
         self._next_slice_at = 0.0
         self._abandon_at = float("inf")
-        self._turn_bytes = 0  # bytes made on the event loop in this turn of it
-        # Exceptions of a back end, each of which ended its write UNPROVEN.
+        self._turn_bytes = 0  # bytes written on the event loop in its current turn
+        # Exceptions in the back end. Each ended its write UNPROVEN.
         self.surprises = 0
 
     def start(self) -> None:
@@ -204,14 +214,14 @@ class WriteThread:
             self.loop, self._over = loop, loop.create_future()
             thread = threading.Thread(target=self._main, name=f"kvflow-{self._name}", daemon=True)
             thread.start()
-            # Set only after a successful start: a failed one can then be repeated.
+            # Set only after a successful start, so that a failed one can be repeated.
             self._thread = thread
         elif self._closing or loop is not self.loop:
             raise MisuseError(f"the {self._name} plane is closed, or belongs to another event loop")
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the thread last moved on, while it has work; see
+        """Seconds since the thread last made progress while it has work; see
         `protocols.ports.DataPlane`.
         """
         if self._thread is None or len(self._open) == len(self._ended):
@@ -220,18 +230,18 @@ class WriteThread:
 
     @property
     def is_closing(self) -> bool:
-        """True when it takes no write any more."""
+        """True once the thread takes no more writes."""
         return self._closing
 
     @property
     def open_writes(self) -> int:
-        """Writes whose end the event loop has yet to receive."""
+        """Number of writes whose end has not reached the event loop yet."""
         return len(self._open)
 
     def admit(self, size_bytes: int, blocks: int) -> bool:
-        """Return True when a write may be made on the event loop now, instead of being submitted.
+        """Return True if a write may be done on the event loop now, instead of by the thread.
 
-        Such a write counts as made.
+        The write then counts against the limits at once.
         """
         if self._open or self._closing or size_bytes > self.slice_bytes:
             return False
@@ -253,7 +263,7 @@ class WriteThread:
         self._turn_bytes = 0
 
     def submit(self, write: ThreadWrite) -> None:
-        """Hand a write over to the thread. Raises: TransferError after `close`."""
+        """Hand over a write to the thread. Raises: TransferError after `close`."""
         if self._closing:
             raise TransferError(f"the {self._name} plane is closed")
         if len(self._open) == len(self._ended):
@@ -262,14 +272,14 @@ class WriteThread:
         self._inbox.put(write)
 
     def wake(self) -> None:
-        """Wake the thread, to look for cancelled writes or finished copies."""
+        """Wake the thread, so that it notices cancelled writes and finished copies."""
         self._inbox.put(None)
 
     async def close(self, grace_s: float = float("inf")) -> None:
-        """Cancel every write, wait until all end, end the thread.
+        """Cancel every write, wait until all end, and end the thread.
 
-        A second cancel of the caller does not skip the wait (I12). Writes that a back end cannot
-        end within `grace_s` (a frozen peer) end UNPROVEN.
+        Cancelling the caller again does not skip the wait (I12). Writes that a back end cannot end
+        within `grace_s`, because of a frozen peer, end UNPROVEN.
         """
         self._abandon_at = min(self._abandon_at, time.monotonic() + grace_s)
         self._closing = True
@@ -297,16 +307,16 @@ class WriteThread:
             self._run()
         finally:
             with suppress(RuntimeError):
-                # The loop is closed, and with it every waiter.
+                # The loop is closed, and its waiters are gone.
                 self.loop.call_soon_threadsafe(self._over.set_result, None)
 
     def _run(self) -> None:
         active: deque[ThreadWrite] = deque()
         wait_s = 0.0
-        # `close` sets the flag before it wakes this thread, so the flag is seen.
+        # `close` sets the flag before it wakes this thread, so the thread sees it.
         while active or not (self._closing and self._inbox.empty()):
             if self._collect(active, wait_s):
-                # The pauses start again at the shortest: a write that was stopped may have little
+                # Start again with the shortest pause: a write that was stopped may have little
                 # under way.
                 wait_s = 0.0
             moved, pause_s = False, _LONGEST_WAIT_S
@@ -331,9 +341,10 @@ class WriteThread:
                 wait_s = max(wait_s, min(self._next_slice_at - now, _LONGEST_WAIT_S))
 
     def _collect(self, active: deque[ThreadWrite], wait_s: float) -> bool:
-        """Take the writes that arrived; return False when there was no item.
+        """Take the writes that arrived; return False if the queue was empty.
 
-        Blocks while there is no work; waits `wait_s` while only others have to act.
+        The call blocks while there is no work. It waits up to `wait_s` while every write waits for
+        a back end or a copy.
         """
         inbox, found = self._inbox, False
         try:
@@ -352,9 +363,9 @@ class WriteThread:
             return found
 
     def _turn(self, write: ThreadWrite) -> bool:
-        """Advance one write by one slice; a finished write has no job afterwards.
+        """Advance one write by one slice. A finished write has no job afterwards.
 
-        Returns True when anything changed.
+        Return True if anything changed.
         """
         try:
             job = write.job
@@ -366,7 +377,7 @@ class WriteThread:
             if time.monotonic() > self._abandon_at:
                 write.error = "the plane was closed while blocks were under way"
                 write.end()
-                # Its outcome is UNPROVEN from the start.
+                # The outcome of a write is UNPROVEN until it ends.
                 return True
             submitted = job.advance(self._allowance(), write.cancelled)
             if submitted > 0 and self.rate:
@@ -377,7 +388,8 @@ class WriteThread:
                 return submitted >= 0
             write.outcome, write.error = outcome, job.error
         except Exception as error:  # noqa: BLE001
-            # The thread serves other rooms too; this write ends unproven, and is counted.
+            # The thread serves other rooms too, so only this write fails. It ends unproven, and the
+            # exception is counted.
             self.surprises += 1
             write.outcome, write.error = WriteOutcome.UNPROVEN, f"{type(error).__name__}: {error}"
         write.end()
@@ -393,13 +405,13 @@ class WriteThread:
             try:
                 self.loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
-                # The loop is closed, and with it every waiter for these writes.
+                # The loop is closed, and the waiters of these writes are gone.
                 self._ended.clear()
 
     def _deliver(self) -> None:
-        """Resolve some of the ended writes, and come again for the rest.
+        """Resolve some of the ended writes, and the rest in the next turns of the loop.
 
-        Each wakes a room, and other callbacks of the loop wait meanwhile (I11).
+        Each write wakes a room, while other callbacks of the loop wait (I11).
         """
         for _ in range(min(_TOLD_AT_ONCE, len(self._ended))):
             write = self._ended.popleft()
@@ -407,8 +419,8 @@ class WriteThread:
             if not write.done.done():
                 write.done.set_result(write.outcome)
         self._told = False
-        # There is more than one turn's worth, or a write ended since: the thread may have seen
-        # `_told` and left the loop asleep.
+        # More writes may be left, or one ended meanwhile: the thread may have seen `_told` and not
+        # woken the loop.
         if self._ended:
             self._told = True
             self.loop.call_soon(self._deliver)

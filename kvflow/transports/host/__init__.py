@@ -1,1 +1,1 @@
-"""Processes of this machine: their identity, their death, their connections."""
+"""Processes on this machine: their identities, deaths and TCP connections."""

@@ -1,8 +1,8 @@
-"""The form of a host beside its port."""
+"""Host names and IP addresses as they are written in addresses with a port."""
 
 from __future__ import annotations
 
 
 def bracketed(host: str) -> str:
-    """Return a host name or IP address as it stands before ":port": an IPv6 address in brackets."""
+    """Return `host` as it is written before ":port": an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host

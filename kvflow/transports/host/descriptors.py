@@ -1,4 +1,4 @@
-"""Shares of the descriptors that this process may have (`ulimit -n`)."""
+"""Limits derived from the number of descriptors that this process may have (`ulimit -n`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import resource
 
 
 def descriptors_for(most: int) -> int:
-    """Return `most`, or half of the process's limit if that is less.
+    """Return `most`, or half of the process's limit on descriptors if that is less.
 
-    The other half is for everything else.
+    The other half stays free for everything else.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if soft == resource.RLIM_INFINITY else min(most, soft // 2)

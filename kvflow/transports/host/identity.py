@@ -1,10 +1,10 @@
 """Observation of another process's death on this host, so that it is known and not assumed (Linux
 pidfd).
 
-A pid alone is no proof, because it may be re-used. An identity also carries the process's start
-time, the boot and the pid namespace in which the pid means something, and the time namespace in
-which the start time does (elsewhere the kernel shifts it). Outside of them a death can never be
-proven.
+A pid alone does not identify a process, because the kernel re-uses pids. An identity therefore also
+carries the process's start time, the boot and the pid namespace in which the pid is valid, and the
+time namespace of the start time (the kernel shifts it in others). The death of a process outside
+this boot and these namespaces can never be proven.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Self
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.ports import ProcessIdentity
 
-# Errors that waiting does not change. Any other (no descriptors, no memory) is raised as it is, so
-# that the caller tries again.
+# Errors that a retry cannot cure. Any other error (no descriptors, no memory) is raised unchanged,
+# so that the caller tries again.
 _NEVER = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM})
 
 
 def own_identity() -> ProcessIdentity:
     """Return what other processes need to observe this process's death.
 
-    Not cached: a forked child is another process, and may be in another namespace.
+    The result is not cached: a forked child is another process, and may be in another namespace.
     """
     pid = os.getpid()
     _, ticks = _stat(pid)
@@ -38,9 +38,9 @@ def own_identity() -> ProcessIdentity:
 
 
 def check_same_host(identity: ProcessIdentity) -> None:
-    """Check that `identity` is of this boot, and of our pid and time namespaces.
+    """Check that `identity` belongs to this boot, and to our pid and time namespaces.
 
-    Raises: TransferError when it is not.
+    Raises: TransferError when it does not.
     """
     if (identity.boot_id, identity.pid_namespace) != (_boot_id(), _namespace("pid")):
         raise TransferError(
@@ -56,9 +56,9 @@ def check_same_host(identity: ProcessIdentity) -> None:
 
 
 def is_alive(identity: ProcessIdentity) -> bool:
-    """Return True while that very process runs; a zombie does not.
+    """Return True while exactly this process runs; a zombie counts as ended.
 
-    Raises: TransferError (another host).
+    Raises: TransferError when it is on another host or in another namespace.
     """
     check_same_host(identity)
     state, ticks = _stat(identity.pid)
@@ -66,7 +66,7 @@ def is_alive(identity: ProcessIdentity) -> bool:
 
 
 def is_seen_alive(identity: ProcessIdentity) -> bool:
-    """Return True while that very process is seen to run; False also where it cannot be seen."""
+    """Return True if this process is known to run; False if it ended or cannot be observed."""
     try:
         return is_alive(identity)
     except TransferError:
@@ -80,10 +80,10 @@ class DeathWatch:
     """
 
     def __init__(self, identity: ProcessIdentity) -> None:
-        """Open the pidfd; call it on the event loop.
+        """Open the pidfd; call this on the event loop.
 
-        Raises: TransferError when that process can never be observed from here; OSError when it
-        cannot be just now.
+        Raises: TransferError when the process can never be observed from here; OSError when it
+        cannot be observed right now.
         """
         self._loop = asyncio.get_running_loop()
         self._fd = open_process(identity)
@@ -132,7 +132,7 @@ class DeathWatch:
 
 
 def watch(identity: ProcessIdentity) -> DeathWatch:
-    """Begin to observe a process.
+    """Return a watch on a process, for use in a block:
 
     `async with watch(w) as death: await asyncio.shield(death.died)`
     """
@@ -140,7 +140,7 @@ def watch(identity: ProcessIdentity) -> DeathWatch:
 
 
 async def wait_dead(identity: ProcessIdentity) -> None:
-    """Return when that process ends, or at once when it ended before. Raises: as DeathWatch."""
+    """Wait until the process ends; return at once if it already ended. Raises: see `DeathWatch`."""
     async with watch(identity) as death:
         await asyncio.shield(death.died)
 
@@ -153,24 +153,24 @@ def has_ended(pidfd: int) -> bool:
 
 
 def open_process(identity: ProcessIdentity) -> int:
-    """Return a pidfd of exactly that process; -1 when it ended. Raises: as DeathWatch."""
-    # Elsewhere its pid is unused, or another process's.
+    """Return a pidfd of exactly this process; -1 if it ended. Raises: see `DeathWatch`."""
+    # On another host, or in another namespace, this pid is unused or belongs to another process.
     check_same_host(identity)
     try:
         fd = os.pidfd_open(identity.pid)
     except ProcessLookupError:
         return -1
     except OverflowError as error:
-        # The pid was received over the wire: it may be no pid at all.
+        # The pid was received over the wire, and may be out of range.
         raise TransferError(f"cannot observe process {identity.pid}: {error}") from error
     except OSError as error:
         if error.errno not in _NEVER:
             raise
         raise TransferError(f"cannot observe process {identity.pid}: {error}") from error
     try:
-        # The start time is read after the pidfd is open: if it still fits now, the descriptor can
-        # only be that process's. A zombie counts as living: its other threads may still run, and
-        # only the pidfd shows when the last one ends.
+        # The start time is read after the pidfd is open. If it matches, the descriptor belongs to
+        # this process and not to a later one with its pid. A zombie counts as living: its other
+        # threads may still run, and only the pidfd shows when the last one ends.
         _, ticks = _stat(identity.pid)
         if ticks == identity.start_ticks:
             return fd
@@ -193,7 +193,9 @@ def _boot_id() -> str:
 
 
 def _namespace(kind: str) -> str:
-    """Return the name of this process's namespace of `kind`; empty if the kernel has none."""
+    """Return the name of this process's namespace of one `kind`; empty if the kernel has no such
+    kind.
+    """
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except FileNotFoundError:
@@ -201,7 +203,7 @@ def _namespace(kind: str) -> str:
 
 
 def _stat(pid: int) -> tuple[bytes, int]:
-    """Return state and start time (fields 3 and 22 of /proc/pid/stat).
+    """Return the state and the start time of a process (fields 3 and 22 of /proc/pid/stat).
 
     The time is -1 when there is no such process.
     """

@@ -1,25 +1,25 @@
 """Connections of writers into our engine, and the proof that a dead writer's last bytes are in
 memory.
 
-A killed writer's bytes live on: in the kernel, in the engine's thread that reads its connection,
-and in a child that the writer forked, which holds the same sockets and keeps them open. The
-writer's end of a connection is therefore no proof. Ours is: once our engine closed its descriptor,
-that connection is not read any more. (The engine closes it after it put into memory what it read
-before.)
+The bytes of a killed writer outlive it: in the kernel, in the engine's thread that reads its
+connection, and in a child that the writer forked, which holds the same sockets and keeps them open.
+The end of the writer is therefore no proof. The end of our own socket is: once our engine closed
+its descriptor, that connection is not read any more. (The engine closes it after it put into memory
+what it read before.)
 
 So after a writer's death every connection that our engine has open counts as that writer's, except
-those that are known to be another's:
+those that are known to belong to another:
 
-- while the writer lived, a look at its descriptors did not find the connection, and another watched
-  writer had it; or the connection came up after a look in which that other writer was already
-  running, and so was not inherited;
-- it comes from another machine: not from an address of our network namespace, which is the writer's
-  too.
+- While the writer lived, a look at its descriptors did not find the connection, but another watched
+  writer had it. The same holds if the connection appeared after a look at that other writer, which
+  therefore did not inherit it.
+- The connection comes from another machine: the writer is in our network namespace, and the far
+  address is not.
 
-Connections that were seen with the writer, and with no other, are shut down from our side, because
-a child may hold them for ever. For the rest the fence waits, for as long as it takes. That is the
-right answer for connections that cannot be attributed: one behind an address translation, or one
-that was opened in the writer's last moments and that a child holds.
+Connections that were seen with this writer, and with no other, are shut down from our side, because
+a child may hold them forever. For the rest the fence waits, for as long as it takes. It has to, for
+a connection may be impossible to attribute: one behind an address translation, or one that was
+opened in the writer's last moments and that a child holds.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 1.0  # between looks at those of a de
 
 @dataclass(slots=True)
 class _Connection:
-    """One descriptor of ours that the engine accepted."""
+    """A connection that the engine accepted."""
 
     fd: int
     ends: Ends | None  # None after a reset: then only its port is known
     is_local: bool  # it comes from an address of our own network namespace
-    first_look: int  # the look that found it
-    # Writers seen with it, and for each the first look at that writer.
+    first_look: int  # number of the look that found it
+    # Writers seen with this connection, each with the number of the first look at that writer.
     holders: dict[ProcessIdentity, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Writer:
-    """A writer whose death some fences await."""
+    """A writer whose death at least one fence awaits."""
 
-    fences: int = 0  # how many fences await its death
+    fences: int = 0  # fences that await its death
     first_look: int = 0  # looks are counted from 1; 0 means that no look has succeeded yet
     last_look: int = 0
-    # Connections that may be its own, inode to descriptor. Fixed after its death, when no
+    # Connections that may be this writer's, inode to descriptor. Set once after its death, when no
     # connection waits to be accepted any more.
     suspects: dict[int, int] | None = None
 
@@ -76,7 +76,7 @@ class _Writer:
 class InboundConnections:
     """The connections that one plane's engines accepted.
 
-    Its methods read /proc: call them in a thread.
+    Its methods read /proc, so call them in a thread.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class InboundConnections:
         self._looks = 0
         self._writers: dict[ProcessIdentity, _Writer] = {}
         self._connections: dict[int, _Connection] = {}  # by inode
-        # Inodes that our engine closed; a child of ours may still have them open.
+        # Inodes of connections that our engine closed. A child of ours may still have them open.
         self._closed: set[int] = set()
         # Inodes of this process's other sockets, and of its connections to itself.
         self._others: set[int] = set()
@@ -97,9 +97,9 @@ class InboundConnections:
             self._others.clear()
 
     def watch(self, writer: ProcessIdentity) -> None:
-        """Find out, look by look, which connections are this writer's.
+        """Begin to record, with each look, which connections are this writer's.
 
-        Every call needs one of `forget`; the last of these ends the watch.
+        Each call needs a matching call of `forget`; the last one ends the watch.
         """
         with self._lock:
             self._writers.setdefault(writer, _Writer()).fences += 1
@@ -111,9 +111,9 @@ class InboundConnections:
                 del self._writers[writer]
 
     def look(self) -> None:
-        """Record which connections there are, and which watched writers have them.
+        """Record the open connections, and which watched writers have them.
 
-        Raises: OSError when there are no descriptors to look with.
+        Raises: OSError when no descriptors are left to look with.
         """
         with self._lock:
             self._look()
@@ -121,8 +121,8 @@ class InboundConnections:
     def count_open(self, dead_writer: ProcessIdentity) -> int:
         """Return how many connections that may be the dead writer's can still be read.
 
-        Those that our engine has yet to accept count too. The writer must be watched. Raises:
-        OSError as `look`.
+        The count includes connections that our engine did not accept yet. The writer must be
+        watched. Raises: OSError as `look` does.
         """
         with self._lock:
             writer = self._writers[dead_writer]
@@ -134,8 +134,8 @@ class InboundConnections:
                 }
                 self._look()
                 self._closed &= readable
-                # `_look` reads our descriptors after the table, so it finds what was accepted
-                # between the two.
+                # `_look` reads our descriptors after the table was read, so it finds what was
+                # accepted in between.
                 if pending := readable - self._connections.keys() - self._closed - self._others:
                     return len(pending)
                 writer.suspects = self._suspects(dead_writer)
@@ -182,7 +182,8 @@ class InboundConnections:
             if namespace not in far_ends:
                 far_ends[namespace] = self._far_ends(identity, here)
             held = sockets(identity.pid)
-            # Checked after its descriptors were read: by then the pid may be another process's.
+            # Check again after the descriptors were read: the pid may belong to another process by
+            # now.
             if not held or not is_alive(identity):
                 continue
             writer.first_look = writer.first_look or self._looks
@@ -193,11 +194,11 @@ class InboundConnections:
                     connection.holders.setdefault(identity, writer.first_look)
 
     def _far_ends(self, identity: ProcessIdentity, here: str) -> dict[Ends, int]:
-        """Return the far ends of our connections that lie in a writer's network namespace, with
-        their inodes.
+        """Return the far ends of our connections to a writer's network namespace, with their
+        inodes.
         """
         is_here = identity.network_namespace == here
-        # In another namespace an address equal to ours is another machine's, its loopback for one.
+        # An address equal to ours, such as loopback, means another machine in another namespace.
         wanted = {
             c.ends.reversed()
             for c in self._connections.values()
@@ -209,7 +210,7 @@ class InboundConnections:
         return {row.ends: row.inode for row in table if row.ends in wanted}
 
     def _find_accepted(self) -> None:
-        """Bring `_connections` up to date with our descriptors."""
+        """Update `_connections` from our descriptors."""
         ours = self._own_sockets()
         self._others &= ours.keys()
         for inode in self._connections.keys() - ours.keys():
@@ -251,7 +252,7 @@ class InboundConnections:
             try:
                 far_address, far_port = ours.getpeername()[:2]
             except OSError:
-                # The connection was reset: our engine has yet to read what arrived before, and to
+                # The connection was reset. Our engine still has to read what arrived before, and to
                 # close it.
                 return _Connection(fd, None, True, self._looks)
             ends = Ends(encode_address(address), port, encode_address(far_address), far_port)
@@ -271,18 +272,17 @@ def _is_open(fd: int, inode: int) -> bool:
 async def wait_ended(
     inbound: InboundConnections, looking: Threads, writer: ProcessIdentity
 ) -> None:
-    """Return once the writer's process is dead and every connection that may be its own is closed.
+    """Wait until the writer's process is dead and every connection that may be its own is closed.
 
-    There is no time limit.
-
-    Raises: TransferError for a writer that can never be observed, OSError when it cannot be just
-    now.
+    There is no time limit. Raises: TransferError for a writer that can never be observed, OSError
+    when it cannot be observed right now.
     """
     async with watch(writer) as death:
         inbound.watch(writer)
         try:
             while not death.dead:
-                # Without a descriptor to look with the fence knows less, and only waits longer.
+                # A look fails when no descriptor is left. The fence then knows less, and may only
+                # wait longer.
                 with suppress(OSError):
                     await looking.run(inbound.look)
                 await asyncio.wait([death.died], timeout=_LOOK_S)
@@ -297,7 +297,7 @@ async def _wait_closed(
     pause_s = _SHORTEST_POLL_S
     while True:
         with suppress(OSError):
-            # Without a descriptor to look with, it looks again.
+            # A count fails when no descriptor is left, and is then repeated.
             if not await looking.run(lambda: inbound.count_open(dead_writer)):
                 return
         await asyncio.sleep(pause_s)

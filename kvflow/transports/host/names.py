@@ -1,4 +1,4 @@
-"""Host name lookups in separate threads: a silent name server holds up only its callers."""
+"""Host name lookups in separate threads, so that a silent name server holds up only its callers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ipaddress import ip_address
 
 from kvflow.aio import Threads
 
-LOOKUPS = 4  # at a time; each may take as long as the system's resolver lets it
+LOOKUPS = 4  # at a time; the system's resolver limits how long each may take
 
 
 class HostNames:
@@ -35,10 +35,9 @@ class HostNames:
     async def connect(
         self, host: str, port: int, within_s: float, limit: int = 1 << 16
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect as `asyncio.open_connection` does, whose lookup would use the threads of the
-        whole loop.
+        """Connect as `asyncio.open_connection` does, but look up the host in our own threads.
 
-        Raises: OSError, TimeoutError.
+        asyncio would use the threads that the whole loop shares. Raises: OSError, TimeoutError.
         """
         error: OSError = OSError(f"{host} has no address")
         for address in await self.addresses(host, within_s):

@@ -10,19 +10,19 @@ from kvflow.transports.host.identity import has_ended, open_process
 
 
 class PeerProcess:
-    """The process that a route was opened to, while it is known to be behind the session."""
+    """The process that a route was opened to, and whether it is still the one at the far end."""
 
     def __init__(self, identity: ProcessIdentity) -> None:
         """Begin to watch the process.
 
-        Raises: TransferError when it ended, or when no descriptor is left to watch it with.
+        Raises: TransferError when it already ended, or when no descriptor is left to watch it with.
         """
         self.identity = identity
-        self.is_replaced = False  # True after another process was met at its session
+        self.is_replaced = False  # True after another process answered at its address
         try:
             self._fd = open_process(identity)
         except TransferError:
-            # A process of another host cannot be watched: its end shows when a successor is met.
+            # A process on another host cannot be watched. Its end shows when a successor answers.
             self._fd = -1
             return
         except OSError as error:
@@ -34,11 +34,11 @@ class PeerProcess:
 
     @property
     def is_gone(self) -> bool:
-        """True after the process is known to have ended."""
+        """True once the process is known to have ended."""
         return self.is_replaced or (self._fd >= 0 and has_ended(self._fd))
 
     def check(self) -> None:
-        """Check that the process is not gone. Raises: TransferError when it is."""
+        """Check that the process is not known to have ended. Raises: TransferError when it is."""
         if self.is_gone:
             raise TransferError(f"process {self.identity.pid} has ended")
 

@@ -1,9 +1,9 @@
-"""TCP sockets as the kernel lists them: /proc/net/tcp{,6} of a network namespace, /proc/PID/fd of a
-process.
+"""TCP sockets as the kernel lists them: /proc/net/tcp{,6} for a network namespace, /proc/PID/fd for
+a process.
 
 Addresses stay as the tables print them: hexadecimal, four bytes at a time in the machine's byte
-order, with IPv4-mapped IPv6 addresses shortened to IPv4. The functions that list anything read
-files: call them in a thread.
+order, with IPv4-mapped IPv6 addresses shortened to IPv4. Functions that list sockets or addresses
+read files: call them in a thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Ends(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One socket.
+    """One socket in the kernel's table.
 
     Its inode is 0 until a process accepts it, and after its last descriptor is closed.
     """
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 def rows(process: int | str = "self", ports: Collection[int] | None = None) -> Iterator[Row]:
     """Yield the TCP sockets in the network namespace of a process.
 
-    `ports` limits them to those with one of these at either end.
+    `ports` limits them to sockets with one of these ports at either end.
     """
     words = None if ports is None else [f":{port:04X} " for port in ports]
     for table in (f"/proc/{process}/net/tcp", f"/proc/{process}/net/tcp6"):
@@ -81,7 +81,7 @@ def rows(process: int | str = "self", ports: Collection[int] | None = None) -> I
 def sockets(process: int | str = "self") -> dict[int, int]:
     """Return the sockets of a process: inode to (one) descriptor.
 
-    Empty when it ended, or may not be looked at.
+    The result is empty if the process ended, or if we may not inspect it.
     """
     found: dict[int, int] = {}
     folder = f"/proc/{process}/fd"
@@ -94,7 +94,8 @@ def sockets(process: int | str = "self") -> dict[int, int]:
                 continue
             if target.startswith("socket:["):
                 found[int(target[8:-1])] = int(name)
-        # A process that ends loses all descriptors at once, so the list may be incomplete.
+        # A process that ends loses all descriptors at once. If it has none left now, the list may
+        # be incomplete.
         ended = not os.listdir(folder)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return {}
@@ -103,10 +104,10 @@ def sockets(process: int | str = "self") -> dict[int, int]:
 
 @contextmanager
 def borrow(fd: int, inode: int | None = None) -> Iterator[socket.socket | None]:
-    """Yield a duplicate of a descriptor of ours, which the engine may close meanwhile.
+    """Yield a duplicate of one of our sockets, since the engine may close the original at any time.
 
-    It is None when the descriptor is no socket, or no longer that one. Raises: OSError when no
-    descriptor is left for the duplicate.
+    Yield None when the descriptor is not a socket, or not the socket with `inode` any more. Raises:
+    OSError when no descriptor is left for the duplicate.
     """
     try:
         duplicate = os.dup(fd)
@@ -117,7 +118,7 @@ def borrow(fd: int, inode: int | None = None) -> Iterator[socket.socket | None]:
         return
     try:
         ours = socket.socket(fileno=duplicate)
-    except OSError:  # no socket
+    except OSError:  # not a socket
         os.close(duplicate)
         yield None
         return
@@ -145,12 +146,12 @@ def own_addresses() -> set[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True for an address in 127.0.0.0/8, of which `own_addresses` has only one."""
+    """Return True for an address in 127.0.0.0/8. `own_addresses` lists only one of them."""
     return len(address) == 8 and int(address, 16).to_bytes(4, sys.byteorder)[0] == 127
 
 
 def encode_address(text: str) -> str:
-    """Return an address as the tables print it, without its zone (`%eth0`), which they lack."""
+    """Return an address as the tables print it. They omit its zone (`%eth0`)."""
     family = socket.AF_INET6 if ":" in text else socket.AF_INET
     return _short(_encode(socket.inet_pton(family, text.partition("%")[0])))
 

@@ -1,1 +1,1 @@
-"""The data plane over the Mooncake Transfer Engine."""
+"""The data plane that uses the Mooncake Transfer Engine."""

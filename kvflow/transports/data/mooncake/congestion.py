@@ -1,8 +1,8 @@
-"""TCP pacing is for links that are shared, and a machine's connection to itself is not one.
+"""Removal of TCP pacing from connections within this machine, where it only costs time.
 
-Where the system's congestion control is BBR, every 64 KiB that a sender hands to the kernel arms a
-pacing timer. From a machine to itself that cost mooncake two thirds of its throughput (1.5 against
-4 GB/s, two cores). Over a real link the algorithm is the operator's choice and stays.
+If the system's congestion control is BBR, every 64 KiB that a sender hands to the kernel arm a
+pacing timer. For connections within a machine, that cost mooncake two thirds of its throughput (1.5
+against 4 GB/s, two cores). Over a real link the algorithm is the operator's choice, and stays.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import socket
 from kvflow.transports.host.tcp_table import borrow
 
 _PACED = b"bbr"
-_UNPACED = b"reno"  # the one algorithm that every kernel has and every user may choose
+_UNPACED = b"reno"  # every kernel has it, and every user may choose it
 
 
 def unpace_local_connections() -> int:
-    """Take pacing off this process's TCP connections whose two ends have one address.
+    """Remove pacing from this process's TCP connections whose two ends have the same address.
 
-    Returns how many it changed. It makes system calls for some 100 us: not on the event loop.
+    Return how many were changed. The system calls take some 100 us, so do not call it on the event
+    loop.
     """
     try:
         names = os.listdir("/proc/self/fd")
     except OSError:
-        # No descriptor is left to list them with.
+        # No descriptor is left to list the others with.
         return 0
     return sum(_unpaced(int(name)) for name in names)
 
@@ -34,7 +35,7 @@ def _unpaced(fd: int) -> bool:
         with borrow(fd) as connection:
             return connection is not None and _unpace(connection)
     except OSError:
-        # No descriptor is left, or the connection has no other end.
+        # No descriptor is left, or the socket is not connected.
         return False
 
 

@@ -1,11 +1,11 @@
-"""A probe that asks whether a mooncake engine answers, without an engine.
+"""A probe that asks whether a mooncake engine answers, without using an engine.
 
-The engine's own call blocks a thread for up to a minute when a process accepts connections and
+The engine's own call blocks a thread for up to a minute when a process accepts connections but
 stays silent, as a frozen one does.
 
-The protocol is that of the engine's handshake (its `transfer_metadata_plugin.cpp`): u64 length,
-little-endian, of what follows; one byte for the kind of request; a JSON object. The answer has the
-same form and kind.
+The protocol is that of the engine's handshake (its `transfer_metadata_plugin.cpp`): the length of
+the rest as a little-endian u64, one byte for the kind of request, and a JSON object. The answer has
+the same form and kind.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from kvflow.transports.host.names import HostNames
 
 _PROBE = 3
 _REQUEST = bytes([_PROBE]) + b"{}"
-_MAX_ANSWER_BYTES = 4 << 10  # some 20 in fact
-# The engine closes a connection that is silent for so long. When our process was held up, that is
-# ours, and the probe is repeated.
+_MAX_ANSWER_BYTES = 4 << 10  # an answer has some 20 bytes in fact
+# The engine closes a connection that is silent for this long. If that happens, our own process was
+# held up, and the probe is repeated.
 _PATIENCE_S = 5.0
 
 
 async def check_answers(session: str, names: HostNames, within_s: float) -> None:
-    """Return once the engine at `session` ("host:port") answers a probe.
+    """Wait until the engine at `session` ("host:port") answers a probe.
 
-    Raises: TransferError when no process listens there, when the one that listens is no engine, or
-    when no answer comes within `within_s`.
+    Raises: TransferError when no process listens there, when the listener is not an engine, or when
+    no answer comes within `within_s`.
     """
     host, _, port = session.rpartition(":")
     clock = asyncio.get_running_loop().time
@@ -56,7 +56,7 @@ async def check_answers(session: str, names: HostNames, within_s: float) -> None
 async def _probe(host: str, port: int, names: HostNames, within_s: float) -> None:
     """Send one probe and read its answer.
 
-    Raises: OSError, OverflowError (no port), EOFError (hung up), ValueError (another answer).
+    Raises: OSError, OverflowError (invalid port), EOFError (hung up), ValueError (another answer).
     """
     reader, writer = await names.connect(host, port, within_s, limit=_MAX_ANSWER_BYTES)
     try:
@@ -68,7 +68,7 @@ async def _probe(host: str, port: int, names: HostNames, within_s: float) -> Non
         ):
             raise ValueError("what listens there speaks another language")
     finally:
-        # The engine serves one connection at a time, and waits for the end of ours.
+        # The engine serves one connection at a time, and waits until ours is closed.
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()

@@ -1,37 +1,37 @@
-"""Pages through the Mooncake Transfer Engine: TCP, or RDMA where the machine has it, through the
-same calls.
+"""Pages through the Mooncake Transfer Engine: TCP, or RDMA if the machine has it, through the same
+calls.
 
-What status means landed?       Only 1 of `transfer_check_status`, handle by handle.
-Can a write outlive its error?  Yes. Over TCP blocks that ended -1, or that were open when the
-                                engine's time-out passed, were seen to land later, with whatever the
-                                source held by then. So any other end makes the whole write
-                                UNPROVEN, once its other handles end; the plane waits for a handle
-                                that does not end.
+What status means landed?       Only 1 of `transfer_check_status`, for each handle.
+Can a write outlive its error?  Yes. Over TCP, blocks that ended with -1, or that were under way
+                                when the engine's time-out passed, landed later in tests, with
+                                whatever the source held by then. So any other end makes the whole
+                                write UNPROVEN, once its other handles end; the plane waits for a
+                                handle that does not end.
 What fences a peer?             Its process is known to be dead (pidfd), and our engine closed every
                                 connection that may have been its own (`inbound`): until then it
-                                reads bytes that the process sent before it died. Another host's
-                                process cannot be observed, so its writes can never be proven over.
+                                reads bytes that the process sent before it died. A process on
+                                another host cannot be observed, so its loans can never be proven.
 
 Blocks are submitted one by one into a window that is bounded in handles and in bytes: after an
-abort the blocks in the window have to land before the pages are free. The engine has no
+abort, the blocks in the window have to land before the pages are free. The engine has no
 authentication: any process that reaches its ports can write into registered memory, and it listens
 on every interface. Keep it on a private network.
 
-A probe asks whether a peer answers before the engine receives its address (`handshake`): while the
-engine opens a session it takes no blocks for others, and it waits for a minute where no answer
-comes. A peer that answers the probe and then leaves the engine waiting can still cause that; kvflow
+Before the engine receives a peer's address, a probe checks that the peer answers (`handshake`).
+While the engine opens a session it takes no blocks for other peers, and it waits up to a minute for
+an answer. A peer that answers the probe and then not the engine can still cause that, and kvflow
 cannot prevent it.
 
-The engine closes no connection to a peer that is gone: each process that was written to costs the
-writer one socket in CLOSE_WAIT until the writer ends (12 of 12 decodes that came and went; no
-socket was closed within a minute). kvflow cannot close it, because the number is the engine's. So
-sessions are bounded by half of the descriptors that the process may have, and by 16,384; beyond
-that a new decode is refused, with the reason.
+The engine never closes its connection to a peer that is gone. Each process that was written to
+costs the writer one socket in CLOSE_WAIT until the writer ends (12 of 12 decodes that came and
+went; no socket was closed within a minute). kvflow cannot close it, because the engine owns the
+descriptor. So the number of sessions is limited to half of the process's descriptors, and to
+16,384. Beyond that a new decode is refused, with this reason.
 
-A route belongs to one process. Once that process is known to be dead, or another one was met at its
-session, no more blocks are submitted. The engine fails those that it holds by then (one window)
-within about a second; a new process that takes over both ports in that time, with memory registered
-at the same addresses, would be written to.
+A route belongs to one process. Once that process is known to be dead, or another one answered at
+its session, no more blocks are submitted. The engine fails the blocks that it then holds (one
+window) within about a second. If in that time a new process takes over both ports, with memory
+registered at the same addresses, these blocks reach the new process.
 """
 
 from __future__ import annotations
@@ -61,19 +61,20 @@ from kvflow.transports.host.tcp_table import listening_ports, rows, sockets
 
 MAX_BLOCK_BYTES = 2 << 20
 MAX_REGIONS = 1024
-# An engine has two threads and five descriptors. To free one holds the GIL for a second, so engines
+# An engine has two threads and five descriptors. Freeing one holds the GIL for a second, so engines
 # are never freed.
 MAX_ENGINES = 8
 MAX_SESSIONS = 16_384
-# An engine serves one handshake at a time, and waits 5 s for one that stays silent.
+# An engine serves one handshake at a time, and waits 5 s for a connection that stays silent.
 _ANSWER_S, _CONNECT_S = 12.0, 10.0
-_QUESTIONS = 256  # probes at a time: a descriptor each
+_QUESTIONS = 256  # probes at a time, each with a descriptor
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
-# The engine reads these when it is imported. A peer that reaches the default limit of queued
-# transfers stays wedged. By default the engine gives up a peer that reads nothing for 30 s, and the
-# blocks under way are unproven: the pages that it lent would stay in quarantine until our process
-# ends. A machine that is moved, or a debugger, may pause a peer for longer, and its blocks land
-# when it goes on. Until then, or until the kernel gives the connection up, our own pages wait too.
+# The engine reads these variables when it is imported. If a peer reaches the default limit of
+# queued transfers, writes to it hang for good. By default the engine gives up a peer that reads
+# nothing for 30 s. The blocks under way would then be unproven, and the peer's lent pages would
+# stay in quarantine until our process ends. But a migration of the machine, or a debugger, may
+# pause a peer for longer, and its blocks land when it continues. Until then, or until the kernel
+# drops the connection, our own pages wait too.
 _ENVIRONMENT = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "600",
     "MC_TCP_STATUS_TIMEOUT_SEC": "600",
@@ -84,8 +85,9 @@ _ENVIRONMENT = {
 
 
 class _Session(NamedTuple):
-    """The process reached last at a session, and the engines that met it, the latest one at the
-    end.
+    """The latest process at a session, and the engines that have connected to it, newest last.
+
+    An engine keeps what it learned about a session, so processes need different engines.
     """
 
     process: ProcessIdentity
@@ -93,11 +95,11 @@ class _Session(NamedTuple):
 
 
 class MooncakePlane(EnginePlane[MooncakeRoute]):
-    """Implements `protocols.ports.DataPlane`, with one engine as a rule."""
+    """Implements `protocols.ports.DataPlane`, usually with one engine."""
 
     name = "mooncake"
     max_block_bytes = MAX_BLOCK_BYTES
-    protocol = ""  # the engine's name for it; empty: RDMA with a device, TCP without one
+    protocol = ""  # the engine's name for its transport; empty: RDMA with a device, else TCP
 
     def __init__(
         self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None, device: str = ""
@@ -105,11 +107,9 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         """Start the engine, which holds the GIL for some milliseconds.
 
         Call it before the event loop serves anything. `host` is the address at which peers reach
-        us, of the one family, IPv4 or IPv6, that this process's engines speak; `device` names an
-        RDMA device, and TCP is used without one.
-
-        Raises: MisuseError when the package cannot be loaded, TransferError when the engine does
-        not start.
+        us; it must have the IP version that this process's engines use. `device` names an RDMA
+        device; without one, TCP is used. Raises: MisuseError when the package cannot be loaded,
+        TransferError when the engine does not start.
         """
         super().__init__(rate_limit_bytes_per_s)
         self._host, self._device = host, device
@@ -118,7 +118,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         self._sessions: dict[str, _Session] = {}
         self._names = HostNames("mooncake")
         self._asking = asyncio.Semaphore(_QUESTIONS)
-        self.engine = self._start_engine()  # peers write through this one
+        self.engine = self._start_engine()  # peers write to us through this engine
         self._session = f"{bracketed(host)}:{self.engine.get_rpc_port()}"
 
     def __repr__(self) -> str:
@@ -126,10 +126,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         return f"<{type(self).__name__} at {self._session} over {over}: {len(self._routes)} routes>"
 
     def _load(self) -> Callable[[], Any]:
-        """Return the function that makes an engine.
-
-        Raises: MisuseError that names what is missing.
-        """
+        """Return the function that makes an engine. Raises: MisuseError naming what is missing."""
         engine: Callable[[], Any] = engine_class(self._host, force_tcp=not self._device)
         return engine
 
@@ -174,7 +171,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         self, address: PlaneAddress, layout: PoolLayout, planner: Planner, process: PeerProcess
     ) -> MooncakeRoute:
         engine = await self._connect(address, self._own_layout(), layout)
-        # Checked after the answer: if the process still lives, no other can have given it.
+        # Check after the answer: if the process is still alive, no other process can have answered.
         process.check()
         for other in self._routes:
             if other.session == address.locator and other.process.identity != address.process:
@@ -185,7 +182,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         )
 
     async def _connect(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
-        """Return the engine that has a session with a peer. Raises: TransferError."""
+        """Return an engine with a session to the peer. Raises: TransferError."""
         async with self._asking:
             await check_answers(peer.locator, self._names, _ANSWER_S)
         try:
@@ -198,9 +195,8 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
             ) from None
 
     def _reach(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
-        """Open the session, so that no later submit has to connect (up to 5 s).
-
-        Returns its engine.
+        """Open a session now, so that no later submit has to connect (up to 5 s), and return its
+        engine.
         """
         _check_owner(peer)
         with self._opening:
@@ -214,7 +210,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         return engine
 
     def _probe(self, engine: Any, session: str, ours: int, theirs: int) -> bool:
-        """Write no bytes to the peer, and return True when it takes that; blocks.
+        """Write 0 bytes to the peer, and return True if the engine reports success. Blocks.
 
         `ours` and `theirs` are addresses in the two pools.
         """
@@ -222,10 +218,10 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         return bool(handle) and engine.transfer_check_status(handle) == 1
 
     def _engine_for(self, peer: PlaneAddress, ours: PoolLayout) -> Any:
-        """Return an engine that never met another process at this session.
+        """Return an engine that has not connected to another process at this session.
 
-        An engine keeps what it learned of a session, so a new process behind a re-used port (one in
-        some 2,000) would be written to at its predecessor's ports.
+        An engine keeps what it learned about a session. If a new process got a re-used port (one in
+        some 2,000), the engine would write to the ports of its predecessor.
         """
         known = self._sessions.get(peer.locator)
         if known is not None and known.process == peer.process:
@@ -271,7 +267,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         return "RDMA" if self._device else ""
 
     def _stop(self) -> None:
-        # From here on `_reach` gives the pool to no other engine.
+        # From here on, `_reach` does not register the pool with another engine.
         with self._opening:
             layout, self._layout = self._layout, None
         for b in layout.buffers if layout is not None else ():
@@ -280,12 +276,12 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
 
 
 def _spoken() -> str:
-    """Return the family of addresses that every engine of this process uses."""
+    """Return the IP version that every engine of this process uses."""
     return "IPv6" if "MC_USE_IPV6" in os.environ else "IPv4"
 
 
 def _family(host: str) -> str:
-    """Return the family of an IP address; empty for a name."""
+    """Return the IP version of an address; empty for a host name."""
     try:
         return (
             f"IPv{ip_address(host.removeprefix('[').removesuffix(']').partition('%')[0]).version}"
@@ -297,10 +293,8 @@ def _family(host: str) -> str:
 def _check_owner(peer: PlaneAddress) -> None:
     """Check that the peer's process listens at its session.
 
-    Another process's claim to a session would end the routes of its owner. A process of another
-    host or user cannot be checked, and passes.
-
-    Raises: TransferError.
+    A process that claims another's session would end the routes to its owner. Processes of other
+    hosts or users cannot be checked, and pass. Raises: TransferError.
     """
     try:
         check_same_host(peer.process)
@@ -308,8 +302,8 @@ def _check_owner(peer: PlaneAddress) -> None:
         return
     pid, port = peer.process.pid, int(peer.locator.rpartition(":")[2])
     try:
-        # The kernel returns the table in pieces, and a row that other sockets' coming and going
-        # moved may be missed. So it is read twice before a peer is refused.
+        # The kernel returns the table in pieces, and a row may be missed when other sockets come or
+        # go. So it is read twice before a peer is refused.
         for _ in range(2):
             held = sockets(pid)
             listening = {
@@ -323,7 +317,7 @@ def _check_owner(peer: PlaneAddress) -> None:
 
 
 def engine_class(host: str = "", *, force_tcp: bool) -> Any:
-    """Return mooncake.engine.TransferEngine, for peers that use our address `host`.
+    """Return mooncake.engine.TransferEngine, for peers that reach us at address `host`.
 
     Raises: MisuseError that explains what to do.
     """
@@ -337,8 +331,8 @@ def engine_class(host: str = "", *, force_tcp: bool) -> Any:
             f"host {host}: mooncake speaks {spoken} in this process (MC_USE_IPV6, read when it is "
             "loaded)"
         )
-    # Without this the engine takes RDMA wherever it finds a device, and the fence would be no
-    # proof.
+    # Without this variable the engine uses RDMA if it finds a device, and then the fence proves
+    # nothing.
     if force_tcp:
         os.environ.setdefault("MC_FORCE_TCP", "1")
     for name, value in _ENVIRONMENT.items():

@@ -1,4 +1,4 @@
-"""Writes to one peer through a mooncake engine: the writes of a route share a window of handles."""
+"""Writes to one peer through a mooncake engine. The writes of a route share a window of handles."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvflow.transports.host.peer_process import PeerProcess
 WINDOW_HANDLES = 128
 WINDOW_BYTES = 32 << 20
 _FIRST_UNPACE_BYTES, _LAST_UNPACE_BYTES = 4 << 20, 256 << 20
-# A look at a window takes some 100 us of CPU, which the copying threads lack where cores are few.
-# So the looks are this far apart, closer only where the rest of the write can land sooner at the
-# best speed seen, and twice as often once the write is stopped, because its pages wait for the last
+# To check a window takes some 100 us of CPU, which the copying threads lack on few cores. So checks
+# are this far apart. They are closer only if the rest of the write can land sooner at the best
+# known speed, and twice as frequent once the write is stopped, because its pages wait for the last
 # block of one window.
 _TCP_PAUSE_S, _RDMA_PAUSE_S = 0.001, 0.0002
 _BEST_BYTES_PER_S = 8e9
@@ -25,7 +25,7 @@ _BEST_BYTES_PER_S = 8e9
 class MooncakeRoute(PlannedRoute):
     """Implements `protocols.ports.Route`.
 
-    The window is the route's, so a frozen peer holds up no other route.
+    Each route has its own window, so a frozen peer does not hold up other routes.
     """
 
     def __init__(
@@ -43,10 +43,11 @@ class MooncakeRoute(PlannedRoute):
         self.submit = engine.transfer_submit_write
         self.check = engine.transfer_check_status
         self.session, self.process = session, process
-        self.jobs = self.handles = self.bytes = 0  # under way; the plane's thread only
+        self.jobs = self.handles = self.bytes = 0  # under way; used by the plane's thread only
         self.pause_s = _TCP_PAUSE_S if over_tcp else _RDMA_PAUSE_S
         self._next_unpace = _FIRST_UNPACE_BYTES
-        # Bytes left to submit before connections are unpaced again. RDMA has none to unpace.
+        # Bytes left to submit until connections are unpaced again. RDMA has no connections to
+        # unpace.
         self._until_unpace = 0 if over_tcp else float("inf")
 
     def begin(self, write: Assignment) -> _WindowJob:
@@ -55,10 +56,10 @@ class MooncakeRoute(PlannedRoute):
         )
 
     def moved(self, submitted_bytes: int) -> None:
-        """Count submitted bytes, and unpace connections when enough of them were submitted.
+        """Count submitted bytes, and from time to time unpace new connections.
 
-        The engine opens its connections while it has work, so they are looked for often at first,
-        then seldom.
+        The engine opens connections while it works, so they are looked for often at first, and more
+        and more seldom later.
         """
         self._until_unpace -= submitted_bytes
         if self._until_unpace <= 0 and submitted_bytes:
@@ -69,7 +70,7 @@ class MooncakeRoute(PlannedRoute):
     def release(self) -> None:
         """Stop watching the process.
 
-        The engine keeps its session: it has no call to drop one (see `MooncakePlane._engine_for`).
+        The engine has no call to drop its session, and keeps it (see `MooncakePlane._engine_for`).
         """
         self.process.close()
 
@@ -77,8 +78,8 @@ class MooncakeRoute(PlannedRoute):
 class _WindowJob:
     """Implements `write_thread.WriteJob` with some handles of the route's window.
 
-    A call of the engine that raises is an error like any other: the job still follows what it
-    submitted before to its end, and frees every slot of the window.
+    If a call of the engine raises, that is an error like any other: the job still follows
+    everything that it submitted to its end, and frees every slot of the window.
     """
 
     __slots__ = (
@@ -114,9 +115,9 @@ class _WindowJob:
         return submitted if submitted or ended else -1
 
     def _follow(self) -> int:
-        """Take ended handles off the front of the window; return how many there were.
+        """Remove ended handles from the front of the window; return how many there were.
 
-        Each handle is asked until it ends, and never again.
+        A handle must not be checked again after it ended.
         """
         handles, ended = self._handles, 0
         while handles and (status := self._status(handles[0][0])):
@@ -155,7 +156,7 @@ class _WindowJob:
             min(max_bytes, free_bytes), min(share, WINDOW_HANDLES - route.handles)
         )
         for source, target, size in zip(*blocks, strict=True):
-            # Checked before each block: after an abort, at most one window may land.
+            # Check before each block: after an abort, at most one window may land.
             if self._write.cancelled:
                 break
             try:

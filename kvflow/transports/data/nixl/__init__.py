@@ -1,1 +1,1 @@
-"""The data plane over NVIDIA NIXL, with UCX below it."""
+"""The data plane that uses NVIDIA NIXL, over UCX."""

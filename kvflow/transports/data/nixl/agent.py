@@ -1,4 +1,4 @@
-"""One NIXL agent: its registered memory, the agents that it knows, and its open transfers."""
+"""A NIXL agent: its registered memory, the agents that it knows, and its open transfers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from kvflow.transports.data.transfers import Transfer
 from kvflow.transports.host.tcp_table import rows, sockets
 
 PROBE_BYTES = 8
-# Metadata begins with this. The agent's name follows, after its length (u64, little-endian).
+# Metadata begins with this text. The length of the agent's name (u64, little-endian) and the name
+# follow.
 _NAME_AT = b"nixlSerDes|Agent"
 
 
 def decode_metadata(locator: str, process: ProcessIdentity) -> tuple[str, bytes]:
-    """Return the agent's name and its metadata.
+    """Return the agent's name and metadata from a locator.
 
-    Raises: TransferError for a locator without metadata, or with another process's.
+    Raises: TransferError for a locator without metadata, or with that of another process.
     """
     try:
         metadata = unpack_locator(locator)
@@ -42,9 +43,9 @@ def decode_metadata(locator: str, process: ProcessIdentity) -> tuple[str, bytes]
 
 
 class Agent:
-    """An agent without a thread: transfers move on when its owner looks at them.
+    """A NIXL agent without a thread: transfers advance only while its owner calls it.
 
-    Thread-safe. One call runs at a time, and a post takes as long as its copies.
+    Thread-safe: one call runs at a time. A post takes as long as its copies.
     """
 
     def __init__(self, name: str, host: str, device: str) -> None:
@@ -80,7 +81,7 @@ class Agent:
         self.event_fds = [fd for fd in ours if _watches_connections(fd)]
 
     def register(self, regions: Iterable[tuple[int, int]]) -> None:
-        """Register regions, (address, size) each. Raises: LayoutError when NIXL refuses."""
+        """Register memory regions, each (address, size). Raises: LayoutError when NIXL refuses."""
         with self._lock:
             try:
                 described = [(address, size, 0, "") for address, size in regions]
@@ -101,9 +102,8 @@ class Agent:
     def add(self, metadata: bytes) -> None:
         """Add another agent by its metadata.
 
-        Metadata that NIXL refuses may make its name, a random one, unusable for this agent.
-
-        Raises: TransferError.
+        If NIXL refuses the metadata, this agent may never accept another agent of the same (random)
+        name. Raises: TransferError.
         """
         with self._lock:
             try:
@@ -114,16 +114,16 @@ class Agent:
                 ) from error
 
     def remove(self, peer: str) -> None:
-        """Disconnect from a peer. Transfers under way to it end in error."""
+        """Disconnect from a peer. Transfers under way to it end with an error."""
         with self._lock:
             self._agent.remove_remote_agent(peer)
 
     def prepare(
         self, operation: str, peer: str, ours: list[int], theirs: list[int], sizes: list[int]
     ) -> Transfer:
-        """Return a transfer of blocks, not started.
+        """Return a transfer of blocks, without starting it.
 
-        Raises: what NIXL raises, also for blocks outside registered memory.
+        Raises: whatever NIXL raises, also for blocks outside registered memory.
         """
         here, there = self._described(ours, sizes), self._described(theirs, sizes)
         with self._lock:
@@ -134,59 +134,59 @@ class Agent:
         return transfer
 
     def prepare_probe(self, peer: str, address: int) -> Transfer:
-        """Return a transfer that reads some bytes of the peer's pool: it is done once the peer
+        """Return a transfer that reads a few bytes of the peer's pool, and so is done once the peer
         answers.
 
-        Raises: as `prepare`.
+        Raises: see `prepare`.
         """
         return self.prepare(
             "READ", peer, [ctypes.addressof(self._scratch)], [address], [PROBE_BYTES]
         )
 
     def post(self, transfer: Transfer) -> None:
-        """Start a transfer; small copies within a machine end within the call.
+        """Start a transfer. Small copies within a machine end before the call returns.
 
-        Raises: what NIXL raises; it is unknown then whether any of it is under way.
+        Raises: whatever NIXL raises; some of the transfer may be under way even then.
         """
         with self._lock:
             transfer.status = self._agent.transfer(transfer.handle)
 
     def _described(self, addresses: list[int], sizes: list[int]) -> Any:
-        table = np.zeros((len(sizes), 3), dtype=np.uint64)  # address, size, device
+        table = np.zeros((len(sizes), 3), dtype=np.uint64)  # columns: address, size, device
         table[:, 0], table[:, 1] = addresses, sizes
         return self._descs(self._dram, table)
 
     def look(self, transfer: Transfer) -> None:
-        """Let transfers move on, and update the status of one. Raises: what NIXL raises."""
+        """Advance all transfers, and update this one's status. Raises: whatever NIXL raises."""
         with self._lock:
             transfer.status = self._agent.check_xfer_state(transfer.handle)
 
     def release(self, transfer: Transfer) -> None:
-        """Forget a transfer that ended. Raises: what NIXL raises where it did not end."""
+        """Forget a transfer that ended. Raises: whatever NIXL raises if it did not end."""
         with self._lock:
             transfer.handle.release()
             self._open.discard(transfer)
 
     @property
     def open_transfers(self) -> int:
-        """Transfers that are not released."""
+        """Number of transfers that are not released."""
         return len(self._open)
 
     @property
     def kept_notifications(self) -> int:
-        """Notifications of peers that the agent keeps: 0, as `progress` drops them."""
+        """Number of peers' notifications that the agent keeps; 0, because `progress` drops them."""
         agent = self._agent
         return 0 if agent is None else sum(map(len, agent.notifs.values()))
 
     def progress(self) -> None:
-        """Let what peers send move on, and drop their notifications."""
+        """Advance what peers send, and drop their notifications."""
         with self._lock:
             self._agent.get_new_notifs()
 
     def close(self) -> None:
         """Disconnect from all peers, and stop listening. Idempotent.
 
-        Transfers under way are given up: bytes that the kernel has of them may still land.
+        Transfers under way are given up: bytes that the kernel already has may still land.
         """
         with self._lock:
             if self._agent is None:
@@ -203,9 +203,10 @@ class Agent:
 
 
 def _watches_connections(fd: int) -> bool:
-    """Return True for the epoll descriptor that is readable when a connection has work.
+    """Return True for an epoll descriptor that is readable when a connection has work.
 
-    UCX has two kinds. The other kind wakes UCX's own thread, through a pipe among others.
+    UCX has epoll descriptors of two kinds. The other kind wakes UCX's own thread, and watches a
+    pipe or the like.
     """
     if _target(fd) != "anon_inode:[eventpoll]":
         return False

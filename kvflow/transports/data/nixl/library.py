@@ -17,28 +17,27 @@ from typing import Any
 
 from kvflow.protocols.errors import MisuseError
 
-# The first one chooses one of the others by the CUDA version that it finds.
+# The first module chooses one of the others by the CUDA version that it finds.
 MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
-# UCX's transports without a device: those whose end a fence can prove. Shared memory queues (posix,
-# sysv) are not among them, because the reader takes a dead writer's last bytes from one later, and
-# there is no sign of when.
+# UCX's transports without a device: those for which a fence can prove the end of a writer. Shared
+# memory queues (posix, sysv) are not among them: the reader may take a dead writer's last bytes
+# from a queue later, and nothing shows when.
 PROVABLE = ("tcp", "cma", "self")
-# UCX writes its log to standard output, which belongs to the program.
+# By default UCX logs to standard output, which belongs to the program.
 _LOGGING = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
 _LIST_ADDRESSES, _ROW_BYTES, _MAX_ROWS = 0x8912, 40, 1024  # SIOCGIFCONF, struct ifreq
 _loading = threading.Lock()
 
 
 def nixl_library() -> Any:
-    """Return the module with `nixl_agent`; the first load takes a second.
+    """Return the module that has `nixl_agent`. The first load takes a second.
 
     Raises: MisuseError that explains what to do.
     """
     with _loading:
         for name, value in _LOGGING.items():
             os.environ.setdefault(name, value)
-        # The module configures logging when it is loaded, which would close every handler of this
-        # process.
+        # On import, the module configures logging, which would close every handler of this process.
         configure, raising = logging.config.dictConfig, logging.raiseExceptions
         logging.config.dictConfig = lambda config: None
         try:
@@ -68,7 +67,7 @@ def _load() -> Any:
 def transports() -> frozenset[str]:
     """Return the transports that UCX may use between agents without a device.
 
-    The operator's choice wins, if there is one.
+    The operator's choice (UCX_TLS) takes precedence.
     """
     return frozenset(os.environ.get("UCX_TLS", ",".join(PROVABLE)).split(","))
 
@@ -77,7 +76,7 @@ def transports() -> frozenset[str]:
 def environment(host: str, device: str) -> Iterator[None]:
     """Set the variables that UCX reads while an agent is made, except those that the operator set.
 
-    They name the interface that has the address `host`, or an RDMA device.
+    They select the interface with the address `host`, or an RDMA device.
     """
     if device:
         chosen = {"UCX_NET_DEVICES": device}
@@ -94,9 +93,10 @@ def environment(host: str, device: str) -> Iterator[None]:
 
 
 def _interface(host: str) -> dict[str, str]:
-    """Return the variables that restrict UCX to the interface of one of our addresses.
+    """Return the variables that restrict UCX to the interface with our address `host`.
 
-    For any other host (behind an address translation, say) UCX may use every interface.
+    If `host` is not an address of this machine (but of an address translation, say), UCX may use
+    every interface.
     """
     with suppress(OSError, ValueError):
         address = ip_address(str(socket.getaddrinfo(host, None)[0][4][0]).partition("%")[0])
@@ -116,7 +116,7 @@ def _interfaces() -> dict[str, str]:
         )
         filled = struct.unpack("iP", fcntl.ioctl(any_socket, _LIST_ADDRESSES, pointer))[0]
     for at in range(0, filled, _ROW_BYTES):
-        # The label of an alias, after ":", is not part of the interface's name.
+        # An alias has a label after ":", which is not part of the interface's name.
         name = rows[at : at + 16].partition(b"\0")[0].decode().partition(":")[0]
         found[socket.inet_ntoa(rows[at + 20 : at + 24])] = name
     with suppress(FileNotFoundError), open("/proc/self/net/if_inet6", encoding="ascii") as file:

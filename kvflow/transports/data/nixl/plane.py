@@ -1,24 +1,24 @@
 """Pages through NVIDIA NIXL over UCX: copies within a machine (CMA), TCP between machines, RDMA
 with a device.
 
-What status means landed?       Only DONE, transfer by transfer: UCX flushed the blocks to the
-                                peer's memory.
-Can a write outlive its error?  Yes. Over TCP bytes that a frozen peer did not read land when it
+What status means landed?       Only DONE, for each transfer: UCX flushed the blocks to the peer's
+                                memory.
+Can a write outlive its error?  Yes. Over TCP, bytes that a frozen peer did not read land when it
                                 thaws, however the transfer ended, and releasing a transfer stops
                                 none of its blocks. So any end but DONE makes the whole write
                                 UNPROVEN, once its other transfers end.
 What fences a peer?             Its process is known to be dead (pidfd), and our agent closed every
                                 connection that may have been its own: until then it reads bytes
                                 that the process sent before it died. Copies within a machine are
-                                system calls of the writer's and end with it. Deregistering memory
-                                is no fence: over TCP the receiver writes, and it does not check.
-                                Another host's process cannot be observed, so its writes can never
-                                be proven over.
+                                system calls of the writer, and end with it. Deregistering memory is
+                                not a fence: over TCP the receiver writes, and does not check. A
+                                process on another host cannot be observed, so its loans can never
+                                be proven.
 
 There are two agents. Peers write through one, which has a thread that sleeps until they do
-(`progress`); our own writes go through the other, on the plane's thread. An agent of UCX over TCP
-has no authentication, and a process that reaches its port can write *anywhere* in ours, not only
-into the pool. It listens on the one interface that has the address `host`.
+(`progress`). Our own writes go through the other, on the plane's thread. A UCX agent over TCP has
+no authentication, and a process that reaches its port can write *anywhere* in our memory, not only
+into the pool. It listens on one interface, the one with the address `host`.
 
 A route belongs to one process. Once that process is known to be dead, no more blocks are submitted.
 """
@@ -42,18 +42,19 @@ from kvflow.transports.host.peer_process import PeerProcess
 
 MAX_PEERS = 16_384
 _ANSWER_S, _CONNECT_S = 10.0, 12.0
-_ASK_S = 0.0005  # between looks for an answer
+_ASK_S = 0.0005  # between two checks for an answer
 
 
 class Peer:
-    """An agent that ours knows. Implements `transfers.Carrier`."""
+    """A peer's agent. Implements `transfers.Carrier`."""
 
     def __init__(
         self, name: str, process: ProcessIdentity, metadata: bytes, plane: NixlPlane
     ) -> None:
         self.name, self.process, self.metadata = name, process, metadata
         self.routes = 0
-        self.is_broken = False  # True after a transfer to it, and so its connection, failed
+        # True after a transfer to it failed, and with that its connection.
+        self.is_broken = False
         self._plane = plane
         self.post, self.look, self.release = plane.agent.post, plane.agent.look, plane.agent.release
 
@@ -75,18 +76,18 @@ class NixlPlane(EnginePlane[TransfersRoute]):
     def __init__(
         self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None, device: str = ""
     ) -> None:
-        """Start both agents, which takes half a second for the first of a process.
+        """Start both agents, which takes half a second for the first one in a process.
 
         Call it before the event loop serves anything. `host` is the address at which peers reach
-        us; `device` names an RDMA device, and TCP and copies within a machine are used without one.
-
+        us. `device` names an RDMA device; without one, TCP and copies within a machine are used.
         Raises: MisuseError when the package cannot be loaded, TransferError when an agent does not
         start.
         """
         super().__init__(rate_limit_bytes_per_s)
         self._host, self._device = host, device
         self._inbound_agent = Agent(new_name(own_identity()), host, device)
-        self.agent = Agent(new_name(own_identity()), host, device)  # our writes go through it
+        # our own writes go through this agent
+        self.agent = Agent(new_name(own_identity()), host, device)
         self._inbound.add_ports(self._inbound_agent.ports)
         self._progress: ProgressThread | None = None
         self._peers: dict[str, Peer] = {}
@@ -114,7 +115,7 @@ class NixlPlane(EnginePlane[TransfersRoute]):
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         """Register the pool, and begin to serve peers.
 
-        Raises: LayoutError when NIXL refuses the memory, or when the locator cannot describe so
+        Raises: LayoutError when NIXL refuses the memory, or when a locator cannot describe that
         many buffers.
         """
         layout.check()
@@ -141,13 +142,14 @@ class NixlPlane(EnginePlane[TransfersRoute]):
         except TimeoutError:
             raise TransferError(f"no connection with {name} within {_CONNECT_S:g} s") from None
         if process.is_gone:
-            # Checked after the answer: if the process still lives, no other can have given it.
+            # Check after the answer: if the process is still alive, no other process can have
+            # answered.
             self.leave(peer)
             process.check()
         return TransfersRoute(self._thread, planner, peer, process, self._routes)
 
     def reach(self, name: str, process: ProcessIdentity, metadata: bytes, address: int) -> Peer:
-        """Wait for the peer's answer, so that no later write has to connect; blocks.
+        """Connect and wait for the peer's answer, so that no later write has to connect. Blocks.
 
         Raises: TransferError.
         """
@@ -163,7 +165,8 @@ class NixlPlane(EnginePlane[TransfersRoute]):
             elif peer.metadata != metadata and peer.routes:
                 raise TransferError(f"nixl agent {name} is another one: its metadata differs")
             elif peer.metadata != metadata or peer.is_broken:
-                # Broken until `add` succeeds: if it raises, the next call tries again.
+                # The peer counts as broken until `add` succeeds. If it raises, the next call tries
+                # again.
                 peer.is_broken = True
                 self.agent.remove(name)
                 self.agent.add(metadata)
@@ -179,8 +182,7 @@ class NixlPlane(EnginePlane[TransfersRoute]):
     def _forget_dead(self) -> None:
         """Forget peers that are dead and have no route.
 
-        Peers that live are kept, because their end keeps a connection open after NIXL disconnects.
-
+        Living peers are kept, because their side keeps a connection open after NIXL disconnects.
         Raises: TransferError when too many are kept.
         """
         for peer in [
@@ -194,7 +196,7 @@ class NixlPlane(EnginePlane[TransfersRoute]):
             )
 
     def _ask(self, peer: Peer, address: int) -> None:
-        """Read some bytes of the peer's pool. Raises: TransferError."""
+        """Read a few bytes of the peer's pool to check that it answers. Raises: TransferError."""
         give_up_at_s = time.monotonic() + _ANSWER_S
         try:
             probe = self.agent.prepare_probe(peer.name, address)
@@ -233,7 +235,7 @@ class NixlPlane(EnginePlane[TransfersRoute]):
 
 
 def has_died(process: ProcessIdentity) -> bool:
-    """Return True when a process is known to be dead; another host's never is."""
+    """Return True if a process is known to be dead; False also for a process on another host."""
     try:
         return not is_alive(process)
     except TransferError:

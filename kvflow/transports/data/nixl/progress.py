@@ -1,5 +1,5 @@
-"""A thread that lets peers' writes move on: over TCP the process that receives a write carries it
-out.
+"""A thread that advances the writes of peers: over TCP, the process that receives a write carries
+it out.
 
 It sleeps until a connection of its agent has work: UCX watches its connections through an epoll
 descriptor, and the thread polls the same one. An idle agent costs no CPU time.
@@ -16,12 +16,12 @@ import time
 from kvflow.transports.data.nixl.agent import Agent
 
 _log = logging.getLogger(__name__)
-_BLIND_MS = 1  # between looks, where UCX shows no descriptor to sleep on
+_BLIND_MS = 1  # between checks, if UCX shows no descriptor to sleep on
 _AFTER_ERROR_S = 0.01
 
 
 class ProgressThread:
-    """The thread of one agent, from its creation until `close`."""
+    """The thread of one agent. It runs from its creation until `close`."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -36,7 +36,7 @@ class ProgressThread:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """End the thread, and block until it ends. Idempotent."""
+        """End the thread and wait for its end. Idempotent."""
         if not self._closing:
             self._closing = True
             os.eventfd_write(self._wake_fd, 1)
