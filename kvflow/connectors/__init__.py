@@ -1,1 +1,1 @@
-"""kvflow inside other people's engines."""
+"""Connectors that run kvflow inside other engines."""

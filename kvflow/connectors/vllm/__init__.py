@@ -25,10 +25,10 @@ def register() -> None:
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    # Some processes load plugins more than once, and vLLM refuses to register a name again.
+    # Some processes load plugins more than once, and vLLM refuses to register a name twice.
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
-    # The other parts replace methods of vLLM, which are known only for the supported version.
+    # The other parts replace methods of vLLM, whose code is known for the supported version only.
     if is_supported():
         from kvflow.connectors.vllm import few_cores, frontend
 
@@ -36,8 +36,8 @@ def register() -> None:
         few_cores.install()
 
 
-# A module attribute that is computed on access: the import of this module must not load torch, and
-# an unsupported vLLM must fail only where the connector is used.
+# The attribute is computed on access: the import of this module must not load torch, and an
+# unsupported vLLM must fail only where the connector is used.
 def __getattr__(name: str) -> Any:
     if name != NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,9 @@
-"""`KvflowConnector`: vLLM's interface, which forwards each call to the side and the role that
+"""`KvflowConnector` implements vLLM's interface, and forwards each call to the side and role that
 handle it.
 
 vLLM makes one instance in the scheduler's process and one in each worker's. They communicate
-through vLLM only: `StepMeta` goes with every step, and `StepNews` with its output.
+through vLLM only: a `StepMeta` goes to the workers with every step, and a `StepNews` comes back
+with its output.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from kvflow.protocols.errors import MisuseError
 log = logging.getLogger("vllm.kvflow")
 KVConnectorMetadata.register(StepMeta)
 KVConnectorWorkerMetadata.register(StepNews)
-# The wait in a step without a model. While a request waits for kvflow, vLLM makes such steps
-# without a pause.
+# How long a step without a model waits for news. While a request waits for kvflow, vLLM would
+# otherwise run such steps without a pause.
 _IDLE_WAIT_S = 0.005
 
 
 class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Prefill, decode, or both, by vLLM's `kv_role`."""
+    """The connector for prefill, decode, or both, depending on vLLM's `kv_role`."""
 
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Read the settings and make the scheduler side; the worker side starts with the KV cache.
 
-        Raises: MisuseError for settings that cannot be, a vLLM that does not continue from a cached
-        beginning, and a KV cache that kvflow does not move.
+        Raises: MisuseError for invalid settings, for a vLLM that cannot continue from a cached
+        beginning, and for a KV cache that kvflow does not move.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
@@ -105,9 +106,9 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         try:
             asked = read_params(request.kv_transfer_params)
-        # The API server refused this request already, unless plugins are off there.
+        # The API server already refused this request, unless plugins are off there.
         except MisuseError as error:
-            # vLLM reports requests that it refused too; those are marked so and are not served.
+            # vLLM also passes on requests that it refused. It marks them, and does not serve them.
             if not request.abort_immediately:
                 log.error("request %s is served without a transfer: %s", request.request_id, error)
             return
@@ -163,9 +164,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished_all_groups(request, (block_ids,))
 
     def has_pending_push_work(self) -> bool:
-        """Keep vLLM making steps while blocks wait for proof, because the proof comes with a
-        step.
-        """
+        """Keep vLLM running steps while blocks wait for proof: the proof arrives with a step."""
         return self._decode is not None and self._decode.quarantined_blocks > 0
 
     # --- in a worker

@@ -5,10 +5,11 @@ A request that is announced before its prefill begins takes no blocks until pref
 Otherwise its blocks could wait for a prefill that in turn waits for blocks, and hold up requests
 that could continue.
 
-A load that fails is over for vLLM at once: the request fails, or computes its prompt in other
-blocks. A further reference keeps the old blocks out of the pool until every worker reports that
-they cannot be written any more. The reference is taken before vLLM learns of the failure: a worker
-that reported a failure to this side waits for its confirmation (`StepMeta.held`).
+For vLLM a failed load ends at once: the request fails, or computes its prompt in other blocks. This
+side takes an extra reference on the old blocks, which keeps them out of the pool until every worker
+reports that no write can reach them any more. It takes the reference before vLLM learns of the
+failure: a worker reports a failure to this side first, and to vLLM only after this side confirmed
+it (`StepMeta.held`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvflow.connectors.vllm.params import FromPrefill
 from kvflow.connectors.vllm.prompts import prompt_of
 from kvflow.protocols.errors import Cause, Code
 
-USED_ROOMS = 4096  # remembered: a room has one life
+USED_ROOMS = 4096  # rooms to remember, because a room serves only once
 log = logging.getLogger("vllm.kvflow")
 
 
@@ -31,16 +32,14 @@ class _Load:
     """One request, from its arrival until its load ends."""
 
     def __init__(self, request: Any, waits_for: set[int]) -> None:
-        """`waits_for` has the workers whose part of its prefill has not begun."""
+        """`waits_for` holds the workers whose part of prefill has not begun."""
         self.request, self.waits_for = request, waits_for
         self.is_offered = False
-        self.blocks: Sequence[int] = ()  # the blocks that prefill may write
+        self.blocks: Sequence[int] = ()  # blocks that prefill may write
 
 
 class _Quarantine:
-    """The blocks of a load that failed. `left` has the workers whose part of them may still be
-    written.
-    """
+    """The blocks of a failed load. `left` holds the workers at which they may still be written."""
 
     def __init__(self, blocks: Sequence[Any]) -> None:
         self.blocks = blocks
@@ -48,20 +47,18 @@ class _Quarantine:
 
 
 class DecodeScheduler:
-    """Requests with `do_remote_prefill`, from their arrival until their load ends or their blocks
-    are proven free.
-    """
+    """Requests with `do_remote_prefill`, until their load ends or their blocks are proven free."""
 
     def __init__(self, block_size: int, workers: int) -> None:
-        """`workers` is the number of this engine's workers. Where there are several, each loads its
-        part from prefill's worker of the same number.
+        """`workers` is the number of this engine's workers; each loads its part from prefill's
+        worker of the same number.
         """
         self._block_size, self._workers = block_size, workers
         self._loads: dict[str, _Load] = {}
         self._quarantine: dict[str, _Quarantine] = {}
-        self._used: dict[int, None] = {}  # numbers of the latest rooms
-        self._next = StepMeta()  # the message to the workers with the next step
-        self.block_pool: Any = None  # vLLM's, set after its start
+        self._used: dict[int, None] = {}  # latest room numbers, oldest first
+        self._next = StepMeta()  # message to the workers for the next step
+        self.block_pool: Any = None  # vLLM's block pool, set after its start
 
     @property
     def quarantined_blocks(self) -> int:
@@ -72,8 +69,8 @@ class DecodeScheduler:
         if request.prompt_token_ids is None:
             log.warning("request %s has embeddings for a prompt: it is computed here", name)
             return
-        # A room serves one prompt once. The others come from N > 1, from several prompts in one
-        # request, or from a repeated request.
+        # A room serves one prompt once. Further prompts for it come from N > 1, from several
+        # prompts in one request, or from a repeated request.
         if params.room in self._used:
             log.info(
                 "request %s: room %d has been used before: its prompt is computed here",
@@ -101,17 +98,18 @@ class DecodeScheduler:
         )
 
     def tokens_to_load(self, request: Any, num_computed_tokens: int) -> int | None:
-        """Return how many tokens of the prompt prefill has beyond this engine's prefix cache; None
-        while prefill has not begun, and vLLM then asks again in its next step. It has no side
-        effects.
+        """Return how many tokens of the prompt come from prefill, after those in this engine's
+        prefix cache.
+
+        Return None while prefill has not begun; vLLM then asks again in its next step. The call has
+        no side effects.
         """
         load = self._loads.get(request.request_id)
         if load is None or load.is_offered:
             return 0
         tokens, size = request.num_prompt_tokens, self._block_size
-        # vLLM computes the last token here in any case, and at most a block with it. With
-        # everything before that in the cache, a transfer would bring only blocks that are computed
-        # anyway.
+        # vLLM always computes the last token here, and with it at most one block. If everything
+        # before that block is in the cache, a transfer would bring only what is computed anyway.
         if num_computed_tokens and num_computed_tokens >= (tokens - 1) // size * size:
             return 0
         return None if load.waits_for else int(tokens - num_computed_tokens)
@@ -142,15 +140,15 @@ class DecodeScheduler:
         self._next = StepMeta()
 
     def finished(self, request: Any) -> None:
-        """Note that vLLM ended the request. vLLM keeps blocks that are being loaded until they are
-        reported.
+        """Note that vLLM ended the request. If its load still runs, vLLM keeps the blocks until the
+        load is reported as over.
         """
         if self._loads.pop(request.request_id, None) is not None:
             self._next.abandoned.append(request.request_id)
 
     def update(self, news: StepNews, received: set[str]) -> None:
-        """Take the workers' news of a step. `received` are requests whose load is over at every
-        worker.
+        """Process the workers' news of a step. `received` names requests whose load is over at
+        every worker.
         """
         for name, workers in news.ready.items():
             if (load := self._loads.get(name)) is not None:
@@ -158,8 +156,8 @@ class DecodeScheduler:
         for name, workers in news.failures.items():
             load = self._loads.get(name)
             if load is not None:
-                # The trace headers are the one part of a request that vLLM returns with an error,
-                # so they carry the reason to the API server.
+                # vLLM returns only one part of a request with an error, its trace headers. They
+                # carry the reason to the API server.
                 headers = load.request.trace_headers or {}
                 load.request.trace_headers = {**headers, REASON: encode_reason(news.failed[name])}
                 self._hold(name, load.blocks, workers)
@@ -168,8 +166,8 @@ class DecodeScheduler:
             if found is not None:
                 found.left -= workers
                 if not found.left:
-                    # Reversed, as vLLM frees a request's blocks: those at the end of a prompt are
-                    # evicted first.
+                    # In reverse order, as vLLM itself frees a request's blocks: the end of a prompt
+                    # is then evicted first.
                     self.block_pool.free_blocks(reversed(self._quarantine.pop(name).blocks))
         for name in received:
             self._loads.pop(name, None)

@@ -1,5 +1,5 @@
-"""Decode in a worker: it lends vLLM's blocks to prefill, and reports to vLLM the blocks that
-landed, failed, or are proven free.
+"""Decode in a worker: it lends vLLM's blocks to prefill, and reports to vLLM which blocks landed,
+failed, or are proven free.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ log = logging.getLogger("vllm.kvflow")
 
 
 class _Target:
-    """One request's load, from its announcement until its blocks cannot be written any more."""
+    """One request's load, from its announcement until no write can reach its blocks any more."""
 
     def __init__(self, what: OpenTarget) -> None:
         self.request, self.workers = what.request, len(what.prefill)
         self.room: DecodeThreadRoom | None = None
         self.offer: Offer | None = None
-        self.cause: Cause | None = None  # cause of the failure
-        self.is_told = False  # the scheduler side knows of the failure
-        self.is_held = False  # the scheduler side keeps the blocks: vLLM may know of the failure
-        self.is_abandoned = False  # ended by vLLM, which waits for the blocks
+        self.cause: Cause | None = None  # why the load failed; the first cause stays
+        self.is_told = False  # the failure was reported to the scheduler side
+        # The scheduler side keeps the blocks, so the failure may be reported to vLLM.
+        self.is_held = False
+        self.is_abandoned = False  # vLLM ended the request, and waits for its blocks
         self.is_released = False  # no write can reach the blocks any more
-        self.quarantined = 0  # its blocks in `quarantined_blocks`
+        self.quarantined = 0  # how many of its blocks `quarantined_blocks` includes
         self.opened_at_s = time.monotonic()
 
 
 class DecodeWorker(WorkerSide[DecodeThread]):
-    """The loads of one worker."""
+    """The loads at one worker."""
 
     def __init__(
         self,
@@ -49,17 +50,18 @@ class DecodeWorker(WorkerSide[DecodeThread]):
     ) -> None:
         """`rank` is this worker's number; it loads from prefill's worker of the same number.
 
-        `load_deadline_s` is how long it lends blocks to a prefill that does not fill them.
+        `load_deadline_s` is the longest time for which it lends blocks to a prefill that does not
+        fill them; None sets no limit.
         """
         super().__init__(thread, stats, wake)
         self._rank, self._deadline_s = rank, load_deadline_s
-        self._due_s: dict[str, float] = {}  # deadlines of running loads, in their order
+        self._due_s: dict[str, float] = {}  # deadlines of running loads, earliest first
         self._targets: dict[str, _Target] = {}
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._news = StepNews()
         self.quarantined_blocks = 0
-        """Blocks of loads that ended, which may still be written."""
+        """Blocks of failed or abandoned loads that prefill may still write."""
 
     @property
     def is_busy(self) -> bool:
@@ -85,8 +87,8 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                     self._abandon(target)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """Return the ids of the requests for which vLLM need not wait any longer, and those of them
-        whose load failed.
+        """Return the ids of requests for which vLLM need not wait any longer, and which of them
+        failed to load.
         """
         with self._lock:
             found = self._received, self._failed
@@ -96,7 +98,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
     def take_news(self) -> StepNews | None:
         with self._lock:
             news, self._news = self._news, StepNews()
-        # An empty message is not sent, because vLLM would pickle it and merge it in every step.
+        # An empty message is not sent, because vLLM would pickle and merge it in every step.
         return news if news.ready or news.failures or news.released else None
 
     # --- all below holds the lock
@@ -134,7 +136,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
 
     def _offer(self, target: _Target, offer: Offer) -> None:
         self._lend(target, offer)
-        # The load failed while it was only announced.
+        # The load already failed after its announcement, before it had blocks.
         if target.cause is not None:
             self._tell(target)
             return
@@ -145,7 +147,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             target.room.close(error.cause())
 
     def _never(self, target: _Target, cause: Cause) -> None:
-        """Note that a load failed before it had a room. Its blocks were not lent."""
+        """Record the failure of a load that never had a room. No write can reach its blocks."""
         target.is_released = True
         self._fail(target, cause)
 
@@ -157,8 +159,8 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                 log.warning(
                     "request %s: its blocks do not come from prefill: %s", target.request, cause
                 )
-        # Without an offer the scheduler side still waits for prefill. It has to take blocks first:
-        # only a request that waits for blocks can fail in vLLM.
+        # Without an offer, the scheduler side still waits for prefill. Let it take blocks first,
+        # because only a request that waits for blocks can fail in vLLM.
         if target.offer is None:
             self._ready(target, set(range(target.workers)))
         self._count(target)
@@ -171,7 +173,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
         self._news.ready[target.request] = self._news.ready.get(target.request, set()) | workers
 
     def _tell(self, target: _Target) -> None:
-        """Report a failure to the scheduler side, once vLLM waits for the blocks."""
+        """Report a failed load to the scheduler side, if vLLM waits for its blocks."""
         if target.is_abandoned or target.offer is None or target.is_told or target.cause is None:
             return
         if not target.offer.is_waited_for:
@@ -190,7 +192,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             self._drop(target)
 
     def _abandon(self, target: _Target) -> None:
-        # vLLM already knows of the failure and does not wait for this load.
+        # The failure is already reported to vLLM, which does not wait for this load.
         if target.is_held:
             return
         target.is_abandoned = True
@@ -224,8 +226,9 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             self._end(target)
 
     def _end(self, target: _Target) -> None:
-        """Finish a load that landed or is over at both ends. vLLM may continue with the blocks, if
-        it waits for them.
+        """Finish a load that landed or is over on both sides.
+
+        If vLLM waits for the blocks, it may now continue with them.
         """
         if target.offer is not None and target.offer.is_waited_for:
             self._received.add(target.request)
@@ -237,7 +240,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
         self._count(target)
 
     def _count(self, target: _Target) -> None:
-        """Update the count of blocks in quarantine, after each change of a target."""
+        """Update the number of blocks in quarantine. Call this after each change of a target."""
         is_over = target.cause is not None or target.is_abandoned
         is_held = (
             is_over and target.offer is not None and self._targets.get(target.request) is target
@@ -248,8 +251,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
 
     def _expire(self) -> float:
         now = time.monotonic()
-        # All loads have the same deadline, so the first one in the dictionary is the first to
-        # expire.
+        # All loads get the same time limit, so the first one in the dictionary expires first.
         while (name := next(iter(self._due_s), None)) is not None:
             if (left_s := self._due_s[name] - now) > 0:
                 return min(left_s, super()._expire())

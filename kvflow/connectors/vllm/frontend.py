@@ -1,10 +1,10 @@
-"""Checks of the settings and of `kv_transfer_params` in vLLM's API server, and the reason of a
-failed load in its answers.
+"""Checks of the settings and of `kv_transfer_params` in vLLM's API server, and reasons for failed
+loads in its answers.
 
-vLLM has no hook for either. A failed load is "Internal server error" to its client; an error in
-`kv_transfer_params` is found only by the scheduler, which cannot answer the client, and an error in
-the settings only after the model is loaded. Three methods of vLLM are therefore wrapped, those of
-the version that `version.py` names.
+vLLM has no hook for any of this. Its client would see a failed load as "Internal server error". The
+scheduler would find an error in `kv_transfer_params`, but cannot answer the client, and an error in
+the settings would appear only after the model is loaded. So this module wraps three methods of
+vLLM, as they are in the version that `version.py` names.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from kvflow.http.errors import STATUS_OF_CODE
 from kvflow.protocols.errors import Cause, Code, MisuseError
 
 _FURTHER_PROMPT = re.compile(r"cmpl-.*-[1-9][0-9]*", re.DOTALL)
-CLIENT_CLOSED_REQUEST = 499  # the other leg's client left
-# A key in a request's trace headers, the one part of a request that vLLM returns with an error.
+CLIENT_CLOSED_REQUEST = 499  # the client of the other leg left
+# The key of the reason in a request's trace headers, the one part of a request that vLLM returns
+# with an error.
 REASON = "kvflow-failed"
 
 
@@ -36,22 +37,24 @@ def read_reason(text: str) -> Cause:
 
 
 def is_further_prompt(request_id: str) -> bool:
-    """Return True where a request is not the first of a list of prompts, by the name that vLLM's
-    API server gives it.
+    """Return True for a request that is not the first of a list of prompts.
+
+    The request's id, which vLLM's API server chooses, shows that.
     """
     return _FURTHER_PROMPT.fullmatch(request_id) is not None
 
 
 def _status(cause: Cause) -> HTTPStatus:
-    """Return the status of an answer: 502 in place of 499, which kvflow's own servers send and
-    HTTPStatus does not know.
+    """Return the HTTP status that answers a failure.
+
+    It is 502 instead of 499, which kvflow's own servers send and HTTPStatus does not define.
     """
     found = STATUS_OF_CODE.get(cause.code, 500)
     return HTTPStatus.BAD_GATEWAY if found == CLIENT_CLOSED_REQUEST else HTTPStatus(found)
 
 
 def install() -> None:
-    """Wrap the three methods, once in a process."""
+    """Wrap the three methods of vLLM. Idempotent."""
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -64,7 +67,7 @@ def install() -> None:
 def _starting(init: Any) -> Any:
     @wraps(init)
     def started(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Check the settings before the engine starts. Raises: MisuseError."""
+        """Check the settings before the engine starts. Raises: MisuseError if they are invalid."""
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector == NAME:
             Settings.read(transfer.kv_connector_extra_config)
@@ -89,13 +92,13 @@ def _checking(process_inputs: Any) -> Any:
                 _check_role(asked, transfer)
             except MisuseError as error:
                 raise VLLMValidationError(str(error), parameter="kv_transfer_params") from None
-            # One room serves one prompt, and prefill's answer is about the first.
+            # A room serves one prompt, and prefill's answer is about the first one.
             if is_further_prompt(request_id):
                 params.extra_args = {
                     name: value for name, value in extra.items() if name != "kv_transfer_params"
                 }
             if isinstance(asked, ToDecode):
-                # One computation of the prompt is enough: the text of prefill's answer is not used.
+                # One completion is enough at prefill: the text of its answer is not used.
                 params.n = 1
         return process_inputs(self, request_id, prompt, params, *args, **kwargs)
 
@@ -121,7 +124,7 @@ def _telling(process_outputs: Any) -> Any:
     from vllm.exceptions import GenerationError, GracefulHTTPError
 
     class TransferError(GracefulHTTPError, GenerationError):  # type: ignore[misc]
-        """An answer with its own status, in a stream too, and one line in the log."""
+        """An error with its own HTTP status, also within a stream, and one line in the log."""
 
         def __init__(self, cause: Cause) -> None:
             status = _status(cause)

@@ -1,4 +1,7 @@
-"""vLLM's KV cache as a pool of kvflow: one page per block, whose inner layout only vLLM knows."""
+"""vLLM's KV cache as a kvflow pool: one page per block.
+
+Only vLLM knows the layout inside a block.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ log = logging.getLogger("vllm.kvflow")
 
 
 def check_groups(config: KVCacheConfig) -> int:
-    """Return the tokens of a block.
+    """Return the number of tokens in a block.
 
-    Raises: MisuseError for a cache whose blocks contain more than the prompt's tokens.
+    Raises: MisuseError for a cache whose blocks hold more than the KV of a prompt's tokens.
     """
     groups = config.kv_cache_groups
     if len(groups) != 1:
@@ -43,8 +46,7 @@ def check_groups(config: KVCacheConfig) -> int:
         list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     )
     for each in inner:
-        # The type must be exactly one of these: a derived type keeps further data, or frees blocks
-        # while it decodes.
+        # Subclasses do not qualify: they keep further data, or free blocks while decoding.
         if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
             raise MisuseError(
                 "kvflow's connector moves the KV cache of full attention, and this model's is a "
@@ -67,16 +69,19 @@ def check_groups(config: KVCacheConfig) -> int:
 
 @contextmanager
 def shared_allocation(found: list[SharedSegment]) -> Generator[None]:
-    """Place the KV cache that vLLM allocates within the block in a segment, so that prefills on
-    this machine can write into it. The segment is added to `found`.
+    """Place the KV cache that vLLM allocates within the block in a shared segment.
+
+    Prefills on this machine can then write into it. The segment is appended to `found`.
     """
     with _InSegment(found):
         yield
 
 
 class _InSegment(TorchFunctionMode):
-    """A mode in which the allocation of the KV cache returns a shared segment. vLLM allocates the
-    whole cache as one `torch.zeros` of bytes (v1/worker/utils.py, allocate_kv_cache).
+    """A mode in which the allocation of the KV cache returns a shared segment.
+
+    vLLM allocates the whole cache as one `torch.zeros` of bytes (v1/worker/utils.py,
+    allocate_kv_cache).
     """
 
     def __init__(self, found: list[SharedSegment]) -> None:
@@ -101,8 +106,8 @@ class Heads(NamedTuple):
     """The K/V heads of a model whose layers are split over `shards` workers, as seen by worker
     `shard`.
 
-    `total` is the number of heads. Where there are fewer heads than shards, or none per shard (MLA:
-    0), several shards have the same part.
+    `total` is the number of heads; it is 0 for MLA, whose cache is not split by heads. If there are
+    fewer heads than shards, or none, several shards hold the same part.
     """
 
     total: int
@@ -110,8 +115,8 @@ class Heads(NamedTuple):
     shards: int
 
     def part(self, heads: int, axis: int) -> dict[str, int]:
-        """Return the part of a layer's cache that this shard has, `heads` heads along `axis`, as
-        fields of `components.Part`.
+        """Return this shard's part of a layer's cache, `heads` heads along `axis`, as fields of
+        `components.Part`.
         """
         if not self.total:
             return {"replica": self.shard, "replicas": self.shards}
@@ -135,23 +140,20 @@ def pool_over(
     segment: SharedSegment | None,
     heads: Heads | None = None,
 ) -> PagedPool:
-    """Return a pool over `caches`: vLLM's layers by name, each [blocks, heads, slots, width] in any
-    order of memory, with each block contiguous.
+    """Return a pool over `caches`: vLLM's layers by name, each [blocks, heads, slots, width].
 
-    `layout` describes what else two caches must share. `heads` is given for a worker whose decode
-    has the parts of all workers; otherwise each worker has its counterpart.
-
-    Raises: LayoutError.
+    The dimensions may be in any order in memory, but each block is contiguous. `layout` names
+    whatever else must be equal in two caches. `heads` is given for a worker whose decode holds the
+    parts of all workers; otherwise each worker has one counterpart. Raises: LayoutError.
     """
-    # Layers that share a cache (cross-layer KV sharing) are the same bytes, which need one
-    # transfer.
+    # Layers that share a cache (cross-layer KV sharing) have the same bytes, which are moved once.
     distinct: dict[int, str] = {}
     for name, cache in caches.items():
         distinct.setdefault(cache.data_ptr(), name)
     streams, parts = {}, {}
     for name in distinct.values():
         cache = caches[name]
-        # The dimensions in the order in which they lie in memory.
+        # Dimensions in their order in memory, outermost first.
         order = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
         streams[name] = cache.permute(0, *order)
         if heads is not None:
@@ -168,8 +170,10 @@ def pool_over(
 
 
 def model_fingerprint(model_config: Any, cache_dtype: str) -> str:
-    """Return whose KV cache it is: architecture and types in readable form, configuration and
-    weights as digests.
+    """Return a text that identifies the model behind a KV cache.
+
+    It has the architecture and types in readable form, and the configuration and weights as
+    digests.
     """
     name = model_config.model
     config = model_config.hf_config.to_dict()

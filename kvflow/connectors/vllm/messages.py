@@ -1,7 +1,7 @@
-"""Messages between the two sides of a connector, which vLLM carries: from the scheduler's process
-to every worker's before a step, and back with the step's output.
+"""Messages between the two sides of a connector.
 
-The processes belong to one engine, and vLLM pickles the messages.
+vLLM carries them from the scheduler's process to every worker's before a step, and back with the
+step's output. The processes belong to one engine, and vLLM pickles the messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Prompt = NDArray[np.uint32]
 
 @dataclass
 class OpenSource:
-    """Prefill: a request whose half of a room opens."""
+    """Prefill: a request, and the room whose half it opens."""
 
     request: str
     room: int
@@ -28,8 +28,9 @@ class OpenSource:
 
 @dataclass
 class Computed:
-    """Prefill: a request's blocks at the end of the step, from its first; only full ones unless
-    `is_all`.
+    """Prefill: the blocks of a request that are computed when the step ends.
+
+    They start with its first block. Without `is_all`, the list has full blocks only.
     """
 
     blocks: Sequence[int]
@@ -38,11 +39,11 @@ class Computed:
 
 @dataclass
 class OpenTarget:
-    """Decode: a request whose half of a room opens; without an `Offer` in the same step it is only
-    announced.
+    """Decode: a request, and the room whose half it opens.
 
-    `prefill` has the registries of prefill's workers, "host:port", by number. `refusal` is the
-    reason why the request cannot be loaded; the worker sends it to prefill and reports it to vLLM.
+    Without an `Offer` in the same step, the room is only announced. `prefill` lists the registries
+    of prefill's workers, "host:port", by worker number. `refusal` is the reason why the request
+    cannot be loaded, if there is one; the worker sends it to prefill and reports it to vLLM.
     """
 
     request: str
@@ -54,8 +55,9 @@ class OpenTarget:
 
 @dataclass
 class Offer:
-    """Decode: the blocks for the prompt after its first `prefix_tokens`; empty where decode already
-    has all that it can use.
+    """Decode: the blocks for the prompt after its first `prefix_tokens` tokens.
+
+    The list is empty if decode already has everything that it can use.
     """
 
     blocks: Sequence[int]
@@ -69,14 +71,14 @@ class Offer:
 
 @dataclass
 class StepMeta:
-    """The message to the workers with a step. Keys are ids of requests."""
+    """The message from the scheduler side to the workers with a step. Keys are request ids."""
 
     sources: list[OpenSource] = field(default_factory=list)
     # prefill: requests that are certain to get all of their blocks
     begun: list[str] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
-    # prefill: requests that ended, and True for those that were aborted
+    # prefill: requests that ended; True if aborted
     finished: dict[str, bool] = field(default_factory=dict)
     targets: list[OpenTarget] = field(default_factory=list)
     offers: dict[str, Offer] = field(default_factory=dict)
@@ -85,23 +87,23 @@ class StepMeta:
     held: dict[str, set[int]] = field(default_factory=dict)
     # decode: requests that ended before their load did
     abandoned: list[str] = field(default_factory=list)
-    idle: bool = False  # no model runs in this step: the engine only waits for kvflow
+    idle: bool = False  # no model runs in this step; the engine only waits for kvflow
 
 
 @dataclass
 class StepNews:
-    """News from the workers to the scheduler side, beside the results that vLLM asks for."""
+    """News from the workers to the scheduler side, besides the results that vLLM collects."""
 
-    # decode: by load, the workers that do not wait for prefill any longer, because their part of it
-    # began or will never begin
+    # decode: by request, the workers for which the scheduler side need not wait any longer, because
+    # their part of prefill began, or never will
     ready: dict[str, set[int]] = field(default_factory=dict)
-    failed: dict[str, Cause] = field(default_factory=dict)  # the first cause counts
-    failures: dict[str, set[int]] = field(default_factory=dict)  # the workers that failed
-    # decode: those of `failures` at which the blocks cannot be written any more
+    failed: dict[str, Cause] = field(default_factory=dict)  # the first cause at any worker
+    failures: dict[str, set[int]] = field(default_factory=dict)  # workers at which the load failed
+    # decode: workers of `failures` at which no write can reach the blocks any more
     released: dict[str, set[int]] = field(default_factory=dict)
 
     def aggregate(self, other: StepNews) -> StepNews:
-        """Return the news of two workers as one."""
+        """Return the combined news of two workers."""
         return StepNews(
             _joined(self.ready, other.ready),
             other.failed | self.failed,

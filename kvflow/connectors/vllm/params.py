@@ -1,10 +1,10 @@
-"""`kv_transfer_params`, the field by which a proxy names what a request has to fetch from a
-prefill, or to leave for a decode.
+"""`kv_transfer_params`: the field in which a proxy states what a request fetches from a prefill, or
+leaves for a decode.
 
-One leg after the other (the contract of vLLM's and llm-d's proxies): the proxy asks prefill with
-`{"do_remote_decode": true}`, and copies its answer unread into the request for decode. Both legs at
-once: the proxy draws the room's number and gives it to both legs, and gives decode `remote_host`
-and `remote_port` too; the pages then travel while prefill computes. Proxies for vLLM's
+A proxy may send the legs one after the other, as those of vLLM and llm-d do: it sends
+`{"do_remote_decode": true}` to prefill, and copies the answer unread into the request for decode.
+Or it sends both at once: it draws the room's number and gives it to both legs, and `remote_host`
+and `remote_port` to decode; the pages then travel while prefill computes. Proxies for vLLM's
 MooncakeConnector do the same with other fields, which are accepted too: `transfer_id` for the room,
 `remote_bootstrap_addr` for the address.
 """
@@ -23,9 +23,9 @@ from kvflow.transports.control.registry import registry_address
 
 ROOM, WORKERS = "kvflow_room", "kvflow_decode_workers"
 COMPUTED = "kvflow_computed"
-MAX_ROOM = (1 << 53) - 1  # proxies read numbers of JSON as doubles
+MAX_ROOM = (1 << 53) - 1  # proxies may read JSON numbers as doubles
 _FIELD = "kv_transfer_params"
-_SHOWN = 80  # characters of a wrong value
+_SHOWN = 80  # characters of a wrong value that an error text shows
 _TRANSFER, _BOOTSTRAP = "transfer_id", "remote_bootstrap_addr"
 _ADDRESS = re.compile(
     r"(?:http://)?(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})/?", re.ASCII
@@ -35,34 +35,34 @@ _ADDRESS = re.compile(
 class ToDecode(msgspec.Struct, frozen=True):
     """Prefill's leg.
 
-    Where the proxy gives no room, one is drawn when the prompt is computed.
+    If the proxy gives no room, one is drawn when the request arrives.
     """
 
     room: int | None
 
 
 class FromPrefill(msgspec.Struct, frozen=True):
-    """Decode's leg: the source of the prompt's blocks. `port` is that of prefill's rank 0."""
+    """Decode's leg: where the blocks of the prompt come from. `port` is the registry port of
+    prefill's rank 0.
+    """
 
     room: int
     host: str
     port: int
     workers: int | None = None
-    """The number of workers that a decode of this prefill must have; None where it is not known."""
+    """The number of workers that a decode of this prefill must have; None if unknown."""
     is_computed: bool = False
-    """True where prefill's answer states that it holds all of the blocks."""
+    """True if prefill's answer states that it holds all of the blocks."""
 
     def registry(self, rank: int) -> str:
-        """Return the registry of rank `rank`; each rank has one."""
+        """Return the registry address of rank `rank`; each rank has its own registry."""
         return registry_address(self.host, self.port + rank)
 
 
 def read_params(params: object) -> ToDecode | FromPrefill | None:
-    """Return what one request's `kv_transfer_params` ask for; None where they ask for no transfer.
+    """Parse a request's `kv_transfer_params`; return None if they ask for no transfer.
 
-    Fields that other connectors use are ignored.
-
-    Raises: MisuseError naming the field.
+    Fields of other connectors are ignored. Raises: MisuseError naming the field.
     """
     if params is None:
         return None
@@ -94,8 +94,9 @@ def read_params(params: object) -> ToDecode | FromPrefill | None:
 def prefill_answer(
     host: str, port: int, *, engine: str, workers: int, tensor_parallel: int
 ) -> dict[str, Any]:
-    """Return the part of a prefill's answers that is the same for every request; the room is added
-    to it. `read_params` reads both at decode.
+    """Return the part of prefill's answer that is the same for every request.
+
+    The room's number is added to it, and `read_params` reads the result at decode.
     """
     return {
         "do_remote_prefill": True,
@@ -131,13 +132,13 @@ def _checked(found: FromPrefill) -> FromPrefill:
 
 
 def _room(params: dict[str, Any]) -> int:
-    """Return the room's number; for a `transfer_id`, a digest of it."""
+    """Return the room's number, which for a `transfer_id` is a digest of it."""
     name = params.get(_TRANSFER)
     if params.get(ROOM) is not None or name is None:
         return _number(params, ROOM, 1, MAX_ROOM)
     try:
         encoded = name.encode() if isinstance(name, str) else b""
-    # Half a surrogate pair, which JSON can write.
+    # The text has half a surrogate pair, which JSON can express and UTF-8 cannot.
     except UnicodeEncodeError:
         encoded = b""
     if not encoded:
@@ -154,7 +155,7 @@ def _flag(params: dict[str, Any], name: str) -> bool:
 
 def _number(params: dict[str, Any], name: str, least: int, most: int) -> int:
     value = params.get(name)
-    # A proxy that reads JSON numbers as doubles returns them with a fraction of 0.
+    # A proxy that reads JSON numbers as doubles may return them with a fraction of 0.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -165,10 +166,10 @@ def _number(params: dict[str, Any], name: str, least: int, most: int) -> int:
 
 
 def _shown(value: object) -> str:
-    """Return a value for an error text, cut because it may be megabytes long."""
+    """Return a value as text for an error, shortened because it may be megabytes long."""
     try:
         text = repr(value)
-    # An integer with more digits than Python converts.
+    # The integer has more digits than Python converts to text.
     except ValueError:
         return "of thousands of digits"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -2,10 +2,10 @@
 computed.
 
 A request keeps its blocks until decode has them, and decode may have to wait for free blocks. Two
-requests could then wait for each other, each holding on one side the blocks that the other needs
-there. To rule that out, a request begins only when the whole cache has a place for its prompt
-beside those that have begun. Each of these then gets all of its blocks, whatever decode does, and
-decode takes blocks only for a request that has begun.
+requests could therefore wait for each other, each holding on one side the blocks that the other
+needs there. To prevent this, a request begins only when the whole cache has space for its prompt
+and for the prompts of all requests that began before. Each of these then gets all of its blocks,
+whatever decode does, and decode takes blocks only for requests that began.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from kvflow.connectors.vllm.params import ROOM, ToDecode, draw_room
 from kvflow.connectors.vllm.prompts import prompt_of
 
 log = logging.getLogger("vllm.kvflow")
-_COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # names in vLLM's RequestStatus
+_COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # names of vLLM's RequestStatus
 
 
 class PrefillScheduler:
     """Requests with `do_remote_decode`, from their arrival until vLLM ends them."""
 
     def __init__(self, block_size: int, answer: dict[str, Any]) -> None:
-        """`answer` is the part of each request's answer to its decode beside the room
+        """`answer` is the part of the answers to decode that all requests share
         (`params.prefill_answer`).
         """
         self._block_size, self._answer = block_size, answer
-        # Requests whose room was named by the proxy: their blocks are sent while they are computed.
+        # Requests whose room the proxy chose. Their blocks are sent while the prompt is computed.
         self._streaming: dict[str, Any] = {}
         self._rooms: dict[str, int] = {}
-        self._places: dict[str, int] = {}  # blocks that each begun request may need
-        self._taken = 0  # their sum
-        # True where a request did not begin in the step that is being planned. Those behind it do
-        # not begin either, so that a large request is not overtaken forever.
+        self._places: dict[str, int] = {}  # blocks reserved for each request that began
+        self._taken = 0  # sum of `_places`
+        # True after a request could not begin in the step that vLLM is planning. Later requests
+        # then do not begin either, so that they cannot overtake a large one forever.
         self._is_held_up = False
-        self.num_blocks = 0  # of vLLM's cache
-        self._next = StepMeta()  # the message to the workers with the next step
-        self.block_ids_of: Any = None  # vLLM's: from a request's id to its blocks, by group
+        self.num_blocks = 0  # blocks in vLLM's cache
+        self._next = StepMeta()  # message to the workers for the next step
+        self.block_ids_of: Any = None  # vLLM's function from a request's id to its blocks, by group
 
     def new_request(self, request: Any, params: ToDecode) -> None:
         name = request.request_id
@@ -54,15 +54,16 @@ class PrefillScheduler:
             self._open(request, params.room)
 
     def may_begin(self, request: Any) -> bool:
-        """Return True where there is a place for the request's prompt, which it then keeps. vLLM
-        asks in the order of its queue.
+        """Return True if there is space for the request's prompt, and reserve it.
+
+        vLLM calls this in the order of its queue.
         """
         name = request.request_id
         if name not in self._rooms or name in self._places:
             return True
         wanted = self._blocks_of(request)
-        # A request that would be alone always begins, so that even a prompt as large as the cache
-        # does not wait forever.
+        # A request that would be alone always begins: otherwise a prompt as large as the cache
+        # could wait forever.
         if self._is_held_up or (self._places and self._taken + wanted > self.num_blocks):
             self._is_held_up = True
             return False
@@ -70,8 +71,10 @@ class PrefillScheduler:
         return True
 
     def allocated(self, request: Any) -> None:
-        """Note that the request has its first blocks. vLLM does not ask `may_begin` for a request
-        that uses no cache, so it takes its place here.
+        """Note that the request has its first blocks.
+
+        vLLM does not call `may_begin` for a request that uses no cache, so its space is reserved
+        here.
         """
         name = request.request_id
         if name not in self._places:
@@ -81,18 +84,19 @@ class PrefillScheduler:
             self._next.begun.append(name)
 
     def sent(self, names: set[str]) -> None:
-        """Free the places of requests whose blocks vLLM has back."""
+        """Release the reserved space of requests whose blocks were returned to vLLM."""
         for name in names:
             self._leave_place(name)
 
     def build_meta(self, meta: StepMeta, output: Any) -> None:
-        """Add what the workers must know of the step that vLLM just planned."""
+        """Add what the workers must know about the step that vLLM just planned."""
         meta.sources = self._next.sources
         meta.computed = self._next.computed
         meta.finished = self._next.finished
         meta.begun = self._next.begun
         self._next, self._is_held_up = StepMeta(), False
-        # Requests that ended since then are included: vLLM may have given their blocks to others.
+        # Requests that ended after the last step are included, because vLLM may have given their
+        # blocks to others.
         mine = self._streaming.keys() | meta.finished.keys()
         meta.preempted = [name for name in output.preempted_req_ids or () if name in mine]
         for name, count in output.num_scheduled_tokens.items():
@@ -107,8 +111,8 @@ class PrefillScheduler:
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return True where vLLM must keep the request's blocks until they are reported as sent,
-        and the fields for its answer.
+        """Return whether vLLM must keep the request's blocks until they are reported as sent, and
+        the fields of its answer.
         """
         name = request.request_id
         room, streams = self._rooms.pop(name, None), self._streaming.pop(name, None) is not None

@@ -17,7 +17,7 @@ from kvflow.node.threads.rooms import PrefillThreadRoom, RoomEvent
 from kvflow.protocols.errors import Cause, Code, KvflowError
 
 log = logging.getLogger("vllm.kvflow")
-# A step waits so long for the writes that read blocks which it will overwrite.
+# How long a step that will overwrite blocks waits for the writes that still read them.
 _PREEMPTION_S = 0.2
 
 
@@ -29,13 +29,13 @@ class _Source:
         self.room: PrefillThreadRoom | None = None
         self.blocks: Sequence[int] = ()
         self.is_all = False
-        self.sent = 0  # blocks, including those that decode had
-        self.is_over = False  # vLLM waits until its blocks are free
+        self.sent = 0  # blocks sent so far, including those that decode already had
+        self.is_over = False  # the request ended, and vLLM waits for its blocks
         self.opened_at_s = time.monotonic()
 
 
 class PrefillWorker(WorkerSide[PrefillThread]):
-    """The requests of one worker."""
+    """The requests at one worker."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         super().__init__(thread, stats, wake)
         self._deadline_s, self._block_size = source_deadline_s, thread.pool.layout.page_size
         self._sources: dict[str, _Source] = {}
-        self._done: set[str] = set()  # ended requests whose blocks vLLM may use
+        self._done: set[str] = set()  # ended requests whose blocks vLLM may use again
 
     @property
     def is_busy(self) -> bool:
@@ -67,30 +67,29 @@ class PrefillWorker(WorkerSide[PrefillThread]):
                     source.room.begin()
 
     def preempt(self, meta: StepMeta) -> None:
-        """Wait, before a step that overwrites blocks of preempted requests, until no write reads
+        """Wait until no write reads the blocks of preempted requests, before a step overwrites
         them.
 
-        A write that takes longer is ended together with its room: the bytes that it may still read
-        reach pages that decode then never uses.
+        If a write takes longer than `_PREEMPTION_S`, its room is closed: what the write may still
+        read reaches only pages that decode never uses.
         """
         for name in meta.preempted:
             with self._lock:
                 source = self._sources.get(name)
                 if source is None or source.room is None:
                     continue
-                # The blocks are forgotten before the wait, because decode's half may arrive during
-                # it, and they would be sent.
+                # The blocks are dropped before the wait. Decode's half may arrive during it, and
+                # the blocks would then be sent.
                 blocks, source.blocks, source.is_all = source.blocks[: source.sent], (), False
             if not self.thread.wait_released(blocks, _PREEMPTION_S):
                 source.room.close(
                     Cause(Code.CAPACITY, "prefill preempted the request while its blocks were sent")
                 )
-                # The call returns after the node processed the end of the room, which cannot
-                # succeed from here on.
+                # Wait until the node processed the close. From then on the room cannot succeed.
                 self.thread.ask(lambda _: None)
 
     def computed(self, meta: StepMeta) -> None:
-        """Send the blocks that a step computed, as far as decode is ready for them."""
+        """Send the blocks that a step computed, if decode is ready for them."""
         with self._lock:
             for name, computed in meta.computed.items():
                 if (source := self._sources.get(name)) is not None:
@@ -98,7 +97,7 @@ class PrefillWorker(WorkerSide[PrefillThread]):
                     self._send(source)
 
     def finished(self, meta: StepMeta) -> set[str]:
-        """Return the ids of the requests whose blocks vLLM may use for others."""
+        """Return the ids of ended requests whose blocks vLLM may use again."""
         with self._lock:
             for name, was_aborted in meta.finished.items():
                 source = self._sources.get(name)
@@ -127,7 +126,7 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         if room is None or not room.matched or room.last_sent or room.error is not None:
             return
         assert room.prefix_tokens is not None
-        # Rounded up, because a prefix that is the whole prompt may end inside a block, and then no
+        # Rounded up: a prefix that covers the whole prompt may end inside a block, and then no
         # block is sent.
         first = max(source.sent, -(-room.prefix_tokens // self._block_size))
         chunk = source.blocks[first:]
@@ -150,7 +149,7 @@ class PrefillWorker(WorkerSide[PrefillThread]):
             self.stats.sent(blocks, time.monotonic() - source.opened_at_s)
         elif event.kind == "failed":
             assert event.error is not None
-            # The request ended here or at decode, so the transfer did not fail.
+            # A request that ended here or at decode is not a failed transfer.
             if event.error.code is Code.CLIENT_GONE:
                 return
             self.stats.failed(event.error.code)

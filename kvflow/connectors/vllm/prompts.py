@@ -1,4 +1,6 @@
-"""The prompt that both halves of a room must agree on, with all that its KV cache depends on."""
+"""The prompt that both halves of a room must agree on, with everything that its KV cache depends
+on.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from kvflow.connectors.vllm.messages import Prompt
 def prompt_of(request: Any) -> Prompt:
     """Return the token ids of a vLLM request, uint32 [n].
 
-    An adapter and media change the KV cache but not the ids, where media appear only as
-    placeholders. They are folded into the first id: two halves with different ones never meet.
+    An adapter and media change the KV cache but not the ids, in which media appear only as
+    placeholders. Their digest is therefore mixed into the first id, so that halves with different
+    adapters or media do not match.
     """
     ids = np.array(request.prompt_token_ids, np.uint32)
     adapter = request.lora_request.lora_name if request.lora_request is not None else ""

@@ -1,4 +1,6 @@
-"""The test of every start: a block that is moved as peers move it reads back as vLLM wrote it."""
+"""The self-test at every start: a block that is moved as peers move it must read back as vLLM wrote
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,16 @@ if TYPE_CHECKING:
     import torch
 
 _SLICE_BYTES = 1 << 30
-_SHOWN = 3  # layers
+_SHOWN = 3  # layers that an error names
 
 
 def check_moves(caches: Mapping[str, torch.Tensor], pool: PagedPool, num_blocks: int) -> None:
     """Move one block and check that vLLM's layers read it back unchanged.
 
-    A block is written through `caches`, vLLM's layers, and moved by the description in `pool`, by
-    which planes find their bytes. The target block must then read as the source, and the blocks
-    around both as before. No block is in use yet, and every byte is put back where the layout
-    passes.
-
-    Raises: LayoutError naming the layers that do not pass.
+    The test writes a block through `caches`, vLLM's layers, and moves it by the layout in `pool`,
+    from which planes compute addresses. The target block must then equal the source, and the blocks
+    around both must be unchanged. No block is in use yet, and afterwards every byte is restored if
+    the layout passes. Raises: LayoutError naming the layers that do not pass.
     """
     for name, cache in caches.items():
         if cache.shape[0] != num_blocks:
@@ -40,14 +40,14 @@ def check_moves(caches: Mapping[str, torch.Tensor], pool: PagedPool, num_blocks:
     if num_blocks < 2:
         return
     source, target = num_blocks - 1, num_blocks // 2 - 1
-    # The neighbours and block 0 would show bytes that were written to a wrong place.
+    # Bytes that are written to a wrong place would probably show in the neighbours or in block 0.
     near = sorted(
         {n for at in (source, target) for n in (at - 1, at, at + 1) if 0 <= n < num_blocks} | {0}
     )
     kept = {name: _read(cache, near) for name, cache in caches.items()}
     try:
         for seed, cache in enumerate(caches.values()):
-            # All patterns differ, so that a byte from another block is noticed.
+            # Every block has a different pattern, so that a byte from another block is detected.
             for block in near:
                 cache[block].copy_(_pattern(cache, seed * num_blocks + block))
         wanted = {name: _read(cache, near) for name, cache in caches.items()}
@@ -88,7 +88,9 @@ def _move(pool: PagedPool, source: int, target: int) -> None:
 
 
 def _settle(pool: PagedPool) -> None:
-    """Wait until the device finished all its work: kvflow's copies are not ordered with vLLM's."""
+    """Wait until the device finished all its work, because kvflow's copies are not ordered with
+    vLLM's.
+    """
     if not pool.on_host:
         import torch
 
@@ -96,9 +98,7 @@ def _settle(pool: PagedPool) -> None:
 
 
 def _pattern(cache: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return one block of random bytes in the cache's type; the numbers that they form do not
-    matter.
-    """
+    """Return one block of random bytes, viewed in the type of the cache."""
     import torch
 
     size = cache[0].numel() * cache.element_size()
@@ -111,7 +111,7 @@ def _read(cache: torch.Tensor, blocks: Iterable[int]) -> dict[int, torch.Tensor]
 
 
 def _are_alike(one: Mapping[int, torch.Tensor], other: Mapping[int, torch.Tensor]) -> bool:
-    """Compare byte by byte, because a number may differ from itself (NaN)."""
+    """Compare byte by byte, because a NaN does not equal itself."""
     import torch
 
     pairs = ((one[block].contiguous(), other[block].contiguous()) for block in one)

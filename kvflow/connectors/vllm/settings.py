@@ -86,16 +86,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
     def port_of_engine(self, number: int, ranks: int) -> int:
-        """Return the registry port of rank 0 of data-parallel engine `number`. Each of the `ranks`
-        workers of the engines before it takes one port.
+        """Return the registry port of rank 0 of data-parallel engine `number`.
+
+        Each engine before it has `ranks` workers, and each worker takes one port.
         """
         return self.bootstrap_port + number * ranks
 
     def check(self) -> None:
-        """Check every value. Raises: MisuseError for one outside its limits."""
+        """Check every value. Raises: MisuseError for a value outside its limits."""
         self._check_host()
         check_plane(self.transfer_backend, self.ib_device, self.host)
-        # The client refuses a key that an HTTP header cannot carry.
+        # The client raises for a key that an HTTP header cannot carry.
         RegistryClient(self.api_key)
         check_time("source_deadline_s", self.source_deadline_s)
         if self.load_deadline_s is not None:
@@ -122,8 +123,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def timing(self) -> Timing:
-        # A step of the model may pass between the two legs of a request that are sent at once, so a
-        # half waits as long as prefill keeps blocks.
+        # The two legs of a request may be sent at once and still arrive a whole model step apart. A
+        # half therefore waits as long as prefill keeps blocks.
         return Timing(
             lost_after_s=self.lost_after_s,
             rendezvous_s=self.source_deadline_s,
@@ -136,13 +137,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def check_continues(vllm_config: Any) -> None:
-    """Check that vLLM computes from a cached beginning of a prompt.
+    """Check that vLLM can compute a prompt from a cached beginning.
 
-    It does so in chunks or from a common prefix, unless it has both switched off: for MLA on CPUs
-    without AMX, for layers that are not causal, on RISC-V. There it would compute the end of a
-    loaded prompt without attention to its beginning.
-
-    Raises: MisuseError.
+    It can with chunked prefill or prefix caching. It switches off both for MLA on CPUs without AMX,
+    for layers that are not causal, and on RISC-V. There it would compute the end of a loaded prompt
+    without attention to its beginning. Raises: MisuseError.
     """
     if (
         vllm_config.scheduler_config.enable_chunked_prefill

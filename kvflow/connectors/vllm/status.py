@@ -1,6 +1,4 @@
-"""The HTTP status of a worker: the registry for decodes, whether it can serve, and kvflow's own
-metrics.
-"""
+"""The HTTP status of a worker: the registry for decodes, its health, and kvflow's own metrics."""
 
 from __future__ import annotations
 
@@ -29,12 +27,12 @@ log = logging.getLogger("vllm.kvflow")
 
 
 class StatusServer:
-    """The status server of one worker. It runs on a separate loop, so that it can report a node
-    whose loop stands still.
+    """The status server of one worker.
 
-    It serves GET /ranks (of a prefill), /health (503 while the worker cannot serve), /metrics (for
-    a worker with both roles those of prefill, and /metrics/decode), and /query, where proxies for
-    vLLM's MooncakeConnector look for the id of a prefill's engine.
+    It runs on a separate loop, so that it can report a node whose loop is stuck. It serves GET
+    /ranks (of a prefill), /health (503 while the worker cannot serve), and /metrics (for a worker
+    with both roles, /metrics has prefill's and /metrics/decode has decode's). Proxies for vLLM's
+    MooncakeConnector read the id of a prefill's engine at /query.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class StatusServer:
         self._loop: LoopThread | None = None
 
     def start(self, host: str, port: int, api_key: str = "") -> int:
-        """Bind the port and serve. Return the port. Raises: MisuseError (the port cannot be
+        """Bind the port, serve, and return the port. Raises: MisuseError (the port cannot be
         bound).
         """
         serving = serve_ranks(self._table, host, port, api_key, documents=self._documents)
@@ -76,9 +74,7 @@ class StatusServer:
         return found
 
     def join(self, leader: str, api_key: str) -> None:
-        """Register this rank with the registry of rank 0, "host:port", now or as soon as it
-        answers.
-        """
+        """Register this rank at the registry of rank 0, "host:port", and retry until it answers."""
         assert self._loop is not None
         (info,) = self._table.all()
 
@@ -138,9 +134,9 @@ def _scraped(thread: Thread) -> Answer:
 
 
 def _state(thread: Thread) -> tuple[str, NodeReport]:
-    """Return why the worker cannot serve, or "", and its report.
+    """Return the reason why the worker cannot serve (empty if it can), and its report.
 
-    "Free" are the blocks that no transfer uses; only vLLM knows whether it uses them.
+    Pages count as free when no transfer uses them; only vLLM knows whether it uses them.
     """
     busy, total = thread.pages.busy_pages, thread.pages.num_pages
 

@@ -1,4 +1,4 @@
-"""Counts of one worker's transfers, updated as they happen."""
+"""Counters for one worker's transfers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ LISTS = tuple(f"{way}_{what}" for way in WAYS for what in ("seconds", "bytes"))
 
 
 def no_transfers() -> dict[str, Any]:
-    """Return empty counts: seconds and bytes of each prompt by direction, failures by code, and by
-    worker the blocks that wait for proof, where their number changed.
+    """Return empty counters.
+
+    They are the seconds and bytes of each prompt by direction, failures by code, and, by worker,
+    the number of blocks that wait for proof if it changed.
     """
     return {name: [] for name in LISTS} | {"failed": {}, "quarantine": {}}
 
 
 class Transfers:
-    """The counts of one worker, which any thread may update."""
+    """The counters of one worker. Any thread may update them."""
 
     def __init__(self, block_bytes: int, worker: str) -> None:
         self._block_bytes, self._worker = block_bytes, worker
         self._lock = threading.Lock()
         self._data = no_transfers()
-        self._quarantine: int | None = None  # as last reported
+        self._quarantine: int | None = None  # the last reported value
 
     def sent(self, blocks: int, seconds: float) -> None:
         self._moved("sent", blocks, seconds)
@@ -42,7 +44,7 @@ class Transfers:
                 self._quarantine = self._data["quarantine"][self._worker] = blocks
 
     def take(self) -> dict[str, Any] | None:
-        """Return the counts since the last call; None where there are none."""
+        """Return the counts since the last call; None if there are none."""
         with self._lock:
             if not any(self._data.values()):
                 return None

@@ -1,4 +1,4 @@
-"""The vLLM version that this connector supports, and the connector's name there.
+"""The vLLM version that this connector supports, and the connector's name in vLLM.
 
 vLLM's connector interface is experimental and changes with each release.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from kvflow.protocols.errors import MisuseError
 
-NAME = "KvflowConnector"  # in --kv-transfer-config
+NAME = "KvflowConnector"  # as written in --kv-transfer-config
 SUPPORTED = "0.32"
 
 
 def is_supported() -> bool:
-    """Return True where the installed vLLM is a `SUPPORTED` one, of any patch level and build."""
+    """Return True if the installed vLLM is version `SUPPORTED`, at any patch level."""
     import vllm
 
     return str(vllm.__version__).split("+")[0].split(".")[:2] == SUPPORTED.split(".")

@@ -1,7 +1,7 @@
-"""The common part of both roles in a worker: a node in one thread, and another thread that follows
+"""The common part of both roles in a worker: a node in one thread, and a second thread that handles
 its events.
 
-Events are handled when they arrive, not once per step, because a step of the model may take longer
+Events are handled as they arrive, not once per step, because a step of the model may take longer
 than a transfer.
 """
 
@@ -23,8 +23,10 @@ _POLL_S = 1.0
 
 
 class WorkerSide(Generic[T]):
-    """One role in a worker. The lock guards all that a side knows of its requests: vLLM's thread
-    and the follower both change it.
+    """One role in a worker.
+
+    A lock protects the records of its requests, because vLLM's thread and the follower both change
+    them.
     """
 
     def __init__(self, thread: T, stats: Transfers, wake: Callable[[], None]) -> None:
@@ -38,12 +40,12 @@ class WorkerSide(Generic[T]):
         )
 
     def start(self) -> None:
-        """Start the node and the follower. Raises: the errors of the node."""
+        """Start the node and the follower. Raises: the errors of `thread.start`."""
         self.thread.start()
         self._follower.start()
 
     def close(self) -> None:
-        """End every room, then the node.
+        """Close every room and the node, and stop the follower.
 
         Blocks whose loans are unproven stay busy until the process ends.
         """
@@ -68,9 +70,8 @@ class WorkerSide(Generic[T]):
                 self._wake()
 
     def _expire(self) -> float:
-        """End what is overdue.
-
-        Return how long the follower may sleep, unless an event arrives.
+        """End what is overdue, and return how long the follower may wait for the next event, in
+        seconds.
         """
         return _POLL_S
 

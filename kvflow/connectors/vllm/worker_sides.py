@@ -1,4 +1,4 @@
-"""The sides of one worker process over one pool: prefill's, decode's, or both."""
+"""The sides of one worker process over one pool: prefill, decode, or both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger("vllm.kvflow")
 
 
 class WorkerSides:
-    """The sides of one worker. vLLM's thread calls every method."""
+    """The sides of one worker. Only vLLM's thread calls the methods."""
 
     def __init__(
         self,
@@ -61,7 +61,8 @@ class WorkerSides:
     ) -> Self:
         """Make the pool over vLLM's cache, and start its sides and the status server.
 
-        `bootstrap_port` is that of this engine's rank 0. Raises: KvflowError."""
+        `bootstrap_port` is the registry port of this engine's rank 0. Raises: KvflowError.
+        """
         config, place = vllm_config.kv_transfer_config, _place(vllm_config, settings)
         pool = _pool(vllm_config, settings, place, caches, block_size, segment)
         check_moves(caches, pool, num_blocks)
@@ -123,17 +124,16 @@ class WorkerSides:
     def computed(self, meta: StepMeta) -> None:
         if self._prefill is None or not meta.computed:
             return
-        # The device may still be writing the blocks of the step, and a data plane does not wait for
-        # it.
+        # The device may still be writing the step's blocks, and a data plane does not wait for it.
         if not self._prefill.thread.pool.on_host:
             torch.accelerator.synchronize()
         self._prefill.computed(meta)
 
     def finished(self, meta: StepMeta, wait_s: float) -> tuple[set[str], set[str], set[str]]:
-        """Return the ids of requests that are sent, those that are received, and those of the
-        received whose load failed.
+        """Return the ids of requests that are sent, of those that are received, and of the received
+        ones that failed to load.
 
-        While a transfer runs, it waits up to `wait_s` for news.
+        While a transfer runs, it first waits up to `wait_s` for news.
         """
         if wait_s and self._is_busy and not (meta.sources or meta.targets or meta.offers):
             self._wake.wait(wait_s)
@@ -161,7 +161,7 @@ class WorkerSides:
 
 
 def _names(model_config: Any, place: _Place) -> dict[str, Any]:
-    """Return the names under which decodes find this worker."""
+    """Return the model name and rank under which decodes find this worker."""
     named: dict[str, Any] = {"model": _model_name(model_config)}
     if place.is_joined:
         named |= {"rank": place.rank, "world_size": place.ranks}
@@ -176,8 +176,8 @@ def _model_name(model_config: Any) -> str:
 class _Place(NamedTuple):
     """The position of this worker in its engine: number `rank` of `ranks`.
 
-    `is_joined` is True for one of several workers of a prefill whose decodes have one worker each,
-    with the parts of all.
+    `is_joined` is True if this is one of several workers of a prefill whose decodes have one worker
+    each, which holds the parts of all.
     """
 
     rank: int
@@ -205,7 +205,8 @@ def _pool(
     layout = (
         f"{next(iter(caches.values())).device.type} {cache.get_resolved_kv_cache_layout().name}"
     )
-    # Only the counterpart of this worker has the same part, so the layouts must differ for others.
+    # Only the worker of the same number on the other side has the same part. Naming the worker
+    # makes its layout differ from all others.
     if place.ranks > 1 and not place.is_joined:
         layout += f", worker {place.rank} of {place.ranks}"
     return pool_over(
@@ -225,7 +226,7 @@ def _heads(model_config: Any) -> Heads:
 
 
 def _options(settings: Settings, pages: ExternalPages) -> dict[str, Any]:
-    """Return the options of both nodes."""
+    """Return the options that both nodes share."""
     return {
         "pages": pages,
         "host": settings.host,
