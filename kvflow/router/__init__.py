@@ -1,1 +1,1 @@
-"""The router: one client request as two legs, one at a prefill and one at a decode."""
+"""The router: it serves each client request as two legs, one at a prefill and one at a decode."""

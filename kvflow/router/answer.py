@@ -1,4 +1,4 @@
-"""The answer to one client's request, shared by all pairs that try to serve it."""
+"""The answer to one client request, shared by all pairs that try to serve it."""
 
 from __future__ import annotations
 
@@ -25,32 +25,33 @@ from kvflow.telemetry.requests import name_error
 
 
 class ClientAnswer:
-    """The answer to one client, which begins at most once.
+    """The answer to one client request, which begins at most once.
 
     The first pair that streams sends the headers, and a later pair may continue the same stream:
-    before the first token only empty lines and comments follow the headers.
+    until the first token, only empty lines and comments follow the headers.
     """
 
     def __init__(self, http: web.Request, measures: RouterMeasures) -> None:
         self._http, self._measures = http, measures
         self._arrived_at_s = time.perf_counter()
         self._stream: web.StreamResponse | None = None
-        # The loss of decode after the first token. The router marks that worker lost.
+        # The error when decode is lost after the first token. The router then marks that worker
+        # lost.
         self.cut_off: LegFailedError | None = None
 
     async def relay(self, pair: Pair, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Relay decode's stream event by event. The loss of decode after the first token becomes an
-        error event.
+        """Relay decode's stream event by event.
 
-        Raises: PairFailedError before the first token.
+        If decode is lost after the first token, the stream ends with an error event. Raises:
+        PairFailedError before the first token.
         """
         if self._stream is None:
             self._stream = web.StreamResponse(headers={**stream_headers(answer), **pair.headers})
             await self._stream.prepare(self._http)
         out = self._stream
         piece = await self._until_first_token(out, pair)
-        # The pieces of an event that is not complete yet. They stay a list, because a cumulative
-        # event may be megabytes long and joining it at every piece would cost quadratic time.
+        # Pieces of an incomplete event. They stay a list, because an event may be megabytes long,
+        # and joining it at every piece would take quadratic time.
         held: list[bytes] = []
         while piece:
             end = piece.rfind(b"\n\n") + 1
@@ -76,10 +77,10 @@ class ClientAnswer:
         return out
 
     async def _until_first_token(self, out: web.StreamResponse, pair: Pair) -> bytes:
-        """Relay empty lines and comments up to the first token. Return the piece with that token,
-        after the opening events of a chat.
+        """Relay empty lines and comments up to the first token.
 
-        Raises: PairFailedError.
+        Return the piece with that token, after the opening events of a chat. Raises:
+        PairFailedError.
         """
         opening, rest = b"", b""
         while b"\n\n" not in rest:
@@ -95,8 +96,8 @@ class ClientAnswer:
                 opened, rest = split_opening(rest)
                 opening += opened
                 passed = bool(silence or opened)
-        # An engine may send its headers and a comment first and refuse the request afterwards.
-        # Another pair may then still serve it.
+        # An engine may send its headers and a comment, and refuse the request after that. Another
+        # pair may then still serve it.
         if failure := error_in(rest):
             raise PairFailedError(failure)
         self._measures.first_token(self._arrived_at_s)
@@ -105,8 +106,9 @@ class ClientAnswer:
     async def fail(
         self, failure: Failure, answer: web.Response | None = None
     ) -> web.StreamResponse:
-        """End the request with an error: as an event where a stream has begun, otherwise as a
-        response. `answer` is the worker's response for this error, which the client gets unchanged.
+        """End the request with an error: an event if a stream began, otherwise a response.
+
+        `answer` is the worker's response with this error, which the client receives unchanged.
         """
         name_error(failure.summary)
         self._measures.failed(failure)

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 from kvflow.protocols.wire.kv_events import BlockEvent, RemovedBlocks, StoredBlocks
 
-MAX_BLOCKS = 1 << 20  # per worker, some 150 MB; further blocks are ignored
-# Media have different names in vLLM and in SGLang, see `wire.kv_events.media_of`.
+MAX_BLOCKS = 1 << 20  # per worker, in some 150 MB; further blocks are ignored
+# vLLM and SGLang name media differently, see `wire.kv_events.media_of`.
 _BIT_OF_MEDIUM = {"GPU": 1, "CPU": 2, "CPU_PINNED": 2, "STORAGE": 4, "DISK": 4, "EXTERNAL": 8}
 _OTHER_MEDIUM = 16
 
-BlockHashes = list[int]  # one for each whole block of a prompt, in order
+BlockHashes = list[int]  # one hash for each whole block of a prompt, in order
 
 
 class KnownBlocks:
     """The blocks of one worker by their hashes, on any medium.
 
-    The blocks of a request count from the moment it is sent until it is answered; by then the
+    The blocks of a request count from the moment it is sent until it is answered. By then the
     worker's events have reported them.
     """
 
@@ -34,14 +34,14 @@ class KnownBlocks:
             bit = _BIT_OF_MEDIUM.get(event.medium or "GPU", _OTHER_MEDIUM)
             for one in event.block_hashes:
                 media = self._media.get(one, 0)
-                # A further medium of a known block takes no room, and without it the block would
-                # be forgotten when it leaves the first one.
+                # Recording another medium of a known block takes no space. Without it, the block
+                # would be forgotten when it leaves the first medium.
                 if media or len(self._media) < MAX_BLOCKS:
                     self._media[one] = media | bit
         elif isinstance(event, RemovedBlocks):
             bit = _BIT_OF_MEDIUM.get(event.medium or "GPU", _OTHER_MEDIUM)
             for one in event.block_hashes:
-                # A block may be on several media: it stays known until it is removed from the last
+                # A block may be on several media, and stays known until it is removed from the last
                 # one.
                 media = self._media.pop(one, 0) & ~bit
                 if media:
@@ -61,11 +61,11 @@ class KnownBlocks:
         return len(hashes)
 
     def expect(self, hashes: Sequence[int]) -> None:
-        """Note that a request with this prompt is being sent to the worker."""
+        """Count the blocks of a request that is being sent to the worker."""
         self._expected.update(hashes)
 
     def settle(self, hashes: Sequence[int]) -> None:
-        """Note that the request with this prompt ended."""
+        """Stop counting the blocks of a request that ended."""
         expected = self._expected
         for one in hashes:
             if expected[one] > 1:

@@ -1,5 +1,7 @@
-"""The router's knowledge of a worker's prefix cache: from the worker's events where it publishes
-them, otherwise from the prompts that it was sent.
+"""The router's view of a worker's prefix cache.
+
+It follows the cache events of a worker that publishes them. For any other worker, it assumes that
+the cache has the prompts that were sent there last.
 """
 
 from __future__ import annotations
@@ -15,19 +17,20 @@ from kvflow.router.prompts import CHUNK_TOKENS, Chain
 
 
 class Prompts(NamedTuple):
-    """The prompts of one request: chains over the bytes of its body, and block hashes where the
-    tokens are known.
+    """The prompts of one request.
+
+    They are hash chains over the bytes of its body, and block hashes if the tokens are known.
     """
 
     chains: list[Chain]
-    blocks: dict[int, list[BlockHashes]]  # by tokens per block
+    blocks: dict[int, list[BlockHashes]]  # by block size in tokens
 
 
 NO_PROMPTS = Prompts([], {})
 
 
 class CacheView:
-    """The router's view of one worker's cache. `name` is for the log."""
+    """The router's view of one worker's cache. `name` appears in the log."""
 
     def __init__(self, name: str) -> None:
         self.prefixes = KnownPrefixes()
@@ -36,16 +39,16 @@ class CacheView:
 
     @property
     def caches(self) -> bool:
-        """True where the worker has a prefix cache."""
+        """True if the worker has a prefix cache."""
         return self.prefixes.limit_bytes > 0
 
     @property
     def block_size(self) -> int | None:
-        """Tokens per block, while the worker's events are followed; None otherwise."""
+        """Tokens per block, while the worker's events are followed; otherwise None."""
         return self.feed.source.block_size if self.feed is not None and self.feed.live else None
 
     def follow(self, source: Source | None) -> None:
-        """Follow the events at `source`, or none where it is None. Needs a running loop."""
+        """Follow the events at `source`; None stops following. Needs a running loop."""
         if self.feed is not None and self.feed.source != source:
             self.feed.stop()
             self.feed = None
@@ -57,8 +60,8 @@ class CacheView:
             await self.feed.close()
 
     def matched(self, prompts: Prompts) -> int:
-        """Return how many leading tokens of these prompts, all together, the worker has or will
-        have soon.
+        """Return how many leading tokens the worker has, or will have soon, summed over these
+        prompts.
         """
         size = self.block_size
         if size is not None and self.feed is not None and size in prompts.blocks:
@@ -71,8 +74,8 @@ class CacheView:
         them.
         """
         self.prefixes.note(prompts.chains)
-        # Kept here because a restarted worker gets another feed before the block ends; the counts
-        # of the new one must not be settled by this request.
+        # Keep this feed: a restarted worker gets another one before the block ends, and this
+        # request was not counted there.
         feed = self.feed
         if feed is None or (hashes := prompts.blocks.get(feed.source.block_size)) is None:
             yield
@@ -86,12 +89,13 @@ class CacheView:
                 feed.blocks.settle(one)
 
     def forget(self) -> None:
-        """Forget the prompts that the worker was sent, because it emptied its cache. Its events
-        report that to the feed.
+        """Forget the prompts that were sent to the worker, because it emptied its cache.
+
+        The feed is not cleared: the worker's events report the removal.
         """
         self.prefixes.forget()
 
     def begin_anew(self) -> None:
-        """Forget everything: another process, with another cache, answers at this address."""
+        """Forget everything, because another process with another cache answers at this address."""
         self.forget()
         self.follow(None)

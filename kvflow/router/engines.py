@@ -1,4 +1,4 @@
-"""The interface to the servers that a router can stand in front of."""
+"""The interface of engines: the kinds of servers that a router can stand in front of."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvflow.router.workers import Worker
 
 
 class Forwarded(NamedTuple):
-    """A client's request in the form in which it goes to workers."""
+    """A client's request in the form in which workers receive it."""
 
     session: aiohttp.ClientSession
     path: str
-    raw: bytes  # its body, a JSON object
+    raw: bytes  # body, a JSON object
     headers: Mapping[str, str]
 
 
 class Completion(Protocol):
-    """One request as an engine reads its body, ready to become the legs of a pair."""
+    """One request as the engine parsed it, ready to become the legs of a pair."""
 
     @property
     def fields(self) -> PromptFields: ...
@@ -33,8 +33,9 @@ class Completion(Protocol):
     def open_pair(
         self, request: Forwarded, prefill: Worker, decode: Worker
     ) -> AbstractAsyncContextManager[Pair]:
-        """Open one try: within the block both workers are asked. Leaving the block closes the
-        connections that have not answered.
+        """Open one try: within the block both workers are asked.
+
+        On exit, connections without a complete answer are closed.
         """
 
 
@@ -42,31 +43,34 @@ class Engine(Protocol):
     """One kind of worker."""
 
     has_operations: bool
-    """True where workers have kvflow's own routes for load, caches, aborts and rooms."""
+    """True if workers have kvflow's own routes for load, caches, aborts and rooms."""
     keepalive_s: float
-    """Seconds for which an idle connection may be used again; less than workers keep theirs open.
+    """Seconds for which an idle connection may be re-used.
+
+    Workers must keep idle connections open for longer than that.
     """
 
     @property
     def identify(self) -> Identify:
-        """The function that asks a worker what it is."""
+        """The function that asks a worker for its identity."""
 
     @property
     def completion_paths(self) -> Collection[str]:
-        """Paths of the requests that a pair serves."""
+        """Paths of requests that a pair of workers serves."""
 
     @property
     def decode_routes(self) -> Collection[tuple[str, str]]:
-        """Methods and paths of the requests that the router forwards to any decode."""
+        """Methods and paths of requests that the router forwards to any decode."""
 
     @property
     def retried_statuses(self) -> Collection[int]:
         """Statuses after which another pair may serve a request that has no token yet."""
 
     def read(self, body: bytes) -> Completion:
-        """Read a body from which long values were taken out (`large_bodies.py`). Raises:
-        RequestError (400).
+        """Parse a body from which long values were removed (`large_bodies.py`).
+
+        Raises: RequestError (400).
         """
 
     def families(self) -> Iterator[Metric]:
-        """Yield the metrics that only this engine has."""
+        """Yield metrics that only this engine has."""

@@ -1,5 +1,6 @@
-"""A follower of one worker's cache events: it reads a snapshot, then batch after batch, and asks
-again for batches that were lost.
+"""A follower of one worker's cache events.
+
+It reads a snapshot, then one batch after another, and requests batches that were lost again.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from kvflow.transports.control.curve import ControlKey
 
 _log = logging.getLogger("kvflow.router")
 SILENCE_S = 20.0  # four heartbeats of a publisher
-REPLAY_S = 10.0  # between two messages of a replay
-PAUSE_S = 2.0  # before the next try, after a failure
+REPLAY_S = 10.0  # longest wait between two messages of a replay
+PAUSE_S = 2.0  # pause before the next try after a failure
 MAX_MESSAGE_BYTES = 256 << 20
 _OTHER_KEY = ", as where it has another key (--kv-events-key-file)"
 
 
 class Source(NamedTuple):
-    """The place where a worker publishes: ZMQ addresses, tokens per block, whether a key is needed
-    there, and that key.
+    """Where a worker publishes its events: ZMQ addresses, tokens per block, and the key if one is
+    needed.
     """
 
     endpoint: str
@@ -40,30 +41,30 @@ class Source(NamedTuple):
 
 
 class FeedError(Exception):
-    """A message that is not part of a stream of cache events."""
+    """A failure to follow a worker's events, such as a malformed message."""
 
 
 class BlockFeed:
-    """A task that keeps `blocks` equal to what the worker's events report. Needs a running loop;
-    `close` ends it.
+    """A task that keeps `blocks` equal to what the worker's events report.
 
-    `live` is True while `blocks` is up to date. After a silence or a malformed message it is False,
-    and the feed starts again from a snapshot.
+    It needs a running loop, and ends with `close`. `live` is True while `blocks` is up to date.
+    After a silence or a malformed message it becomes False, and the feed starts again from a
+    snapshot.
     """
 
     def __init__(self, name: str, source: Source) -> None:
-        """`name` is the worker's name in the log."""
+        """Start to follow `source`. `name` is the worker's name in the log."""
         self.source = source
         self.blocks = KnownBlocks()
         self.live = False
-        self.gaps = 0  # in the numbers of batches; one gap may be several batches
+        self.gaps = 0  # gaps in the batch numbers; one gap may be several batches
         self._name = name
         self._next_seq: int | None = None
-        self._last_live = -1  # number of the last batch that was published live, not replayed
+        self._last_live = -1  # number of the last batch received live, not by replay
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
-        """Stop following. Does not wait until the task has ended."""
+        """Stop following, without waiting for the task to end."""
         self.live = False
         self._task.cancel()
 
@@ -85,7 +86,7 @@ class BlockFeed:
                     _log.warning("cache events of %s are not followed: %s", self._name, reason)
                 logged = reason
             except Exception:  # noqa: BLE001
-                # The task must survive any error: without it the known blocks would stay as they
+                # The task must survive any error: otherwise the known blocks would stay as they
                 # are, and soon be wrong.
                 _log.exception(
                     "following the cache events of %s failed; it is tried again", self._name
@@ -102,8 +103,8 @@ class BlockFeed:
         if self.source.needs_key and self.source.key is None:
             raise FeedError("it sends them to holders of a key (--kv-events-key-file) alone")
         with self._connected(zmq.SUB, self.source.endpoint) as subscriber:
-            # The subscription is made before the snapshot is requested, so that a batch published
-            # in between is received twice rather than never.
+            # Subscribe before requesting the snapshot: a batch published in between is then
+            # received twice instead of never.
             if self.source.replay_endpoint is not None:
                 await self._catch_up(0, SNAPSHOT)
                 self._live()
@@ -116,7 +117,7 @@ class BlockFeed:
                 self._last_live = seq
                 if self._next_seq is not None and seq > self._next_seq:
                     await self._mend(seq)
-                # Skipped otherwise: the replay already applied this batch.
+                # Otherwise the replay already applied this batch.
                 if self._next_seq is None or seq >= self._next_seq:
                     await self._apply(seq, payload)
                 self._live()
@@ -129,19 +130,19 @@ class BlockFeed:
         self.live = True
 
     async def _mend(self, seq: int) -> None:
-        """Make up for the batches that were lost before batch `seq`."""
+        """Recover the batches that were lost before batch `seq`."""
         assert self._next_seq is not None
         self.gaps += 1
         if self.source.replay_endpoint is None:
-            # A lost batch may have removed any of the known blocks, and it cannot be requested
-            # again.
+            # A lost batch may have removed any known block, and there is no replay to request it
+            # from.
             self.blocks.clear()
             self._next_seq = seq
         else:
             await self._catch_up(self._next_seq)
 
     async def _catch_up(self, start: int, *kind: bytes) -> None:
-        """Apply every batch from `start` on, or the snapshot that stands for them.
+        """Apply every batch from number `start` on, or a snapshot if `kind` is SNAPSHOT.
 
         Raises: TimeoutError, FeedError.
         """
@@ -170,7 +171,7 @@ class BlockFeed:
         socket = zmq.asyncio.Socket(zmq.Context.instance(), kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        # libzmq resolves and accepts IPv6 addresses only where this is set.
+        # libzmq resolves and accepts IPv6 addresses only with this option.
         socket.setsockopt(zmq.IPV6, int("[" in address))
         if kind == zmq.SUB:
             socket.setsockopt(zmq.SUBSCRIBE, b"")
@@ -189,8 +190,10 @@ def _numbered(frames: list[bytes]) -> tuple[int, bytes]:
 def source_of(
     url: str, events: object, block_size: object, key: ControlKey | None = None
 ) -> Source | None:
-    """Return the place where the worker at `url` publishes, by `kv_events` and `page_size` of its
-    /server_info; None where it does not publish. `key` is the key of all workers that need one.
+    """Return where the worker at `url` publishes its events; None if it does not.
+
+    `events` and `block_size` are `kv_events` and `page_size` of its /server_info. `key` is the key
+    of all workers that need one.
     """
     tokens = whole_number(block_size)
     if not isinstance(events, dict) or tokens is None or tokens < 1:
@@ -206,8 +209,10 @@ def source_of(
 
 
 def _reached(address: object, host: str) -> str | None:
-    """Return a bound address as other machines reach it: an address of all interfaces becomes that
-    of `host`.
+    """Return an address that a worker bound as other machines reach it.
+
+    `host` replaces an address that stands for all interfaces. Returns None for anything but a TCP
+    address.
     """
     if not isinstance(address, str) or not address.startswith("tcp://"):
         return None

@@ -1,4 +1,4 @@
-"""The facts about a worker that a router learns by asking it."""
+"""Identities of workers: what a router learns by asking them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from kvflow.router.feed import Source
 
 
 class NotServingError(LostError):
-    """A worker that answers but cannot serve; the text is the reason."""
+    """A worker answers but cannot serve; the text is the reason."""
 
 
 class Traits(NamedTuple):
-    """Properties that a prefill and a decode must share to serve a request together.
+    """Properties that must agree for a prefill and a decode to serve a request together.
 
-    An empty value is one that the engine does not report; it fits every other.
+    An empty value means that the engine does not report the property; it agrees with every other
+    value.
     """
 
     fingerprint: str = ""
@@ -27,7 +28,7 @@ class Traits(NamedTuple):
     data_plane: str = ""
 
     def conflict_with(self, other: Traits) -> str:
-        """Return how two workers differ, as a text; empty where they fit together."""
+        """Return the first difference between two workers as a text; empty if they fit together."""
         for name, mine, theirs in zip(
             ("model fingerprint", "wire version", "data plane"), self, other, strict=True
         ):
@@ -37,7 +38,7 @@ class Traits(NamedTuple):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """The facts about one worker. An empty text is one that its engine does not report."""
+    """What one worker reports about itself; a text is empty if its engine does not report it."""
 
     role: str | None
     started_as: str | None
@@ -45,9 +46,9 @@ class Identity(msgspec.Struct, frozen=True):
     model: str
     fingerprint: str
     bootstrap_port: int | None
-    cache_tokens: int  # the most that its prefix cache holds; 0 where it has none
-    events: Source | None  # cache events
-    wire_version: int | None = None  # of the control link
+    cache_tokens: int  # tokens that its prefix cache can hold; 0 without one
+    events: Source | None  # where it publishes its cache events
+    wire_version: int | None = None  # version of the control link
     data_plane: str = ""
 
     @property
@@ -56,13 +57,12 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class Identify(Protocol):
-    """A function that asks the worker at `url` what it is.
+    """A function that asks the worker at `url` for its identity.
 
-    `role` is the role that the router assumes, None where the worker has to report it. `known` is
-    the identity at the last check, None where the worker was down then.
-
-    Raises: NotServingError, RequestError where the role is not known, and what a request and the
-    decoding of its answer raise (aiohttp.ClientError, OSError, ValueError, RecursionError).
+    `role` is the role that the router assumes; None if the worker has to report it. `known` is the
+    identity found by the last check; None if the worker was down. Raises: NotServingError;
+    RequestError if the role stays unknown; and the errors of a request and of decoding its answer
+    (aiohttp.ClientError, OSError, ValueError, RecursionError).
     """
 
     def __call__(
@@ -73,12 +73,11 @@ class Identify(Protocol):
 async def ask(
     session: aiohttp.ClientSession, url: str, path: str, meanings: Mapping[int, str]
 ) -> Any:
-    """Return the JSON that the worker at `url` serves at `path`. `meanings` explains other
-    statuses, for the error.
+    """Return the JSON document that the worker at `url` serves at `path`.
 
-    Raises: as `Identify`.
+    `meanings` explains statuses other than 200 in the error. Raises: see `Identify`.
     """
-    # A redirect is refused: the worker must be the server at the given URL, not one that it names.
+    # Redirects are refused: the worker must be the server at the given URL, not one that it names.
     async with session.get(f"{url}{path}", allow_redirects=False) as answer:
         if answer.status != 200:
             meaning = meanings.get(answer.status, "")

@@ -1,4 +1,4 @@
-"""The engine for kvflow's own workers: both legs get the same body and the same rooms at once."""
+"""The engine for kvflow's own workers: both legs get the same body and the same rooms, at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class KvflowEngine:
     keepalive_s = 15.0
 
     def __init__(self, events_key: ControlKey | None = None) -> None:
-        """`events_key` is the key of the workers' cache events, where they need one."""
+        """`events_key` is the key for the workers' cache events, if they need one."""
         self._events_key = events_key
 
     async def identify(
@@ -57,7 +57,7 @@ class KvflowEngine:
         )
 
     def read(self, body: bytes) -> KvflowCompletion:
-        """Read the body of a completion. Raises: RequestError (400)."""
+        """Parse the body of a completion. Raises: RequestError (400)."""
         return KvflowCompletion(decoded(body, _Fields))
 
     def families(self) -> Iterator[Metric]:
@@ -94,7 +94,8 @@ class _Sampling(msgspec.Struct):
 
 
 class _Fields(PromptFields):
-    """The fields of a body that determine how many completions it asks for, and of which prompts.
+    """The fields that determine the prompts of a body and the number of completions.
+
     The workers check the other fields.
     """
 
@@ -124,8 +125,9 @@ def _room_count(fields: _Fields) -> int:
 
 
 def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
-    """Return the fields that give both legs the same rooms, and all rooms one prefill: at most
-    MAX_ADDED_BYTES of JSON.
+    """Return the fields that give both legs the same rooms at the same prefill.
+
+    They add at most MAX_ADDED_BYTES of JSON.
     """
     room = rooms[0] if len(rooms) == 1 else rooms
     return {
@@ -137,11 +139,11 @@ def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
 
 def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None) -> Identity:
     """Return the identity in a /server_info answer, which may be any JSON value. `url` is the
-    worker's.
+    worker's URL.
     """
     found = info if isinstance(info, dict) else {}
-    # Every field is checked here, because the server at this URL may be any program: a wrong type
-    # must not reach the code that chooses workers.
+    # Every field is checked here, because the server at this URL may be any program. A value of the
+    # wrong type must not reach the code that chooses workers.
     return Identity(
         role=found.get("disaggregation_mode"),
         started_as=found.get("started_as"),

@@ -1,16 +1,16 @@
 """One request as two legs, each a POST to one worker; decode's answer goes to the client.
 
-Closing a leg's connection ends it: a worker takes that as an abort. After a failure before the
-first token of its answer a request may be tried again:
+Closing a leg's connection ends the leg: the worker treats it as an abort. A request that failed
+before its first token may be tried again:
 
-- if a connection could not be made, or ended before its answer;
-- after status 502 or 503: a worker drains, its queue is full, a link between the two is lost, or
+- if a connection could not be made, or ended before the answer;
+- after status 502 or 503: a worker drains, its queue is full, the link between the two is lost, or
   they do not fit together;
 - after status 504 with code "rendezvous": the other leg never arrived.
 
-A request is not tried again after an error of the request (4xx) or of the model (500), which
-another pair would repeat, nor after a deadline (504), because its time is used up. An engine whose
-statuses mean something else lists them in `Engine.retried_statuses`.
+It is not tried again after an error of the request (4xx) or of the model (500), which another pair
+would repeat, nor after a deadline (504), because its time is used up. An engine whose statuses mean
+something else lists them in `Engine.retried_statuses`.
 """
 
 from __future__ import annotations
@@ -30,27 +30,30 @@ from kvflow.protocols.errors import Code, LostError
 from kvflow.router.workers import Worker
 
 _COPIED = ("Content-Type", "Cache-Control", "Retry-After", "X-Accel-Buffering")
-# These errors pass: the same pair may serve the request once the worker that drains or was lost is
-# back.
+# These errors are temporary: the same pair may serve the request once the worker that drains or was
+# lost is back.
 _PASSING = frozenset({Code.SHUTDOWN, Code.PEER_LOST, Code.RENDEZVOUS, Code.STALE_GRANT})
 
 
 class PairFailedError(LostError):
-    """A pair's failure to serve a request, before the first token of its answer."""
+    """The failure of a pair to serve a request, before the first token of its answer."""
 
     def __init__(self, failure: Failure, answer: web.Response | None = None) -> None:
         super().__init__(failure.message)
         self.failure, self.answer = failure, answer or failure.response()
         self.passes = failure.code in _PASSING
-        """True where the same pair may serve the request later."""
+        """True if the same pair may serve the request later."""
 
     def may_retry(self, statuses: Collection[int]) -> bool:
-        """Return True where another pair may serve the request, which it may after `statuses`."""
+        """Return True if another pair may serve the request.
+
+        `statuses` are those after which the engine allows that.
+        """
         return self.failure.status in statuses or self.failure.code == Code.RENDEZVOUS
 
 
 class LegFailedError(PairFailedError):
-    """The loss of a worker before it answered."""
+    """The loss of a worker before its answer was complete."""
 
     def __init__(self, worker: Worker, why: str) -> None:
         super().__init__(Failure(502, str(Code.PEER_LOST), f"{worker.role} {worker.url}: {why}"))
@@ -73,14 +76,14 @@ class Leg:
         self._answer: aiohttp.ClientResponse | None = None
 
     async def begin(self) -> aiohttp.ClientResponse | web.Response:
-        """Send the request. Return a stream as soon as it begins, any other answer when it is
+        """Send the request. Return a stream as soon as it begins, any other answer once it is
         complete.
 
         Raises: LegFailedError.
         """
         session, url, body, headers = self._call
-        # aiohttp writes a bytes body in one piece, which holds up the loop when it is large; a
-        # file object is read and written in steps.
+        # aiohttp writes a bytes body in one piece, and a large one holds up the loop. It reads and
+        # writes a file object in steps.
         in_steps = io.BytesIO(body) if len(body) > LARGE_BYTES else body
         try:
             self._answer = await session.post(url, data=in_steps, headers=headers)
@@ -91,9 +94,7 @@ class Leg:
             raise LegFailedError(self.worker, _describe(error)) from None
 
     async def read(self) -> bytes:
-        """Return the next piece of a stream that has begun, empty at its end. Raises:
-        LegFailedError.
-        """
+        """Return the next piece of the stream, empty at its end. Raises: LegFailedError."""
         assert self._answer is not None
         try:
             return await self._answer.content.readany()
@@ -101,17 +102,17 @@ class Leg:
             raise LegFailedError(self.worker, _describe(error)) from None
 
     async def complete(self) -> web.Response:
-        """Return the answer when it is complete; for a stream, the error that it begins with, if
-        any.
+        """Wait for the whole answer and return it.
 
-        Raises: LegFailedError.
+        For a stream, return the error that it begins with, or else an empty response. Raises:
+        LegFailedError.
         """
         answer = await self.begin()
         if isinstance(answer, web.Response):
             return answer
         start, failure = b"", None
         while piece := await self.read():
-            # The first event is not complete yet: only empty lines and comments came before it.
+            # The first event is incomplete so far: only empty lines and comments came before it.
             if b"\n\n" not in start:
                 start = split_silence(start + piece)[1]
                 failure = error_in(start)
@@ -123,12 +124,13 @@ class Leg:
             self._answer.close()
 
     def dispose(self, task: asyncio.Task[Any]) -> None:
-        """Release a leg that was closed, as the done callback of its task: the task may still have
-        ended with an answer or an error.
+        """Release a leg that was closed, when its `task` is done.
+
+        The task may have ended with an answer or an error at the same moment.
         """
         self.close()
         if not task.cancelled():
-            # The exception is retrieved so that asyncio does not log it: the pair reports its first
+            # Retrieving the exception keeps asyncio from logging it. The pair reports its first
             # failure.
             task.exception()
 
@@ -160,7 +162,7 @@ def split_silence(start: bytes) -> tuple[bytes, bytes]:
 
 
 def split_opening(events: bytes) -> tuple[bytes, bytes]:
-    """Return the complete events with which a chat begins before its first token, and the rest."""
+    """Return the complete events that open a chat before its first token, and the rest."""
     cut = 0
     while (end := events.find(b"\n\n", cut)) >= 0 and _is_opening(events[cut:end]):
         cut = end + 2
@@ -168,8 +170,9 @@ def split_opening(events: bytes) -> tuple[bytes, bytes]:
 
 
 def _is_opening(event: bytes) -> bool:
-    """Return True for an event that contains only the role. vLLM sends one before it checks whether
-    the request fails.
+    """Return True for an event that contains only the role.
+
+    vLLM sends one before it checks whether the request fails.
     """
     try:
         choices = msgspec.json.decode(event.removeprefix(b"data:"), type=_Chunk).choices
@@ -193,8 +196,9 @@ class _Chunk(msgspec.Struct):
 
 
 def error_in(event: bytes) -> Failure | None:
-    """Return the error in a stream's first event, or None. With an error there, no token was
-    generated.
+    """Return the error in a stream's first event, or None.
+
+    After such an error, the stream has no tokens.
     """
     if not event.startswith(b"data:") or b"\n\n" not in event:
         return None
@@ -208,15 +212,15 @@ def copied(answer: aiohttp.ClientResponse, body: bytes) -> web.Response:
 
 
 def stream_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
-    """Return the headers of a worker's answer that the client gets too."""
+    """Return the headers of a worker's answer that are passed on to the client."""
     return {name: answer.headers[name] for name in _COPIED if name in answer.headers}
 
 
 def with_fields(raw: bytes, fields: dict[str, Any]) -> bytes:
-    """Return the JSON object `raw` with `fields` added at its end, where they override earlier
-    fields of the same name.
+    """Return the JSON object `raw` with `fields` appended.
 
-    The bytes of `raw` are forwarded unchanged and are not decoded.
+    They override earlier fields of the same name. The bytes of `raw` are forwarded unchanged and
+    are not decoded.
     """
     head = raw.rstrip()[:-1].rstrip()
     return head + (b"" if head.endswith(b"{") else b",") + msgspec.json.encode(fields)[1:]

@@ -1,4 +1,4 @@
-"""The Prometheus families of a router: its requests and its workers."""
+"""The Prometheus families of a router, about its requests and its workers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class RouterMeasures:
         self._errors: Counter[str] = Counter()
 
     def first_token(self, arrived_at_s: float) -> None:
-        """Count the first token of a stream. `arrived_at_s` is the request's arrival by
-        `time.perf_counter`.
+        """Record the time to a stream's first token.
+
+        `arrived_at_s` is when the request arrived, by `time.perf_counter`.
         """
         self._first_token_seconds.observe(time.perf_counter() - arrived_at_s)
 
@@ -88,7 +89,7 @@ class RouterMeasures:
             load.add_metric(values, worker.running)
             served.add_metric(values, worker.served)
             hits.add_metric(values, worker.prefix_hits)
-            # Only a worker that publishes its cache events has these families: a 0 for the others
+            # Only workers that publish cache events appear in these families. A 0 for the others
             # would read as an empty cache.
             if (feed := worker.cache.feed) is not None:
                 followed.add_metric(values, float(feed.live))

@@ -42,23 +42,23 @@ class JoinRequest(msgspec.Struct, frozen=True):
 
     url: str
     worker_type: str | None = None
-    incarnation: str | None = None  # of a worker that joins by --join
+    incarnation: str | None = None  # incarnation of a worker that joins by --join
 
 
 class Membership:
-    """The operations by which workers join and leave."""
+    """The operations by which workers join and leave a router."""
 
     def __init__(
         self, workers: Workers, session: aiohttp.ClientSession, identify: Identify
     ) -> None:
         self._workers, self._session, self._identify = workers, session, identify
-        self._removed: OrderedDict[str, str] = OrderedDict()  # by URL: the incarnation that left
-        # Joins run one after another, so that two requests cannot add the same URL twice.
+        # incarnation that left, by URL, oldest removal first
+        self._removed: OrderedDict[str, str] = OrderedDict()
+        # Joins run one at a time, so that two requests cannot add the same URL twice.
         self._one_at_a_time = asyncio.Lock()
 
     async def join(self, request: JoinRequest) -> Worker:
-        """Return the worker at this URL, after a first check; the known worker where it joined
-        before.
+        """Add the worker at this URL and check it once; return a known worker if it joined before.
 
         Raises: RequestError (400), ConflictError (409: another role, another model, or an operator
         removed it), LostError (502: it does not answer), OverloadError.
@@ -67,8 +67,8 @@ class Membership:
         if request.worker_type not in (None, *ROLES):
             text = f"{request.worker_type[:40]!r} is not prefill or decode"
             raise RequestError(f"worker_type: {text}", param="worker_type")
-        # An operator's POST names no incarnation and cancels an earlier DELETE. A worker's own POST
-        # names one, and must not undo that DELETE.
+        # An operator's POST has no incarnation, and cancels an earlier DELETE. A worker's own POST
+        # has one, and must not undo that DELETE.
         if request.incarnation is None:
             self._removed.pop(url, None)
         elif self._removed.get(url) == request.incarnation:
@@ -83,14 +83,14 @@ class Membership:
             return self._join_again(known, request)
 
     def leave(self, worker: Worker, incarnation: str | None = None) -> None:
-        """Send this worker no more requests.
+        """Send this worker no more requests. Idempotent.
 
-        Idempotent. `incarnation` is given by a worker that leaves on its own initiative. It names
-        the process that leaves: a successor at the same URL has another one, and may join again.
+        A worker that leaves on its own initiative gives its `incarnation`. A successor at the same
+        URL has another one, and may join again.
         """
         self._removed[worker.url] = (incarnation or worker.incarnation)[:MAX_URL_CHARACTERS]
         self._removed.move_to_end(worker.url)
-        # Bounded, because URLs come from clients; the oldest removals are dropped first.
+        # The number of removals is bounded, because URLs come from clients.
         if len(self._removed) > MAX_WORKERS:
             self._removed.popitem(last=False)
         self._workers.leave(worker)
@@ -105,7 +105,7 @@ class Membership:
             )
         if worker.leaving:
             self._workers.stay(worker)
-        # Another process answers at this URL now: the check learns its identity at once.
+        # Another process answers at this URL now. A check finds its identity at once.
         elif request.incarnation not in (None, worker.incarnation):
             worker.check_due.set()
         return worker
@@ -153,7 +153,7 @@ def _checked_url(given: str) -> str:
     try:
         parts = urlsplit(url)
         whole = bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
-    # The port is not a number, or brackets do not match.
+    # The port is not a number, or the brackets do not match.
     except ValueError:
         whole = False
     if not (whole and url.startswith(("http://", "https://")) and len(url) <= MAX_URL_CHARACTERS):
@@ -164,9 +164,9 @@ def _checked_url(given: str) -> str:
 
 
 def described(worker: Worker, trouble: str) -> dict[str, Any]:
-    """Return an entry of GET /workers: sglang_router's keys first, then kvflow's own.
+    """Return a worker's entry for GET /workers: sglang_router's keys first, then kvflow's own.
 
-    `trouble` is the reason why the worker gets no requests.
+    `trouble` is the reason why the worker gets no requests, if there is one.
     """
     return {
         "id": worker.id,

@@ -1,4 +1,4 @@
-"""Both legs of one try, and the order in which they run."""
+"""Pairs: both legs of one try, and the order in which they run."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ class Pair(Protocol):
 
     @property
     def asked(self) -> Collection[Worker]:
-        """The workers that this try sent a request to."""
+        """Workers to which this try sent a request."""
 
     async def answer(self) -> aiohttp.ClientResponse | web.Response:
         """Return decode's stream once it begins, or its whole answer. Raises: PairFailedError."""
 
     async def first(self) -> bytes:
-        """Return the next piece of decode's stream while it contains no token yet. Raises:
-        PairFailedError.
+        """Return the next piece of decode's stream, before its first token.
+
+        Raises: PairFailedError.
         """
 
 
 class TogetherPair:
-    """A try in which both legs begin at once. The first failure ends the other leg."""
+    """A try in which both legs begin at once. If one fails, the other is closed."""
 
     def __init__(self, prefill: Leg, decode: Leg, headers: Mapping[str, str]) -> None:
         self.prefill, self.decode, self.headers = prefill, decode, headers
@@ -61,10 +62,9 @@ class TogetherPair:
         return answer
 
     async def first(self) -> bytes:
-        """Return the next piece of decode's stream while it contains no token yet. A refusal by
-        prefill ends the wait.
+        """Return the next piece of decode's stream, before its first token.
 
-        Raises: PairFailedError.
+        A refusal by prefill ends the wait. Raises: PairFailedError.
         """
         reading = asyncio.create_task(self.decode.read())
         try:
@@ -79,13 +79,12 @@ class TogetherPair:
         """Check prefill's answer, which is complete.
 
         Return if it is not a refusal, or if its refusal only follows from a failure of decode. In
-        the latter case decode's own answer, the `decode` task, is complete.
-
-        Raises: PairFailedError.
+        the latter case decode's own answer, the `decode` task, is complete. Raises:
+        PairFailedError.
         """
         answer = self._prefilling.result()
-        # Status 499 means that decode ended the room. Its own answer has the root cause, and may
-        # still be on its way.
+        # Status 499 means that decode ended the room. Decode's own answer has the root cause, and
+        # may still be on its way.
         if answer.status != 499:
             check(answer)
             return
@@ -98,8 +97,8 @@ class TogetherPair:
     def close(self) -> None:
         """Close both connections.
 
-        This function must not await: after a failed write to a client that left, aiohttp cancels
-        the handler, which would stop here at the first await and leave the legs open.
+        This function must not await. When a write to a client that left fails, aiohttp cancels the
+        handler; an await here would raise at once and leave the legs open.
         """
         for leg, task in ((self.prefill, self._prefilling), (self.decode, self._decoding)):
             task.cancel()
@@ -111,7 +110,7 @@ class TogetherPair:
 async def together(
     prefill: Leg, decode: Leg, headers: Mapping[str, str]
 ) -> AsyncGenerator[TogetherPair, None]:
-    """Begin both legs; leaving the block closes both. `headers` are for the client's answer."""
+    """Begin both legs, and close both on exit. `headers` are for the client's answer."""
     with prefill.worker.busy(), decode.worker.busy():
         pair = TogetherPair(prefill, decode, headers)
         try:
@@ -121,13 +120,16 @@ async def together(
 
 
 class SequentialPair:
-    """A try that asks decode after prefill answered, with what prefill answered. A try may have no
-    prefill.
+    """A try that asks decode after prefill answered, using prefill's answer.
+
+    A try may have no prefill.
     """
 
     def __init__(self, prefill: Leg | None, ask_decode: Callable[[web.Response], Leg]) -> None:
-        """`ask_decode` makes decode's leg from prefill's complete answer, or from an empty one
-        where there is no prefill; it may raise PairFailedError.
+        """`ask_decode` makes decode's leg from prefill's complete answer; it may raise
+        PairFailedError.
+
+        Without a prefill it gets an empty answer.
         """
         self.headers: Mapping[str, str] = {}
         self._legs = [] if prefill is None else [prefill]
@@ -158,7 +160,7 @@ class SequentialPair:
         return await self.decode.read()
 
     def close(self) -> None:
-        """Close both connections. It must not await, for the reason in `TogetherPair.close`."""
+        """Close both connections. This must not await either, see `TogetherPair.close`."""
         for leg in self._legs:
             leg.close()
 
@@ -167,9 +169,9 @@ class SequentialPair:
 async def sequential(
     prefill: Leg | None, decode: Worker, ask_decode: Callable[[web.Response], Leg]
 ) -> AsyncGenerator[SequentialPair, None]:
-    """Open the pair; leaving the block closes both legs.
+    """Open the pair, and close both legs on exit.
 
-    Prefill counts as busy to the end, because decode reads from it after its answer.
+    Prefill counts as busy to the end, because decode reads its pages after it answered.
     """
     with prefill.worker.busy() if prefill is not None else nullcontext(), decode.busy():
         pair = SequentialPair(prefill, ask_decode)

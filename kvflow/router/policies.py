@@ -1,4 +1,4 @@
-"""The policies that choose among workers of one role that are equally fit for a request."""
+"""Policies that choose among workers of one role which are equally fit for a request."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ PolicyName = Literal["cache_aware", "least_loaded", "round_robin"]
 class Loaded(Protocol):
     """The properties of a worker that a policy uses."""
 
-    running: int  # requests now
+    running: int  # requests at the worker now
     served: int  # requests since it joined
-    turn: int  # number of its last request, counted over all workers
+    turn: int  # number of its last request, in one count for all workers
     cache: CacheView
 
 
 class Policy(msgspec.Struct, frozen=True):
     """A policy by name, with its thresholds.
 
-    `cache_aware` prefers the worker that is known to have most of the prompt, unless it has clearly
-    more requests than the least loaded one: more than `balance_abs_threshold` more, and more than
-    `balance_rel_threshold` times as many. Both must hold: with few requests any factor is soon
-    reached, with many any difference. Where no worker has a part of the prompt, and among equals,
-    it prefers the least loaded.
+    `cache_aware` prefers the worker that is known to have most of the prompt in its cache. It
+    ignores the cache of an overloaded worker, that is, one with more than `balance_abs_threshold`
+    requests more than the least loaded worker, and more than `balance_rel_threshold` times as many.
+    Both must hold: few requests easily differ by any factor, and many by any number. Among equals,
+    or if no worker has a part of the prompt, it prefers the least loaded.
     """
 
     name: PolicyName = "cache_aware"
@@ -39,8 +39,9 @@ class Policy(msgspec.Struct, frozen=True):
         return self.name == "cache_aware"
 
     def order(self, worker: Loaded, least_running: int, prompts: Prompts) -> tuple[int, ...]:
-        """Return a key to sort workers by, the best first. `least_running` is the number of
-        requests at the least loaded worker.
+        """Return a sort key for a worker; the best sorts first.
+
+        `least_running` is the number of requests at the least loaded worker.
         """
         if self.name == "round_robin":
             return (worker.turn,)

@@ -1,4 +1,4 @@
-"""The prompts that a worker probably has in its cache: those that it was sent last."""
+"""The prompts that a worker probably has in its cache: the latest that were sent to it."""
 
 from __future__ import annotations
 
@@ -8,38 +8,37 @@ from collections.abc import Iterable
 
 from kvflow.router.prompts import Chain, chunk_bytes
 
-BYTES_PER_TOKEN = 4  # of token ids; English text has about as many
-# A limit per worker: two million tokens of prompts, for which the router keeps some 20 MB of
-# hashes.
+BYTES_PER_TOKEN = 4  # bytes of a token id; also about the length of an English token
+# The limit per worker: two million tokens of prompts, whose hashes take some 20 MB in the router.
 MAX_BYTES = 1 << 23
 
 
 class KnownPrefixes:
-    """The prompts that one worker was sent and may still have in its cache, by the hashes of
-    `prompts.py`.
+    """The prompts that were sent to one worker and may still be in its cache.
 
-    The least recently used chunk is dropped first, and the end of a prompt before its beginning, so
-    that the known part of a prompt is always its beginning.
+    They are kept as the hashes of `prompts.py`. The least recently used chunk is dropped first, and
+    the end of a prompt before its beginning, so what is known of a prompt is always its beginning.
     """
 
     def __init__(self) -> None:
-        self.bytes = 0  # size of the prompts; a common beginning counts once
+        self.bytes = 0  # bytes of the known prompts; a common beginning counts once
         self.limit_bytes = 0
-        # The bytes of a chunk by its hash, in the order of last use.
+        # The size of each chunk in bytes, by its hash, least recently used first.
         self._known: OrderedDict[int, int] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._known)
 
     def resize(self, tokens: int) -> None:
-        """Limit the known prompts to what a cache of `tokens` tokens can hold; 0 where the worker
-        has no prefix cache.
+        """Limit the known prompts to what a cache of `tokens` tokens can hold.
+
+        `tokens` is 0 for a worker without a prefix cache.
         """
         self.limit_bytes = min(tokens * BYTES_PER_TOKEN, MAX_BYTES)
         self._shrink()
 
     def matched(self, chains: Iterable[Chain]) -> int:
-        """Return how many leading chunks of these prompts, all together, are known."""
+        """Return the number of leading chunks that are known, summed over these prompts."""
         if not self._known:
             return 0
         known = self._known
@@ -49,12 +48,12 @@ class KnownPrefixes:
         )
 
     def note(self, chains: Iterable[Chain]) -> None:
-        """Note that the worker is being sent these prompts."""
+        """Note that these prompts are being sent to the worker."""
         if not self.limit_bytes:
             return
         for chain in chains:
-            # The last chunk first: the first one is then the most recently used, and is dropped
-            # last.
+            # Start with the last chunk. The first one then is the most recently used, and is
+            # dropped last.
             for index in range(len(chain) - 1, -1, -1):
                 one = chain[index]
                 if one in self._known:
@@ -65,7 +64,7 @@ class KnownPrefixes:
             self._shrink()
 
     def forget(self) -> None:
-        """Forget all prompts, because the worker's cache is empty or another one."""
+        """Forget all prompts, because the worker emptied or replaced its cache."""
         self._known.clear()
         self.bytes = 0
 

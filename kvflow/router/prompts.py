@@ -1,12 +1,12 @@
-"""Hashes of a prompt's beginnings, by which a router recognizes it without a tokenizer.
+"""Hashes of a prompt's beginnings, by which a router recognizes prompts without a tokenizer.
 
-A prompt is a stream of bytes: its token ids where the body has them, otherwise its text, or the
-messages of its chat in one canonical form, so that the next turn of a conversation continues the
-stream of this one. The stream is cut into chunks, and the hash of a chunk covers everything up to
-its end. The fields that separate prompts in a worker's cache (`cache_salt`, `extra_key`), or may
-change everything that a template writes, enter all hashes.
+A prompt is hashed as a stream of bytes: its token ids if the body has them, otherwise its text, or
+the messages of its chat in a canonical form. The next turn of a conversation then continues the
+stream of the previous one. The stream is cut into chunks, and the hash of a chunk covers everything
+up to its end. Some fields separate prompts in a worker's cache (`cache_salt`, `extra_key`), or may
+change everything that a template writes; they enter all hashes.
 
-The hashes are Python's own, keyed by a secret of the process: they are fast, and a client cannot
+The hashes are Python's own, keyed by a secret of the process. They are fast, and a client cannot
 make its prompt collide with another client's.
 """
 
@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-# A fine chunk is 16 token ids, or about as many tokens of English text: a page. After the first 64
-# KiB of a prompt a chunk is 1 KiB: the exact length of a match matters little there, and fewer
-# hashes keep the time and the memory of the longest prompts small.
+# A fine chunk is 16 token ids, or text of about as many English tokens: one page. Beyond the first
+# 64 KiB of a prompt, a chunk is 1 KiB. The exact length of a match matters little there, and fewer
+# hashes save time and memory for the longest prompts.
 FINE_BYTES, COARSE_BYTES = 64, 1024
 FINE_CHUNKS = 1024
-CHUNK_TOKENS = FINE_BYTES // 4  # about
-_STEP_BYTES = 1 << 16  # between two turns of the loop: some 300 us
+CHUNK_TOKENS = FINE_BYTES // 4  # tokens of a fine chunk; for text, an estimate
+_STEP_BYTES = 1 << 16  # hashed between two turns of the loop, in some 300 us
 _PIECE_CHARACTERS = 1 << 14
 
 Chain = list[int]
@@ -38,8 +38,8 @@ def chunk_bytes(index: int) -> int:
 
 
 class PromptFields(msgspec.Struct):
-    """The fields of a body that contain its prompts, and those that determine with which prompts
-    they can share cached pages.
+    """The fields of a body that contain its prompts, and those that decide which prompts can share
+    cached pages.
     """
 
     text: Any = None
@@ -54,7 +54,7 @@ class PromptFields(msgspec.Struct):
     add_special_tokens: Any = None
 
     async def chains(self) -> list[Chain]:
-        """Return the hashes of each prompt, the shortest beginning first.
+        """Return the chain of hashes of each prompt, from the shortest beginning to the longest.
 
         A prompt that a worker will refuse is left out.
         """
@@ -79,8 +79,9 @@ class PromptFields(msgspec.Struct):
         return found
 
     def prompts(self) -> list[Any]:
-        """Return the prompts outside a conversation: each is a text or token ids, or a value that a
-        worker will refuse.
+        """Return the prompts of a body that is not a chat.
+
+        Each is a text or token ids, or a value that a worker will refuse.
         """
         for value in (self.input_ids, self.text, self.prompt):
             if value is not None:
@@ -103,7 +104,7 @@ class _Hashing:
 
     @property
     def of_all(self) -> int:
-        """The hash of every byte so far, including those of a chunk that is not full."""
+        """The hash of every byte so far, including those in an incomplete chunk."""
         return hash((self._last, self._rest))
 
     def add(self, piece: bytes) -> None:
@@ -117,11 +118,11 @@ class _Hashing:
 
 
 async def _hash_all(into: _Hashing, pieces: Iterator[bytes]) -> None:
-    """Hash all pieces, in steps between which other tasks get their turn of the loop."""
+    """Hash all pieces, and yield to the loop after every `_STEP_BYTES`."""
     done = 0
     for piece in pieces:
         into.add(piece)
-        # FINE_BYTES stands for the cost of a piece itself, so that many tiny pieces end a step too.
+        # FINE_BYTES stands for the fixed cost of a piece, so that many tiny pieces end a step too.
         done += len(piece) + FINE_BYTES
         if done >= _STEP_BYTES:
             done = 0
@@ -131,7 +132,7 @@ async def _hash_all(into: _Hashing, pieces: Iterator[bytes]) -> None:
 def _prompt(value: Any) -> Iterator[bytes]:
     """Yield the bytes of one prompt.
 
-    A token id takes 4 bytes, in a short list as in a long array: equal prompts give equal streams.
+    A token id takes 4 bytes, in a list as in an array, so equal prompts give equal streams.
     """
     if isinstance(value, str):
         yield from _text(value)
@@ -152,9 +153,9 @@ _CLOSED = object()
 
 
 def _pieces(value: Any) -> Iterator[bytes]:
-    """Yield the bytes of any JSON value, the fields of an object in the order of their names.
+    """Yield the bytes of any JSON value, with the fields of an object sorted by name.
 
-    Two values that differ give streams that differ.
+    Different values give different streams.
     """
     # An explicit stack, because a client may nest values deeper than Python can recurse.
     left = [value]

@@ -1,9 +1,8 @@
-"""The router role: it chooses a prefill and a decode for each request by the policy, and relays
-decode's answer.
+"""The router role: it chooses a prefill and a decode for each request, and relays decode's answer.
 
-A request whose client got no token yet is tried on another pair where that may help (`legs.py` has
-the conditions). A worker that stops or dies therefore loses no request that it had not begun to
-answer.
+A request that failed before its client got a token is tried on another pair, if that may help
+(`legs.py` has the conditions). A worker that stops or dies therefore loses only requests that it
+had begun to answer.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from kvflow.telemetry.requests import CURRENT
 
 _log = logging.getLogger("kvflow.router")
 CONNECT_TIMEOUT_S = 5.0
-ASK_TIMEOUT_S = 5.0  # for an answer to any request but a completion
+ASK_TIMEOUT_S = 5.0  # limit for the answer to any request but a completion
 _JSON = {"Content-Type": "application/json"}
 _NO_HEADERS: Mapping[str, str] = {}
 _FORWARDED = ("Authorization", "traceparent", "tracestate")
@@ -56,16 +55,13 @@ _ENDED = Failure(
 
 
 class Router(Drainable):
-    """One router over the workers at these URLs. `keys` are the workers' keys, and the router's
-    own.
+    """One router over the workers at these URLs; `close` closes every leg.
 
-    `close` closes every leg.
-
-    A request whose client got no token yet is tried on one pair after another, and waits at most
-    `retry_timeout_s` in all for a worker to come back; at most `max_waiting` requests wait at a
-    time. `encoder` is the model's tokenizer: with it, texts too are matched with the cache events
-    of workers; without it only prompts of token ids are. `engine` is the kind of worker, kvflow's
-    own by default.
+    `keys` are the keys of the workers and of the router. A request whose client got no token yet is
+    tried on one pair after another. It waits at most `retry_timeout_s` in all for a worker to come
+    back, and at most `max_waiting` requests wait at a time. `encoder` is the model's tokenizer:
+    with it, the router also matches texts with the cache events of workers; without it, only
+    prompts of token ids. `engine` is the kind of worker, kvflow's own by default.
     """
 
     def __init__(
@@ -120,14 +116,15 @@ class Router(Drainable):
             timeout.reschedule(asyncio.get_running_loop().time())
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
-        """Serve one request: try one pair of workers after another, until one answers."""
+        """Serve one request: try one pair of workers after another until one answers."""
         try:
             self.refuse_when_draining()
             raw = await http.read()
             rest, long_values = await take_apart(raw)
             completion = self.engine.read(rest)
             reads = self._reads_prompts and self.workers.cache_prompts()
-            # Restoring the long values takes time, and only a comparison with caches needs them.
+            # Restoring the long values takes time, and is needed only to compare prompts with
+            # caches.
             body = long_values.put_back(completion.fields) if reads else None
         except KvflowError as error:
             self.metrics.refused(error.code)
@@ -148,7 +145,7 @@ class Router(Drainable):
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncGenerator[None, None]:
-        """Bound the time of a request.
+        """Limit the time of a request.
 
         Raises: TimeoutError after `request_timeout_s`, or when the router has to end its requests.
         """
@@ -162,8 +159,9 @@ class Router(Drainable):
     async def _on_some_pair(
         self, request: Forwarded, answer: ClientAnswer, completion: Completion, prompts: Prompts
     ) -> web.StreamResponse:
-        """Serve the request on the first pair that can. Raises: PairFailedError, that of the last
-        try; NoWorkerError.
+        """Serve the request on the first pair that can.
+
+        Raises: PairFailedError of the last try; NoWorkerError.
         """
         loop = asyncio.get_running_loop()
         tries = Tries(self._retry_s, self.engine.retried_statuses)
@@ -177,8 +175,8 @@ class Router(Drainable):
                 if isinstance(error, LegFailedError):
                     error.worker.mark_lost(str(error), loop.time())
                 elif error.passes or error.failure.status == 500:
-                    # The error does not name the worker that drains, is lost or is broken: checks
-                    # of both find it.
+                    # The error does not show which of the two drains, is lost or is broken, so both
+                    # are checked.
                     prefill.check_due.set()
                     decode.check_due.set()
                 tries.note(error, prefill, decode)
@@ -203,10 +201,10 @@ class Router(Drainable):
         )
 
     async def _next_pair(self, tries: Tries, prompts: Prompts) -> tuple[Worker, Worker]:
-        """Return the pair for the next try: at once while there is an untried one, otherwise after
-        a pause or when a worker comes up.
+        """Return the pair for the next try.
 
-        Raises: PairFailedError, NoWorkerError where no further try is allowed.
+        It returns at once while a pair is untried, and otherwise after a pause or when a worker
+        comes up. Raises: PairFailedError, NoWorkerError if no further try is allowed.
         """
         may_begin = False
         while True:
@@ -222,7 +220,8 @@ class Router(Drainable):
             if (pair := tries.untried(prefills, decodes)) is not None:
                 return pair
             if may_begin:
-                # There is one: each worker that `ranked` returns fits one of the other role.
+                # There is at least one: each worker that `ranked` returns fits one of the other
+                # role.
                 return next(fitting(prefills, decodes))
             assert tries.error is not None
             may_begin = await self._pause(functools.partial(asyncio.sleep, tries.pause_s()), tries)
@@ -230,8 +229,10 @@ class Router(Drainable):
                 raise tries.error
 
     async def _pause(self, wait: Callable[[], Awaitable[object]], tries: Tries) -> bool:
-        """Wait before a further try. Return False, and allow none, where the wait takes longer than
-        the request has left or too many requests wait already.
+        """Wait before another try; return False if that is not allowed.
+
+        It is not if the wait takes longer than the request has left, or if too many requests wait
+        already.
         """
         if self.waiting >= self._max_waiting:
             return False
@@ -255,10 +256,10 @@ class Router(Drainable):
         body: bytes | None = None,
         headers: Mapping[str, str] = _NO_HEADERS,
     ) -> Any:
-        """Return the JSON answer of a worker; None when it cannot be reached, or answers with an
+        """Return the JSON answer of a worker; None if it cannot be reached or answers with an
         error.
 
-        Raises: RefusedError where the worker has another key.
+        Raises: RefusedError if the worker has other keys than this router.
         """
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         try:
@@ -278,12 +279,12 @@ class Router(Drainable):
     async def ask_as_operator(
         self, worker: Worker, path: str, method: str = "GET", body: bytes | None = None
     ) -> Any:
-        """Act as `ask` does, on a route for operators."""
+        """Ask a worker on a route for operators, see `ask`."""
         return await self.ask(worker, path, method, body, bearer(self.keys.of_operator))
 
     async def forward(self, worker: Worker, http: web.Request) -> web.Response:
-        """Return one worker's answer to this request, whatever its status; 502 when the worker
-        cannot be reached.
+        """Return a worker's answer to this request, whatever its status; 502 if it cannot be
+        reached.
         """
         url = f"{worker.url}{http.rel_url.raw_path_qs}"
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
@@ -291,7 +292,7 @@ class Router(Drainable):
         try:
             async with self._session.request(
                 http.method,
-                # `encoded` keeps yarl from decoding and quoting the client's path a second time.
+                # `encoded` keeps yarl from decoding and quoting the client's path again.
                 URL(url, encoded=True),
                 data=await http.read(),
                 headers=headers,
@@ -305,7 +306,7 @@ class Router(Drainable):
 
 
 async def _relayed(pair: Pair, answer: ClientAnswer) -> web.StreamResponse:
-    """Return decode's answer; a stream is relayed to the client first. Raises: PairFailedError."""
+    """Relay decode's stream to the client, or return its whole answer. Raises: PairFailedError."""
     found = await pair.answer()
     if not isinstance(found, web.Response):
         return await answer.relay(pair, found)
@@ -314,6 +315,6 @@ async def _relayed(pair: Pair, answer: ClientAnswer) -> web.StreamResponse:
 
 
 def _forwarded_headers(http: web.Request) -> dict[str, str]:
-    """Return the headers of a client's request that its worker gets too."""
+    """Return the headers of a client's request that are passed on to workers."""
     headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
     return headers | {REQUEST_ID_HEADER: CURRENT.get().request_id}

@@ -1,4 +1,4 @@
-"""The routes of a router: completions, its own state, and questions to its workers."""
+"""The routes of a router: completions, its own state, and requests that its workers answer."""
 
 from __future__ import annotations
 
@@ -87,15 +87,17 @@ def _operations(router: Router) -> list[web.RouteDef]:
         await asyncio.gather(
             *(router.ask_as_operator(worker, "/flush_cache", "POST") for worker in workers)
         )
-        # The router's own records are dropped too; otherwise it would keep sending prompts to
-        # workers that no longer have them.
+        # The router drops its own records too. Otherwise it would keep sending prompts to workers
+        # that no longer have them.
         for worker in router.workers.all:
             worker.cache.forget()
         return web.Response(text="Cache flushed.\n")
 
     async def abort(http: web.Request) -> web.StreamResponse:
-        """Abort at decode first: when prefill ends a room, decode answers with an error, and an
-        abort must give an answer.
+        """Abort at decode first.
+
+        When prefill ends a room, decode answers the client with an error. An aborted request must
+        end with a normal answer.
         """
         raw = await http.read()
         decoded(raw, aborts.AbortRequest)
@@ -106,7 +108,8 @@ def _operations(router: Router) -> list[web.RouteDef]:
             found[role] = sum(
                 answer["aborted"] for answer in await asyncio.gather(*asked) if answer
             )
-        # Each request counts once at its prefill and once at its decode: a sum would double them.
+        # Each request counts once at its prefill and once at its decode, so a sum would count it
+        # twice.
         return json_response({"aborted": max(found.values())})
 
     async def story(http: web.Request) -> web.StreamResponse:

@@ -1,6 +1,6 @@
 """The blocks of a request's prompts, by the hashes with which cache events name them.
 
-The hashes cover tokens: those in the body, or those of its text where the router has the model's
+The hashes cover tokens. They come from the body, or from its text if the router has the model's
 tokenizer.
 """
 
@@ -22,13 +22,13 @@ from kvflow.protocols.cache.hashes import (
 from kvflow.router.blocks import BlockHashes
 from kvflow.router.prompts import PromptFields
 
-# The limit of a text that the router encodes: some 250,000 tokens, which take 200 ms of its thread.
+# The longest text that the router encodes: some 250,000 tokens, which take 200 ms in a thread.
 MAX_CHARACTERS = 1 << 20
-_STEP_BYTES, _STEP_BLOCKS = 1 << 16, 1 << 10  # hashed between two turns: 400 us
+_STEP_BYTES, _STEP_BLOCKS = 1 << 16, 1 << 10  # hashed between two turns of the loop, in some 400 us
 
 
 class Encoder(Protocol):
-    """The model's tokenizer, as far as prompts need it (kvflow.serve.http.tokenizer)."""
+    """The part of the model's tokenizer that prompts need (kvflow.serve.http.tokenizer)."""
 
     async def encode(self, text: str, *, param: str, add_special_tokens: bool) -> PromptIds: ...
 
@@ -40,8 +40,9 @@ class Encoder(Protocol):
 async def block_hashes(
     fields: PromptFields, sizes: Collection[int], encoder: Encoder | None
 ) -> dict[int, list[BlockHashes]]:
-    """Return the whole blocks of each prompt, for each of these block sizes; an empty dictionary
-    where the tokens are not known, or where a worker will refuse the body.
+    """Return the hashes of each prompt's whole blocks, for each of these block sizes.
+
+    The result is empty if the tokens are unknown, or if a worker will refuse the body.
     """
     if not sizes:
         return {}
@@ -63,7 +64,7 @@ async def block_hashes(
 
 
 async def _token_ids(fields: PromptFields, encoder: Encoder | None) -> list[Any]:
-    """Return the token ids of each prompt; an empty list where they are not known."""
+    """Return the token ids of each prompt; an empty list if they are unknown."""
     if fields.messages is not None:
         if encoder is None or not isinstance(fields.messages, list):
             return []
@@ -83,8 +84,9 @@ async def _token_ids(fields: PromptFields, encoder: Encoder | None) -> list[Any]
 
 
 def _namespace(fields: PromptFields, index: int, prompts: int) -> Namespace:
-    """Return the namespace of prompt `index` of `prompts`. Raises: ValueError, KvflowError for
-    values that a worker will refuse.
+    """Return the namespace of prompt `index`, one of `prompts` prompts.
+
+    Raises: ValueError, KvflowError for values that a worker will refuse.
     """
     parts = []
     for value in (fields.cache_salt, fields.extra_key):
@@ -96,7 +98,10 @@ def _namespace(fields: PromptFields, index: int, prompts: int) -> Namespace:
 
 
 async def _hashes(tokens: bytes, size: int, previous: bytes) -> BlockHashes:
-    """Return the hashes of a prompt's whole blocks of `size` tokens, hashed in steps."""
+    """Return the hashes of a prompt's whole blocks of `size` tokens.
+
+    Long prompts are hashed in steps, between which the loop runs.
+    """
     step = max(1, min(_STEP_BYTES // (size * TOKEN_BYTES), _STEP_BLOCKS)) * size * TOKEN_BYTES
     found: BlockHashes = []
     for at in range(0, len(tokens), step):

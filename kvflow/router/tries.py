@@ -1,4 +1,4 @@
-"""The tries of one request: how often each worker failed it, and whether another try is allowed."""
+"""The tries of one request: how often each worker failed it, and whether it may be tried again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class Tries:
-    """At most `MOST_TRIES` tries, with pauses of `left_s` seconds in all; the tries themselves are
-    not limited in time. `retried` has the statuses after which another try is allowed.
+    """At most `MOST_TRIES` tries of one request.
+
+    The pauses between them take at most `left_s` seconds in all; the tries themselves have no time
+    limit. `retried` has the statuses after which another try is allowed.
     """
 
     def __init__(self, left_s: float, retried: Collection[int]) -> None:
@@ -27,21 +29,21 @@ class Tries:
         self._pauses = 0
 
     def note(self, error: PairFailedError, prefill: Worker, decode: Worker) -> None:
-        """Note that a pair failed the request. Raises: `error`, when that was the last try."""
+        """Record that a pair failed the request. Raises: `error`, if no other try is allowed."""
         self.failed.update((prefill, decode))
         self._pairs.add((prefill, decode))
         self.error = error
-        # Every try counts for two workers.
+        # Every try counts once for each of its two workers.
         if not error.may_retry(self._retried) or self.failed.total() >= 2 * MOST_TRIES:
             raise error
 
     def untried(
         self, prefills: Sequence[Worker], decodes: Sequence[Worker]
     ) -> tuple[Worker, Worker] | None:
-        """Return the first pair that did not fail the request; None after as many tries as there
-        are workers, which is enough to meet each of them.
+        """Return the first pair that was not tried yet.
 
-        Raises: the last error, where the same pairs would repeat it.
+        Return None after as many tries as there are workers, which is enough to reach each of them.
+        Raises: the last error, if a pair that was tried would repeat it.
         """
         if len(self._pairs) < len(prefills) + len(decodes):
             for pair in fitting(prefills, decodes):
@@ -52,15 +54,15 @@ class Tries:
         return None
 
     def pause_s(self) -> float:
-        """Return how long to wait before the next try; longer each time."""
+        """Return how long to wait before the next try, in seconds; longer each time."""
         pause_s = min(FIRST_PAUSE_S * 2**self._pauses, LONGEST_PAUSE_S)
         self._pauses += 1
-        # Random, so that the requests that a failure hit together do not all come back at once.
+        # The pause is random: requests that failed together must not all come back at once.
         return random.uniform(pause_s / 2, pause_s)
 
 
 def fitting(
     prefills: Sequence[Worker], decodes: Sequence[Worker]
 ) -> Iterator[tuple[Worker, Worker]]:
-    """Return the pairs that can serve a request together, those of the first prefill first."""
+    """Yield the pairs that can serve a request together, those of the first prefill first."""
     return (pair for pair in itertools.product(prefills, decodes) if pair[0].fits(pair[1]))

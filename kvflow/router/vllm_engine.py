@@ -1,15 +1,17 @@
-"""The engine for vLLM servers (`vllm serve` with a KV connector), by the contract that vLLM's own
-proxies use (checked with 0.32.0).
+"""The engine for vLLM servers (`vllm serve` with a KV connector).
 
-Legs run in one of two orders. Sequential works with every connector of that contract: prefill gets
-the request for one token and answers with `kv_transfer_params`, and decode gets the client's
-request with these. Together is for kvflow's own connector: both get the request at once, with the
-same room, and pages travel while prefill computes. The router learns the address at which decodes
-find a prefill from its answer to a sequential request; the first request to a prefill is therefore
-sequential, and so is the next one after a failure.
+It follows the contract of vLLM's own proxies (checked with 0.32.0), and runs the legs in one of two
+orders:
 
-Decode alone computes a prompt that one transfer cannot serve, as any vLLM server can: `_alone` has
-the reasons.
+- Sequential works with every connector of that contract. Prefill gets the request for one token and
+  answers with `kv_transfer_params`, and decode gets the client's request with these.
+- Together is for kvflow's own connector. Both workers get the request at once, with the same room,
+  and pages travel while prefill computes. Decode needs the address of prefill, which the router
+  learns from prefill's answer to a sequential request. The first request to a prefill is therefore
+  sequential, and so is the next one after a failure.
+
+If one transfer cannot serve a prompt, decode computes it alone, as any vLLM server can: `_alone`
+has the reasons.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from kvflow.telemetry.requests import name_rooms
 _log = logging.getLogger("kvflow.router")
 LegOrder = Literal["sequential", "together"]
 CHAT = "/v1/chat/completions"
-# The largest integer that survives a proxy which takes JSON numbers for doubles.
+# The largest integer that is still exact after a proxy read the JSON number as a double.
 MAX_ROOM = (1 << 53) - 1
 _NOT_VLLM = (
     "it is not a vLLM server; a router in front of kvflow's own workers is started without "
@@ -70,22 +72,22 @@ class VllmEngine:
         ("POST", "/detokenize"),
     )
     has_operations = False
-    # vLLM answers so when a transfer failed or took too long.
+    # vLLM answers with one of these when a transfer failed or took too long.
     retried_statuses = frozenset({500, 502, 503, 504})
-    keepalive_s = 4.0  # vLLM closes after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
+    keepalive_s = 4.0  # vLLM closes idle connections after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
 
     def __init__(self, legs: LegOrder = "sequential") -> None:
         self._together = legs == "together"
         self._decoded_alone: Counter[str] = Counter()
-        self._without_params: set[str] = set()  # URLs of prefills, each logged once
+        self._without_params: set[str] = set()  # URLs of prefills that are logged already
 
     async def identify(
         self, session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None
     ) -> Identity:
         """Implements `identity.Identify`.
 
-        A server that is up is not asked again: its identity changes only with a restart, and a vLLM
-        takes seconds to start, during which its /health does not answer.
+        A server that is up is not asked again. Its identity changes only with a restart, and a vLLM
+        takes seconds to start, during which checks of its /health fail.
         """
         if role is None:
             text = "give prefill or decode: a vLLM server does not say which of them it is"
@@ -105,14 +107,14 @@ class VllmEngine:
             model=model,
             fingerprint=model,
             bootstrap_port=None,
-            # vLLM does not report its cache's size; it caches prefixes unless it was started
-            # without.
+            # vLLM does not report the size of its cache. Unless it was started without one, it
+            # caches prefixes.
             cache_tokens=MAX_BYTES // BYTES_PER_TOKEN,
-            events=None,  # they name blocks by hashes of vLLM's own
+            events=None,  # vLLM's events name blocks by hashes of its own
         )
 
     def read(self, body: bytes) -> VllmCompletion:
-        """Read the body of a completion. Raises: RequestError (400)."""
+        """Parse the body of a completion. Raises: RequestError (400)."""
         return VllmCompletion(self, decoded(body, _Fields))
 
     def families(self) -> Iterator[Metric]:
@@ -124,8 +126,9 @@ class VllmEngine:
         yield labelled(alone, self._decoded_alone)
 
     def address_of(self, prefill: Worker) -> _Address | None:
-        """Return the address at which decode finds this prefill, where both can be asked at once;
-        None where the request has to be sequential.
+        """Return the address at which decode finds this prefill.
+
+        Return None if the request has to be sequential.
         """
         learned = prefill.learned
         if self._together and isinstance(learned, _Learned) and not learned.varies:
@@ -159,8 +162,8 @@ class VllmCompletion:
     def __init__(self, engine: VllmEngine, fields: _Fields) -> None:
         """Create a completion from the fields of its body. Raises: RequestError (400)."""
         if isinstance(fields.vllm_xargs, dict) and "kv_transfer_params" in fields.vllm_xargs:
-            # vLLM reads this entry as the field of that name, but as a text, and its engine dies of
-            # it.
+            # vLLM uses this entry as the field of that name, but it is a text, and vLLM's engine
+            # dies of it.
             raise RequestError(
                 "vllm_xargs: kv_transfer_params is not for clients", param="vllm_xargs"
             )
@@ -200,7 +203,7 @@ async def _open_together(
     except PairFailedError as error:
         if error.failure.status >= 500:
             if isinstance(prefill.learned, _Learned):
-                # The prefill may have another address by now, so the next try is sequential.
+                # The prefill may have another address now, so the next try is sequential.
                 prefill.learned.address = None
             # The address may have been the cause, so the same pair may serve the next try.
             error.passes = True
@@ -208,7 +211,7 @@ async def _open_together(
 
 
 def _prefill_leg(request: Forwarded, worker: Worker, params: dict[str, Any]) -> Leg:
-    """Return prefill's leg: the request for its first token only."""
+    """Return prefill's leg: the client's request, limited to its first token."""
     fields: dict[str, Any] = {
         "stream": False,
         "stream_options": None,
@@ -224,15 +227,16 @@ def _prefill_leg(request: Forwarded, worker: Worker, params: dict[str, Any]) -> 
 def _decode_leg(
     request: Forwarded, worker: Worker, params: msgspec.Raw | dict[str, Any] | None
 ) -> Leg:
-    """Return decode's leg: the client's request, with its `kv_transfer_params` replaced. Those of a
-    client would let it choose the server from which decode reads.
+    """Return decode's leg: the client's request with its `kv_transfer_params` replaced.
+
+    Otherwise a client could choose the server from which decode reads.
     """
     body = with_fields(request.raw, {"kv_transfer_params": params})
     return Leg(request.session, worker, request.path, body, request.headers)
 
 
 class _Fields(PromptFields):
-    """The fields that decide whether one transfer can serve a request; vLLM checks them all."""
+    """The fields that decide whether one transfer can serve a request. vLLM checks all fields."""
 
     n: Any = None
     echo: Any = None
@@ -244,24 +248,24 @@ class _Fields(PromptFields):
 
 
 def _alone(fields: _Fields) -> str:
-    """Return why decode has to compute the prompt itself; empty where prefill can."""
+    """Return why decode has to compute the prompt itself; empty if prefill can."""
     prompts = fields.prompt
     if isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int):
         # vLLM answers with the params of the first prompt only.
         return "completions"
     if fields.n not in (None, 1):
-        # Each choice would read the pages, and prefill frees them after the first.
+        # Each choice would read the pages, and prefill frees them after the first one.
         return "completions"
     if fields.prompt_logprobs is not None or fields.echo:
-        # These need the logits of every position, so vLLM loads no pages.
+        # These options need the logits of every position, so vLLM loads no pages.
         return "prompt_logprobs"
     if fields.prompt_embeds is not None:
         return "prompt_embeds"
     if fields.use_beam_search:
-        # vLLM does not pass the params on.
+        # vLLM does not pass `kv_transfer_params` on to a beam search.
         return "beam_search"
     if fields.truncate_prompt_tokens == -1:
-        # The length to truncate to follows from max_tokens, in which the two legs differ.
+        # The truncated length follows from max_tokens, which differs between the two legs.
         return "truncation"
     return ""
 
@@ -271,7 +275,10 @@ class _PrefillAnswer(msgspec.Struct):
 
 
 def _params_in(answer: web.Response, prefill: Worker) -> msgspec.Raw | None:
-    """Return the raw params in a prefill's answer, None without any. Raises: PairFailedError."""
+    """Return the raw `kv_transfer_params` in a prefill's answer; None if it has none.
+
+    Raises: PairFailedError.
+    """
     body = answer.body if isinstance(answer.body, bytes) else b""
     try:
         params = msgspec.json.decode(body, type=_PrefillAnswer).kv_transfer_params
@@ -284,8 +291,8 @@ def _params_in(answer: web.Response, prefill: Worker) -> msgspec.Raw | None:
 class _Address(msgspec.Struct, frozen=True):
     """The address at which decodes find a prefill with kvflow's connector.
 
-    Its fields are those of the prefill's answers that do not depend on the request. Others do: the
-    room, and the length of the cached prompt, which vLLM adds.
+    Its fields are those in prefill's answers that are the same for every request. Other fields
+    differ: the room, and the length of the cached prompt, which vLLM adds.
     """
 
     remote_host: str
@@ -294,7 +301,7 @@ class _Address(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, params: msgspec.Raw) -> _Address | None:
-        """Return the address in `params`; None where they are those of another connector."""
+        """Return the address in `params`; None for the params of another connector."""
         try:
             msgspec.json.decode(params, type=_Room)
             return msgspec.json.decode(params, type=cls)
@@ -312,17 +319,17 @@ class _Room(msgspec.Struct):
 
 
 class _Learned:
-    """The address of a prefill, learned from its answers since it is up."""
+    """The address of a prefill, learned from its answers since it came up."""
 
     def __init__(self) -> None:
         self.address: _Address | None = None  # None after a failure
-        # True where several engines share one URL: which of them gets a request is not known in
-        # advance, so no address can be used for it.
+        # True if several engines share one URL. It is unknown which of them will get a request, so
+        # no address can be used for it.
         self.varies = False
         self._last: _Address | None = None
 
     def note(self, address: _Address | None) -> None:
-        """Note the address in the prefill's latest answer."""
+        """Record the address in prefill's latest answer."""
         self.address = address
         self.varies |= self._last is not None and self._last != address
         self._last = address
@@ -337,7 +344,7 @@ class _Models(msgspec.Struct):
 
 
 def _first_model(models: Any) -> str:
-    """Return the first model's name for clients. Raises: NotServingError."""
+    """Return the name of the server's first model. Raises: NotServingError."""
     try:
         return msgspec.convert(models, _Models).data[0].id
     except (msgspec.ValidationError, IndexError):

@@ -1,4 +1,4 @@
-"""The router's view of its workers: those that are up, and the best of them for a request."""
+"""The router's view of its workers: which are up, and which are best for a request."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _log = logging.getLogger("kvflow.router")
 ROLES = ("prefill", "decode")
 _OTHER = {"prefill": "decode", "decode": "prefill"}
 CHECK_TIMEOUT_S = 3.0
-# The time between two checks of a worker that is down. It is short because requests may be waiting
-# for the worker to return.
+# Seconds between two checks of a worker that is down. The time is short, because requests may be
+# waiting for the worker to return.
 DOWN_CHECK_S = 0.25
-LEAST_CHECK_S = 0.05  # between two checks of one worker, on request too
+LEAST_CHECK_S = 0.05  # least time between two checks of a worker, also if one is due
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
 _NOT_CHECKED = "not checked yet"
 _NUMBERS = re.compile(r"[0-9]+")
@@ -38,7 +38,7 @@ _turns = itertools.count(1)
 
 
 class NoWorkerError(KvflowError):
-    """An error where no worker of a role is up. A retry may find one."""
+    """No worker of a role is up. A retry may find one."""
 
     code = Code.CAPACITY
 
@@ -50,9 +50,9 @@ class NoWorkerError(KvflowError):
 class Worker:
     """One prefill or decode behind the router.
 
-    A worker that loses connections although its /health is fine is in backoff: it is used only
-    where there is no other worker. The backoff grows with each further loss, and ends when a
-    request succeeds or another process answers at its address.
+    A worker that loses connections although its /health is fine is in backoff: it is used only if
+    there is no other worker. The backoff grows with each further loss. It ends when a request
+    succeeds, or when another process answers at the same address.
     """
 
     def __init__(self, role: str, url: str, *, follows: bool = False) -> None:
@@ -65,23 +65,23 @@ class Worker:
         self.role = role
         self.url = url.rstrip("/")
         self.up = False
-        self.leaving = False  # no new requests; forgotten when it is idle
+        self.leaving = False  # it gets no new requests, and is forgotten when idle
         self.unavailable_reason = _NOT_CHECKED
         self.running = 0
         self.served = 0
-        self.turn = 0  # number of its last request, counted over all workers
+        self.turn = 0  # number of its last request, in one count for all workers
         self.cache = CacheView(self.url)
         self.prefix_hits = 0
         self.bootstrap_port: int | None = None
-        self.learned: object = None  # the engine's notes on its answers, since it is up
-        self.identity: Identity | None = None  # at the last check that found it up
+        self.learned: object = None  # what the engine learned from its answers since it came up
+        self.identity: Identity | None = None  # as of the last check that found it up
         self.model = ""
         self.fingerprint = ""
         self.incarnation = ""
         self._on_idle: Callable[[], None] = lambda: None
         self._declared = None if follows else role
         self.check_due = asyncio.Event()
-        self._losses = 0  # in a row
+        self._losses = 0  # losses in a row
         self._backoff_until_s = 0.0
 
     @property
@@ -90,53 +90,54 @@ class Worker:
 
     @property
     def reason(self) -> str:
-        """The reason why it cannot get requests; empty when it can."""
+        """The reason why the worker cannot get requests; empty if it can."""
         return self.unavailable_reason or ("it leaves this router" if self.leaving else "")
 
     @property
     def usable(self) -> bool:
-        """True while it gets requests, together with workers of the other role that fit it."""
+        """True while the worker gets requests, provided that a worker of the other role fits it."""
         return self.up and not self.leaving
 
     @property
     def traits(self) -> Traits:
-        """The traits that a worker of the other role must share to serve requests with it."""
+        """The traits that must agree with those of a worker of the other role."""
         return Traits() if self.identity is None else self.identity.traits
 
     def fits(self, other: Worker) -> bool:
-        """Return True where these two workers can serve a request together."""
+        """Return True if these two workers can serve a request together."""
         return not self.traits.conflict_with(other.traits)
 
     def mark_down(self, reason: str) -> None:
         """Take the worker out of service until the next successful check."""
         # Reasons contain numbers of pages and seconds. A reason that differs only in its numbers is
-        # not logged again, because it would fill the log at every check.
+        # not logged again: it would fill the log, one line per check.
         if self.up or _NUMBERS.sub("", reason) != _NUMBERS.sub("", self.unavailable_reason):
             _log.warning("%s %s is down: %s", self.role, self.url, reason)
         self.up, self.unavailable_reason = False, reason
         self.learned = None
 
     def mark_lost(self, reason: str, now: float) -> None:
-        """Note that a connection to the worker failed or ended early: it is down until a check
-        succeeds, and in backoff after that.
+        """Record that a connection to the worker failed or ended early.
+
+        The worker is down until a check succeeds, and then in backoff.
         """
         self._backoff_until_s = now + min(FIRST_BACKOFF_S * 2**self._losses, LONGEST_BACKOFF_S)
-        # The bound keeps the power small while a worker is away for days.
+        # The bound keeps the power small for a worker that is away for days.
         self._losses = min(self._losses + 1, 16)
-        # A worker that is down keeps the reason of its last check, which explains more than the
+        # A worker that is down keeps the reason from its last check, which explains more than the
         # failure of one request.
         if self.up:
             self.mark_down(reason)
         self.check_due.set()
 
     def mark_served(self) -> None:
-        """Note that a request got its first token, or an answer that is not the worker's fault.
-        This ends the backoff.
+        """End the backoff, after a first token or an answer whose failure is not the worker's
+        fault.
         """
         self._losses, self._backoff_until_s = 0, 0.0
 
     def mark_up(self, identity: Identity) -> None:
-        """Put the worker into service after a check. A worker in the wrong role is marked down."""
+        """Put the worker into service after a check; mark it down if it has the wrong role."""
         if identity.role not in ROLES or self._declared not in (
             None,
             identity.role,
@@ -154,8 +155,8 @@ class Worker:
         self.identity = identity
         self.bootstrap_port, self.model = identity.bootstrap_port, identity.model
         self.fingerprint = identity.fingerprint
-        # Another process has its own cache and its own connections: the losses of the last one do
-        # not count against it.
+        # Another process has its own cache and connections. The losses of the last one do not count
+        # against it.
         if identity.incarnation != self.incarnation:
             self.mark_served()
             self.cache.begin_anew()
@@ -180,7 +181,8 @@ class Worker:
                 self._on_idle()
 
     def sent(self, prompts: Prompts) -> AbstractContextManager[None]:
-        """Note that the worker is being sent these prompts, and will have them in its cache.
+        """Note that these prompts are being sent to the worker, which will then have them in its
+        cache.
 
         The block ends when they are answered.
         """
@@ -188,7 +190,7 @@ class Worker:
         return self.cache.expecting(prompts)
 
     def leave(self, on_idle: Callable[[], None]) -> None:
-        """Take no more requests; `on_idle` is called when the last one is answered."""
+        """Take no more requests. `on_idle` is called when the last one is answered."""
         self.leaving, self._on_idle = True, on_idle
         if not self.running:
             on_idle()
@@ -197,8 +199,9 @@ class Worker:
         return now < self._backoff_until_s
 
     def summary(self, trouble: str) -> dict[str, Any]:
-        """Return the worker's entry in the router's /server_info. `trouble` is the reason why it
-        gets no requests.
+        """Return the worker's entry in the router's /server_info.
+
+        `trouble` is the reason why it gets no requests.
         """
         state = {
             "up": self.up,
@@ -210,7 +213,7 @@ class Worker:
 
 
 class Workers:
-    """All workers, each checked in the background every `poll_s`, more often while it is down."""
+    """All workers, each checked every `poll_s` seconds in the background, more often while down."""
 
     def __init__(
         self,
@@ -228,16 +231,16 @@ class Workers:
         self._session = session
         self._poll_s, self._policy, self._identify = poll_s, policy, identify
         self._watches: dict[Worker, asyncio.Task[None]] = {}
-        # Set when a worker becomes usable, or changes its role; a new event replaces it for the
-        # next such change.
+        # Set when a worker becomes usable or changes its role. A new event then replaces it for the
+        # next change.
         self.came_up = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the checks. Return after a first check of all workers."""
+        """Check all workers once, and start the regular checks."""
         found = dict(zip(self.all, await asyncio.gather(*map(self._found, self.all)), strict=True))
         model = _model_of_most(found)
-        # Workers of that model are taken first, so that they decide which model the router serves
-        # and the others are marked down.
+        # Workers of that model are taken first. They then decide which model the router serves, and
+        # the others are marked down.
         for worker, identity in found.items():
             if isinstance(identity, Identity) and identity.fingerprint == model:
                 self._take(worker, identity)
@@ -253,19 +256,21 @@ class Workers:
         await asyncio.gather(*(worker.cache.close() for worker in self.all))
 
     async def add(self, worker: Worker) -> None:
-        """Add a worker. Return after a first check of it; further ones follow."""
+        """Add a worker and check it once; further checks follow in the background."""
         self.all.append(worker)
         self._watch_on(worker)
         await self._check(worker)
 
     def leave(self, worker: Worker) -> None:
-        """Send it no more requests, and forget it when those it has are answered. Idempotent."""
+        """Send the worker no more requests, and forget it when those it has are answered.
+        Idempotent.
+        """
         if not worker.leaving:
             _log.info("%s %s leaves, with %d requests", worker.role, worker.url, worker.running)
             worker.leave(functools.partial(self._forget, worker))
 
     def stay(self, worker: Worker) -> None:
-        """Cancel the leaving of a worker and send it requests again. Idempotent."""
+        """Cancel the leaving of a worker, and send it requests again. Idempotent."""
         worker.leaving = False
         worker.check_due.set()
         self._tell_waiting()
@@ -282,9 +287,10 @@ class Workers:
     def ranked(
         self, role: str, failed: Mapping[Worker, int], prompts: Prompts = NO_PROMPTS
     ) -> list[Worker]:
-        """Return the workers for the next try of a request, the best first: by the number of their
-        failures of it, then those that are not in backoff, then by the policy. Raises:
-        NoWorkerError.
+        """Return the workers for the next try of a request, the best first.
+
+        The order is by how often they failed this request, then those not in backoff, then by the
+        policy. Raises: NoWorkerError.
         """
         choices = self._paired(role)
         if not choices:
@@ -294,13 +300,13 @@ class Workers:
         now = asyncio.get_running_loop().time()
         trouble = {worker: (failed.get(worker, 0), worker.in_backoff(now)) for worker in choices}
         fit = min(trouble.values())
-        # The policy compares loads only among workers that are equally fit; a failed idle worker
-        # must not make all others look overloaded.
+        # The policy compares loads only among workers that are equally fit: an idle worker that
+        # failed must not make all others look overloaded.
         least = min(worker.running for worker in choices if trouble[worker] == fit)
         return sorted(choices, key=lambda w: (*trouble[w], *self._policy.order(w, least, prompts)))
 
     def complete(self) -> bool:
-        """True where a prefill and a decode can serve requests together."""
+        """Return True if there are a prefill and a decode that can serve requests together."""
         return all(self._usable(role) and self._paired(role) for role in ROLES)
 
     def troubles(self) -> dict[Worker, str]:
@@ -309,7 +315,7 @@ class Workers:
         return {worker: _trouble(worker, others[worker.role]) for worker in self.all}
 
     def trouble(self, worker: Worker) -> str:
-        """Return the reason why one worker gets no requests; empty where it does."""
+        """Return the reason why one worker gets no requests; empty if it does."""
         return _trouble(worker, self._traits(_OTHER[worker.role]))
 
     def _usable(self, role: str) -> list[Worker]:
@@ -319,8 +325,10 @@ class Workers:
         return {worker.traits for worker in self._usable(role)}
 
     def _paired(self, role: str) -> list[Worker]:
-        """Return the workers of a role that get requests: those that fit a worker of the other
-        role, or all where there is no worker of the other role.
+        """Return the workers of a role that get requests.
+
+        They are those that fit a worker of the other role, or all if there is no worker of the
+        other role.
         """
         others = self._traits(_OTHER[role])
         alike = {
@@ -331,7 +339,7 @@ class Workers:
         return [worker for worker in self._usable(role) if worker.traits in alike]
 
     def cache_prompts(self) -> bool:
-        """Return True where at least one worker has a prefix cache."""
+        """Return True if at least one worker has a prefix cache."""
         return any(worker.cache.caches for worker in self.all)
 
     def block_sizes(self) -> set[int]:
@@ -353,13 +361,13 @@ class Workers:
 
     async def _check(self, worker: Worker) -> None:
         found = await self._found(worker)
-        # A worker that left during the check must not be taken: its cache events would be followed,
-        # and that task would never end.
+        # A worker that left during the check must not be taken: it would begin to follow cache
+        # events, in a task that never ends.
         if worker in self._watches:
             self._take(worker, found)
 
     async def _found(self, worker: Worker) -> Identity | str:
-        """Return what a worker is now, or the reason why it cannot serve."""
+        """Return a worker's current identity, or the reason why it cannot serve."""
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 return await self._ask(worker)
@@ -368,13 +376,13 @@ class Workers:
         except (NotServingError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             return str(error) or type(error).__name__
         except Exception as error:  # noqa: BLE001
-            # The watch must survive any error: without it the worker would never be checked again,
-            # and would keep its last state.
+            # The watch must survive any error. Otherwise the worker would never be checked again,
+            # and keep its last state.
             _log.exception("asking %s failed", worker.url)
             return f"asking it failed: {type(error).__name__}: {error}"
 
     async def _ask(self, worker: Worker) -> Identity | str:
-        """Ask for the worker's health, then for its identity. Raises: as `Identify`."""
+        """Ask for the worker's health, then for its identity. Raises: see `Identify`."""
         async with self._session.get(f"{worker.url}/health") as health:
             if health.status != 200:
                 reason = Failure.read(health.status, await health.read()).message
@@ -383,7 +391,7 @@ class Workers:
         return await self._identify(self._session, worker.url, worker.role, known)
 
     def _take(self, worker: Worker, found: Identity | str) -> None:
-        """Note the outcome of a check."""
+        """Apply the outcome of a check to its worker."""
         before = (worker.usable, worker.role, worker.traits)
         if isinstance(found, str):
             worker.mark_down(found)
@@ -403,9 +411,9 @@ class Workers:
     def _other_model(self, worker: Worker, identity: Identity) -> str:
         """Return how a worker's model conflicts with those of other workers; empty if it does not.
 
-        A model conflicts if the worker served a different one that others still serve, or if a
-        prefill and a decode of this router serve a different one. With two models, either could
-        answer a request.
+        It conflicts if the worker served another model before and others still serve that one. It
+        also conflicts if a prefill and a decode of this router serve another model: either model
+        could then answer a request.
         """
         before, now = worker.fingerprint, identity.fingerprint
         others = [one for one in self.all if one is not worker and one.usable and one.fingerprint]
@@ -427,8 +435,9 @@ class Workers:
 
 
 def _trouble(worker: Worker, others: Collection[Traits]) -> str:
-    """Return the reason why a worker gets no requests. `others` are the traits of the workers of
-    the other role that are up.
+    """Return the reason why a worker gets no requests; empty if it does.
+
+    `others` are the traits of all usable workers of the other role.
     """
     conflicts = [worker.traits.conflict_with(traits) for traits in others]
     if worker.reason or not conflicts or not all(conflicts):
@@ -437,8 +446,10 @@ def _trouble(worker: Worker, others: Collection[Traits]) -> str:
 
 
 def _model_of_most(found: Mapping[Worker, Identity | str]) -> str:
-    """Return the fingerprint of the model that the router serves at the start: one that both roles
-    have, if there is one, then the one that most workers have, then the first.
+    """Return the fingerprint of the model that the router serves at the start.
+
+    It is one that both roles have, if there is one; then the one that most workers have; then the
+    first.
     """
     roles: dict[str, list[str]] = {}
     for worker, identity in found.items():
