@@ -17,7 +17,7 @@ from kvflow.proof.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SE
 from kvflow.proof.sim.variety import LATE, LATE_FENCE_S, NEVER
 
 # Number of probe rooms for each pair, and the pages of each of their chunks. They fit into the pool
-# next to a full quarantine.
+# even when the quarantine is full.
 PROBES, PROBE_CHUNKS = 6, (1, 1)
 
 
@@ -176,9 +176,7 @@ class Course:
             await self.wait(0.25)
 
     def calm(self) -> None:
-        """End all faults. Dropped frames stay lost and late ones stay late, but no new fault
-        strikes.
-        """
+        """End all faults. No new fault strikes, but frames that were dropped or delayed stay so."""
         self.rules.trace(lambda: "calm")
         self.faults.calm()
         world = self._world

@@ -1,4 +1,4 @@
-"""Declaration of planted bugs: name, installation from outside, and the seeds that find the bug.
+"""Declarations of planted bugs: names, installation from outside, and the seeds that find them.
 
     @bug("free on timer", nodes=(4, "I2"), unseen="it is in decode's shell")
     def free_on_timer() -> Installed:
@@ -28,7 +28,7 @@ class Plant(NamedTuple):
     name: str
     text: str
     install: Install
-    found: Mapping[str, Found]  # by simulator
+    found: Mapping[str, Found]  # keyed by simulator
     unseen: str = ""  # the reason why bare endpoints cannot show it
 
 

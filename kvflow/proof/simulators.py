@@ -37,7 +37,7 @@ class Simulator(NamedTuple):
     hidden: Iterable[Plant] = ()  # plants that it cannot find, with the reason
 
     def planted(self, name: str) -> Installed:
-        """Return a context manager that installs the named plant, or nothing if `name` is empty.
+        """Return a context manager that installs the named plant. An empty name installs nothing.
 
         Raises: MisuseError.
         """
@@ -70,7 +70,7 @@ class Choice(NamedTuple):
     """Options that select a simulator. The default is the simulator of whole nodes."""
 
     bare: bool = False
-    group: int = 0  # ranks
+    group: int = 0  # number of ranks; 0 selects another simulator
     cache: bool = False
 
     def load(self) -> Simulator:

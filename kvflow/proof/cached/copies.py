@@ -16,7 +16,9 @@ from kvflow.protocols.errors import TransferError
 
 
 class CopyThread(VirtualThread):
-    """Replacement for the executor of one direction. It runs one copy at a time, as one thread."""
+    """Replacement for the executor of one direction. Like a single thread, it runs one copy at a
+    time.
+    """
 
     def __init__(self, source: Books, target: Books, oracle: Oracle, faults: Faults) -> None:
         self._source, self._target, self._oracle, self._faults = source, target, oracle, faults

@@ -76,7 +76,9 @@ class DiskFaults:
         self.uses = 0  # number of file accesses, from which file times are made
 
     def strikes(self, kind: str, *, most: bool = False) -> bool:
-        """Return True if a fault of this kind strikes now. With `most`, half of the calls do."""
+        """Return True if a fault of this kind strikes now. With `most`, it does in half of the
+        calls, and otherwise more rarely.
+        """
         if not self.on or kind not in self.kinds or self.rng.randrange(2 if most else self._every):
             return False
         self.struck[kind] += 1
@@ -103,7 +105,7 @@ class FaultyDisk(Disk):
     def write(self, descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
         whole = b"".join(bytes(part) for part in parts)
         cut = self._faults.rng.randint(0, len(whole))
-        # Write in two steps, so that a killed process leaves a part of the file.
+        # Write in two steps, so that a killed process leaves an incomplete file.
         super().write(descriptor, [whole[:cut]])
         self._takes_time()
         if self._faults.strikes("disk full"):

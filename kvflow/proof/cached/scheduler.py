@@ -147,9 +147,9 @@ class CachingScheduler:
         owner: object,
         prefix: Prefix,
     ) -> int:
-        """Close the room, and return how many of its pages the cache owns now.
+        """Close the room, and return how many of its pages the cache owns: those of the prefix.
 
-        Only the pages of the prefix count, because the others may not be computed.
+        The cache must not keep the others, which may not be computed.
         """
         room.close(job.cause(Code.ENGINE_ERROR, "the engine broke down"))
         return int(prefix.pages.size)
@@ -232,9 +232,9 @@ class CachingScheduler:
     def _model_step(
         self, node: PrefillNode, job: Job, pages: PageIndices, first: int, end: int
     ) -> Callable[[], None]:
-        """Return a function that computes pages `first` to `end` (exclusive), to call in a thread.
+        """Return a function that computes pages `first` to `end` (exclusive). Call it in a thread.
 
-        The pages before `end` count as read from now until the function returns.
+        All pages before `end` count as in use from now until the function returns.
         """
         books, digests = books_of(node.pages), self._texts.add(job.prompt)
         for page in pages[:end].tolist():

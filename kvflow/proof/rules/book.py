@@ -1,4 +1,4 @@
-"""The rule book of one run: its judge, with the rules for transfers and for rooms."""
+"""The rule book of one run, which joins the judge with the rules for transfers and rooms."""
 
 from __future__ import annotations
 

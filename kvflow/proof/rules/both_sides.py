@@ -76,11 +76,13 @@ class BothSides:
             self._halves[source, record.room] = record
 
     def refused_at_decode(self, room: int, cause: Cause) -> None:
-        """Record the cause with which decode refused a request, which it reports to prefill."""
+        """Record the cause with which decode refused a request. Decode reports it to prefill."""
         self._refusals[room].add(cause)
 
     def refused_at_prefill(self, source: int, room: int, cause: Cause) -> None:
-        """Record that prefill refused a request, and keeps the cause until decode announces it."""
+        """Record that prefill refused a request. Prefill keeps the cause until decode announces the
+        room.
+        """
         self._turned_away[source, room].add(cause)
 
     def over_at_decode(self, target: int, record: DecodeRoomRecord) -> None:
@@ -158,7 +160,7 @@ class BothSides:
                 return
             if not linked or peer.fresh_from > key[2] or (self.forgetful and key in self.acked):
                 # Prefill does not report what happened before the link was lost, so the engine's
-                # half goes on waiting for decode's.
+                # half goes on waiting for decode's half.
                 return
             over_at_s = self.over_at_s.get(prefill, decode.opened_at_s)
             if self.forgetful and over_at_s < decode.opened_at_s + self.announced_within_s:
@@ -177,7 +179,7 @@ class BothSides:
             return
         over_at_s = self.over_at_s.get(decode if failed_here else prefill, 0.0)
         if over_at_s > since_s:
-            # The room ended after this look was scheduled, and its end scheduled another one.
+            # The room ended after this check was scheduled, and its end scheduled another check.
             return
         troubled_at_s, known_by_s = self._troubled_at_s(source, target, peer.key.control), 0.0
         if linked and not source.reaches(target.incarnation):

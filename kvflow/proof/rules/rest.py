@@ -145,10 +145,8 @@ def _earlier(
 
 
 def _doubtful(key: Promise, rules: Rules) -> bool:
-    """Return True if proof for a loan may rightly be missing.
-
-    That is so until the writer's death is known, if the writer died, lost its address, or has a
-    write whose end is unproven.
+    """Return True if proof for a loan may rightly be missing: its writer lost its address, or has
+    an unproven write, or died so recently that its death need not be known yet.
     """
     source = rules.sides[key[0]]
     if rules.transfers.settled(key):

@@ -42,11 +42,11 @@ class Rooms(BothSides):
         self.leaving: set[int] = set()  # incarnations of nodes that shut down
         self._matched: set[PrefillRoomRecord] = set()
         self._told_begun: set[DecodeRoomRecord] = set()
-        # Rooms for whose whole prompt the engine has a place.
+        # Rooms whose whole prompt has a place in the engine.
         self._begun: set[PrefillRoomRecord] = set()
         self._by_serial: dict[tuple[int, int], PrefillRoomRecord] = {}
         self._stopped: set[int] = set()  # rooms with a write that did not land
-        self._causes: dict[int, set[Cause]] = {}  # that the driver gave to each room
+        self._causes: dict[int, set[Cause]] = {}  # causes that the driver gave
         self._deadlines: dict[int, float] = {}  # earliest deadline of each room's halves
         self._prompts: dict[int, set[tuple[int, bytes]]] = {}
 
@@ -138,7 +138,7 @@ class Rooms(BothSides):
         self._begun.add(record)
 
     def bound(self, source: int, record: PrefillRoomRecord) -> None:
-        """Record that prefill bound a room to a grant, after decode offered or announced it."""
+        """Record that prefill bound a room to a grant which decode announced or offered."""
         key = self._key(source, record)
         self._by_serial[source, record.serial] = record
         if key in self.prefills or key in self.acked:
@@ -148,7 +148,7 @@ class Rooms(BothSides):
             return
         self.prefills[key] = record
         self.known_at_prefill(source, record)
-        # Decode's half may have failed while its Bootstrap travelled.
+        # Decode's half may have failed while its Bootstrap was on the way.
         if self.decodes[key].state.cause is not None:
             self.look(key)
 

@@ -36,8 +36,8 @@ class Write:
         home: Home,
         targets: list[int],
     ) -> None:
-        """Write into the pool of `home`. `readers` counts the readers of each place at the source,
-        if the driver counts them.
+        """Record a write into the pool of `home`. `readers` counts the readers of each place in the
+        source's pool; None if the driver does not count them.
         """
         self.record, self.key, self.sources, self.readers = record, key, sources, readers
         self.home, self.targets = home, targets
@@ -67,7 +67,7 @@ class Transfers:
         self.acked: set[Promise] = set()
         # Grants that a goodbye names as unproven, by source and target.
         self.goodbyes: dict[tuple[int, int], frozenset[int]] = {}
-        self.left: set[tuple[int, int]] = set()  # pairs whose goodbye was acknowledged
+        self.left: set[tuple[int, int]] = set()  # (source, target) pairs that parted
         self.frozen: set[Write] = set()  # writes of living processes that never end
 
     def running(self, key: Promise) -> bool:
@@ -76,8 +76,8 @@ class Transfers:
     # --- writes
 
     def write_began(self, write: Write) -> None:
-        """Record a write, and verify that its grant is open and that it repeats no page (I3,
-        I6).
+        """Record a write, and verify that its grant is open and that no earlier write under the
+        grant had the same pages (I3, I6).
         """
         key = write.key
         if key in self.acked or key[:2] in self.goodbyes:

@@ -1,4 +1,4 @@
-"""Instrumentation of every endpoint in this process, which reports the fate of rooms to rules."""
+"""Instrumentation of every endpoint in this process. It reports to the rules what rooms do."""
 
 from __future__ import annotations
 

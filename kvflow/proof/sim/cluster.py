@@ -103,10 +103,11 @@ class Cluster:
         self.wire = Wire(oracle, faults)
         self.planes = FakeNetwork()
         self.members: list[Member] = []
-        self.threaded: AbstractSet[int] = frozenset()  # decodes whose engines have no event loop
-        self.threaded_groups: AbstractSet[int] = frozenset()  # prefills of the same kind
+        # Decodes, and prefill groups, whose engines have no event loop.
+        self.threaded: AbstractSet[int] = frozenset()
+        self.threaded_groups: AbstractSet[int] = frozenset()
         self._pools: list[PagedPool] = []
-        self.staged: dict[PagedPool, Staged] = {}  # by pool
+        self.staged: dict[PagedPool, Staged] = {}  # staging of each pool
 
     def living(self, kind: type) -> list[Member]:
         return [
@@ -207,7 +208,7 @@ class Cluster:
         }
 
     def _staged(self, name: str, pool: PagedPool, books: Books) -> Staged | None:
-        """Return the staging of a pool, if any. All nodes that have the pool in turn share it."""
+        """Return the staging of a pool, if any. All nodes that use the pool in turn share it."""
         size_bytes = self.variety.staging_bytes
         if size_bytes and pool not in self.staged:
             self.staged[pool] = Staged(name, pool, books, size_bytes, self.oracle, self.faults)
@@ -215,7 +216,7 @@ class Cluster:
 
     @staticmethod
     def _store_after(after: Member | None, pool: PagedPool, incarnation: int) -> PageStore | None:
-        # A bit of the incarnation decides, because another draw would change all later draws.
+        # A bit of the incarnation decides, because one more draw would change all later draws.
         return another_store(pool) if after is not None and incarnation & 2 else None
 
     # --- what can happen to a node
@@ -253,7 +254,7 @@ class Cluster:
                 member.engine.part()
             if member.cache is not None:
                 await member.cache.close()
-            # The process must not end inside one of its tasks.
+            # This is a task of the process, and the process must not end inside one of its tasks.
             self.loop.soon(self._left, member)
 
         member.process.run(asyncio.ensure_future, close())

@@ -89,8 +89,9 @@ def sim(
 def _check_choices(
     kinds: dict[str, bool], seeds: dict[str, bool], exhaust: bool, bounds: str
 ) -> None:
-    """Refuse options that exclude each other; the values state whether each was given. Raises:
-    MisuseError.
+    """Refuse options that exclude each other. Each value states whether its option was given.
+
+    Raises: MisuseError.
     """
     if (chosen := sum(kinds.values())) > 1:
         raise MisuseError(f"{chosen} of --bare, --group and --cache are given: choose one")

@@ -29,9 +29,7 @@ class PlaceBytes:
     """Bytes of a page-first pool, by place. Rows are numbered after the pages."""
 
     def __init__(self, layout: PoolLayout, whole: PoolLayout | None = None) -> None:
-        """Access a pool with this layout, which is one rank's share of the layout `whole`, if
-        given.
-        """
+        """Access a pool with `layout`. If `whole` is given, the pool is one rank's share of it."""
         (self._pages,) = (b for b in layout.buffers if not b.in_rows)
         self._rows = next((b for b in layout.buffers if b.in_rows), None)
         self.num_pages, self.page_bytes, self.row_bytes = (
@@ -68,8 +66,8 @@ class PlaceBytes:
 
 
 def _shares(whole: PoolLayout, part: PoolLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for each byte of a page and of a row of `part`, its index in a page or row of
-    `whole`.
+    """Return, for each byte of a page and of a row of `part`, the index of that byte in a page or
+    row of `whole`.
     """
     first, none = np.zeros(1, dtype=np.int32), NO_PLACES
     pairing = Pairing(

@@ -31,7 +31,7 @@ TABLES: dict[str, AnyTable] = {
     "grant": grants.TABLE,
 }
 TABLES_OF_NODES = TABLES | {"residency": residency.TABLE}
-"""Tables of whole nodes. Their requests can also leave the device and return."""
+"""Tables of whole nodes, whose requests can also leave the device and return."""
 TABLES_OF_GROUPS = TABLES | {"group member": group.MEMBER, "group leader": group.LEADER}
 TABLES_OF_CACHES = TABLES | {"cached run": cached_run.TABLE}
 
@@ -59,7 +59,7 @@ def covered(visits: Counter[Cell]) -> Iterator[None]:
 
 
 class _Counting(Moves[Any, Any, Any]):
-    """Transitions of a table, which count how often each is looked up."""
+    """Cells of a table, with a count of the lookups of each cell."""
 
     def __init__(self, moves: Moves[Any, Any, Any], counts: list[list[int]]) -> None:
         super().__init__(moves)

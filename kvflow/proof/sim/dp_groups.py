@@ -1,5 +1,5 @@
-"""Groups of a data-parallel prefill: verify that messages about a room reach the group that serves
-it, and no other.
+"""Verification that messages about a room reach the data-parallel group that serves the room, and
+no other group.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DpGroups:
         """Groups of the data-parallel prefill, by number."""
         self.told_to_every_group = 0  # number of refused rooms that named a missing group
         self._loop, self._by_incarnation, self._broken = loop, by_incarnation, broken
-        self._group_of: dict[int, int] = {}  # by incarnation of a prefill
+        self._group_of: dict[int, int] = {}  # group of each prefill, by incarnation
         # Groups that may receive messages about a room, by (decode, room).
         self._homes: dict[tuple[int, int], set[int]] = {}
         # Time of the last Abort for a room, by (prefill, decode, room).
@@ -130,9 +130,10 @@ class DpGroups:
         return {self._group_of[info.incarnation] for info in prefill}
 
     def _chosen(self, prefill: Prefill, room: int, dp_rank: int | None) -> set[int]:
-        """Return the group that serves a room, as a set; empty if the room names a missing group.
+        """Return a set with the group that serves a room. It is empty if the room names a missing
+        group.
 
-        If the prefill is not the data-parallel one, the set has all of its groups.
+        If the prefill is not the data-parallel one, the set has all groups of the prefill.
         """
         given = self._given(prefill)
         if not given <= self.groups.keys() or (len(given) == 1 and dp_rank is None):
@@ -199,7 +200,7 @@ class DpGroups:
 
 @contextmanager
 def asked_observed(groups: DpGroups) -> Iterator[None]:
-    """Make every decode in this process report its requests for rooms to `groups`."""
+    """Make every decode in this process report to `groups` the rooms that it opens or refuses."""
     refuse, end_unopened = DecodeNode.refuse, DecodeShell._refused
 
     def observed(open_room: Callable[..., DecodeRoom]) -> Callable[..., DecodeRoom]:

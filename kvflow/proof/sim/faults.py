@@ -12,10 +12,10 @@ ON_NODES = ("crash", "restart", "leave", "freeze", "takeover", "stall")
 ON_LINKS = ("partition", "jam")
 KINDS = (*ON_FRAMES, *ON_LINKS, *ON_WRITES, "capacity", *ON_NODES)
 ON_COPIES = ("slow copy", "failed copy", "no host memory")
-"""Faults of copies to and from host memory, which only whole nodes make. Drawn separately."""
+"""Faults of copies to and from host memory. Only whole nodes draw them, after the other kinds."""
 SWITCH = "switch"
-"""A node shuts down cleanly, and a node of the other role takes over its pool. Drawn separately,
-too.
+"""A node shuts down cleanly, and a node of the other role takes over its pool. Only scenarios with
+a `Switch` have this fault.
 """
 
 # Bounds of the mean number of frames, writes, takes or copies per fault. Each run draws the mean.

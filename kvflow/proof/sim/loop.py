@@ -1,4 +1,4 @@
-"""An asyncio event loop without time: its virtual clock jumps from one timer to the next.
+"""An asyncio event loop in virtual time: its clock jumps from one timer to the next.
 
     loop = VirtualLoop(random.Random(7))
     loop.run_until_complete(main())

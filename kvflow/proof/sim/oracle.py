@@ -64,7 +64,7 @@ class Seen:
 
 
 class PlaneWrite(Write):
-    """A fake plane's write, with the bytes that landed of its next page."""
+    """A fake plane's write, with a count of the landed bytes of its next page."""
 
     __slots__ = ("begun_bytes",)
 
@@ -80,7 +80,7 @@ class Oracle(Rules):
         self.by_process: dict[Process | None, Seen] = {}
         self.by_incarnation: dict[int, Seen] = {}
         self.rooms.sides = self.by_incarnation
-        self.by_address: dict[str, Seen] = {}  # by address of its data plane
+        self.by_address: dict[str, Seen] = {}  # by address of the node's data plane
         self.garbage: set[bytes] = set()  # frames that are not a message
         self.writing: PrefillRoomRecord | None = None  # room whose write is about to start
         self.dp_groups = DpGroups(loop, self.by_incarnation, self.broken)

@@ -15,14 +15,16 @@ from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeWrite, Fault
 
 
 class PacedPlane(FakePlane):
-    """Data plane whose writes are timers of the writing process: a halted process writes no
-    bytes.
+    """Data plane whose writes advance by timers of the writing process. A halted process therefore
+    writes no bytes.
     """
 
     drains_at_once = False
 
     def __init__(self, network: FakeNetwork, oracle: Oracle, faults: Faults, fences: str) -> None:
-        """`fences` states how this plane proves the death of others; see `variety`."""
+        """Join `network`. `fences` states how this plane proves the death of other processes; see
+        `variety`.
+        """
         super().__init__(network)
         self._oracle, self._faults, self._fences = oracle, faults, fences
         # Start and end of the time for which its worker stands still.

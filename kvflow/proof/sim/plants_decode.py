@@ -1,4 +1,4 @@
-"""Planted bugs at decode: pages freed too early, messages taken for proof, rooms mixed up."""
+"""Planted bugs at decode: pages freed too early, messages mistaken for proof, rooms mixed up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A request after its room succeeded: a shipped `Resident` and model steps, driven as by an engine.
+"""A request after its room succeeded: a shipped `Resident` and model steps, driven as an engine
+drives them.
 
 The content of a place identifies its request. Wrong bytes are therefore detected in each model
 step, after each return, and in the places that the request left.
@@ -157,7 +158,7 @@ class Residence:
             squatter.leave()
 
     async def _is_here(self, here: Resident) -> bool:
-        """Bring the request back if it is away. Return True if it is resident then."""
+        """Bring the request back if it is away. Return True if it is resident afterwards."""
         if here.phase is P.AWAY:
             await self._come_back(here, None)
         return here.phase is P.RESIDENT

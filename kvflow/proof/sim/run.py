@@ -50,7 +50,7 @@ from kvflow.protocols.arguments import prompt_digest
 from kvflow.protocols.errors import Code, KvflowError
 
 STEPS_MIN = 200
-# Largest number of probe rooms at one node, so that they fit next to a full quarantine.
+# Most probe rooms at one node at a time, so that they fit even when the quarantine is full.
 PROBES_OF_NODE = 12
 
 
@@ -78,7 +78,7 @@ class Run(Course):
         # A room that finds no staging is announced with the first repetition.
         if scenario.variety.staging_bytes:
             oracle.rooms.announced_within_s = scenario.variety.timing.repeat_after_s + A_MOMENT_S
-        # Let each job report the causes that it gives to the rules.
+        # Jobs report to the rules every cause that they issue.
         self._job = partial(Job, issue=oracle.rooms.issue)
         self._switching: Member | None = None  # node that is changing its role
         self._prefills: list[range] = []  # places of each group
@@ -220,7 +220,7 @@ class Run(Course):
         self._go_on(switch)
 
     def _go_on(self, switch: Switch) -> None:
-        """Start the node of the other role, once the old one has ended."""
+        """Start the node of the other role as soon as the old node's process ended."""
         place, member = switch.node, self.places[switch.node]
         if member.alive:
             self.loop.later(0.02, self._go_on, switch)
@@ -291,7 +291,7 @@ class Run(Course):
             for decode in decodes:
                 assert isinstance(decode.node, DecodeNode)
                 if decode.node.quarantined_pages > decode.node.quarantine_limit:
-                    # A decode with so much quarantine may refuse rooms.
+                    # A decode with so many pages in quarantine may refuse rooms.
                     continue
                 for number in range(count):
                     self.probe_room = room = self.probe_room + 1

@@ -62,7 +62,7 @@ class Request(NamedTuple):
     offers_after_s: float | None = None
     # True if the end of its room closes the other rooms of the node, from within `on_end`.
     topples: bool = False
-    stay: Stay | None = None  # what it does at decode after it lands
+    stay: Stay | None = None  # what the request does after it lands
     named: str = OWN_GROUP  # how decode names its prefill
     # Group for which decode asks; None: the room's number decides.
     dp_rank: int | None = None
@@ -81,7 +81,8 @@ class Switch(NamedTuple):
     """Switch of roles: a node shuts down cleanly, and one of the other role takes over its pool.
 
     `node` has the meaning it has in `Accident`. The times of `requests`, which are for the other
-    role, and `back_after_s` count from the start of that role. None: the node does not switch back.
+    role, and `back_after_s` count from the start of that role. Without `back_after_s`, the node
+    does not switch back.
     """
 
     at_s: float
@@ -104,8 +105,9 @@ class Scenario(NamedTuple):
     accidents: list[Accident]
     switch: Switch | None = None
     data_parallel: tuple[int, ...] = ()
-    threaded: frozenset[int] = frozenset()  # decodes whose engines have no event loop
-    threaded_groups: frozenset[int] = frozenset()  # prefills of the same kind
+    # Decodes, and prefill groups, whose engines have no event loop.
+    threaded: frozenset[int] = frozenset()
+    threaded_groups: frozenset[int] = frozenset()
 
     @property
     def forgetful(self) -> bool:
@@ -229,10 +231,10 @@ def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Give some seeds decodes that lend staging, too little for all of their rooms at once.
+    """Give some seeds decodes with staging that is too small for all of their rooms at once.
 
-    See `with_switch` for `rng`. The rooms have deadlines then, because pages in quarantine may
-    never return.
+    See `with_switch` for `rng`. All rooms then get deadlines, because pages in quarantine may never
+    return.
     """
     if rng.random() >= STAGED_IN:
         return scenario

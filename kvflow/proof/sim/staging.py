@@ -42,7 +42,7 @@ class _Wait(NamedTuple):
 
 
 class Staged:
-    """Staging of one pool, shared by all decodes that have the pool in turn."""
+    """Staging of one pool, shared by all decodes that use the pool one after another."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Staged:
             if counts(owner) and place not in books.withheld
         ]
         pages = sum(place < books.num_pages for place in places)
-        rows = int(len(books.owners) > books.num_pages)  # a room has one, if the pool has any
+        rows = int(len(books.owners) > books.num_pages)  # a room needs one row if the pool has rows
         return wanted - rows <= pages and rows <= len(places) - pages
 
 

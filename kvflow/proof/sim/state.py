@@ -72,7 +72,9 @@ class Squatter:
     def __init__(
         self, pool: PagedPool, books: Books, sizes: tuple[int, int], what: str, broken: Broken
     ) -> None:
-        """Take free pages and rows: as many as `sizes` states, or all of the kind in `what`."""
+        """Take free pages and rows. `what` states how many: as many as `sizes`, all pages, all
+        rows, or none.
+        """
         self._books, self._broken = books, broken
         self._taken: list[tuple[PageAllocator, PageIndices, list[int]]] = []
         if what:

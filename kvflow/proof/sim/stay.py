@@ -26,7 +26,8 @@ class Disturbance(NamedTuple):
 
     how: str
     after_s: float
-    # Turns of the event loop after the end of the next copy. None: `after_s` is the time instead.
+    # The disturbance comes this many turns of the event loop after the end of the next copy. None:
+    # it comes after `after_s` seconds.
     turns: int | None = None
 
 
@@ -34,7 +35,7 @@ class Act(NamedTuple):
     """One act of a stay."""
 
     kind: str
-    pause_s: float  # before the act
+    pause_s: float  # pause before the act
     away_s: float = 0.0
     disturbed: Disturbance | None = None
     return_disturbed: Disturbance | None = None
@@ -44,8 +45,8 @@ class Act(NamedTuple):
 
 
 class Stay(NamedTuple):
-    """Acts of a request. A request that is away comes back before each act, and with `returns` also
-    after the last one.
+    """Acts of a request. A request that is away comes back before its next act, and with `returns`
+    also after the last one.
     """
 
     acts: tuple[Act, ...]

@@ -225,7 +225,7 @@ class ThreadEngine(Generic[F, N, R]):
         for step in self._steps:
             await asyncio.wait([step.answer])
         self._look()
-        lost: dict[int, set[int]] = {}  # by room; two loans may have the same number
+        lost: dict[int, set[int]] = {}  # pages by room; rooms may share a number
         for loan in unproven:
             if self._store.busy(loan.pages).size < loan.pages.size:
                 self._broken(

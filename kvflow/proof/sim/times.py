@@ -18,7 +18,7 @@ TICK_S = 1e-9
 
 # --- data planes
 
-PAGE_S: Span = (0.0002, 0.004)  # per page
+PAGE_S: Span = (0.0002, 0.004)  # to land one page
 SLOW_PAGE_S: Span = (0.05, 0.3)
 STUCK_S: Span = (0.2, 2.0)  # until a stuck write moves on
 STALL_LOOK_S: Span = (0.02, 0.06)  # between two checks of a halted worker

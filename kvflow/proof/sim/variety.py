@@ -14,7 +14,7 @@ from kvflow.protocols.pages.kinds import PAGE, ROW, StateKind
 from kvflow.protocols.pages.layout import PoolLayout, build_layout
 
 PAGE_SIZE, NUM_PAGES = 4, 48
-# Enough rows for the probe rooms at the end, next to a full quarantine.
+# Enough rows for the probe rooms at the end, even when the quarantine is full.
 NUM_ROWS = NUM_PAGES // 2
 _KINDS = (
     StateKind("0.k", "uint8", (8,)),
@@ -28,7 +28,9 @@ LAYOUT = build_layout(_KINDS[:2], page_size=PAGE_SIZE, num_pages=NUM_PAGES)
 LAYOUT_WITH_ROWS = build_layout(_KINDS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, num_rows=NUM_ROWS)
 
 TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, rendezvous_s=2.0, register_s=1.5)
-"""Shorter timeouts than in production, so that a run is short. Repetitions are as frequent."""
+"""Shorter timeouts than in production, so that a run is short. Repetitions are as frequent as
+there.
+"""
 SHIPPED_RATIO = msgspec.structs.replace(TIMING, register_s=2 * TIMING.lost_after_s)
 
 PROMPT, LATE, NEVER = "prompt", "late", "never"
@@ -57,7 +59,7 @@ def draw_variety(rng: random.Random, decodes: int) -> Variety:
             bounds, rooms=12, ended_halves=rng.choice((1, 3)), quarantine_share=0.25
         )
     if (
-        # A dead decode in doubt keeps its place at prefill until its death is proven.
+        # A dead decode in doubt stays registered at prefill until its death is proven.
         rng.random() < (0.6 if fences is LATE else 0.2) and fences is not NEVER
     ):
         bounds = msgspec.structs.replace(bounds, targets=decodes + rng.randint(0, 1))

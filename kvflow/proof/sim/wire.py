@@ -22,8 +22,8 @@ class Wire(Network):
     def __init__(self, oracle: Oracle, faults: Faults) -> None:
         super().__init__()
         self.delivered = 0
-        self.cut_controls: set[str] = set()  # prefills that are cut off
-        self.cut_peers: set[bytes] = set()  # decodes that are cut off
+        self.cut_controls: set[str] = set()  # control addresses that are cut off
+        self.cut_peers: set[bytes] = set()  # peer ids of decodes that are cut off
         # Frames that wait and later arrive in a burst, by control address or peer id.
         self.jammed: dict[str | bytes, list[Frame]] = {}
         self._oracle, self._faults = oracle, faults
