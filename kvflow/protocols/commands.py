@@ -20,7 +20,7 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation
 class PeerKey(msgspec.Struct, frozen=True, order=True, gc=False):
     """One prefill rank as decode knows it: its incarnation, and its control endpoint.
 
-    Another process can claim either of them alone, so the key has both.
+    Another process could claim either one alone, so the key has both.
     """
 
     incarnation: Incarnation
@@ -90,8 +90,8 @@ class Linked(msgspec.Struct, frozen=True, gc=False):
 
 
 class VerifyChunk(msgspec.Struct, frozen=True, gc=False):
-    """Compute the checksum of the room's pages `first` to `first + count`, of which `served` are
-    the parts that this rank writes, then call `chunk_summed`. A decode that lends host memory also
+    """Compute the checksum of the parts that this rank writes (`served`) of the room's pages
+    `first` to `first + count`, then call `chunk_summed`. A decode that lends host memory also
     copies these parts to the room's own pages.
     """
 

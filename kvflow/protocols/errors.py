@@ -2,10 +2,10 @@
 
 KvflowError
 ├── MisuseError            the caller broke a rule of the API; nothing was sent
-│   ├── LayoutError        a pool that cannot be described, or two that do not fit together
+│   ├── LayoutError        a pool that cannot be described, or two pools that do not fit
 │   ├── OwnershipError     double free, foreign free, pages that another owner has
-│   ├── RoomInUseError     a room id whose last room is open, or drains
-│   └── CapacityError      more pages, rooms or bytes than there are (retry later may help)
+│   ├── RoomInUseError     a room id whose earlier room is open or drains
+│   └── CapacityError      more pages, rooms or bytes requested than there are (a retry may help)
 │       ├── QuarantineError  too many pages wait for proof that no peer writes into them
 │       └── HostMemoryError  the host memory for snapshots is full
 ├── PeerError              the peer broke the protocol

@@ -14,7 +14,7 @@ LEAST_WAIT_S = 0.001
 def check_time(name: str, value_s: float, least_s: float = 0) -> float:
     """Check a number of seconds that a user passes, and return it.
 
-    Raises: MisuseError, which names the limits, if it is outside them, NaN, or not a number.
+    Raises: MisuseError if it is not a number, NaN, or outside its limits, which the error names.
     """
     try:
         # NaN fails every comparison, so it needs no check.
@@ -59,13 +59,13 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     kept_bytes: int = 256 << 20
     ended_halves: int = 65_536
     targets: int = 1_024  # decodes registered at one prefill
-    # Decodes that name one process as theirs: prefill opens a descriptor for each of them.
+    # Decodes that state the same process as theirs. Prefill opens a descriptor for each of them.
     decodes_per_process: int = 64
     decodes_per_address: int = 256  # decodes whose connections have one network address
     rooms: int = 32_768  # open rooms at one prefill; as many more may be announced
     links: int = 512  # prefill ranks that one decode is connected to
     ranks_per_room: int = 64
-    quarantine_share: float = 0.5  # of decode's pages; above it, decode opens no room
+    quarantine_share: float = 0.5  # share of decode's pages; above it, decode opens no room
     pinned_share: float = (
         # Share of prefill's pages that writes of one decode's ended rooms may read: above it,
         # prefill refuses the rooms of that decode.
@@ -80,7 +80,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if not name.endswith("_share"):
-                if type(value) is not int or value < 0:  # `True` is an int to Python
+                if type(value) is not int or value < 0:  # in Python, `True` is an int
                     raise MisuseError(f"{name} {value!r} is not a whole number")
             elif not 0 <= value <= 1:
                 raise MisuseError(f"{name} {value!r} is not between 0 and 1")

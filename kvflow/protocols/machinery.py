@@ -104,7 +104,7 @@ class Task:
 
 
 class Core:
-    """The state that decode and prefill have in common, and its work."""
+    """The state and the queued work that decode and prefill have in common."""
 
     def __init__(
         self, layout: PoolLayout, observer: Observer, timing: Timing, bounds: Bounds
@@ -121,7 +121,7 @@ class Core:
 
     def room_ended(self, ending: RoomEnding, now: float) -> None:
         """Report the end of a room to the observer."""
-        # Counting is not urgent, so it does not delay the loop for every room: many are counted at
+        # Counting is not urgent, and costs the event loop less per room if many are counted at
         # once.
         ended = self.observer.ended
         ended.append((ending, now))
@@ -129,7 +129,7 @@ class Core:
             self.observer.count_ended()
 
     def take_grant(self) -> GrantId:
-        """Take the next grant. The pages of an earlier node also get one, which no room shares."""
+        """Take the next grant. Leases of earlier nodes take theirs from the same sequence."""
         grant = self.next_grant
         self.next_grant = GrantId(grant + 1)
         return grant
@@ -161,7 +161,7 @@ class Core:
 
 
 class _Bucket(Generic[K]):
-    """The deadlines within one grain of time."""
+    """The deadlines within one interval of `GRAIN_S`."""
 
     __slots__ = ("keys", "order")
 
@@ -195,8 +195,8 @@ class Deadlines(Generic[K]):
     def __init__(self) -> None:
         self._where: dict[K, int] = {}
         self._buckets: dict[int, _Bucket[K]] = {}
-        # Numbers of buckets. An empty bucket stays until it comes first, because a heap cannot drop
-        # an inner entry cheaply.
+        # A heap of the numbers of all buckets. An empty bucket stays until it comes first, because
+        # a heap cannot drop an inner entry cheaply.
         self._heap: list[int] = []
         # Lower bound of all deadlines. It is cheaper to read than `next_at_s`, and exact after each
         # `pop_due`.

@@ -1,6 +1,7 @@
 """Interfaces between the handlers and the world, as `typing.Protocol`s: links, pages, data planes.
 
-Protocols, not base classes: an engine that embeds kvflow passes its own objects.
+These are protocols rather than base classes, so that an engine that embeds kvflow can pass its own
+objects.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
     pidfd).
 
     `pid` is valid only under the same `boot_id` and `pid_namespace`. `start_ticks` distinguishes a
-    re-used pid, and is valid only in the same `time_namespace`. `network_namespace` is the one that
-    lists its connections.
+    re-used pid, and is valid only in the same `time_namespace`. `network_namespace` is the
+    namespace that lists the connections of the process.
     """
 
     boot_id: Word
@@ -96,7 +97,7 @@ class UnprovenLoan(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False
 
     # None if the writer sent no address. Only an operator can then end the loan.
     writer: PlaneAddress | None
-    incarnation: int  # of the writer, like `control` and `rank`
+    incarnation: int  # the writer's, as are `control` and `rank`
     control: str
     rank: int
     room: int
@@ -148,14 +149,15 @@ class Write(Protocol):
 
     @property
     def error(self) -> str:
-        """The error: the data plane's text, or the reason why there is no checksum.
+        """The error text of the data plane, or the reason why there is no checksum.
 
         Empty after LANDED, and after a cancellation.
         """
 
     @property
     def done(self) -> Pending[WriteOutcome]:
-        """The outcome; resolves, on the event loop, when this write no longer reads or writes.
+        """The outcome. It resolves on the event loop, when this write no longer reads or writes
+        memory.
 
         It never holds an exception.
         """
@@ -179,9 +181,9 @@ class Route(Protocol):
 
         Returns at once; the plane's thread plans and copies. A tiny write may be made before this
         returns: then `done` is already resolved. The caller keeps both page lists allocated until
-        `done`, and the target's on loan until proof if the outcome is UNPROVEN. Raises: LayoutError
-        for lists of different length or indices outside either pool. After any exception, no copy
-        was started.
+        `done`. If the outcome is UNPROVEN, the target's pages stay on loan until there is proof.
+        Raises: LayoutError for lists of different length or indices outside either pool. After any
+        exception, no copy was started.
         """
 
     def close(self) -> None:
@@ -247,8 +249,8 @@ class ChecksumTask(Protocol):
 
     @property
     def done(self) -> Pending[bytes]:
-        """The checksum; resolves on the event loop. Empty after a cancellation, an error or a
-        timeout. It never holds an exception.
+        """The checksum. It resolves on the event loop, is empty after a cancellation, an error or a
+        timeout, and never holds an exception.
         """
 
     @property
@@ -298,7 +300,7 @@ class Arrivals(Protocol):
 
     @property
     def layout(self) -> PoolLayout:
-        """The layout of the pool with decode's own pages."""
+        """The layout of the pool whose pages the engine reads."""
 
     def begin(
         self, lent: PageIndices, pages: PageIndices, served: tuple[Served, ...]
@@ -346,7 +348,9 @@ class ControlSocket(Protocol):
 
 
 class PageStore(Protocol):
-    """The owners of every page of one pool (I1). Owners are hashable values; indices int32 [n]."""
+    """The owners of every page of one pool (I1). Owners are hashable values, and lists of pages are
+    int32 [n].
+    """
 
     @property
     def free_pages(self) -> int: ...
@@ -382,8 +386,8 @@ class PageStore(Protocol):
         """Release one hold. Raises: OwnershipError when a page is not held."""
 
     def withhold(self, pages: PageIndices) -> None:
-        """Keep these pages, owned or free, from every new owner until `unhold`. Counted, as holds
-        are.
+        """Keep these pages, owned or free, from every new owner until `unhold`. Calls are counted,
+        as for `hold`.
 
         Another node over the pool calls it, and later `unhold`, possibly from another thread.
         Raises: OwnershipError for a page outside the pool (no page is withheld).
@@ -391,7 +395,9 @@ class PageStore(Protocol):
 
 
 class Heir(Protocol):
-    """A running node, as the other nodes over the same pool see it. Called from any thread."""
+    """A running node, as the other nodes over the same pool see it. Its methods may be called from
+    any thread.
+    """
 
     def inherit(self, quarantine: Quarantine, loans: Sequence[UnprovenLoan]) -> None:
         """Take over the loans that another node left when it closed."""

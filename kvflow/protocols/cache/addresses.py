@@ -15,9 +15,9 @@ LAST_PORT = 65535
 
 
 def numbered_address(name: str, address: str, number: int) -> str:
-    """Return the address of rank or worker `number`. A TCP port is increased by `number`, but port
-    `*` or 0 stays any free port. An ipc or inproc address gets a suffix, except for number 0.
-    `name` is the name of the setting, for errors. Raises: MisuseError.
+    """Return the address of rank or worker `number`. A TCP port is increased by `number`; a port of
+    `*` or 0 becomes `*`, any free port. An ipc or inproc address gets a suffix, except for number
+    0. `name` is the name of the setting, for errors. Raises: MisuseError.
     """
     scheme, found, rest = address.partition("://")
     if not found or scheme not in ("tcp", "ipc", "inproc") or not rest:

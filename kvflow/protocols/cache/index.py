@@ -46,7 +46,7 @@ class Match(NamedTuple):
 
     num_pages: int = 0  # cached on device or host
     end: Node | None = None  # the node that ends the prefix
-    # int32 [n]: the first n of those pages, which can be read on the device.
+    # Device page numbers (int32 [n]) of the first n cached pages, which can be read there.
     device_pages: PageIndices = NO_PLACES
     device_end: Node | None = None
     state: int | None = None  # the state at `device_end`
@@ -216,7 +216,9 @@ class PrefixIndex:
         self._residents.states.lock(node)
 
     def unlock_state(self, node: Node) -> None:
-        """Release one lock of a state, before the lock of its pages. Raises: MisuseError."""
+        """Release one lock of a state. Call this before `unlock` for its pages. Raises:
+        MisuseError.
+        """
         self._residents.states.unlock(node)
 
     def evict_states(self, count: int) -> Freed:
@@ -324,7 +326,8 @@ class PrefixIndex:
         return gathered.freed()
 
     def missing(self, end: Node, source: Tier, target: Tier) -> int:
-        """Return the most pages that a write of the prefix that ends with `end` would copy.
+        """Return the largest number of pages that a write of the prefix that ends with `end` can
+        copy.
 
         Raises: MisuseError.
         """
@@ -370,7 +373,7 @@ class PrefixIndex:
         """Free `count` pages of the device, as `evict` does, but only those that the host has too.
 
         Also returns the nodes that `evict` would have freed although the host lacks them. The
-        caller first copies the prefixes that end with them.
+        caller should first copy the prefixes that end with these nodes.
         """
         gathered, uncopied = Gathered(), list[Node]()
         self._residents.evict(Tier.DEVICE, count, gathered, uncopied)

@@ -125,8 +125,8 @@ class Node:
 
     @property
     def held(self) -> bool:
-        """True while a request or a copy uses the pages. `readers` count every copy, because a copy
-        that writes a node in one tier reads it in another.
+        """True while a request or a copy uses the pages. `readers` counts every copy, because a
+        copy that writes a node in one tier reads it in another.
         """
         return bool(self.locks or any(self.readers))
 
@@ -155,8 +155,8 @@ def upwards(end: Node) -> Iterator[Node]:
 def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node:
     """Move the first `keep` pages of `node` into a new node before it, and return the new node.
 
-    Locks and state belong to the last page and stay with `node`. Copies under way name offsets of
-    the run and do not change.
+    Locks and state belong to the last page and stay with `node`. Copies in progress name offsets of
+    the run, so they do not change.
 
     With `fray`, the new node may keep token bytes beyond its last page until `mend`. Otherwise an
     eviction that shortens a long node bit by bit would copy the remaining tokens each time.

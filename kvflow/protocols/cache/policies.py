@@ -34,6 +34,6 @@ POLICIES: dict[EvictionPolicy, Key] = {
 def policy_key(name: str) -> Key:
     """Return the key function of a policy. Raises: MisuseError for an unknown name."""
     try:
-        return POLICIES[name]  # type: ignore[index]  # any text may come
+        return POLICIES[name]  # type: ignore[index]  # `name` may be any text
     except KeyError:
         raise MisuseError(f"unknown eviction policy {name!r}; use {', '.join(POLICIES)}") from None

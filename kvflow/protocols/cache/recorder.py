@@ -40,7 +40,8 @@ class Recorder:
             if node.told & bit:
                 assert node.digests is not None
                 node.told &= ~bit
-                # The last page first: subscribers too must never see a page without its parent.
+                # The last page comes first, because subscribers must never see a page without its
+                # parent.
                 self._events.append(Removed(tier, node.digests[::-1]))
             return
         assert node.parent is not None
@@ -66,7 +67,9 @@ class Recorder:
         return events
 
     def snapshot(self, roots: Iterable[Root]) -> list[Event]:
-        """Return events that announce every announced page again, without any earlier event."""
+        """Return events that announce all announced pages to a subscriber that received no earlier
+        event.
+        """
         nodes: list[Node] = [*roots]
         events: list[Event] = []
         # The list grows while the loop runs, so every node follows its parent.

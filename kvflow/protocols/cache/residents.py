@@ -236,7 +236,9 @@ class Residents:
         return sum(node.num_pages for node in gone)
 
     def _prune(self, node: Node, gathered: Gathered) -> None:
-        """Remove `node` from the tree if it is in neither paged tier; then it has no children."""
+        """Remove `node` from the tree if it is in neither paged tier. Such a node has
+        no children.
+        """
         if node.phase[Tier.DEVICE] is RunPhase.ABSENT and node.phase[Tier.HOST] is RunPhase.ABSENT:
             self._remove(node, gathered)
 
@@ -263,8 +265,8 @@ class Residents:
             del self.roots[parent.namespace]
 
     def released(self, node: Node, gathered: Gathered) -> None:
-        """Let `node` be evicted again after a lock or a copy ended; if it was flushed, free it and
-        the parents that only it kept.
+        """Make `node` evictable again after a lock or a copy ended. If the node was flushed, free
+        it and the parents that only it kept.
         """
         if not node.detached:
             self.offer(node)

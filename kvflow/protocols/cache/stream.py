@@ -47,7 +47,7 @@ class StreamLimits(NamedTuple):
 
     kept_batches: int = 10_000
     kept_bytes: int = 64 << 20
-    waiting_bytes: int = 256 << 20  # counted as for BATCH_BYTES
+    waiting_bytes: int = 256 << 20  # counted in the same way as BATCH_BYTES
 
     def check(self) -> StreamLimits:
         """Return these limits. Raises: MisuseError for one below 1."""
@@ -115,8 +115,8 @@ class EventStream:
         return bool(self._waiting)
 
     def heartbeat(self, ts: float) -> Batch:
-        """Return a batch without events; its number lets a subscriber notice that it missed the
-        batch before.
+        """Return a batch without events; its number lets a subscriber notice that it missed a
+        batch.
         """
         return self._numbered(self.encoder.encode((), ts))
 

@@ -45,7 +45,7 @@ class Write(NamedTuple):
 
 
 class Writes:
-    """The writes under way. Numbers are never used twice."""
+    """The writes in progress. The number of a write is never used twice."""
 
     def __init__(self, residents: Residents) -> None:
         self._residents = residents

@@ -91,7 +91,7 @@ class DecodeCore(Core):
 
     def abort(self, lease: Lease[PrefillPeer], peer: PrefillPeer, cause: Cause) -> None:
         abort = wire.Abort(room=lease.room, grant=lease.grant, cause=cause, **self.between(peer))
-        # Pages wait for the answer, so it leaves at once.
+        # Pages wait for the answer, so the Abort leaves at once.
         self.outbox.append(SendToPrefill(peer.key, encode(abort), at_once=True))
 
     def loan_changed(self, change: Change[PrefillPeer], now: float) -> None:
@@ -243,8 +243,8 @@ class DecodeCore(Core):
     def ask_as_at_first(self, record: DecodeRoomRecord, now: float) -> None:
         """Reset a room's Resync interval to its first value.
 
-        Call this when a room makes progress after it stood still, because it may lose another
-        message.
+        Call this when a room makes progress after it stood still, because another of its messages
+        may be lost.
         """
         record.resync_after_s = self.timing.repeat_after_s
         self.deadlines.set(Timer("stalled", record.grant), now + record.resync_after_s)
@@ -305,7 +305,7 @@ class DecodeCore(Core):
         beliefs: dict[PrefillPeer, list[wire.Belief]],
     ) -> None:
         if record.state.phase is DecodePhase.DRAINING:
-            # The user has its error, and the ledger's own timer repeats the Aborts.
+            # The user already received its error, and the peer's "repeat" timer repeats the Aborts.
             return
         if timer.kind == "deadline":
             # The deadline counts from the arrival of the request, slightly before `opened_at_s`:
@@ -469,7 +469,7 @@ def _repeat(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
     if lease is None or lease.loans[task.peer] not in (LoanPhase.RECALLED, LoanPhase.WITHDRAWN):
         return
     # One timer serves all loans of a peer. A rank had no time to answer about a lease that was
-    # recalled just before the timer expires, so that lease is not overdue yet.
+    # recalled just before the timer expired, so that lease is not overdue yet.
     if now - lease.recalled_at_s >= core.timing.repeat_after_s:
         core.ledger.note_overdue(lease)
     core.feed_loan(lease, task.peer, LoanKind.REPEAT_DUE, now)

@@ -257,8 +257,8 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         peer = core.links.peers.get(key)
         if peer is None or message.target != core.identity.incarnation:
             core.observer.message_dropped("foreign")
-        # Registered comes before the check of its source: an answer from another incarnation is how
-        # decode learns that prefill restarted.
+        # Registered is handled before the check of the source, because an answer from another
+        # incarnation is how decode learns that prefill restarted.
         elif type(message) is wire.Registered:
             core.registered(peer, message, now)
         elif (
@@ -322,7 +322,9 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         return loans, pages
 
     def leave(self, now: float) -> None:
-        """Abort all rooms and open no more; loans end when prefills prove it."""
+        """Abort all rooms and open no more; loans end when the prefills prove that their writes
+        ended.
+        """
         self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
         self.core.add_task(Task("close", self.rooms, cause=self._leaving))
         self.core.work(TICK_WORK, now)
@@ -538,7 +540,7 @@ def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: f
     for belief in {belief.grant: belief for belief in message.rooms}.values():
         record = core.rooms.get(belief.grant)
         if record is None or peer not in record.lease.loans or not record.receiving:
-            # A rank whose loan ended may forget the grant.
+            # Prefill may forget a grant whose loan ended, so this needs no answer.
             continue
         # `next_seq` is the value that decode asked with. If it is not 0, chunks of this grant
         # landed, and prefill forgot the grant since. Sending Bootstrap again would repeat the

@@ -24,7 +24,9 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChunkCheck:
-    """A chunk that prefill reported as landed and whose checksum decode is still computing."""
+    """A chunk that prefill reported as landed, while decode still computes its checksum or copies
+    it.
+    """
 
     __slots__ = ("compares", "error", "found", "message", "rank")
 
@@ -111,8 +113,8 @@ class DecodeRoomRecord:
         self.room, self.grant = lease.room, lease.grant
         self.lease, self.peers, self.prompt, self.num_pages = lease, peers, prompt, num_pages
         self.state = opened(num_pages, len(peers))
-        # The number of each rank's first chunk that decode did not receive yet. The machine counts
-        # a chunk that waits for a checksum only when it landed.
+        # For each rank, the number of the first chunk that decode did not receive yet. The count in
+        # `state` excludes chunks that still wait for a checksum.
         self.next_seq = [0] * len(peers)
         self.packed_pages = b""
         self.linked = False  # `Linked` was issued: the shell takes pages
@@ -121,7 +123,8 @@ class DecodeRoomRecord:
         self.ready_at_s: float | None = None
         self.moving_at_s: float | None = None
         self.deadline_at_s, self.opened_at_s, self.progress_at_s = deadline_at_s, now, now
-        # Time without progress after which decode sends Resync; it grows while the room is still.
+        # Time without progress after which decode sends Resync; it grows while the room stands
+        # still.
         self.resync_after_s = 0.0
         self.handoff = b""
         self.checks: list[ChunkCheck] = []
@@ -129,7 +132,8 @@ class DecodeRoomRecord:
 
     def shorten(self, prefix_tokens: int, num_pages: int) -> None:
         """Change the prefix and the number of pages, before any page is lent."""
-        # The machine counts pages from its first state, so it starts anew with the new number.
+        # The state of the machine includes the number of pages, so it starts again with the new
+        # number.
         self.prompt = msgspec.structs.replace(self.prompt, prefix_tokens=prefix_tokens)
         self.num_pages, self.state = num_pages, opened(num_pages, len(self.peers))
 

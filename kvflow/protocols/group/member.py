@@ -31,7 +31,9 @@ _REFUSED = Cause(Code.REFUSED, "the group does not open this room")
 
 
 class TicketKey(NamedTuple):
-    """The name of a request. Ticket numbers are unique only within one incarnation of a leader."""
+    """The identity of a request. Ticket numbers are unique only within one
+    incarnation of a leader.
+    """
 
     leader: Incarnation
     ticket: Ticket
@@ -131,7 +133,7 @@ class TicketRecord:
 
 
 class Session:
-    """One membership in a leader's group, with the numbered exchange between the two."""
+    """One membership in a leader's group, with the numbered exchange between member and leader."""
 
     __slots__ = ("is_watched", "leader", "link", "number")
 
@@ -172,7 +174,7 @@ class GroupMember(Endpoint[MemberOutput]):
         self.dropped = 0  # number of frames without effect
         self._last_session = 0
         self._leader = Incarnation(0)  # leader of the last session
-        # Requests that did not end at this rank. Other modules only read this.
+        # Open requests at this rank. Other modules may read this, but must not change it.
         self.tickets: dict[TicketKey, TicketRecord] = {}
         self._ending: deque[TicketKey] = deque()  # requests of a session that ended
         self._why_over = Cause(Code.PEER_LOST)
@@ -391,7 +393,7 @@ class GroupMember(Endpoint[MemberOutput]):
         if move is None:
             return
         record.phase = move.phase
-        # The leader's cause replaces a local one, so that every rank reports the same.
+        # The leader's cause replaces a local one, so that every rank reports the same cause.
         if record.cause is None or kind is MemberKind.GROUP_FAILED:
             record.cause = cause
         for command in move.commands:

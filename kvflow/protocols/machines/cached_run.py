@@ -19,7 +19,7 @@ class RunPhase(IntEnum):
 
 
 class RunKind(IntEnum):
-    GIVEN = 0  # a finished request hands over pages that hold these tokens
+    GIVEN = 0  # a caller inserts pages that hold the tokens of the run
     BEGIN = 1  # a copy into this tier begins
     ACK = 2
     FAIL = 3  # the copy ended in an error: the bytes in its pages are unknown

@@ -214,8 +214,8 @@ class GrantTable(Generic[R]):
         phase, except `remember_doubts`.
         """
         before = self._phases.get(grant)
-        # Most grants arrive in ascending order. One above all that were seen is unknown, which
-        # saves the search in the settled ranges.
+        # Most grants arrive in ascending order. A grant above all those seen is unknown, so the
+        # settled ranges need not be searched.
         if before is None:
             before = P.UNKNOWN if grant >= self._seen_below else self._phase_of_others(grant)
         move = TABLE.moves[before, kind]
@@ -248,7 +248,7 @@ class GrantTable(Generic[R]):
         `sent` may be empty only for a grant that an Abort just closed.
         """
         if self._phases.get(grant) is not P.CLOSED:
-            # An AbortAck, where there is one, is always the last message about a grant.
+            # An AbortAck, if there is one, is always the last message about a grant.
             last = sent[-1]
             doubtful = type(last) is AbortAck and not last.drained
             self.feed(grant, K.END_IN_DOUBT if doubtful else K.END)

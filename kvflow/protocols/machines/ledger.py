@@ -23,7 +23,7 @@ S = TypeVar("S", bound=Hashable)
 class Lease(Generic[S]):
     """The pages of one room, lent to every rank under one grant.
 
-    They are free once the room and all of its loans end.
+    The pages become free once the room and all of its loans end.
     """
 
     __slots__ = (
@@ -65,7 +65,7 @@ class Change(msgspec.Struct, Generic[S], frozen=True, gc=False):
 class Ledger(Generic[S]):
     """The loans of one decode by source, and the machine that runs them.
 
-    A source is the link to one prefill rank. The ledger calls nothing back: it returns changes.
+    A source is the link to one prefill rank. The ledger makes no callbacks: it returns changes.
     """
 
     def __init__(self, quarantine_limit: int) -> None:

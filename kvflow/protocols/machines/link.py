@@ -27,12 +27,12 @@ class LinkKind(IntEnum):
     REFUSED = 1
     REPLACED = 2  # another incarnation, or another rank, answers at this address
     HEARD = 3  # a heartbeat arrived
-    REPEAT_DUE = 4  # Register or Heartbeat is due
+    REPEAT_DUE = 4  # Register, Heartbeat or Goodbye is due
     SILENCE_DUE = 5  # no heartbeat for `lost_after_s`
     REGISTER_DUE = 6  # no answer to Register for `register_s`
     REDIAL_DUE = 7  # still silent for another `lost_after_s`
-    DIED = 8  # observed by the data plane's fence
-    DECLARED_DEAD = 9  # by an operator
+    DIED = 8  # the data plane's fence observed that the process died
+    DECLARED_DEAD = 9  # an operator declared the process dead
     CLOSED = 10  # this node is closed, or the link's place is needed
     LEAVE = 11  # this node closes, and sends Goodbye
     GOODBYE = 12  # prefill closes, and submits no more writes

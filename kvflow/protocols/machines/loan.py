@@ -18,7 +18,7 @@ class LoanPhase(IntEnum):
     LENT = 1
     WITHDRAWN = 2  # ended before any page was offered; Abort is repeated until acknowledged
     RECALLED = 3  # ended after pages were offered; Abort is repeated until acknowledged
-    DOUBTFUL = 4  # the source has no proof, or is gone: only late proof or the fence ends it
+    DOUBTFUL = 4  # the source has no proof, or is gone; only late proof or the fence ends it
     # The rank ended the grant, and its writes are drained. The room is still open here, because the
     # RoomFailed that ends it did not arrive.
     PROVEN = 5

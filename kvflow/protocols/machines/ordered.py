@@ -31,7 +31,7 @@ class Ordered(Generic[M]):
         self.sent_below += 1
 
     def confirm(self, below: int) -> bool:
-        """Drop the messages below `below`, which the other end received.
+        """Drop the messages numbered below `below`, which the other end received.
 
         Returns False and changes nothing if fewer messages were sent.
         """

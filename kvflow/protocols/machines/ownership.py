@@ -22,7 +22,7 @@ from kvflow.protocols.machines.tables import ERROR, IGNORE, Cell, Move, Table, r
 
 
 class PagePhase(IntEnum):
-    NONE = 0  # not taken
+    NONE = 0  # the room has no pages yet
     TAKEN = 1  # the room has them, and no rank can reach them
     LENT = 2  # prefill ranks may write into them
     LANDED = 3  # every write is proven, and the room's user may read them
@@ -35,7 +35,7 @@ class PagePhase(IntEnum):
 
 
 class PageKind(IntEnum):
-    TAKE = 0  # the store gave them, or holds the caller's own
+    TAKE = 0  # the store allocated the pages, or holds the caller's own
     LEND = 1
     USE = 2  # a thread begins to sum or copy them
     LAND = 3  # the room succeeded

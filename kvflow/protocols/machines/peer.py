@@ -31,7 +31,7 @@ class PeerKind(IntEnum):
     SILENCE_DUE = 4
     DIED = 5
     IDLE = 6  # none of its grants is open or announced any more
-    DISPLACED = 7  # its place is needed
+    DISPLACED = 7  # another decode needs its place
     LEAVE = 8  # this prefill closes
     REPEAT_DUE = 9  # our Goodbye is not acknowledged
     PARTED = 10  # decode sent Goodbye or acknowledged ours: it asks for no message any more

@@ -29,7 +29,7 @@ class PrefillPhase(IntEnum):
 class PrefillKind(IntEnum):
     ANNOUNCED = 0
     MATCHED = 1
-    MISMATCHED = 2  # the halves do not agree on the prompt, or what decode offers cannot be used
+    MISMATCHED = 2  # the halves do not agree on the prompt, or decode's offer cannot be used
     CHUNK_QUEUED = 3
     CHUNK_LANDED = 4  # a chunk landed while other writes run
     IDLE = 5  # a chunk landed, no write runs, and more chunks will come

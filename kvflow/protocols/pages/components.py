@@ -43,10 +43,10 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
     """One stream of data: `size_bytes` contiguous bytes at `offset` in every page, or row, of
     `buffer`.
 
-    `shape` is that of one unit; a page holds `page_size` slots. In an opaque pool `dtype` is
-    "opaque" and `shape` is `(size_bytes,)`. `format` names the meaning of the bytes where `dtype`
-    does not. The fields from `start` on are its `Part`: components with the same name are parts or
-    copies of one larger component.
+    `shape` is the shape of one unit (slot, page or row); a page holds `page_size` slots. In an
+    opaque pool `dtype` is "opaque" and `shape` is `(size_bytes,)`. `format` names the meaning of
+    the bytes where `dtype` does not. The fields from `start` on are its `Part`: components with the
+    same name are parts or copies of one larger component.
     """
 
     name: str

@@ -98,7 +98,9 @@ def without(wanted: Sequence[Span], given: Sequence[Span]) -> list[Span]:
 
 
 def served_of(layout: PoolLayout) -> tuple[Served, ...]:
-    """Return what a prefill serves that sends all of `layout`; see `PoolLayout.served`."""
+    """List the parts that a prefill rank sends if it sends all of `layout`; see
+    `PoolLayout.served`.
+    """
     spans = _PAGE if layout.tag else spans_of(layout.components)
     return tuple(Served(name, *span) for name, group in spans.items() for span in group)
 

@@ -85,7 +85,7 @@ def _kinds_differ(c: Component, other: Component, sides: Sides) -> str | None:
 def _parts_differ(
     ours: list[Component], theirs: list[Component], sides: Sides, partly: bool, only: Spans | None
 ) -> Iterator[str]:
-    # Most pools are not split, and both sides have the same one part.
+    # Most pools are not split, and both sides then have the same single part.
     if len(ours) == len(theirs) == 1 and ours[0].span == theirs[0].span:
         return
     name = ours[0].name

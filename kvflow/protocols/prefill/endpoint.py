@@ -233,8 +233,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         """Handle a frame from the decode whose routing id is `peer_id`; a malformed or foreign
         frame is counted and dropped (I7).
 
-        `sender_address` returns the network address it came from, or an empty string if that is not
-        known. It is called only for a decode that is new.
+        `sender_address` returns the network address that the frame came from, or an empty string if
+        it is not known. It is called only for a new decode.
         """
         core = self.core
         message = parsed(_MESSAGES, frame)

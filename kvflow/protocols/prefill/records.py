@@ -107,15 +107,16 @@ class PrefillRoomRecord:
         self.moving_at_s: float | None = None
         self.cancelled_at_s = 0.0  # when the writes of a draining room were cancelled
         self.own_deadline_at_s = float("inf")  # the engine's deadline for the whole room
-        self.prompt: tuple[int, bytes] | None = None  # token count and digest: the engine's half
-        self.bootstrap: tuple[int, bytes] | None = None  # token count and digest: decode's half
+        self.prompt: tuple[int, bytes] | None = None  # token count and digest of the engine's half
+        self.bootstrap: tuple[int, bytes] | None = None  # token count and digest of decode's half
         self.begun = False  # the engine has a place for the whole prompt
         self.peer: DecodePeer | None = None
         self.grant = GrantId(0)
         self.prefix_tokens = 0
         self.target_pages = NO_PAGES
         self.placed = 0
-        # A list although chunks leave at the front: there are few, and a deque is slow to create.
+        # This is a list although chunks leave at the front, because there are few and a deque is
+        # slow to create.
         self.chunks: list[Chunk] = []
         self.report: Chunk | None = None  # the chunk whose end is being reported
         self.sent: list[Message] = []  # repeated when decode asks

@@ -6,8 +6,9 @@ Numpy lays out token ids and hashes, because a request's prompt would otherwise 
 thousands of Python integers.
 
 **Media.** An event names its tier by `medium`, and the subscribers of each engine expect different
-names (`media_of`). An unknown name is worse than a missing one: SGLang's router drops such a store,
-and applies such a removal to all tiers; older routers of dynamo apply either to the device.
+names (`media_of`). An unknown name is worse than a missing one: SGLang's router drops a store with
+an unknown name, and applies a removal with one to all tiers. Older routers of dynamo apply both to
+the device.
 
 **Namespaces.** `lora_name` names the LoRA. `extra_keys` lists for each block the other inputs of
 its hash, as vLLM does: the LoRA's name, and in the first block of a prompt its salt. The chain of

@@ -114,7 +114,7 @@ class Announce(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 
 
 class Bootstrap(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=3):
-    """decode -> every prefill rank: these pages are on loan to you for this room.
+    """decode -> every prefill rank: these pages are on loan to the receiving rank, for this room.
 
     Decode already has the first `prefix_tokens` of the prompt: a whole number of pages, or the
     whole prompt.
