@@ -178,8 +178,8 @@ class DpGroups:
     def _check_told(
         self, node: DecodeNode, room: int, group: int, peers: Sequence[PrefillPeer], since_s: float
     ) -> None:
-        """Verify that the ranks of a group learned the end of a room, unless trouble excuses
-        them.
+        """Verify that the ranks of a group learned of the end of a room, unless decode or one of
+        the links was in trouble.
         """
         seen = self._by_incarnation[node.incarnation]
         if not seen.up or seen.troubled_at_s >= since_s or node.shell.leaving:

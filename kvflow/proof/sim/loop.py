@@ -113,7 +113,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._ready.extend(parked)
 
     def kill(self, process: Process) -> None:
-        """Stop a process for good, without its clean-up."""
+        """Stop a process for good, without letting it clean up."""
         self.halt(process)
         process.dead = True
 

@@ -15,7 +15,7 @@ AS_MANY, ALL_PAGES, ALL_ROWS = "as many", "all pages", "all rows"
 PAUSE_S: Span = (0.0, 0.04)
 AWAY_S: Span = (0.0, 0.08)
 DISTURBED_S: Span = (0.0, 0.012)
-# Turns of the event loop from the end of a copy until all of its callers know of it.
+# Turns of the event loop within which every caller of a copy resumes after the copy ends.
 TURNS = 6
 
 
