@@ -12,7 +12,7 @@ from kvflow.proof.sim.variety import PAGE_SIZE
 from kvflow.protocols.errors import Cause, Code
 
 Issue = Callable[[int, Cause], Cause]
-"""Record that the room with this id was given this cause, and return the cause."""
+"""A function that records the cause given to a room, by the room's id, and returns it."""
 
 
 class _Job:

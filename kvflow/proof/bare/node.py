@@ -53,7 +53,7 @@ class Scene:
         rules.rooms.sides = self.nodes
         self.by_peer_id: dict[bytes, Node] = {}
         self.registry: dict[int, dict[int, RankInfo]] = {}
-        self.frozen = 0  # writes that never end
+        self.frozen = 0  # number of writes that never end
 
     def ranks(self, group: int) -> Sequence[RankInfo]:
         """Return the registry's current entries for a prefill group. The entry of a dead rank stays
@@ -147,7 +147,7 @@ class Node:
         # Actions that wait while this node is halted; None while it runs.
         self.parked: list[tuple[Callable[..., object], tuple[Any, ...]]] | None = None
         self.unread: Burst = []  # frames received since it was halted
-        self.watchers: list[tuple[Node, Any]] = []  # (node to notify of its death, with key)
+        self.watchers: list[tuple[Node, Any]] = []  # (node to notify of the death, its key)
         self.malformed = 0  # spoilt frames that were delivered here
         self.troubled_at_s = -1.0
         self.stalled_until_s = -1.0

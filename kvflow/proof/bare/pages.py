@@ -77,8 +77,8 @@ class Pages(Home):
 
 
 class DecodePages(Pages):
-    """Pages of a decode. A lease owns pages while a room or a loan has them; then the room's user
-    does.
+    """Pages of a decode. A lease owns pages while a room or a loan has them; afterwards the room's
+    user owns them.
     """
 
     def __init__(self, who: str, judge: Receiver, layout: PoolLayout) -> None:

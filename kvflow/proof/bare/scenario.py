@@ -34,7 +34,7 @@ class Visit(NamedTuple):
     """
 
     at_s: float
-    decode: int  # halted at `at_s`, for `silent_s`
+    decode: int  # the decode that is halted at `at_s`, for `silent_s`
     silent_s: float
     comes_after_s: float
     stays_s: float

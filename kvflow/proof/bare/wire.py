@@ -110,7 +110,7 @@ class Wire:
         return None
 
     def unjam(self, end: str | int) -> None:
-        """Deliver the frames that were held back in one burst, in the order in which they were
+        """Deliver in one burst the frames that were held back, in the order in which they were
         sent.
         """
         frames, now = self.jammed.pop(end, []), self.clock.now

@@ -153,7 +153,7 @@ class Lines:
             rank.parked.append((do, arguments))
 
     def unjam(self, rank: Process) -> None:
-        """Deliver the frames that waited, in one burst."""
+        """Deliver in one burst the frames that were held back."""
         for member, to_leader, frame in self.jammed.pop(rank.incarnation, ()):
             self.disturbed(member)
             self._last_at[member.incarnation, to_leader] = self.clock.now + TICK_S

@@ -133,11 +133,8 @@ class Stage(Prefill):
     # --- what endpoints ask for
 
     def run(self) -> None:
-        """Run the commands of the endpoint, the member and the leader in turn, until all
-        have run.
-        """
-        # Commands open and close rooms, which calls `run` again. The outer call runs their
-        # commands.
+        """Run the commands of endpoint, member and leader in turn, until none has more."""
+        # Commands open and close rooms, which calls `run` again. The outer call does the work.
         if self._runs:
             return
         self._runs, leader = True, self.leader

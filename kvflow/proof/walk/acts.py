@@ -48,7 +48,7 @@ class Acts:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        # Very many states of the world share the state of one machine, so its acts are kept.
+        # Very many states of the world share the state of one machine, so the walk keeps its acts.
         self._done: dict[Any, Any] = {}
 
     # --- decode
@@ -534,7 +534,8 @@ class Acts:
                 record = core.rooms[timer.key]
                 waits_for_decode = record.phase is PrefillPhase.EXPECTED
                 if not waits_for_decode and record.phase is not PrefillPhase.BOOTSTRAPPED:
-                    # The timer is left from an earlier wait; its expiry only postpones it.
+                    # The timer is left over from an earlier wait; the endpoint would only set it
+                    # again.
                     continue
                 alone = (over or value.target_gone) if waits_for_decode else never
                 price = Price.NOTHING if alone else Price.PREFILL_ABORT

@@ -13,7 +13,7 @@ Prompt = tuple[int, ...]
 
 FIRST: Prompt = (1, 2, 3, 4)
 FORKS: tuple[Prompt, ...] = ((1, 2, 5, 6), (1, 7), (1, 2, 3, 8))
-"""Prompts that split the first one at different places: in its middle, before it and after it."""
+"""Prompts that leave the first one after its second, its first and its third page."""
 
 
 class CacheBounds(NamedTuple):

@@ -44,7 +44,9 @@ def target(decode: Decode, rank: int, rooms: int) -> Target:
 
 
 def orphaned(prefill: Prefill) -> Prefill:
-    """Return `prefill` after decode dies. Its memory is gone, so late writes no longer matter."""
+    """Return `prefill` after decode dies. Decode's memory is gone, so no late write can
+    reach it.
+    """
     return prefill._replace(target_gone=True, late=0)
 
 

@@ -37,7 +37,9 @@ LOSSY = TINY._replace(drops=1)
 
 
 class Plant(NamedTuple):
-    """A bug, planted while `install` is entered. It breaks `invariant` in the world `bounds`."""
+    """A bug. While the context of `install` is open, it breaks `invariant` in the world
+    `bounds`.
+    """
 
     name: str
     text: str

@@ -1,4 +1,4 @@
-"""Tables that grow on look-up: values as numbers, and rows of numbers by key."""
+"""Tables that grow on look-up: numbers for values, and rows of numbers by key."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class Interned(Generic[V]):
         return found
 
     def column(self, question: Callable[[V], Any]) -> Numbers:
-        """Return the answer to `question`, a number, for every value in the order of their numbers.
+        """Return the answers to `question`, which are numbers, indexed by the numbers of the
+        values.
 
-        Answers are cached by `question`, which must be the same object each time.
+        The answers are cached by `question`, so it must be the same object each time.
         """
         known = self._columns.get(question, np.empty(0, np.int64))
         # `question` may number a new value, which then needs an answer too.

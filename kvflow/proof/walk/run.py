@@ -76,7 +76,7 @@ TEXTS = {name: world.text for name, world in WORLDS.items()} | {
 
 
 class Watched(Moves[Any, Any, Any]):
-    """The moves of a table. It records every cell that a machine looks up."""
+    """The moves of a table, with a record of every cell that a machine looks up."""
 
     def __init__(self, table: Table[Any, Any, Any]) -> None:
         super().__init__(table.moves)

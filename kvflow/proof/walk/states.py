@@ -1,4 +1,4 @@
-"""Columns of numbers in which the walk handles many states of a world at once."""
+"""Columns of numbers that represent many states of a world at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Flag(IntFlag):
 
     POP = 1  # it takes the first word of the queue
     FAIR = 2
-    TIMER = 4  # left out while the same word is queued
+    TIMER = 4  # the row is left out while the same word is queued
     CLEAR_PREFILL = 8  # words on their way to prefill are lost
     CLEAR_DECODE = 16  # words on their way to decode are lost
     SUCCESS = 32  # decode's room succeeds

@@ -114,7 +114,8 @@ class Tables:
                 self.lanes.number((prefill << _LANE_PART | to_prefill) << _LANE_PART | queue)
             )
         decode = parts.decode
-        # The walk keeps the one of a state and its mirror image whose first lane is smaller.
+        # A state and its mirror image count as one: the walk keeps that with the smaller first
+        # lane.
         if len(lanes) == 2:
             first, second = lanes
             mirror = self.decodes.column(self._mirror)[decode]
@@ -295,8 +296,8 @@ class Tables:
     def _append_key(
         self, queues: list[Numbers], rank: int, said: Numbers, timer: Numbers | int
     ) -> Numbers:
-        """Return the keys for `_append`, which pack a queue, the words to append and its free
-        places.
+        """Return the keys for `_append`. Each packs a queue, the words to append, the number of
+        free places and the timer flag.
         """
         length = self.queues.column(len)
         others = sum(length[queue] for other, queue in enumerate(queues) if other != rank)

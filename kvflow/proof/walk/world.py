@@ -152,7 +152,7 @@ class Silent:
         self.ended: deque[Any] = deque(maxlen=0)
 
     def __getattr__(self, name: str) -> Any:
-        # pickle looks up special methods, which `_nothing` must not pretend to be.
+        # pickle probes for special methods, and must not find `_nothing` in their place.
         if name.startswith("__"):
             raise AttributeError(name)
         return _nothing
