@@ -22,13 +22,13 @@ WORKER = "kvflow.bench.abort_worker"
 SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}  # 2 MiB per page
 # The most bytes that a plane may have under way when it is asked to stop.
 WINDOWS = {"local": SLICE_BYTES, "mooncake": WINDOW_BYTES, "nixl": TRANSFERS_WINDOW_BYTES}
-# An abort counts only if the fraction of the bytes that moved before it lies between these. Outside
-# them the transfer was just starting, or nearly done.
+# An abort counts only if it hits the transfer between these fractions of its bytes. Outside them
+# the transfer was just starting, or nearly done.
 EARLIEST, LATEST = 0.1, 0.9
 # In this share of the aborts the check covers every byte of a page; in the others only the marks,
 # which are 1/2048 of a page of 2 MiB.
 WHOLE_PAGES_IN = 0.1
-# The bare plane is asked to stop after a time in this range, as an abort would stop a transfer of
+# The bare plane is asked to stop after a time in this range, when an abort would hit a transfer of
 # 512 MiB.
 STOPPED_AFTER_S = (0.01, 0.06)
 TRIES = 10  # attempts per abort that counts
@@ -115,7 +115,7 @@ def figures(rows: list[Row], window_bytes: int) -> dict[str, Any]:
 
     `abort_to_reusable_windows` divides the time of each abort by the median bare window of this
     run. `abort_to_reusable_stops` divides the median, the 99th percentile and the maximum of these
-    times by those of the times in which decode stops the bare plane.
+    times by those of `bare_stop_ms`, the times in which decode stops the bare plane.
     """
     if not rows:
         return {}

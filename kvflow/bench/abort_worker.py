@@ -48,9 +48,7 @@ class _Reused(NamedTuple):
 
 
 class AbortWorker(Worker):
-    """A worker that runs rooms which decode aborts in mid-transfer, and then watches their
-    pages.
-    """
+    """A worker that aborts its rooms in mid-transfer, and then watches their pages."""
 
     def __init__(self, role: str) -> None:
         super().__init__(role)

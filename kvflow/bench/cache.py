@@ -30,7 +30,7 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.kv_events import BatchEncoder
 
 PARTS = ("match", "lock", "evict", "insert", "events")
-# The cases of `evict_us` and `deep_match_us`. `radix_driver.py` repeats these numbers, because it
+# Sizes for `evict_us` and `deep_match_us`. `radix_driver.py` repeats these numbers, because it
 # cannot import kvflow.
 SHAPE_PAGE_SIZE = 16
 LEAVES, LEAF_TOKENS, EVICTIONS = 50_000, 32, 20
@@ -108,7 +108,7 @@ def measure(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bo
     """Measure kvflow's index, and return the figures that the peer's driver returns for its
     tree.
     """
-    # The prompts are millions of objects, which collections would visit during the replay.
+    # Frozen, the millions of objects in `prompts` do not lengthen collections during the replay.
     gc.collect()
     gc.freeze()
     try:

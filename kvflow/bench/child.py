@@ -23,7 +23,7 @@ def cpu_s() -> float:
 
 
 class Ticker:
-    """A 1 ms ticker on the event loop; its lateness is how long any other task there would wait."""
+    """A 1 ms ticker on the event loop; its lateness is what any other task there would wait."""
 
     def __init__(self) -> None:
         self.late_s: list[float] = []
@@ -100,7 +100,7 @@ async def serve(commands: Commands) -> None:
         reply: dict[str, Any]
         try:
             reply = await getattr(commands, name)(**command)
-        # The driver receives every error and decides, so this process must survive it.
+        # The driver receives the error and decides what to do, so this process must survive it.
         except Exception as error:  # noqa: BLE001
             reply = {"error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(json.dumps(reply) + "\n")

@@ -202,7 +202,9 @@ async def grow(count: int, plan: Growth, say: Say) -> Figures:
 
 
 def judge(count: int, figures: Figures) -> list[Figures]:
-    """Compare every stall with its limit, a must up to `MUST_ROOMS` rooms and else an aim."""
+    """Return every stall with its limit, which is a must up to `MUST_ROOMS` rooms and an
+    aim above.
+    """
     stalls: dict[str, float] = {}
     for phase, seen in figures.items():
         if phase == "collection":

@@ -64,7 +64,7 @@ class CountedSocket:
 
 
 class GrowthWorker:
-    """The commands, which open rooms, wait for the end of each in a task, and watch them."""
+    """The commands of one role: open rooms, wait for the end of each in a task, and watch them."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -88,7 +88,9 @@ class GrowthWorker:
         return await self.link(plane=plane, links=1, ranks=ranks)
 
     async def link(self, *, plane: str, links: int, ranks: list[Any]) -> dict[str, Any]:
-        """Start nodes at prefill until there are `links`; at decode, store their `ranks`."""
+        """At prefill, start nodes until there are `links`; at decode, store the prefills'
+        `ranks`.
+        """
         while self._role == "prefill" and len(self._prefills) < links:
             data_plane = await asyncio.to_thread(open_plane, plane, self._pool.segment)
             node = PrefillNode(self._pool, data_plane, bind=self._bind)
@@ -169,10 +171,10 @@ class GrowthWorker:
         }
 
     async def ending(self, *, within_s: float, pages_return: bool) -> dict[str, Any]:
-        """Wait until every room ended, and with `pages_return` until all pages of decode are free;
-        return the stalls of the loop meanwhile.
+        """Wait until every room ended, and with `pages_return` until all pages of decode are free.
+        Return the stalls of the loop and the times of these events.
 
-        Times are of the monotonic clock, which all processes of a machine share.
+        Times are read from the monotonic clock, which all processes of a machine share.
         """
         ticker = StallTicker()
         async with asyncio.timeout(within_s):

@@ -42,8 +42,8 @@ async def bench_slices(
 ) -> dict[str, Any]:
     """Measure each plane and size, with both ways interleaved.
 
-    Returns {"turns", "tp", plane: {bytes: {way: GB/s and CPU s/GB of each side, "ratio": staging
-    over none}}}.
+    Returns {"turns", "tp", plane: {bytes: {way: GB/s and CPU s/GB of each side, "ratio": GB/s
+    through staging / GB/s as they are}}}.
     """
     report: dict[str, Any] = {"turns": turns, "tp": list(widths)}
     for plane in planes:

@@ -72,8 +72,8 @@ def cases() -> list[Case]:
 
 
 def _near_misses() -> tuple[int, list[str]]:
-    """Return the demo model's token with most spaces, and as many and as long stop strings as the
-    limits allow.
+    """Return the demo model's token with the most spaces, and as many stop strings as the limits
+    allow, each as long as they allow.
 
     A text of that token matches every stop string except for its last character.
     """
@@ -154,7 +154,7 @@ class _Client:
         self._room = 0
 
     async def repeat(self, path: str, body: dict[str, Any]) -> int:
-        """Send a body again and again for `WATCH_S`, and return the number of requests."""
+        """Send a body repeatedly for `WATCH_S`, and return the number of requests."""
         loop = asyncio.get_running_loop()
         until_s, sent = loop.time() + WATCH_S, 0
         while loop.time() < until_s:

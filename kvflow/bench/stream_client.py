@@ -22,13 +22,13 @@ class StreamFailedError(Exception):
 
 
 class StreamCommands:
-    """The commands: stream."""
+    """The only command: stream."""
 
     async def stream(
         self, url: str, api: str, prompts: list[list[int]], new_tokens: int
     ) -> dict[str, Any]:
         """Run one stream for each prompt, all at once. Times count from the opening of the gate."""
-        # All connections exist before the first request, so that no stream is late for its connect.
+        # All connections open before the first request, so that no time includes connecting.
         gate = asyncio.Event()
         streams = [Stream(url, api, prompt, new_tokens) for prompt in prompts]
         running = [asyncio.create_task(one.run(gate)) for one in streams]

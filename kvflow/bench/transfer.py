@@ -120,8 +120,8 @@ async def peer_goodput(peer: Process, case: Case, page_bytes: int, poll_ms: floa
 
 
 async def bench_against_peer(harness: str, pairs: int, say: Say) -> dict[str, Any]:
-    """Measure kvflow (page-first) and SGLang over Mooncake TCP, interleaved; SGLang at its better
-    polling interval.
+    """Measure kvflow (page-first) and SGLang over Mooncake TCP, interleaved, with SGLang at the
+    better of its polling intervals.
     """
     pages = max(case.pages * case.rooms for case in PEER_CASES) + SPARE_PAGES
     report: dict[str, Any] = {}
