@@ -1,1 +1,1 @@
-"""A Hugging Face causal LM over a paged pool."""
+"""Loading and running a Hugging Face causal LM over a paged pool."""

@@ -1,8 +1,8 @@
-"""Steps in which every row decodes one token, planned ahead: the inputs of a step are a slice of
-the plan.
+"""Decode steps planned ahead: while every row decodes one token, the inputs of each step are a
+slice of a plan.
 
-Making a step from scratch takes 100 us for one row and 300 us for 16 between the model's own
-kernels, and gathering the pages of 16 rows takes longer than attending to them.
+Making a step from scratch takes 100 us for one row and 300 us for 16, while the model's kernels
+wait. Gathering the pages of 16 rows takes longer than attending to them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from kvflow.serve.engine.model.device import Place
 from kvflow.serve.engine.model.rings import DecodeRings, Rings
 from kvflow.serve.engine.model.step import Row, Step
 
-MOST_STEPS = 8  # in one plan, and in one call of the model thread
-# Bound for gathered states. A stream that would exceed it is gathered in every step, to new memory.
+# The most steps in one plan, and in one call of the model thread.
+MOST_STEPS = 8
+# Limit on the memory for gathered states. A stream that would exceed it is gathered into new memory
+# in every step.
 _MOST_KEPT_BYTES = 64 << 20
 
 
 class KeptMemory:
-    """The memory into which states are gathered, plan after plan.
+    """Memory for gathered states, which is reused from plan to plan.
 
-    It is reused because the faults of new memory cost as much as gathering into it.
+    Page faults in new memory would take as long as the gathering itself.
     """
 
     def __init__(self) -> None:
@@ -34,8 +36,10 @@ class KeptMemory:
         self._used_bytes: dict[Hashable, int] = {}
 
     def of(self, stream: Hashable, count: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return [count] of the type of `like`, with any content; None where it would exceed the
-        bound.
+        """Return uninitialized memory [count] for a stream, in the dtype and on the device of
+        `like`.
+
+        Returns None if this would exceed the limit.
         """
         self._used_bytes[stream] = count * like.element_size()
         if sum(self._used_bytes.values()) > _MOST_KEPT_BYTES:
@@ -50,12 +54,11 @@ class KeptMemory:
 
 
 class DecodeSteps(Step):
-    """A packed step of decoding rows, which becomes the next step of the same rows as far as their
-    pages reach.
+    """A packed step of decoding rows, which can `advance` to the next step of the same rows until
+    their pages are full.
 
-    Its keys have room for those of every step. So the states that the first step gathered are kept,
-    each further step adds its own states to them as it writes them to the pages, and no page is
-    read twice.
+    The first step gathers the states into memory with space for the keys of all planned steps. Each
+    step adds its new states to that memory as well as to the pages, so no page is read twice.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class DecodeSteps(Step):
         place: Place = torch.from_numpy,
         memory: KeptMemory | None = None,
     ) -> None:
-        """`memory`: that of earlier steps, which are over."""
+        """`memory` may come from earlier steps, which must have ended."""
         super().__init__(rows, page_size, place)
         self._sequences = [r.sequence for r in rows]
         self._logits = [r.logits for r in rows]
@@ -87,9 +90,10 @@ class DecodeSteps(Step):
         self._show()
 
     def advance(self, rows: list[Row]) -> bool:
-        """Become the step of `rows`.
+        """Become the next step, which is for `rows`.
 
-        Returns False, and changes nothing, for other rows than these and at the end of the plan.
+        Returns False, and changes nothing, if these are not the rows of the plan or the plan is
+        used up.
         """
         at = self._at + 1
         if at >= self._steps or len(rows) != len(self._sequences):
@@ -132,7 +136,7 @@ class DecodeSteps(Step):
     def _gather_to_keep(
         self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor | None:
-        """Gather `rows` of `slots` into memory of the plan; None where no more may be kept."""
+        """Gather `rows` of `slots` into kept memory; return None if no more memory may be kept."""
         memory = self._memory.of(stream, rows.numel() * slots.shape[1], slots)
         if memory is None:
             return None
@@ -164,9 +168,9 @@ class DecodeSteps(Step):
 
 
 class _Kept:
-    """Gathered `states` [1, heads, keys, dim] of one stream, by batch too.
+    """The gathered `states` of one stream, [1, heads, keys, dim].
 
-    `regions` are the same memory as [heads, rows, width, dim] of each batch.
+    `regions` are views of the same memory for each batch, [heads, rows, width, dim].
     """
 
     __slots__ = ("regions", "states")

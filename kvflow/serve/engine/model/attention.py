@@ -1,8 +1,8 @@
-"""The attention function `kvflow`: scaled dot product attention over one packed row of chunks or
-decoding sequences.
+"""The attention function `kvflow`: scaled dot product attention over one packed row of prompt
+chunks or decoding sequences.
 
-Chunks attend one sequence after the other; sequences that decode one token each do so together, in
-one call.
+Chunks are computed one sequence at a time. Sequences that decode one token each are computed in
+batches, with one call per batch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NAME = "kvflow"
 
 
 class _WindowRecorder(threading.local):
-    """The sliding window that each layer of this thread's model passed (0: no window).
+    """The sliding window that each layer passes during the self-test, by layer (0: no window).
 
-    It is None outside the self-test.
+    `windows` is None outside the self-test.
     """
 
     windows: dict[int, int] | None = None
@@ -46,10 +46,11 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention as the current step divides it.
+    """Compute attention for each span or batch of the current step.
 
-    `query` is [1, heads, tokens, dim], `key` and `value` are [1, kv heads, keys, dim]. `dropout`
-    and `attention_mask` belong to transformers' call, and are unused.
+    `query` is [1, heads, tokens, dim], `key` and `value` are [1, kv heads, keys, dim], `s_aux` has
+    one sink per head. The result is [1, tokens, heads, dim]. `attention_mask` and `dropout` are
+    part of transformers' interface, and unused.
     """
     step = current.step
     if step is None:
@@ -89,9 +90,9 @@ def _batched(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute one query of every row.
+    """Compute attention for one query of every row.
 
-    The heads of a group become queries of one head, so that no key has to be repeated.
+    The query heads that share a K/V head become queries of that head, so that no key is repeated.
     """
     rows, last = batch.rows, min(batch.keys, window or batch.keys)
     k, v = _keys_of(batch, key, last), _keys_of(batch, value, last)
@@ -141,7 +142,7 @@ def _plain(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute soft-capped scores and attention sinks, for which there is no CPU kernel."""
+    """Compute attention with soft-capped scores or attention sinks, which torch's kernels lack."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     queries, keys = q.shape[2], k.shape[2]
@@ -159,13 +160,13 @@ def _scores(
 
 
 def _weighted(scores: torch.Tensor, sinks: torch.Tensor | None, v: torch.Tensor) -> torch.Tensor:
-    """Return the values of `v` weighted by `scores` [batch, kv heads, queries, keys].
+    """Return the sums of `v`, weighted by the softmax of `scores` [batch, kv heads, queries, keys].
 
-    A head's sink takes its share of the weights, and adds no value.
+    A head's sink takes a share of the weights, but adds no value.
     """
     keys = scores.shape[-1]
     if sinks is not None:
-        # Each head has one sink; where heads are grouped they are queries.
+        # Each head has one sink. In a batch, the heads that share a K/V head are queries.
         share = sinks.view(1, scores.shape[1], -1, 1)
         scores = torch.cat([scores, share.expand(scores.shape[0], -1, scores.shape[2], 1)], dim=-1)
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)[..., :keys] @ v

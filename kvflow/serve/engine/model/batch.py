@@ -1,5 +1,5 @@
-"""The division of a step's packed axes: one span per sequence, or batches of rows that decode one
-token each.
+"""The division of a step's packed query and key axes: one span per sequence, or batches of rows
+that decode one token each.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 from kvflow.serve.engine.model.device import Place
 
-# A batch of decoding rows is one attention call over keys padded to its longest row. Rows of very
-# different lengths are divided: padding may take this share of the keys, plus as much as another
-# call costs.
+# A batch of decoding rows is one attention call, over keys padded to the longest row. Rows of very
+# different lengths go into separate batches: padding may take up to this share of the keys, plus as
+# many keys as another call would cost.
 _PADDED_SHARE, _CALL_KEYS = 0.25, 512
-# A mask has more columns than a step needs, so that the following steps can use it too.
+# Masks are made with this many extra columns, so that the following steps can reuse them.
 _MORE_COLUMNS = 8
 
 
 class Span(NamedTuple):
-    """One sequence of a packed step: its queries and its keys, as ranges of the packed axes."""
+    """One sequence of a packed step: queries q0..q1 and keys k0..k1 of the packed axes."""
 
     q0: int
     q1: int
@@ -31,10 +31,10 @@ class Span(NamedTuple):
 
 
 class Batch:
-    """Rows of one query each, whose keys are padded on the left to `keys`.
+    """Rows of one query each, whose keys are padded on the left to a common number, `keys`.
 
-    Its ranges of the packed axes are queries q0..q1 and keys k0..k1, with `width` keys a row, of
-    which the first `keys` count.
+    The batch takes queries q0..q1 and keys k0..k1 of the packed axes. Each row has space for
+    `width` keys, of which the first `keys` are in use.
     """
 
     def __init__(
@@ -46,9 +46,10 @@ class Batch:
         masks: dict[torch.dtype, torch.Tensor] | None = None,
         place: Place = torch.from_numpy,
     ) -> None:
-        """`lengths` ascend; each row has room for `more` keys than count.
+        """Build a batch of rows with these numbers of keys, in ascending order.
 
-        `masks` are kept from step to step of the same rows, since their padding does not change.
+        There is space for `more` keys after those of the longest row. Successive steps over the
+        same rows share `masks`, since the padding does not change.
         """
         self.q0, self.rows, self.k0 = q0, len(lengths), k0
         self.q1 = q0 + self.rows
@@ -59,9 +60,7 @@ class Batch:
         self._place = place
 
     def later(self, steps: int) -> Batch:
-        """Return the same rows so many steps later: more of their keys count, and all stay in
-        place.
-        """
+        """Return the same rows `steps` steps later; each step adds a key to every row, in place."""
         lengths = [length + steps for length in self.lengths]
         return Batch(self.q0, lengths, self.k0, self.width - lengths[-1], self._masks, self._place)
 
@@ -79,9 +78,9 @@ class Batch:
         return own.view(own.shape[0], self.rows, self.width, own.shape[2])
 
     def mask(self, last: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a mask [rows, 1, 1, last] to be added to the scores of the `last` keys.
+        """Return a mask [rows, 1, 1, last] to add to the scores of each row's last keys.
 
-        It is None when all of them count.
+        Returns None if none of these keys is padding.
         """
         if last <= self.lengths[0]:
             return None
@@ -97,9 +96,9 @@ class Batch:
 
 
 def divided(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of consecutive rows of ascending `lengths`, as (first, end).
+    """Divide rows with ascending `lengths` into batches; yield each batch as a range (first, end).
 
-    Each range goes on as long as padding its rows to the longest one is worth it.
+    A range grows until padding its rows to the longest one would cost more than another call.
     """
     first = used = 0
     for i, length in enumerate(lengths):

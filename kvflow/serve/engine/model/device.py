@@ -1,8 +1,7 @@
 """The device of a model: finding the one that `--device` names, placing a step's inputs there, and
 waiting for the end of a step.
 
-Only `cuda` and `cpu` are known. This module holds all that depends on the device; the rest of the
-engine asks tensors for theirs.
+Only `cuda` and `cpu` devices are supported.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kvflow.protocols.errors import MisuseError
 CPU = torch.device("cpu")
 
 Place = Callable[[NDArray[Any]], torch.Tensor]
-"""Makes a tensor on the model's device from a numpy array; on the CPU they share memory."""
+"""Makes a tensor on the model's device from a numpy array. On the CPU the two share memory."""
 
 
 def cuda_devices() -> list[str]:
@@ -26,14 +25,14 @@ def cuda_devices() -> list[str]:
 
     A name looks like "NVIDIA H100 80GB HBM3".
     """
-    # A build for ROCm calls its devices cuda, too.
+    # ROCm builds of torch also name their devices cuda, so check for a CUDA build.
     if torch.version.cuda is None or not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
 
 
 def describe_devices() -> str:
-    """Return a sentence on the devices that torch finds on this machine."""
+    """Return a sentence that lists the devices that torch finds on this machine."""
     if found := cuda_devices():
         return f"torch {torch.__version__} sees " + ", ".join(
             f"cuda:{n} ({name})" for n, name in enumerate(found)
@@ -45,9 +44,9 @@ def describe_devices() -> str:
 def find_device(wanted: str) -> torch.device:
     """Return the device that `wanted` names.
 
-    `auto` is the first CUDA device where torch finds one, else the CPU; `cuda` is `cuda:0`.
+    `auto` is the first CUDA device if torch finds one, otherwise the CPU. `cuda` is `cuda:0`.
 
-    Raises: MisuseError when the device is not there.
+    Raises: MisuseError if the name is unknown or the device does not exist.
     """
     if wanted == "cpu":
         return CPU
@@ -66,19 +65,19 @@ def find_device(wanted: str) -> torch.device:
 def place_on(device: torch.device) -> Place:
     """Return the function that makes tensors on `device` from numpy arrays.
 
-    All inputs of a step get there by this function.
+    Every input of a step reaches the device through this function.
     """
     return torch.from_numpy if device == CPU else lambda array: torch.from_numpy(array).to(device)
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when all that this thread queued on `device` has run; on the CPU, at once.
+    """Block until the device finishes all work that this thread queued. On the CPU, return at once.
 
-    Raises: what ran there and failed.
+    Raises: the error of any work that failed on the device.
     """
     if device.type != "cuda":
         return
-    # A blocking event sleeps rather than spins, since the event loop needs the core.
+    # A blocking event sleeps instead of spinning, because the event loop needs the core.
     done = torch.cuda.Event(blocking=True)
     done.record(torch.cuda.current_stream(device))
     done.synchronize()

@@ -1,5 +1,5 @@
-"""The identity of a model: a line that prefill and decode compare when they register, since KV of
-two models never fits.
+"""The identity of a model: a line of text that prefill and decode compare when they register, since
+one model cannot use the KV of another.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from kvflow.model_files import config_digest, weights_digest
 
 
 def fingerprint(name: str, model: Any, dtype: str) -> str:
-    """Return the model's identity, whatever its path.
+    """Return the model's identity, which does not depend on its path.
 
-    It has the architecture and the size in plain text, and the config and the weights as digests.
-    The weights are those in the model's files, so that every part of a model has the identity of
-    the whole.
+    It states the architecture and the size in plain text, followed by digests of the configuration
+    and of the weights. The weights are read from the model's files, so every part of a model has
+    the same identity.
 
-    Raises: MisuseError.
+    Raises: MisuseError if the weights cannot be read.
     """
     text = model.config.get_text_config()
     config, _ = PretrainedConfig.get_config_dict(name)

@@ -41,13 +41,13 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that passed the self-test, or a part of one.
+    """A model, or one part of a model, that passed the self-test.
 
-    `streams` and `fingerprint` are for `build_layout`; a part has its share of the streams, and the
-    fingerprint of the whole.
+    `streams` and `fingerprint` are arguments of `build_layout`. A part has its own share of the
+    streams, and the fingerprint of the whole model.
 
-    `tokenizer` may be None. `whole_prompts`: a prompt must be computed in one chunk, since the
-    model ignores the states that an earlier chunk left.
+    `tokenizer` is None if the model has none. If `whole_prompts` is True, each prompt must be
+    computed in one chunk, because the model ignores the states that earlier chunks left.
     """
 
     model: Any
@@ -64,26 +64,26 @@ class LoadedModel:
     tokenizer: Any
     fingerprint: str
     sampling_defaults: Mapping[str, float]
-    """The values that the model's generation_config.json recommends, by the names of
+    """Sampling parameters that the model's generation_config.json recommends, by their names in
     SamplingParams.
     """
     part: ModelPart = WHOLE
     neighbours: Neighbours = ALONE
-    """The processes with the other parts, whose steps depend on each other.
+    """The processes that run the other parts of the model.
 
-    Call its `close` when no step runs any more.
+    Call `neighbours.close` when no more steps run.
     """
     other_states: bool = False
-    """True where some part keeps conv or recurrent states."""
+    """True if some part of the model keeps conv or recurrent states."""
 
     @property
     def hidden_size(self) -> int:
-        """The width of the last hidden states; 0 where they are not available."""
+        """The width of the last hidden states; 0 if they are not available."""
         return hidden_size_of(self.model)
 
     @property
     def device(self) -> torch.device:
-        """The device of its weights, and of its pool."""
+        """The device of the weights and of the pool."""
         found: torch.device = self.model.device
         return found
 
@@ -93,44 +93,44 @@ class LoadedModel:
 
     @property
     def streams_of_stage(self) -> list[StateKind]:
-        """`streams`, and those of all other shards of the stage, for a pool that they share."""
+        """The streams of all shards of this stage, for a pool that they share."""
         return (
             of_every_shard(self.streams, self.part.shards) if self.part.shards > 1 else self.streams
         )
 
     @property
     def has_rows(self) -> bool:
-        """True where each request keeps a row: of states, or of rings."""
+        """True if each request keeps a row, for states or for rings."""
         return have_rows(self.layers)
 
     @property
     def has_states(self) -> bool:
-        """True where each request keeps conv or recurrent states, here or in another part of the
+        """True if each request keeps conv or recurrent states, in this part or another part of the
         model.
 
-        These depend on how the request's tokens are divided into steps.
+        These states depend on how the request's tokens are divided into steps.
         """
         return self.other_states or any(layer.has_states for layer in self.layers if layer)
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of a request's row that are the K and V of sliding windows."""
+        """The number of bytes in a request's row that hold the K and V of sliding windows."""
         kinds = [kind for layer in self.layers if layer and layer.ring for kind in layer.kinds]
         return sum(unit_bytes(kind.dtype, [int(n) for n in kind.shape]) for kind in kinds)
 
     @property
     def fewest_tokens(self) -> int:
-        """The fewest tokens of a prompt that may be computed at once, see `chunk`."""
+        """The smallest number of a prompt's tokens that may be computed at once; see `chunk`."""
         return 2 if self.has_states else 1
 
     def chunk(self, remaining: int, most: int) -> int:
-        """Return how many of a prompt's `remaining` tokens are computed at once.
+        """Return how many of a prompt's `remaining` tokens to compute at once.
 
-        These are `most`, except that a prompt that cannot be divided is computed as a whole.
+        This is about `most`. A prompt that cannot be divided is computed as a whole.
 
-        A model with states may compute a token that comes alone like a generated one (nemotron_h:
-        with other numbers), so for these a chunk has at least two tokens, and leaves none or at
-        least two.
+        A model with states may treat a single token like a generated one, with different results
+        (nemotron_h does). So for such a model, a chunk has at least two tokens and leaves either
+        none or at least two.
         """
         if self.whole_prompts:
             return remaining
@@ -142,8 +142,9 @@ class LoadedModel:
         return count
 
     def runner(self, pool: PagedPool) -> Runner:
-        """Return a runner over `pool`. Raises: LayoutError when the pool was not made from
-        `streams`.
+        """Return a runner over `pool`.
+
+        Raises: LayoutError if the pool does not have the model's streams.
         """
         return Runner(
             self.model, self.layers, pool, packed=self.mode == "packed", neighbours=self.neighbours
@@ -160,23 +161,24 @@ def load_model(
     part: ModelPart = WHOLE,
     meeting: Meeting | None = None,
 ) -> LoadedModel:
-    """Load, probe and self-test a model; blocks.
+    """Load, probe and self-test a model. Blocks until the model is ready.
 
-    `attention` "auto" is packed where that works, else pad; `device` is one that `find_device`
-    knows; `sliding_window_rows` is explained in `windows`.
+    For `attention`, "auto" is packed mode if it works, otherwise pad. For `device`, see
+    `find_device`; for `sliding_window_rows`, see the module `windows`.
 
-    Each of `part.ranks` processes of this machine loads one `part`. They find each other by
-    `meeting`, and each returns when all are ready. One process cannot have two shards.
+    A model may be divided over `part.ranks` processes of this machine, each of which loads one
+    `part`. They find each other through `meeting`, and each call returns when all of them are
+    ready. One process cannot run two shards.
 
-    Raises: MisuseError, one line: unknown path, dtype or device, unsupported model, missing
-    weights, failed self-test, a model that cannot be divided so. LostError: another process with a
-    part ended, or does not come.
+    Raises: MisuseError, with a one-line text, for an unknown path, dtype or device, an unsupported
+    model, missing weights, a failed self-test, or a model that cannot be divided into such parts;
+    LostError if another process with a part of the model ends or never arrives.
     """
     _check_choices(dtype, attention, sliding_window_rows)
     name, where = str(path), find_device(device)
     report = progress or (lambda stage, done: None)
     with quiet(report), joined(part, meeting) as others:
-        # The first report of progress comes after this, because the name may be wrong.
+        # The model is located before the first report of progress, because the name may be wrong.
         source = locate(name)
         config = _checked_config(source, name, part, where, report)
         model = _weights(source, name, dtype, where, *_class_for(config, part, name))
@@ -238,9 +240,9 @@ def _check_choices(dtype: str, attention: str, sliding_window_rows: str) -> None
 
 
 def _class_for(config: Any, part: ModelPart, name: str) -> tuple[Any, dict[str, Any]]:
-    """Return the class that loads the layers of `part`, and its arguments.
+    """Return the class that loads the layers of `part`, and its additional arguments.
 
-    Raises: MisuseError where the model cannot be cut so.
+    Raises: MisuseError if the model cannot be cut into stages.
     """
     own = own_layers(config, part, name)
     if part.stages == 1:
@@ -258,8 +260,8 @@ def _weights(
     source: str, name: str, dtype: str, device: torch.device, model_class: Any, more: dict[str, Any]
 ) -> Any:
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    # transformers swaps functions of its classes and of torch while it loads. Two threads at once
-    # would leave some of them swapped for ever.
+    # While transformers loads, it replaces functions of its classes and of torch. Two loads at once
+    # could leave some of them replaced for good.
     with _LOADING, explained(f"model {name!r} cannot be loaded"):
         # Mismatches are reported below: transformers only prints them.
         loaded: Any = model_class.from_pretrained(

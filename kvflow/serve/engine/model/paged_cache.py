@@ -1,8 +1,8 @@
-"""The cache of a model: pages and rows of a pool, behind transformers' own cache interface.
+"""A model's cache: transformers' cache interface over the pages and rows of a pool.
 
-K, V and indexer keys are written to pages, or K and V to rings, and gathered from them layer by
-layer. Models read and change the states of conv and recurrent layers in place, each in a different
-way. So the states of all layers are copied out of their rows before a forward, and back after it.
+Each layer writes its K, V and indexer keys to pages, or its K and V to rings, and gathers them from
+there. Models change the states of conv and recurrent layers in place, each in a different way. So
+the states of all layers are copied out of their rows before a forward, and copied back after it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from kvflow.serve.engine.model.step import Step
 
 
 def memory_of(kind: StateKind, pool: PagedPool) -> torch.Tensor:
-    """Return one stream's view of a pool, which may hold other parts and copies of it beside."""
+    """Return a view of one stream in a pool, which may hold other parts and copies of the stream
+    too.
+    """
     return pool.tensor(kind.name, start=int(kind.start), replica=int(kind.replica))
 
 
@@ -34,9 +36,8 @@ class PagedStream:
         count, page_size, heads, dim = pages.shape
         row = heads * dim
         step = math.gcd(pages.stride(0), row)
-        # The rows below are the same memory as overlapping rows of one slot each, `step` elements
-        # apart. Gathering rows of a contiguous dimension costs a third of gathering pages that lie
-        # apart.
+        # `_rows` views the same memory as overlapping rows of one slot each, `step` elements apart.
+        # Gathering such rows takes a third of the time of gathering pages that lie apart.
         self._pages = pages
         self._page_rows, self._slot_rows = pages.stride(0) // step, row // step
         starts = (count - 1) * self._page_rows + (page_size - 1) * self._slot_rows + 1
@@ -69,9 +70,9 @@ class RingStream(PagedStream):
         self._window = rows.shape[1]
 
     def exchange(self, step: Step, new: torch.Tensor) -> torch.Tensor:
-        """Write the new states, for a packed step, and return all states that its rows attend to.
+        """Write the new states of a packed step, and return all states that its rows attend to.
 
-        The earlier states are read first, because the new tokens take the slots of some of them.
+        The earlier states are read first, because the new tokens overwrite some of them.
         """
         _, heads, tokens, dim = new.shape
         rings = step.rings(self._window)
@@ -88,7 +89,7 @@ class RingStream(PagedStream):
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer's K and V, and the keys of its indexer where it has one."""
+    """One layer's K and V, and the keys of its sparse-attention indexer if it has one."""
 
     is_sliding = False
 
@@ -119,7 +120,10 @@ class PagedLayer(CacheLayerMixin):
         return self._k.exchange(step, key_states), self._v.exchange(step, value_states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Do the same as `update`, for indexer keys [batch, tokens, dim]."""
+        """Write the new indexer keys [batch, tokens, dim] in place.
+
+        Returns all indexer keys that the step's rows may attend to.
+        """
         assert self._index_k is not None
         return self._index_k.exchange(self._cache.step, indexer_key_states.unsqueeze(1)).squeeze(1)
 
@@ -148,9 +152,9 @@ class StateLayer(LinearAttentionLayer):
             self.is_recurrent_states_initialized[i] = kind is not None
 
 
-# The bases differ in `lazy_initialization`, but neither is initialised lazily.
+# The bases declare `lazy_initialization` differently, but neither of them uses it.
 class PagedStateLayer(PagedLayer, StateLayer):  # type: ignore[misc]
-    """A layer with attention and a state beside it."""
+    """A layer that has both attention and conv or recurrent states."""
 
     def __init__(self, cache: PagedCache, streams: LayerStreams, pool: PagedPool) -> None:
         PagedLayer.__init__(self, cache, streams, pool)
@@ -158,9 +162,7 @@ class PagedStateLayer(PagedLayer, StateLayer):  # type: ignore[misc]
 
 
 class StateRows:
-    """The copies of every layer's states, between their rows in the pool and the layers of a
-    forward.
-    """
+    """Copies every layer's states from rows of the pool into the layers of a forward, and back."""
 
     def __init__(self, pool: PagedPool) -> None:
         self._pool = pool
@@ -178,9 +180,9 @@ class StateRows:
             )
 
     def gather(self, rows: torch.Tensor, *, new: bool) -> None:
-        """Copy the states of `rows` int64 [batch] out.
+        """Copy the states in `rows`, int64 [batch], into the layers.
 
-        Those of `new` requests begin at zero, whatever the rows contain.
+        The states of `new` requests begin at zero, whatever the rows contain.
         """
         for layer in self.layers:
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, not new)
@@ -190,7 +192,7 @@ class StateRows:
             )
 
     def scatter(self, rows: torch.Tensor) -> None:
-        """Copy the states of all layers back to the rows that they were gathered from."""
+        """Copy the states of all layers back to `rows`, int64 [batch]."""
         for states, i, pool in self._parts:
             found = states[i]
             assert found is not None
@@ -211,7 +213,8 @@ class PagedCache(Cache):
         self.states = StateRows(pool)
         super().__init__(layers=[self._layer(streams, pool) for streams in layers])
 
-    # These answer for the whole model: in a stage, a model may ask a layer of another stage.
+    # These methods answer for the whole model, because a model that runs as a stage may ask about a
+    # layer of another stage.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.step.past

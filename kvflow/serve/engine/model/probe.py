@@ -1,5 +1,5 @@
-"""Probing a model: the state that it caches, found by a forward over two tokens with transformers'
-own cache.
+"""Probing a model for the state that it caches, by a forward over two tokens with transformers' own
+cache.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from kvflow.protocols.pages.kinds import DTYPE_BYTES, ROW, StateKind
 from kvflow.serve.engine.model.parallel.stage import is_stage
 
 _TOKENS = 2
-# Names of streams in rings end so, after the setting in which peers may differ.
+# Suffix for the names of streams in rings. It is the name of the setting that peers may have set
+# differently.
 RINGS = "sliding_window_rows"
-# Constants of transformers' layers, which are not state of a request.
+# Tensors of transformers' cache layers that are constants, not state of a request.
 _CONSTANTS = frozenset({"_sliding_window_tensor"})
 
 
 class LayerStreams(NamedTuple):
     """The state that one layer keeps in the pool.
 
-    Per token it is K, V and the keys of the sparse-attention indexer. Per request it is the conv
-    and recurrent states, by transformers' index of each (None: that one is not used).
+    For each token, this is K, V and the key of the sparse-attention indexer. For each request, it
+    is the conv and recurrent states, by transformers' index (None: an unused index).
 
-    `window` is the number of tokens that the layer attends to, 0 for all. Its K and V may be kept
-    per request, too: in a `ring` of so many slots (see `with_rings`).
+    `window` is the number of tokens that the layer attends to, 0 for all. A layer with a window may
+    keep its K and V once per request instead, in a `ring` (see `with_rings`).
     """
 
     keys: StateKind | None = None
@@ -50,34 +51,36 @@ class LayerStreams(NamedTuple):
 
     @property
     def has_states(self) -> bool:
-        """True for conv or recurrent states, which depend on how a prompt is divided into chunks.
+        """True if the layer keeps conv or recurrent states.
 
-        A ring does not depend on it.
+        Unlike a ring, these depend on how a prompt is divided into chunks.
         """
         return any(kind.unit == ROW for kind in self.beside)
 
     @property
     def ring(self) -> int:
-        """Slots of the ring in which K and V are kept, 0 where they are in pages."""
+        """The number of slots in the ring that holds K and V, 0 if they are in pages."""
         return self.window if self.keys is not None and self.keys.unit == ROW else 0
 
 
 Layers = tuple[LayerStreams | None, ...]
-"""Streams by layer; None for layers that keep no state (shared K and V, or no attention)."""
+"""The streams of each layer; None for a layer that keeps no state (shared K and V, or no
+attention).
+"""
 
 
 def kinds_of(layers: Layers) -> list[StateKind]:
-    """Return every stream, for `build_layout`."""
+    """Return the streams of all layers, as `build_layout` takes them."""
     return [kind for layer in layers if layer for kind in layer.kinds]
 
 
 def have_rows(layers: Layers) -> bool:
-    """Return True where a request needs a row of the pool."""
+    """Return True if a request needs a row of the pool."""
     return any(kind.unit == ROW for kind in kinds_of(layers))
 
 
 def with_rings(layers: Layers) -> Layers:
-    """Return `layers`, with rings for the K and V of every layer that has a window."""
+    """Return `layers`, with the K and V of every layer that has a window in a ring."""
     return tuple(_in_ring(layer) if layer and layer.window else layer for layer in layers)
 
 
@@ -102,15 +105,16 @@ def refuse_by_config(config: Any, name: str) -> None:
 
 
 def cache_argument(model: Any) -> str | None:
-    """Return the name of the forward's argument for the cache, or None."""
+    """Return the name of the argument through which `forward` takes the cache, or None."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in ("past_key_values", "cache_params") if name in parameters), None)
 
 
 def probe(model: Any, name: str) -> Layers:
-    """Return the state that every layer keeps.
+    """Run the model over two tokens, and return the state that every layer keeps.
 
-    Raises: MisuseError for a model with state that cannot be recognised by its name.
+    Raises: MisuseError for a model whose forward takes no cache, or whose cache has state of an
+    unknown name or shape.
     """
     config, argument = model.config, cache_argument(model)
     if argument is None:
@@ -135,7 +139,8 @@ def _read_layer(layer: Any, index: int, name: str, config: Any) -> LayerStreams 
     def kind(path: str, label: str, *, row: bool = False) -> StateKind | None:
         """Return the stream of the layer's tensor at `path`.
 
-        The tensor is [1, heads, tokens, dim], [1, tokens, dim], or a state.
+        The tensor is [1, heads, tokens, dim] or [1, tokens, dim]; a state (`row`) may have any
+        shape that begins with 1.
         """
         tensor = found.get(path)
         if tensor is None:
@@ -171,7 +176,7 @@ def _read_layer(layer: Any, index: int, name: str, config: Any) -> LayerStreams 
 
 
 def tensors_of(attributes: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of an object with its path: "keys", "conv_states[0]"."""
+    """Yield every tensor in an object's attributes with its path, such as "conv_states[0]"."""
     for path, value in attributes.items():
         if isinstance(value, torch.Tensor):
             yield path, value

@@ -1,5 +1,5 @@
-"""Loading with transformers kept quiet: its bars become reports of progress, its errors one line
-each.
+"""Keeping transformers quiet while it loads: its progress bars become reports, and each of its
+errors becomes one line.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from transformers.utils import logging as transformers_logging
 from kvflow.protocols.errors import MisuseError
 
 Progress = Callable[[str, float], None]
-"""Called with a stage and the share of it that is done, 0 to 1; from the loading thread."""
+"""A callback that the loading thread calls with a stage and the share of it that is done, 0 to 1.
+"""
 
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn what transformers raises for a user's files, which may be anything, into one line."""
+    """Turn any error that transformers raises for a user's files into a one-line MisuseError."""
     try:
         yield
     except MisuseError:
@@ -29,20 +30,23 @@ def explained(what: str) -> Iterator[None]:
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
-        # A bare key means nothing to a reader without the kind of the error.
+        # The text of a LookupError is often just a key, which means little without the type of the
+        # error.
         if not text or isinstance(error, LookupError):
             text = f"{type(error).__name__} {text}".rstrip()
         raise MisuseError(f"{what}: {text}") from error
 
 
 class _Reporting(threading.local):
-    """The receiver of the loading thread's reports."""
+    """The callback for the progress of the load that this thread runs."""
 
     report: Progress | None = None
 
 
 class _Silence:
-    """The silence of the whole process, while any load is under way."""
+    """The number of loads under way in this process, and how to undo the silence after the last
+    one.
+    """
 
     def __init__(self) -> None:
         self.lock, self.loads, self.undo = threading.Lock(), 0, contextlib.ExitStack()
@@ -53,11 +57,11 @@ _reporting, _silence = _Reporting(), _Silence()
 
 @contextlib.contextmanager
 def quiet(report: Progress) -> Iterator[None]:
-    """Silence transformers' warnings, log lines and bars while loading; the weights' bar calls
-    `report`.
+    """Silence transformers' warnings, log lines and progress bars; call `report` while weights
+    load.
 
-    Threads may load at once, and these settings belong to the process. So the first load changes
-    them, and the last one restores them.
+    Several threads may load at once, and these settings belong to the process. So the first load
+    changes them, and the last one restores them.
     """
     with _silence.lock:
         if not _silence.loads:
@@ -94,8 +98,10 @@ def _fall_silent(undo: contextlib.ExitStack) -> None:
 
 
 def _with_report(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the iterable for transformers' bar: one that reports for the weights, else
-    `factory`'s.
+    """Return the iterable that replaces one of transformers' progress bars.
+
+    For weights, it calls this thread's progress callback. For anything else, it is made by
+    `factory`.
     """
     report = _reporting.report
     items = args[0] if args else kwargs.get("iterable")

@@ -1,10 +1,10 @@
-"""Rings: the rows of a pool in which layers with a sliding window keep the K and V of their last
-tokens, and no others.
+"""Rings: rows of the pool in which layers with a sliding window keep the K and V of the window
+only.
 
-A ring has one slot for each token of the window. The token at position p lies in slot p % window,
-in the place of the token that just left the window. What an earlier request left in a row is never
-read. A chunk that failed cannot be computed again on the same row, since some layers may already
-have overwritten what it needs.
+A ring has one slot for each token of the window. The token at position p goes into slot p % window,
+and replaces the token that just left the window. States that an earlier request left in the row are
+never read. A failed chunk cannot be computed again on the same row, since some layers may already
+have overwritten states that it needs.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from kvflow.serve.engine.model.device import Place
 from kvflow.serve.engine.model.probe import Layers
 
 GatherToKeep = Callable[[Hashable, torch.Tensor, torch.Tensor], torch.Tensor | None]
-"""Reads as `Rings.read` does, for the next steps too; returns None where no more may be kept."""
+"""Gathers states like `Rings.read`, but into memory that is kept for the next steps. Returns None
+if no more memory may be kept.
+"""
 
 
 class RingLayers:
-    """The layers of a model that attend to keys of rings."""
+    """The rings that the layers of a model attend to."""
 
     def __init__(self, layers: Layers) -> None:
         self._windows = {i: layer.ring for i, layer in enumerate(layers) if layer}
         self._rings = frozenset(self._windows.values()) - {0}
 
     def window_of(self, layer: int, window: int) -> int:
-        """Return the slots of the ring that a layer with a `window` attends to; 0 for keys of
+        """Return the number of slots of the ring that a layer attends to; 0 if its keys are in
         pages.
 
-        A layer that keeps no K and V attends to the keys of another one with the same window.
+        A layer that keeps no K and V attends to those of another layer with the same `window`.
         """
         if not self._rings:
             return 0
@@ -44,15 +46,15 @@ class RingLayers:
 
 
 class RingBatch(Batch):
-    """A batch whose keys stand in the order of their slots.
+    """A batch whose keys are in the order of their slots in the rings.
 
-    A row that has not filled its ring is padded on the right, and each step fills one slot more.
+    A row whose ring is not full is padded on the right, and each step fills one more slot.
     """
 
     def __init__(
         self, q0: int, ends: list[int], k0: int, window: int, width: int, place: Place
     ) -> None:
-        """`ends` ascend: the number of tokens that each row has with the new one."""
+        """`ends`, in ascending order, has the number of tokens per row, including the new one."""
         lengths = [min(end, window) for end in ends]
         super().__init__(q0, lengths, k0, width - lengths[-1], place=place)
         self._ends, self._window = ends, window
@@ -62,13 +64,14 @@ class RingBatch(Batch):
         return RingBatch(self.q0, ends, self.k0, self._window, self.width, self._place)
 
     def positions(self) -> NDArray[np.int64]:
-        """Return the slot of every key, [rows, width]; padding repeats the row's own first one."""
+        """Return the slot of every key, [rows, width]. Padding repeats the row's first slot."""
         columns = np.arange(self.width)
         return np.where(columns < np.array(self.lengths)[:, None], columns, 0)
 
     def mask(self, last: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a mask as `Batch.mask` does. `last` is always `keys`: a ring holds just its
-        window.
+        """Return a mask like `Batch.mask`.
+
+        `last` is always `keys`, because a ring holds no tokens outside the window.
         """
         if self.keys == self.lengths[0]:
             return None
@@ -82,9 +85,10 @@ class RingBatch(Batch):
 class Rings:
     """The part of a step that concerns rings of one size.
 
-    `write_*` int64 [tokens] are the row and the slot of every new token that is written. `written`
-    selects these among the new tokens; without it all are written. `new_at` is where the new tokens
-    stand among the keys, which `spans` or `batches` divide as those of a step.
+    `write_rows` and `write_slots`, int64 [tokens], are the row and the slot of every new token to
+    write. `written` holds the indices of these tokens among the new ones, and is None if all are
+    written. `new_at` holds the indices of the new tokens among the keys. `spans` or `batches`
+    divide the keys as in `Step`.
     """
 
     write_rows: torch.Tensor
@@ -98,24 +102,25 @@ class Rings:
         self._gathers: dict[tuple[int, int], torch.Tensor] = {}
 
     def gather(self, ring_rows: int, slot_rows: int) -> torch.Tensor | None:
-        """Return the rows to gather as `Step.gather` does; a ring is `ring_rows` rows from the next
-        one.
+        """Return the indices of the rows to gather, like `Step.gather`. Rings are `ring_rows` rows
+        apart.
 
-        The states gathered for a new token are meaningless: its own states replace them.
+        The states gathered for a new token are meaningless: the token's own states replace them.
         """
         raise NotImplementedError
 
     def kept(self, stream: Hashable) -> torch.Tensor | None:
-        """Return the states of `stream` [keys, heads * dim] that an earlier step gathered.
+        """Return the states of `stream`, [keys, heads * dim], if an earlier step gathered them, or
+        None.
 
-        The states of this step are not among them.
+        The states of this step are not yet among them.
         """
         return None
 
     def read(self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Gather `rows` of the stream's `slots` [any, heads * dim].
 
-        `kept` may return them in the next step.
+        A subclass may keep these states, so that `kept` returns them in the next step.
         """
         return slots.index_select(0, rows)
 
@@ -123,22 +128,22 @@ class Rings:
 class ChunkRings(Rings):
     """Rings in a step with prompt chunks.
 
-    Each row's earlier keys are read before its new tokens take their slots. Where there are more
-    new tokens than slots, only the last ones are written.
+    Each row's earlier keys are read before its new tokens overwrite them. If a row has more new
+    tokens than slots, only its last tokens are written.
     """
 
     def __init__(
         self, window: int, rows: list[int], starts: list[int], ends: list[int], place: Place
     ) -> None:
-        """`rows` of the pool, and the positions of the new tokens of each: from `starts` to before
-        `ends`.
+        """`rows` are rows of the pool. The new tokens of each one have positions from `starts` up
+        to, but not including, `ends`.
         """
         super().__init__()
         self._place = place
         self._read: tuple[NDArray[Any], NDArray[Any]] | None = None
         reads = starts
         writes = [max(start, end - window) for start, end in zip(starts, ends, strict=True)]
-        # Otherwise every row begins here, and its new states are all there is.
+        # If every row begins with this step, there are no earlier states to read.
         if any(starts):
             reads = [max(0, start + 1 - window) for start in starts]
             self._read = (
@@ -173,8 +178,8 @@ class ChunkRings(Rings):
 class DecodeRings(Rings):
     """Rings in `ahead.DecodeSteps`.
 
-    The states that the first step gathered mirror the rings, slot by slot, and each step puts its
-    new tokens into both.
+    The first step gathers a copy of the rings, slot by slot. Each step writes its new tokens to
+    both the rings and the copy.
     """
 
     def __init__(
@@ -186,7 +191,7 @@ class DecodeRings(Rings):
         gather_to_keep: GatherToKeep,
         place: Place,
     ) -> None:
-        """`ends`: those of the first of `steps` steps, see `RingBatch`."""
+        """`ends` are the numbers of tokens in the first of `steps` steps; see `RingBatch`."""
         super().__init__()
         self._rows, self._place = np.array(rows), place
         self._steps, self._gather_to_keep = steps, gather_to_keep
@@ -205,11 +210,12 @@ class DecodeRings(Rings):
         self.show(0)
 
     def show(self, at: int) -> None:
-        """Become the rings of the step that is `at` steps after the first."""
+        """Move on to the step that is `at` steps after the first."""
         self.batches = [batch.later(at) for batch in self._plan]
         self.write_slots, self.new_at = self._slots[at], self._new_at[at]
         if self._filling:
-            # Each step fills one slot more of a ring that is not full, so what to gather changes.
+            # Each step fills one more slot of a ring that is not full, so the rows to gather
+            # change.
             self._gathers.clear()
 
     def gather(self, ring_rows: int, slot_rows: int) -> torch.Tensor | None:

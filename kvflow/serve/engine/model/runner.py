@@ -1,4 +1,5 @@
-"""A model over one pool: one forward over any mix of prompt chunks and decoding sequences.
+"""Running a model over one pool: each forward takes any mix of prompt chunks and decoding
+sequences.
 
 The runner works in the model thread. It reads and writes only the pages and pool rows of the
 sequences that it is given.
@@ -33,8 +34,8 @@ from kvflow.serve.engine.model.step import Row, Step, current
 class Runner:
     """Runs the forwards of one model.
 
-    `packed` mode is one row with kvflow's attention function; otherwise the model's own attention
-    runs over left-padded rows.
+    In `packed` mode, all sequences form one row, and kvflow's attention function runs. Otherwise
+    the model's own attention runs over left-padded rows.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class Runner:
         packed: bool,
         neighbours: Neighbours = ALONE,
     ) -> None:
-        """`neighbours`: the other processes, where the model is a part. The pool may also hold the
-        streams of other shards.
+        """`neighbours` are the processes that run the other parts of a divided model. The pool may
+        also hold the streams of other shards.
 
-        Raises: LayoutError when the pool's streams are not the model's.
+        Raises: LayoutError if the pool's streams do not match the model's.
         """
         kinds = kinds_of(layers)
         wanted = build_layout(
@@ -83,20 +84,20 @@ class Runner:
     def forward(self, rows: list[Row]) -> torch.Tensor:
         """Compute every row's new tokens.
 
-        Returns the wanted logits [tokens, vocabulary], in row order; a stage that is not the last
+        Returns the wanted logits [tokens, vocabulary], in row order. A stage that is not the last
         returns an empty tensor [0, any].
 
-        Every sequence must have pages for all of its tokens, the new ones included, and a row of a
-        pool with rows. All processes of a model receive the same rows, in the same order.
+        Every sequence must have pages for all of its tokens, including the new ones, and a row if
+        the pool has rows. All processes of a model must receive the same rows, in the same order.
 
-        Raises: LostError when one of them is gone, or the step was aborted.
+        Raises: LostError if one of these processes is gone, or the step was aborted.
         """
         with self._neighbours.step(rows):
             logits = self._forward_packed(rows) if self._packed else self._forward_each_length(rows)
         return logits if self._neighbours.returns_logits else logits[:0]
 
     def _forward_each_length(self, rows: list[Row]) -> torch.Tensor:
-        """Compute decoding rows in one left-padded batch, and the chunks of prompts one by one."""
+        """Compute decoding rows in one left-padded batch, and prompt chunks one by one."""
         decoding = [r for r in rows if r.new == 1 and r.sequence.computed]
         parts: dict[int, torch.Tensor] = {}
         if decoding:
@@ -111,10 +112,10 @@ class Runner:
         )
 
     def forward_with_hidden(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute as `forward`, and return the last hidden states beside the logits.
+        """Compute the rows like `forward`, and return the last hidden states along with the logits.
 
-        They are the inputs of the model's output layer [tokens, hidden], for the same tokens, in
-        the dtype of the logits.
+        The hidden states are the inputs of the model's output layer, [tokens, hidden], for the same
+        tokens and in the dtype of the logits.
         """
         self._with_hidden = True
         try:
@@ -125,7 +126,7 @@ class Runner:
         return both[:, :width], both[:, width:]
 
     def rest(self) -> None:
-        """Release what was gathered for the next step, since no step follows soon."""
+        """Release the states kept for the next step. Call this when no step follows soon."""
         self._ahead, self._memory = None, KeptMemory()
         self._neighbours.rest()
 
@@ -155,15 +156,16 @@ class Runner:
     def _forward_padded(self, rows: list[Row]) -> torch.Tensor:
         step = Step(rows, self._page_size, self._place)
         new = rows[0].new
-        # Without attention there are no keys, and no padding of keys; and mamba would multiply a
-        # mask with the new tokens.
+        # A model without attention has no keys to pad, and mamba would multiply a mask with the new
+        # tokens.
         if not self._attends:
             step.batch, mask = len(rows), None
         elif (mask := step.pad(new)) is None and not self._takes_positions:
             mask = torch.ones(step.batch, step.past + new, dtype=torch.long, device=self.device)
         self._cache.step = step
         count = max(1, rows[0].logits)
-        # Either all rows of a batch have a state or all are new: a prompt's chunk is a batch alone.
+        # Either all rows of a batch have a state or all are new, because each prompt chunk is a
+        # separate batch.
         places = self._place(
             np.concatenate([rows[i].sequence.rows for i in step.order]).astype(np.int64)
         )
@@ -179,8 +181,8 @@ class Runner:
     def _call(
         self, ids: torch.Tensor, positions: torch.Tensor, keep: Any, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the logits [kept tokens, vocabulary] of a packed row, or of each padded row's last
-        token.
+        """Call the model; return the logits [kept tokens, vocabulary] of a packed row, or those of
+        the last token of each padded row.
         """
         more: dict[str, Any] = {"attention_mask": mask, self._cache_argument: self._cache}
         if self._takes_positions:
@@ -199,8 +201,8 @@ class Runner:
         finally:
             if hook is not None:
                 hook.remove()
-        # Logits and hidden states stand side by side, so that each choice of tokens below selects
-        # from both.
+        # Logits and hidden states are concatenated, so that the selections of tokens below apply to
+        # both.
         if seen:
             hidden = seen[0].to(logits.dtype).reshape(*logits.shape[:-1], seen[0].shape[-1])
             logits = torch.cat((logits, hidden), dim=-1)
@@ -208,14 +210,15 @@ class Runner:
 
 
 def hidden_size_of(model: Any) -> int:
-    """Return the width of the output layer's input for one token; 0 where it is not available."""
+    """Return the width of the output layer's input for one token; 0 if it is not available."""
     return int(getattr(model.get_output_embeddings(), "in_features", 0))
 
 
 def _on_hidden(model: Any, see: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Register `see` for the inputs of the output layer in forwards of this thread.
+    """Call `see` with the input of the output layer in every forward of this thread, until the
+    returned hook is removed.
 
-    Other runners may use the model in other threads.
+    Forwards of the same model in other threads are ignored.
     """
     mine = threading.get_ident()
 
@@ -230,7 +233,7 @@ def _on_hidden(model: Any, see: Callable[[torch.Tensor], None]) -> RemovableHand
 def set_packed(model: Any, packed: bool) -> bool:
     """Switch the model to kvflow's attention function or back to its own.
 
-    Returns False when the model does not allow it.
+    Returns False if the model does not support this.
     """
     if packed:
         model.set_attn_implementation(NAME)

@@ -1,5 +1,5 @@
-"""The start-up check of a model over pages against transformers' own cache, and the choice of its
-attention mode.
+"""The self-test at start-up, which compares a model over pages with transformers' own cache and
+chooses the attention mode.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Mode = Literal["packed", "pad"]
 PAGE_SIZE = 4
 LENGTHS = (23, 9)
 CHUNK = 10
-# Windows up to this size are tested with a longer prompt, so that rings wrap.
+# For windows up to this size, a test prompt is longer than the window, so that rings wrap around.
 MOST_WRAPPED = 256
 
-# The allowed difference of logits, relative to their spread. A wrong mask or page makes it about 1.
+# The allowed difference of logits, relative to their spread. A wrong mask or page causes a
+# difference of about 1.
 _TOLERANCE = {"float32": 2e-3, "float16": 0.05, "bfloat16": 0.15}
 _MAX_TOLERANCE = {"float32": 1e-2, "float16": 0.5, "bfloat16": 0.7}
 
 
 class Fit(NamedTuple):
-    """The way a model runs.
+    """The way a model runs: its attention mode, and the streams of its layers in pages and rows.
 
-    It has the attention mode, whether each prompt must be computed in one chunk, and the pages and
-    rows of the layers.
+    `whole_prompts` is True if each prompt must be computed in one chunk.
     """
 
     mode: Mode
@@ -47,11 +47,11 @@ class Fit(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """The prompts of the self-test and the stock logits to compare with.
+    """The prompts of the self-test, and the logits of the model with transformers' own cache.
 
-    The stock logits come after each prompt when it is fed `chunk` tokens at a time and its last
-    token alone. `noise` is how far another way of feeding moves them. `whole` is True where prompts
-    must be computed in one chunk.
+    `logits` [prompts, vocabulary] follow the last token of each prompt, if the prompt is fed
+    `chunk` tokens at a time and the last token alone. `noise` is the difference from the logits of
+    prompts fed in another way. `whole` is True if prompts must be computed in one chunk.
     """
 
     prompts: list[list[int]]
@@ -62,12 +62,13 @@ class Reference(NamedTuple):
 
 
 def choose_fit(model: Any, layers: Layers, name: str, requested: str, rings: RingChoice) -> Fit:
-    """Choose the first mode that agrees with transformers' own cache.
+    """Choose the first mode whose logits agree with those of transformers' own cache.
 
-    `requested` is one mode, or "auto" for packed, then pad. The model's attention stays set to the
-    chosen mode.
+    `requested` is a mode, or "auto", which tries packed and then pad. The model's attention remains
+    set to the chosen mode.
 
-    Raises: MisuseError when no mode agrees.
+    Raises: MisuseError if no mode agrees, or if transformers' own logits depend too much on how a
+    prompt is divided.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     candidates = _candidates(layers, requested, rings)
@@ -96,7 +97,7 @@ def choose_fit(model: Any, layers: Layers, name: str, requested: str, rings: Rin
 
 
 def _candidates(layers: Layers, requested: str, rings: RingChoice) -> list[tuple[Mode, Layers]]:
-    """Return the modes with the layers' streams in each, the best first."""
+    """Return the modes to try, best first, each with the streams of the layers in that mode."""
     modes: list[Mode] = ["packed", "pad"]
     found = [(mode, layers) for mode in modes if requested in (mode, "auto")]
     if rings == "never":
@@ -137,9 +138,9 @@ def _try(
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the largest error of a row, relative to the spread of that row of `b`.
+    """Return the largest error of any row, relative to the spread of that row of `b`.
 
-    It is inf when a value is not finite.
+    Returns inf if a value is not finite.
     """
     a, b = a.float(), b.float()
     spread = (b - b.mean(dim=-1, keepdim=True)).norm(dim=-1)
@@ -148,7 +149,10 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _reference(model: Any, layers: Layers, window: int) -> Reference:
-    """Compute the stock logits. `window`: slots of the smallest ring, 0 where there is no ring."""
+    """Compute the test prompts' logits with transformers' own cache.
+
+    `window` is the number of slots of the smallest ring, or 0 if there is no ring.
+    """
     vocabulary = model.get_input_embeddings().num_embeddings
     lengths, chunk = LENGTHS, CHUNK
     if max(LENGTHS) <= window <= MOST_WRAPPED:
@@ -164,7 +168,7 @@ def _reference(model: Any, layers: Layers, window: int) -> Reference:
         return torch.cat([_stock(model, p, len(p) - 1) for p in prompts])
 
     whole = logits(max(lengths))
-    # transformers' names of the states that the model keeps.
+    # The names that transformers gives to the states that the model keeps.
     states = {
         name
         for layer in filter(None, layers)
@@ -176,8 +180,8 @@ def _reference(model: Any, layers: Layers, window: int) -> Reference:
         return Reference(prompts, alone, max(lengths), distance(alone, whole), whole=True)
     chunked = logits(chunk)
     noise = distance(chunked, whole)
-    # Some of these models compute a token that comes alone in another way (nemotron_h: dt is not
-    # clamped), so the noise is also measured against prompts whose last token comes alone.
+    # Some of these models compute a single token differently (nemotron_h does not clamp dt), so the
+    # noise is also measured against prompts whose last token is fed alone.
     if states:
         noise = min(noise, distance(chunked, stepped()))
     return Reference(prompts, chunked, chunk, noise)
@@ -185,10 +189,10 @@ def _reference(model: Any, layers: Layers, window: int) -> Reference:
 
 @torch.inference_mode()
 def _ignores_states(model: Any, prompt: list[int], states: set[str]) -> bool:
-    """Return True if a chunk of many tokens ignores some of the `states` that the chunk before it
+    """Return True if a chunk of several tokens ignores some of the `states` that the previous chunk
     left.
 
-    The scans of mamba and jamba begin at zero.
+    The scans of mamba and jamba do so: they begin at zero.
     """
 
     def second_chunk(spoiled: str = "") -> torch.Tensor:
@@ -201,16 +205,16 @@ def _ignores_states(model: Any, prompt: list[int], states: set[str]) -> bool:
         return _forward(model, cache, prompt, CHUNK, 2 * CHUNK)[0]
 
     honest = second_chunk()
-    # This is 0 where the kernels are deterministic.
+    # This is 0 if the kernels are deterministic.
     noise = distance(second_chunk(), honest)
     return any(distance(second_chunk(name), honest) <= 4 * noise for name in states)
 
 
 @torch.inference_mode()
 def _stock(model: Any, prompt: list[int], chunk: int) -> torch.Tensor:
-    """Return the stock logits [1, vocabulary] after `prompt`, fed `chunk` tokens at a time.
+    """Return the logits [1, vocabulary] after `prompt`, computed with transformers' own cache.
 
-    When the prompt is chunked, its last token is fed alone.
+    The prompt is fed `chunk` tokens at a time. If this divides it, the last token is fed alone.
     """
     cache = stock_cache(model)
     logits = torch.empty(0)
@@ -230,7 +234,7 @@ def _forward(
     """Return the logits [1, tokens, vocabulary] of the tokens from `start` to `end`."""
     more: dict[str, Any] = {"use_cache": True, cache_argument(model) or "": cache}
     if "position_ids" in inspect.signature(model.forward).parameters:
-        # Some models count from 0 without positions.
+        # Without position ids, some models count positions from 0.
         more["position_ids"] = torch.arange(start, end, device=model.device)[None]
     logits: torch.Tensor = model(
         input_ids=torch.tensor([prompt[start:end]], device=model.device), **more
@@ -239,8 +243,9 @@ def _forward(
 
 
 def _paged(model: Any, layers: Layers, reference: Reference, *, packed: bool) -> torch.Tensor:
-    """Return the same logits from pages: two prompts at once, in chunks, the last tokens in one
-    batch.
+    """Return the logits of the reference, computed over pages.
+
+    All prompts are computed together, in chunks, and their last tokens in one batch.
     """
     prompts = reference.prompts
     count = sum(-(-len(p) // PAGE_SIZE) for p in prompts)

@@ -1,5 +1,5 @@
-"""One request's tokens, pages and row, as numpy arrays that a step reads without a Python loop per
-token or page.
+"""One request's tokens, pages and row, in numpy arrays, so that a step needs no Python loop over
+tokens or pages.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Prompt = SequenceOf[int] | NDArray[np.integer]
 class Sequence:
     """The tokens of one request, and its places in the pool.
 
-    `length` counts the tokens known so far, `computed` those whose state is in the pool. Of the
-    pages, the first `shared` belong to a cache. `rows` is the row of a pool that has rows,
-    otherwise empty.
+    `length` is the number of tokens known so far, `computed` the number whose state is in the pool.
+    The first `shared` pages belong to a cache. `rows` holds the request's row, and is empty if the
+    pool has no rows.
 
-    One thread at a time changes it: the event loop, or the model thread during a step. Only the
-    event loop changes its pages and row, and not during a step.
+    One thread at a time changes a sequence: the model thread during a step, otherwise the event
+    loop. Only the event loop changes the pages and the row, and never during a step.
     """
 
     __slots__ = (
@@ -54,18 +54,18 @@ class Sequence:
 
     @property
     def places(self) -> Places:
-        """All places that it owns in the pool; see `pages`."""
+        """The pages and the row that the sequence owns; see `pages`."""
         return Places(self._pages[self.shared : self.page_count], self.rows)
 
     @property
     def pages(self) -> PageIndices:
-        """A view of its pages; valid until the next `add_pages`."""
+        """A view of the sequence's pages, valid until the next `add_pages`."""
         return self._pages[: self.page_count]
 
     def begin_with(self, pages: PageIndices) -> None:
-        """Begin with the whole, computed pages of a cache, which keeps owning them.
+        """Begin with full, computed pages of a cache, which continues to own them.
 
-        Call it before the sequence has other pages.
+        Call this before the sequence has other pages.
         """
         self.add_pages(pages)
         self.shared, self.computed = self.page_count, self.page_count * self.page_size
@@ -79,9 +79,9 @@ class Sequence:
         self.rows = places.rows if places.rows.size else self.rows
 
     def start_again(self) -> Places:
-        """Forget all that was computed, and where.
+        """Forget everything that was computed, and all places.
 
-        Returns the places that it owns, which the caller gives back.
+        Returns the places that the sequence owned, which the caller must free.
         """
         places = Places(self.places.pages.copy(), self.rows)
         self.computed = self.page_count = self.shared = 0
@@ -90,7 +90,7 @@ class Sequence:
 
     @property
     def prompt_pages(self) -> int:
-        """The number of pages that its whole prompt needs."""
+        """The number of pages that the whole prompt needs."""
         return -(-self.prompt_length // self.page_size)
 
     def pages_missing(self, tokens: int) -> int:

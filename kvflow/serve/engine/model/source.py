@@ -1,6 +1,7 @@
-"""The source of a model: a folder whose files can be read, or a hub that answers.
+"""Locating a model: in a folder, whose files are checked, on a hub, or in the cache of the hub's
+client.
 
-Any fault becomes an error of one line.
+Every fault becomes a one-line error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvflow.protocols.errors import MisuseError
 
-# Bound for one request. The hub's own client retries for most of a minute.
+# Time limit for one request to the hub. The hub's own client would retry for most of a minute.
 HUB_TIMEOUT_S = 5.0
 _DOCUMENTS = (
     "config.json",
@@ -31,12 +32,12 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def locate(name: str) -> str:
-    """Return the source that transformers loads: a folder, checked, or a name on a hub that
-    answers.
+    """Return what transformers should load: a checked folder, or the name of a model on the hub.
 
-    If the hub does not answer, or HF_HUB_OFFLINE is set, the cache is the source.
+    If the hub does not answer, or HF_HUB_OFFLINE is set, this is the model's folder in the cache of
+    the hub's client.
 
-    Raises: MisuseError.
+    Raises: MisuseError if the model is not found, or if its files are broken.
     """
     folder = Path(name).expanduser()
     if name and folder.is_dir():
@@ -62,9 +63,10 @@ def locate(name: str) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """Check the files of a model's folder.
+    """Check the JSON files and the weights in a model's folder.
 
-    Raises: MisuseError, which names the file: broken JSON, or weights that are cut off or missing.
+    Raises: MisuseError, which names the file, for broken JSON and for weights that are truncated or
+    missing.
     """
     documents = [folder / name for name in _DOCUMENTS if (folder / name).is_file()]
     for path in (*documents, *sorted(folder.glob("model*.safetensors"))):
@@ -87,7 +89,7 @@ def _open_weights(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ValueError("it is a pointer of Git LFS; fetch the weights with git lfs pull")
-    # This reads the header, and compares the file's size with it.
+    # Opening the file reads the header and compares the file's size with it.
     with safe_open(str(path), framework="numpy"):
         pass
 
@@ -110,9 +112,11 @@ def _check_shards(folder: Path, index: object) -> None:
 
 
 def _no_answer(name: str) -> str:
-    """Return why the hub cannot be reached, by one short request.
+    """Send one short request to the hub, and return the reason why it cannot be reached.
 
-    The reason is empty when the hub answers, whatever the answer is.
+    Returns an empty string if the hub answers, even with an error.
+
+    Raises: MisuseError if no hub could have a model with this name.
     """
     try:
         request = urllib.request.Request(hf_hub_url(name, "config.json"), method="HEAD")
@@ -126,7 +130,7 @@ def _no_answer(name: str) -> str:
         return ""
     except (OSError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", error)
-        # The hub's client may trust other certificates, so let it try.
+        # The hub's client may trust certificates that urllib does not, so let it try.
         if isinstance(cause, ssl.SSLError):
             return ""
         return f"the hub at {constants.ENDPOINT} does not answer: {cause or type(cause).__name__}"

@@ -1,5 +1,5 @@
-"""One model step for the cache and the attention function: slots to write, slots to gather, and the
-keys that a row sees.
+"""The inputs of one model step for the cache and the attention function: slots to write, slots to
+gather, and the keys that each row attends to.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvflow.serve.engine.model.sequence import Sequence
 
 
 class Row(NamedTuple):
-    """`new` tokens of one sequence, from its `computed` on.
+    """The next `new` tokens of one sequence, starting at position `computed`.
 
-    Logits are wanted for the last `logits` of them.
+    The step returns logits for the last `logits` of them.
     """
 
     sequence: Sequence
@@ -37,13 +37,13 @@ class Row(NamedTuple):
 class Step:
     """The inputs of one forward over some rows.
 
-    `write_*` int64 [tokens] are the page and the slot of every new token. `order` is the order of
-    the sorted rows, `last` the index of each given row's last query. `logits_to_keep` is
-    transformers' argument: the queries whose logits are wanted, in the order of the given rows, or
-    0 for all of them as they stand.
+    `write_pages` and `write_slots`, int64 [tokens], are the page and the slot of every new token.
+    The step may sort its rows: `order` lists the given rows in sorted order, and `last` has the
+    index of each given row's last query. `logits_to_keep` is transformers' argument: the queries
+    whose logits are wanted, in the order of the given rows, or 0 for all queries as they are.
 
-    Packed steps have `spans`, or, where every row decodes one token, `batches`
-    (`ahead.DecodeSteps`). Padded ones have `batch` rows, and `past` tokens before the new ones.
+    A packed step has `spans`, or `batches` if every row decodes one token (`ahead.DecodeSteps`). A
+    padded step has `batch` rows, with `past` positions before the new tokens.
     """
 
     def __init__(self, rows: list[Row], page_size: int, place: Place = torch.from_numpy) -> None:
@@ -52,8 +52,7 @@ class Step:
         starts, logits = [r.sequence.computed for r in rows], [int(r.logits) for r in rows]
         self.decodes = 0 not in starts and all(r.new == 1 for r in rows)
         self.order = order = list(range(len(rows)))
-        # Rows of similar lengths stand beside each other, so that batches of them need little
-        # padding.
+        # Sort the rows by length, so that batches of neighbouring rows need little padding.
         if self.decodes and len(rows) > 1:
             order.sort(key=starts.__getitem__)
             rows, starts = [rows[i] for i in order], [starts[i] for i in order]
@@ -94,7 +93,7 @@ class Step:
         self._rings: dict[int, Rings] = {}
 
     def pack(self) -> None:
-        """Make the step one row, whose keys are divided by `spans`."""
+        """Make the step one packed row, divided into `spans` of one sequence each."""
         lengths = self._counts
         if self.past:
             lengths = self._ends
@@ -109,7 +108,7 @@ class Step:
     def pad(self, new: int) -> torch.Tensor | None:
         """Make the step a left-padded batch of rows with `new` tokens each.
 
-        Returns the attention mask [batch, keys], None when no row is padded.
+        Returns the attention mask [batch, keys], or None if no row is padded.
         """
         self.batch, keys = len(self._ends), max(self._ends)
         rows = Batch(0, self._ends, 0)
@@ -124,9 +123,10 @@ class Step:
         )
 
     def gather(self, page_rows: int, slot_rows: int) -> torch.Tensor | None:
-        """Return the rows to gather, int64 [keys]; None when the new states are all there is.
+        """Return the indices of the rows to gather, int64 [keys], or None if there are no earlier
+        states.
 
-        A page is `page_rows` rows from the next one, and a slot `slot_rows`.
+        Pages are `page_rows` rows apart, and slots `slot_rows` rows.
         """
         if self._read is None:
             return None
@@ -139,20 +139,20 @@ class Step:
         return found
 
     def kept(self, stream: Hashable, new: torch.Tensor) -> torch.Tensor | None:
-        """Return the states of `stream` [1, heads, keys, dim] that an earlier step gathered.
+        """Return the states of `stream`, [1, heads, keys, dim], if an earlier step gathered them.
 
-        They include the `new` ones of this step [1, heads, tokens, dim]. None where the states have
-        to be gathered.
+        They include the `new` states of this step, [1, heads, tokens, dim]. Returns None if the
+        states must be gathered.
         """
         return None
 
     def read(
         self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor, heads: int
     ) -> torch.Tensor:
-        """Gather the states of `stream` [batch, heads, keys, dim]: `rows` of its `slots` [any,
-        heads * dim].
+        """Gather `rows` of the stream's `slots` [any, heads * dim] into states [batch, heads, keys,
+        dim].
 
-        `kept` may return them in the next step.
+        A subclass may keep these states, so that `kept` returns them in the next step.
         """
         return self._states(slots.index_select(0, rows), heads)
 
@@ -166,10 +166,10 @@ class Step:
         return found
 
     def mask(self, queries: int, keys: int, window: int) -> torch.Tensor:
-        """Return a boolean mask [queries, keys].
+        """Return a boolean mask [queries, keys], which is True where a query attends to a key.
 
-        Each of the last `queries` positions sees itself and earlier ones, `window` in all (0: no
-        limit).
+        The queries are the last positions. Each attends to itself and to earlier positions,
+        `window` in all (0: no limit).
         """
         found = self._masks.get((queries, keys, window))
         if found is None:
@@ -191,7 +191,7 @@ class Step:
     def _places(
         self, rows: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the page and the slot of each position of the row beside it."""
+        """Return the page and the slot of each position; `rows` gives the row of each position."""
         pages = self._pages[0]
         inside = positions // self._page_size
         slots = positions - inside * self._page_size
@@ -201,7 +201,7 @@ class Step:
         return pages.astype(np.int64).take(inside), slots
 
     def _batches(self, more: int) -> list[Batch]:
-        """Divide the rows, in order of length, into batches with room for `more` keys each."""
+        """Divide the rows, sorted by length, into batches with space for `more` keys per row."""
         found: list[Batch] = []
         for first, end in divided(self._ends):
             k0 = found[-1].k1 if found else 0
@@ -210,10 +210,9 @@ class Step:
 
 
 class _Current(threading.local):
-    """The step that this thread runs, and the layers with rings of its model.
+    """The step that this thread runs, and the layers of its model that use rings.
 
-    It is global to the thread because transformers has no way to pass these to an attention
-    function.
+    These are thread-local because transformers has no way to pass them to an attention function.
     """
 
     step: Step | None = None

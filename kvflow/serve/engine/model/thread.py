@@ -1,4 +1,6 @@
-"""Running work in the one model thread, and waiting for its end in every case (I11, I12, I13)."""
+"""Running steps in the model thread, and waiting for the end of each, even after an error or a
+cancellation (I11, I12, I13).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from kvflow.protocols.pages.layout import Places, PoolLayout
 from kvflow.protocols.ports import PageStore
 from kvflow.serve.engine.model import sequence
 
-# The simulator of whole nodes runs steps, and has to do so without torch.
+# The simulator of whole nodes imports this module, and must run without torch.
 if TYPE_CHECKING:
     import torch
 
@@ -20,13 +22,11 @@ T = TypeVar("T")
 
 
 class ModelThread:
-    """The steps of one engine, in the model thread.
+    """Runs the steps of one engine in the model thread.
 
-    Pages and rows of a running step are held: those of an aborted request become free when the step
-    ends.
-
-    A step ends when the thread returns, its device ran all that the step queued there, and no other
-    process reads or writes for it.
+    The pages and rows of a running step are held, so those of an aborted request become free only
+    when the step ends. A step ends when the thread returns, the device finishes all work that the
+    step queued, and no other process reads or writes for it any more.
     """
 
     def __init__(
@@ -37,16 +37,16 @@ class ModelThread:
         device: torch.device | None = None,
         wait_for_others: Callable[[], None] | None = None,
     ) -> None:
-        """`device`: None where no part of a step runs on after the thread returns.
+        """`device` is None if a step leaves no work behind when the thread returns.
 
-        `wait_for_others` blocks until the other processes that take part in steps over these pages
-        end these steps, or end themselves.
+        `wait_for_others` blocks until every other process that takes part in the steps finishes
+        them or exits.
         """
         self._executor, self._places, self._layout, self._device = executor, places, layout, device
         self._wait_for_others = wait_for_others
 
     async def run(self, sequences: Sequence[sequence.Sequence], work: Callable[[], T]) -> T:
-        """Run `work` in the thread, to its end even if this coroutine is cancelled.
+        """Run `work` in the model thread, and wait for its end even if this coroutine is cancelled.
 
         Raises: what `work` raises.
         """
@@ -62,8 +62,8 @@ class ModelThread:
     def _whole(self, work: Callable[[], T]) -> T:
         try:
             return work()
-        # A step that fails half-way has already queued some of its writes, so the wait is for every
-        # step.
+        # This wait follows a failed step too, because it may already have queued some of its
+        # writes.
         finally:
             if self._device is not None:
                 # Imported here, because the module must load without torch.

@@ -1,4 +1,4 @@
-"""Loading the tokenizer that lies beside a model."""
+"""Loading the tokenizer that comes with a model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvflow.serve.engine.model.source import locate
 
 
 def load_tokenizer(source: str, name: str) -> Any | None:
-    """Load a tokenizer from a directory or a Hugging Face name; None for a model without one.
+    """Load a tokenizer from a directory or a Hugging Face name.
 
-    `name` is for errors.
+    Returns None if there is none. `name` appears in error messages.
 
-    Raises: MisuseError for one that cannot be loaded.
+    Raises: MisuseError if a directory has tokenizer files that cannot be loaded.
     """
     here = Path(source)
     if here.is_dir() and not any(here.glob("tokenizer*")) and not (here / "vocab.json").is_file():
@@ -26,19 +26,20 @@ def load_tokenizer(source: str, name: str) -> Any | None:
         with explained(f"model {name!r}: the tokenizer cannot be loaded"):
             return AutoTokenizer.from_pretrained(source)
     except MisuseError:
-        # A name on a hub may have no tokenizer, and transformers raises then. In a directory with
-        # tokenizer files the error is real.
+        # A model on the hub may have no tokenizer, in which case transformers raises. In a
+        # directory that has tokenizer files, the error is real.
         if not here.is_dir():
             return None
         raise
 
 
 def find_tokenizer(name: str) -> Any | None:
-    """Load the tokenizer of a model without the model; None for a model without one.
+    """Load a model's tokenizer without loading the model.
 
-    `name` is a directory or a Hugging Face name.
+    `name` is a directory or a Hugging Face name. Returns None if the model has no tokenizer.
 
-    Raises: MisuseError for one that cannot be loaded, or a hub that does not answer.
+    Raises: MisuseError if the model cannot be found, or if the tokenizer files in its directory
+    cannot be loaded.
     """
     here = Path(name).expanduser()
     return load_tokenizer(str(here) if here.is_dir() else locate(name), name)

@@ -1,12 +1,12 @@
-"""The choice whether layers with a sliding window keep K and V in rings.
+"""The decision whether layers with a sliding window keep their K and V in rings.
 
-A ring holds what a window needs and no more: one row for each request, where pages grow with every
-token.
+A ring takes one row of the pool per request, with a slot for each token of the window. Pages, in
+contrast, grow with every token.
 
-"auto" depends on the model alone, since prefill and decode must agree whatever pools they have. It
-means rings where windows are short, and short beside the context, because a request takes its row
-at its first token. Rings need kvflow's attention function; pad mode, which runs transformers' own
-masks, has windows in pages.
+The setting "auto" depends on the model alone, since prefill and decode must agree even if their
+pools differ. It chooses rings if the windows are short, both in tokens and relative to the context
+length, because a request takes a whole row at its first token. Rings need kvflow's attention
+function. Pad mode, which uses transformers' own masks, keeps windows in pages.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.serve.engine.model.probe import Layers
 
 SLIDING_WINDOW_ROWS = ("auto", "always", "never")
-# The most tokens of a window. A request takes the whole row, however short it is: with windows of
-# 1,024 tokens a pool would hold a fraction of the short requests that its pages hold.
+# The longest window, in tokens, that "auto" keeps in rings. A request takes a whole row, however
+# short it is. With windows of 1,024 tokens, a pool would hold far fewer short requests in rings
+# than in pages.
 MOST_TOKENS = 256
-LEAST_WINDOWS = 8  # windows that fit into the context length, at least
+# "auto" uses rings only if the context is at least this many times as long as the longest window.
+LEAST_WINDOWS = 8
 
 RingChoice = Literal["never", "try", "need"]
-"""The ways to run a model: without rings, with them if it passes its self-test so, or only with
-them.
-"""
+"""The use of rings: none, tried (if the model passes its self-test with them), or required."""
 
 
 def choose_rings(layers: Layers, setting: str, attention: str, context_length: int) -> RingChoice:
-    """Choose for a model; `setting` is one of SLIDING_WINDOW_ROWS. Raises: MisuseError."""
+    """Choose whether a model uses rings. `setting` is one of SLIDING_WINDOW_ROWS.
+
+    Raises: MisuseError if `setting` is "always" and `attention` is "pad".
+    """
     windows = [layer.window for layer in layers if layer and layer.window]
     if not windows or setting == "never":
         return "never"

@@ -1,5 +1,5 @@
-"""The changes of a request to its logits before a token is chosen, by transformers' own logits
-processors.
+"""Changes that a request makes to the logits before a token is chosen, with transformers' own
+logits processors.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvflow.serve.engine.scheduler.params import SamplingParams
 
 
 class CountPenalties(LogitsProcessor):
-    """OpenAI's penalties, counted over the generated tokens alone, as in SGLang and vLLM."""
+    """OpenAI's frequency and presence penalties, which count generated tokens only, as in SGLang
+    and vLLM.
+    """
 
     def __init__(self, prompt_length: int, frequency: float, presence: float) -> None:
         self._prompt_length, self._frequency, self._presence = prompt_length, frequency, presence
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores less the penalties. `input_ids` int64 [1, tokens], `scores` [1,
-        vocabulary].
-        """
+        """Return `scores` [1, vocabulary] minus the penalties; `input_ids` is int64 [1, tokens]."""
         vocabulary = scores.shape[-1]
         counts = torch.bincount(input_ids[0, self._prompt_length :], minlength=vocabulary)[
             :vocabulary
@@ -36,10 +36,10 @@ class CountPenalties(LogitsProcessor):
 
 
 class Adjustments:
-    """The changes of one request, which depend on its own tokens alone: no batch, no state between
-    tokens.
+    """A callable that makes one request's changes to its logits.
 
-    The model thread calls it; `sequence` must hold all tokens before the chosen one.
+    The changes depend on the request's own tokens alone, not on the batch or on earlier calls. The
+    model thread makes the calls; `sequence` must hold all tokens before the one to choose.
     """
 
     def __init__(self, params: SamplingParams, sequence: Sequence, eos_ids: frozenset[int]) -> None:
@@ -60,7 +60,8 @@ class Adjustments:
     def _made(self, vocabulary: int, device: torch.device) -> list[LogitsProcessor]:
         """Return the processors that the request needs.
 
-        Ids for which the model has an embedding but no logit are left out: it never generates them.
+        Token ids that have an embedding but no logit are left out, because the model never
+        generates them.
         """
         params, prompt_length = self._params, self._sequence.prompt_length
         made: list[LogitsProcessor] = []
@@ -90,5 +91,5 @@ class Adjustments:
 def adjustments_of(
     params: SamplingParams, sequence: Sequence, eos_ids: frozenset[int]
 ) -> Adjustments | None:
-    """Return the changes of a request; None if it chooses from the model's logits as they are."""
+    """Return the changes of a request; None if it uses the model's logits unchanged."""
     return Adjustments(params, sequence, eos_ids) if params.adjusts else None

@@ -1,10 +1,10 @@
-"""The length of the cached prefix with which a prompt begins, where all ranks have to begin at the
+"""The agreement of all ranks on how much of a prompt is cached, since all ranks must begin at the
 same token.
 
-The first rank gives a request its places, with the pages that its own cache has, and asks the other
-ranks; no step names the request until all of them answer. Where one of them has less, the request
-gives its places back and takes others, perhaps a moment later. These are sure to come, because the
-prompts that have places fit into every pool without any cache.
+The first rank gives a request its places, which include the pages that its own cache has, and asks
+the other ranks. No step names the request until all of them answer. If one of them has less, the
+request frees its places and takes others, perhaps a moment later. It is certain to get them,
+because all prompts that have places fit into every pool, even without a cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest, PrefillS
 
 
 class Beginnings:
-    """The requests of one engine that have places, until each begins."""
+    """The requests of one engine that have places but did not begin yet."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Beginnings:
     ) -> None:
         """`begins` is called with a request once steps may name it."""
         self._steps, self._lockstep, self._begins = steps, lockstep, begins
-        self._short: dict[int, PrefillRequest] = {}  # by id: requests that wait for other places
+        self._short: dict[int, PrefillRequest] = {}  # by id: requests that wait for new places
 
     @property
     def are_short(self) -> bool:
@@ -42,7 +42,7 @@ class Beginnings:
         self._lockstep.find(request, request.cached_tokens)
 
     def agreed(self, request: PrefillRequest, tokens: int) -> None:
-        """Begin a request of which every rank has the first `tokens` tokens cached."""
+        """Begin a request whose first `tokens` tokens are cached at every rank."""
         if not request.is_asking or request.agreed is not None:
             return
         request.agreed = tokens
@@ -52,13 +52,14 @@ class Beginnings:
             self._begin(request)
 
     def flushed(self, placed: Iterable[PrefillRequest]) -> None:
-        """Flush the other ranks, after this rank's cache was flushed.
+        """Flush the caches of the other ranks, after this rank's cache was flushed.
 
-        Those of `placed` that no step named yet begin without cached pages, at every rank.
+        Requests of `placed` that no step named yet begin without cached pages, at every rank.
         """
         if self._lockstep is None:
             return
-        # This call may find that a rank is lost, and drop some requests of `placed`.
+        # This call comes first, because it may find that a rank is lost, and drop some requests of
+        # `placed`.
         self._lockstep.flush()
         for request in list(placed):
             if not request.has_begun and request.cached_tokens:
@@ -66,7 +67,7 @@ class Beginnings:
                 self._take_fewer(request)
 
     def take_missing(self) -> None:
-        """Give other places to the requests that wait for them, as far as places are free."""
+        """Give new places to the requests that wait for them, as long as enough places are free."""
         for request in list(self._short.values()):
             if max(self._steps.short_of(request)) > 0:
                 return
@@ -75,12 +76,12 @@ class Beginnings:
             self._begin(request)
 
     def forget(self, request: PrefillRequest) -> None:
-        """Forget a request that loses its places or ended. Idempotent."""
+        """Forget a request that ended or loses its places. Idempotent."""
         self._short.pop(id(request), None)
         request.agreed, request.is_asking = None, False
 
     def _take_fewer(self, request: PrefillRequest) -> None:
-        """Exchange the places of a request for others, with a shorter cached prefix."""
+        """Exchange the places of a request for new ones, with a shorter cached prefix."""
         self._steps.start_again(request)
         self._short[id(request)] = request
         self.take_missing()

@@ -1,11 +1,11 @@
-"""Page promises: how far each request may grow, and the queue of requests that wait for a promise.
+"""Promises of pages to requests, and the queue of requests that wait for a promise.
 
-No request starves for another.
+The first request in the queue is never passed over, even if a later one would fit.
 
-This is the queue of a decode. A room is announced before its request waits here, and its prefill
-gives it no places before it leaves the queue. So the holder of a place here never waits for a
-request that waits for that place, whatever the order in which the legs of requests arrive at
-several prefills and decodes: there is no deadlock.
+Decode uses this queue. It announces a room before the room's request waits here, and prefill gives
+the room no places before the request leaves the queue. So a request that has places at prefill
+never waits in this queue, and requests cannot wait for each other in a circle, in whatever order
+their legs arrive at several prefills and decodes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.page_waiter import PageWaiter
 from kvflow.protocols.errors import CapacityError, KvflowError
 
-# Without a running request, the pages that are not free are in quarantine. The request that needs
-# them waits this long and then fails, so that others get the free ones.
+# If no request runs, all pages that are not free are in quarantine. A request that needs them fails
+# after this time, so that others get the free ones.
 STUCK_S = 20.0
 DECAY_STEPS, LEAST_SHARE, RETRACT_STEPS = 600, 0.14, 20  # values of SGLang's scheduler
-MOST_TOKENS_AHEAD = 4096  # most new tokens that count in a promise, as in SGLang
+MOST_TOKENS_AHEAD = 4096  # the most new tokens that count in a promise, as in SGLang
 
 
 class NewTokenRatio:
-    """The share of the new tokens still to come for which a request is promised pages.
+    """The share of a request's remaining new tokens for which it is promised pages.
 
-    1.0 is the worst case. Below 1 the share decays with every step, since most requests end early,
-    and a retraction raises it to what the running requests proved to need (as SGLang's scheduler
-    does).
+    At 1.0, every request is promised its worst case. A share below 1 decays with every step,
+    because most requests end early. A retraction raises it to what the running requests turned out
+    to need. SGLang's scheduler does the same.
     """
 
     def __init__(self, initial: float = 1.0) -> None:
@@ -45,18 +45,17 @@ class NewTokenRatio:
     def retracted(self, generated: int, limit: int, running: int) -> None:
         """Raise the share after a retraction.
 
-        The `running` requests have generated `generated` of the `limit` tokens that they may
-        generate, all together.
+        Together, the `running` requests generated `generated` of at most `limit` tokens.
         """
         self.now = max(self.now, min(1.0, (generated + RETRACT_STEPS * running) / max(1, limit)))
 
     def rest(self) -> None:
-        """Reset the share, while no request runs."""
+        """Reset the share. Call this while no request runs."""
         self.now = self._initial
 
 
 class Shortage:
-    """The time for which pages are missing that no running request will free."""
+    """Measures how long pages are missing that no running request will free."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
@@ -65,9 +64,9 @@ class Shortage:
         self._since_s = None
 
     def left_s(self) -> float:
-        """Return the time until the shortage lasts for `STUCK_S`, 0 from then on.
+        """Return the seconds until the shortage has lasted for `STUCK_S`, 0 from then on.
 
-        It begins with the first call after `ended`.
+        The shortage begins with the first call after `ended`.
         """
         now = asyncio.get_running_loop().time()
         self._since_s = now if self._since_s is None else self._since_s
@@ -75,9 +74,9 @@ class Shortage:
 
 
 class Admission:
-    """A promise of pages to one request, and of a row where the pool has rows.
+    """A promise of pages to one request, and of a row if the pool has rows.
 
-    It covers `base` pages at least and `total` at worst, of which the request already owns `taken`.
+    It covers at least `base` and at most `total` pages, of which the request already owns `taken`.
     `release` is idempotent.
     """
 
@@ -105,7 +104,7 @@ class Admission:
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def took(self, pages: int) -> None:
-        """Record that the request owns that many more pages of the promise, and its row."""
+        """Record that the request took `pages` of the promised pages, and its row."""
         self.taken = min(self.total, self.taken + pages)
         self.row_taken = True
 
@@ -115,21 +114,21 @@ class Admission:
         self.covered = pages
 
     def has(self, pages: int) -> None:
-        """Record that so many of its pages are there without being taken: fewer are promised.
+        """Promise `pages` fewer pages, because the request has that many without taking them.
 
-        A negative number records that they are gone, and are promised again.
+        A negative number means that it lost them, so that they are promised again.
         """
         self.total, self.base = max(self.taken, self.total - pages), max(0, self.base - pages)
         if pages > 0:
             self._budget.promises_less()
 
     def release(self) -> None:
-        """End the promise. Call it after the request's pages are given back."""
+        """End the promise. Call this after the request's pages are freed."""
         self._budget.forget(self)
 
     @property
     def opening(self) -> int:
-        """Pages that the request needs to begin, and does not own yet."""
+        """Pages that the request needs in order to begin, and does not own yet."""
         return max(0, self.base - self.taken)
 
     @property
@@ -142,13 +141,16 @@ class Admission:
         return not self.away, -self.priority, self.number
 
     def outstanding(self, ratio: float, most_ahead: int) -> int:
-        """Return how many pages the request is still promised, at a ratio below 1."""
+        """Return how many pages the request is still promised, at a ratio below 1.
+
+        At most `most_ahead` of its remaining pages count before the ratio is applied.
+        """
         known = max(self.base, self.taken)
         return known - self.taken + math.ceil(min(self.total - known, most_ahead) * ratio)
 
 
 class PageBudget:
-    """The free pages minus the promised ones, given to `most` requests at a time."""
+    """Promises the free pages of a pool, to at most `most` requests at a time."""
 
     def __init__(
         self,
@@ -161,11 +163,11 @@ class PageBudget:
         release_cached: Callable[[], bool] = lambda: False,
         on_spare: Callable[[], None] = lambda: None,
     ) -> None:
-        """`rows`: the rows of a pool that has some; every request needs one. `on_spare`: called
-        when a promise ends or shrinks, so that running requests may grow into its pages.
+        """`rows` are the rows of the pool, if it has any; every request needs one. `on_spare` is
+        called when a promise ends or shrinks, so that running requests may grow into its pages.
 
-        `release_cached`: called when no request runs and pages are missing. It unlocks the cached
-        pages of one waiting request, and returns False when no request has any.
+        `release_cached` is called when no request runs and pages are missing. It unlocks the cached
+        pages of one waiting request, or returns False if there are none.
         """
         self._pages, self._rows, self._most = pages, rows, most
         self._release_cached, self._on_spare = release_cached, on_spare
@@ -173,7 +175,7 @@ class PageBudget:
         self._ratio, self._most_ahead = ratio or NewTokenRatio(), -(-MOST_TOKENS_AHEAD // page_size)
         self.capacity, self._page_size = pages.capacity, page_size
         self._live: set[Admission] = set()
-        self._waiting: list[Admission] = []  # in order of their places
+        self._waiting: list[Admission] = []  # sorted by `place`
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None  # for the end of a shortage
         self._shortage = Shortage()
@@ -190,7 +192,7 @@ class PageBudget:
     def spare(self) -> int:
         """Free pages that running requests may grow into.
 
-        The other free pages are for requests that are about to begin.
+        The other free pages are reserved for requests that are about to begin.
         """
         return self._pages.free_pages - self._opening
 
@@ -199,15 +201,15 @@ class PageBudget:
         return sum(a.opening for a in self._live)
 
     def reclaim(self, count: int) -> None:
-        """Raise `spare` to `count` if the cache can give that many pages; otherwise it gives up no
-        page.
+        """Let the cache evict pages until `spare` is `count`; it evicts none if it cannot free that
+        many.
         """
         if self._pages.reclaimables:
             self._pages.reclaim(self._opening + count)
 
     @property
     def most_spare(self) -> int:
-        """The value of `spare` once the cache gives all that it can."""
+        """The value that `spare` would have if the cache evicted all pages that it can."""
         return self._pages.available_pages - self._opening
 
     def shortage(self, what: str, asked: int, free: int) -> CapacityError:
@@ -220,13 +222,15 @@ class PageBudget:
     async def admit(
         self, total: int, taken: int = 0, *, base: int | None = None, priority: int = 0
     ) -> Admission:
-        """Wait until `base` pages (`total`, by default) and a share of the others can be promised.
+        """Wait until `base` pages (by default `total`) and a share of the pages up to `total` can
+        be promised.
 
         Requests are admitted in order of priority and arrival.
 
-        Raises: CapacityError for a request that can never fit; for one that owns `taken` pages
-        while no running request could free more (its own pages may be all that the next one needs);
-        and after `STUCK_S` without a running request in which too few pages came back.
+        Raises: CapacityError in three cases. A request that can never fit fails at once. A request
+        that already owns `taken` pages fails if no running request could free more, because its own
+        pages may be all that the next one needs. Any other request fails after `STUCK_S` in which
+        no request runs and too few pages return.
         """
         if total > self.capacity:
             raise self.shortage(
@@ -244,9 +248,9 @@ class PageBudget:
         return admission
 
     def retract(self, admission: Admission, base: int) -> None:
-        """Move a running request, which gives its pages back, to the queue.
+        """Move a running request, whose pages are being freed, back to the queue.
 
-        It waits for `base` pages to begin again; `granted` resolves when it has them.
+        It waits for `base` pages before it begins again; `granted` resolves when they are promised.
         """
         self._live.discard(admission)
         admission.away, admission.taken, admission.row_taken, admission.base = True, 0, False, base
@@ -264,7 +268,7 @@ class PageBudget:
         self.promises_less()
 
     def promises_less(self) -> None:
-        """Grant and use the pages of a promise that ended or shrank."""
+        """Let waiting and running requests use the pages of a promise that ended or shrank."""
         self.grant()
         self._on_spare()
 
@@ -273,9 +277,9 @@ class PageBudget:
         self.grant()
 
     def grant(self) -> None:
-        """Grant promises to the first requests that wait, as far as pages and rows are free.
+        """Grant promises to the first requests that wait, as long as pages and rows are free.
 
-        It is called again when pages or rows return.
+        This is called again when pages or rows return.
         """
         self._returned.look()
         if self._timer is not None:
@@ -283,7 +287,8 @@ class PageBudget:
             self._timer = None
         while self._waiting:
             head = self._waiting[0]
-            # It was cancelled in this turn of the loop, and its own `forget` did not run yet.
+            # The request was cancelled in this turn of the loop, and its own `forget` did not run
+            # yet.
             if head.granted.done():
                 self._waiting.pop(0)
                 continue
@@ -305,7 +310,8 @@ class PageBudget:
                 continue
             self.reclaim(head.opening)
             if self._pages.reclaimables and self.spare < head.opening:
-                # A step or a write still reads cached pages that were evicted.
+                # A step or a write still reads pages that the cache evicted. They become free when
+                # it ends.
                 break
             self._waiting.pop(0)
             self._live.add(head)

@@ -1,5 +1,5 @@
-"""Pages for the tokens that running requests are about to generate, and the end of requests that
-find no pages.
+"""Taking pages for the tokens that running requests are about to generate, and ending requests for
+which there are none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvflow.serve.engine.scheduler.burst import DecodeRequest
 class Growth:
     """Takes pages for the next steps of a batch.
 
-    `short` holds the requests that got no pages, with the number that each one misses.
+    `short` maps each request that got no pages to the number of pages that it needs.
     """
 
     def __init__(
@@ -28,12 +28,14 @@ class Growth:
         self.short: dict[DecodeRequest, int] = {}
         self._shortage = Shortage()
         self.stuck_in_s: float | None = None
-        """Time until `fail_stuck` ends requests; None while pages may come free."""
+        """Seconds until `fail_stuck` ends the requests in `short`; None if they need not end yet.
+        """
 
     def grow(self, batch: list[DecodeRequest], most_steps: int) -> tuple[list[DecodeRequest], int]:
-        """Return the requests that have pages for their next steps, and for how many steps.
+        """Take pages for the next steps; return the requests that have them, and the number of
+        steps.
 
-        That is one step where not all requests find pages for `most_steps`.
+        This is one step if the pages do not suffice for `most_steps` of all requests.
         """
         self.short = {}
         needed = [request.pages_missing(most_steps) for request in batch]
@@ -56,9 +58,10 @@ class Growth:
         return ready, most_steps
 
     def fail_stuck(self, *, may_come: bool) -> None:
-        """End the requests that are short of pages, if that lasts.
+        """End the requests in `short`, if the shortage lasts.
 
-        Unless pages `may_come` free, from steps or copies, the missing ones are in quarantine.
+        `may_come` is True if steps or copies will free pages. Otherwise the missing pages are in
+        quarantine.
         """
         self.stuck_in_s = None
         if may_come or not self.short:

@@ -1,4 +1,4 @@
-"""The checks that decode's engine makes of a hand-over before it continues from it."""
+"""Checks that decode's engine makes before it continues from a hand-over."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def check_handoff(
 ) -> None:
     """Check that a hand-over fits the request.
 
-    Raises: WireError unless it is for a prompt of `prompt_tokens` and holds what `params` ask for;
-    MisuseError where its token was chosen under other sampling parameters.
+    Raises: WireError unless it is for a prompt of `prompt_tokens` tokens and holds everything that
+    `params` ask for; MisuseError if its token was chosen under different sampling parameters.
     """
     handoff.check_fits(prompt_tokens, vocabulary)
     if handoff.sampling and not params.may_take_first_token(handoff.sampling):

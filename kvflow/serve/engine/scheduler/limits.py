@@ -1,6 +1,6 @@
-"""The limits of a request to one model and one pool, checked before a room is opened for it.
+"""The limits that a model and a pool set for a request, checked before a room is opened for it.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from kvflow.serve.engine.model.sequence import Prompt
 from kvflow.serve.engine.scheduler.params import MAX_STOP_IDS, BadWords, LogitBias, SamplingParams
 
 _POOL = "the KV pool (--num-pages, --pool-bytes)"
-# Bound for the logits of one prompt, as float32, where one step computes all of it.
+# Limit on the float32 logits of one prompt, in bytes, if one step computes the whole prompt.
 MAX_LOGITS_BYTES = 1 << 30
 
 
 class EngineLimits:
-    """The limits of a model's context and vocabulary and of a pool's pages. Cheap checks come
-    first.
+    """The limits set by a model's context length and vocabulary, and by a pool's pages.
+
+    Cheap checks come first.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class EngineLimits:
         *,
         whole_prompts: bool = False,
     ) -> None:
-        """`hidden_size`: that of the model's last hidden states; 0 where they are not available.
+        """`hidden_size` is the width of the model's last hidden states, 0 if they are not
+        available.
 
-        `whole_prompts`: the caller computes each prompt in one step, and with it the logits of all
-        tokens that are scored.
+        If `whole_prompts` is True, each prompt is computed in one step, and so are the logits of
+        all of its tokens that are scored.
         """
         self.context_length, self.pool_tokens = context_length, page_size * num_pages
         self._vocabulary, self._page_size = vocab_size, page_size
@@ -48,15 +50,14 @@ class EngineLimits:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of a prompt and its completion together, by the model's context and the
-        pool.
+        """The largest number of tokens that a prompt and its completion may have together.
 
-        The pool holds one less than this: the last token of a completion is never fed back.
+        The pool holds one token less, because the last token of a completion is never fed back.
         """
         return min(self.context_length, self.pool_tokens + 1)
 
     def within(self, num_pages: int) -> EngineLimits:
-        """Return the same limits for the case that some rank's pool has only `num_pages`."""
+        """Return the same limits for a group of ranks whose smallest pool has `num_pages` pages."""
         found = copy.copy(self)
         found.pool_tokens = min(self.pool_tokens, self._page_size * num_pages)
         return found
@@ -85,7 +86,7 @@ class EngineLimits:
         """Check that all of `max_new_tokens` fit, for callers that refuse a request instead of
         shortening it.
 
-        Decode (`generates`) keeps the new tokens in its pool as well.
+        With `generates`, they must fit into the pool too, because decode keeps new tokens there.
 
         Raises: CapacityError.
         """
@@ -111,9 +112,9 @@ class EngineLimits:
     def check_sampling(self, prompt: Prompt, params: SamplingParams) -> None:
         """Check the sampling parameters against the model and the hand-over.
 
-        Raises: MisuseError for token ids that the model does not have, bad words that may leave no
-        token, a position outside the prompt, more log-probabilities than a hand-over holds, or
-        hidden states of a model that returns none.
+        Raises: MisuseError for token ids outside the vocabulary, bad words that may leave no token
+        to choose, a position outside the prompt, more log-probabilities than a hand-over holds, or
+        hidden states that the model does not return.
         """
         if params.hidden_states and not 0 < self._hidden_size <= MAX_HIDDEN_BYTES // 4:
             raise MisuseError(
@@ -177,11 +178,13 @@ class EngineLimits:
                 raise MisuseError(text)
 
     def new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
-        """Return `max_new_tokens`, cut to what fits the context, and at least the one that prefill
-        chooses.
+        """Return `max_new_tokens`, limited to what fits the context, and at least 1, because
+        prefill always chooses a token.
         """
         return min(max(1, params.max_new_tokens), self.context_length - len(prompt))
 
     def worst_pages(self, prompt: Prompt, new_tokens: int) -> int:
-        """Return the pages of prompt and new tokens; the last new token is never fed back."""
+        """Return how many pages a prompt and `new_tokens` need; the last new token is never fed
+        back.
+        """
         return -(-(len(prompt) + new_tokens - 1) // self._page_size)

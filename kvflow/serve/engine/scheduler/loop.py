@@ -1,4 +1,4 @@
-"""The life of an engine: one task that steps until it is closed.
+"""The main loop of an engine: a task that runs steps until the engine is closed.
 
 However the task stops, every request ends.
 """
@@ -16,9 +16,9 @@ _log = logging.getLogger("kvflow.serve.engine")
 
 
 class EngineLoop:
-    """The base class of both engines.
+    """The base class of the prefill engine and the decode engine.
 
-    `_run` steps until `_closing` and sleeps on `_wake`; `_fail_all` ends every request.
+    `_run` runs steps until `_closing`, and sleeps on `_wake`. `_fail_all` ends every request.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,7 +28,7 @@ class EngineLoop:
         self._closing = False
         self._closing_cause = Cause(Code.SHUTDOWN, "the engine is closing")
         self.failed_steps = 0
-        # Time that requests wait for a place in the batch and for pages.
+        # The time that requests wait for a place in the batch and for pages.
         self.queue_seconds = Histogram(sorted({*QUEUE_SECONDS, *BOOTSTRAP_SECONDS}))
 
     async def start(self) -> None:
@@ -39,24 +39,23 @@ class EngineLoop:
             )
 
     def end_requests(self) -> None:
-        """Accept no more requests, and end every one with `Code.SHUTDOWN`.
+        """Accept no more requests, and end all present ones with `Code.SHUTDOWN`.
 
-        `close` waits for the running step.
+        This does not wait for the running step; `close` does.
         """
         self._wake.set()
         self._end_all("the engine is closing")
 
     def break_off(self, cause: Cause) -> None:
-        """End every request with `cause`, and all future ones, because no step can follow."""
+        """End all present and future requests with `cause`, because no more steps can run."""
         if not self._closing:
             self._closing, self._closing_cause = True, cause
             self._fail_all(cause)
         self._wake.set()
 
     async def close(self) -> None:
-        """End every request, and return when the running step ends.
-
-        This holds even if the coroutine is cancelled (I12).
+        """End every request, and wait for the running step, even if this coroutine is cancelled
+        (I12).
         """
         self.end_requests()
         if self._task is not None:
@@ -81,10 +80,9 @@ class EngineLoop:
             raise room_error(self._closing_cause)
 
     def _failed(self, what: str, error: Exception) -> Cause:
-        """Count and log a failure; returns the cause for the requests in it."""
+        """Count and log a failure; return the cause with which the requests in it end."""
         self.failed_steps += 1
-        # The fault lies with another process of the model, so a traceback of this one helps no
-        # reader.
+        # Another process of the model is at fault, so a traceback of this one would not help.
         if isinstance(error, LostError):
             _log.error("%s failed: %s", what, error)
             return error.cause()

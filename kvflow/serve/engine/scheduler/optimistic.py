@@ -1,12 +1,14 @@
-"""Prompts that are computed before decode's half of their room is there (`--optimistic-prefill`).
+"""Optimistic starts: prompts that are computed before decode's half of their room arrives
+(`--optimistic-prefill`).
 
-Such a request holds places on sufferance: a request with both halves of its room takes them from
-it, the least work lost first. So no running request ever waits for a half that may never come, and
-there is no deadlock, however many prompts began early. Lost work is computed again. A request that
-lost its places as often as it may waits for its match before it begins once more.
+Such an early request may lose its places at any time: a request with both halves of its room takes
+them, from the early requests with the least work to lose. So no request with both halves waits for
+a half that may never arrive, and there is no deadlock, however many prompts begin early. Lost work
+is computed again. A request that lost its places too often waits for its match before it begins
+again.
 
-Over several ranks the first one decides. The others take places and give them back in the order of
-its announcements: a step that names the request, or its preemption (`engine/ranks`).
+With several ranks, the first one decides. The others take and free places in the order of its
+announcements: a step that names the request, or its preemption (`engine/ranks`).
 """
 
 from __future__ import annotations
@@ -37,16 +39,16 @@ def urgency(request: EarlyRequest) -> int:
 
 
 class OptimisticStarts(Generic[R]):
-    """The requests of one prefill whose rooms are not matched yet, as far as they may begin early.
+    """The requests of one prefill whose rooms are not matched yet, and which may begin early.
 
-    `first` is the next to begin, in order of priority and arrival. A request begins at most `tries`
-    times.
+    `first` is the next request to begin, in order of priority and arrival. A request begins early
+    at most `tries` times.
     """
 
     def __init__(self, tries: int) -> None:
-        """`tries`: how often a request may begin early; 0 turns early starts off."""
+        """`tries` is how often a request may begin early; 0 turns early starts off."""
         self._tries = tries
-        self._waiting: list[R] = []  # for places
+        self._waiting: list[R] = []  # requests that wait for places
         self._holding: dict[int, R] = {}  # by id
         self._losses: dict[int, int] = {}  # by id: how often a request lost its places
         self._starts = self._hits = self._lost = 0
@@ -64,13 +66,13 @@ class OptimisticStarts(Generic[R]):
     def load(self, running: int, unmatched: int, waiting: int) -> EngineLoad:
         """Return the load of an engine.
 
-        Requests that began early are among the `running` ones and the `unmatched` ones, and count
+        Requests that began early are among both the `running` and the `unmatched` ones, but count
         once.
         """
         return EngineLoad(running, unmatched - len(self._holding) + waiting)
 
     def add(self, request: R) -> None:
-        """Queue a request whose match is awaited, unless it lost its places too often."""
+        """Queue a request whose room is not matched, unless it lost its places too often."""
         if self._losses.get(id(request), 0) < self._tries:
             bisect.insort_right(self._waiting, request, key=urgency)
 
@@ -85,7 +87,9 @@ class OptimisticStarts(Generic[R]):
         return id(request) in self._holding
 
     def matched(self, request: R) -> bool:
-        """Forget a request that is matched; returns True if it has places, which it then keeps."""
+        """Record that a request's room is matched; return True if it has places, which it then
+        keeps.
+        """
         hit = self.holds(request)
         self.forget(request)
         self._hits += hit
@@ -99,22 +103,23 @@ class OptimisticStarts(Generic[R]):
             self._waiting.remove(request)
 
     def give_way(self, pages: int, rows: int, without_cache: int, in_use: PageIndices) -> list[R]:
-        """Choose the requests that lose their places, so that `pages` and `rows` more are free.
+        """Choose requests to lose their places, so that `pages` more pages and `rows` more rows
+        become free.
 
-        The requests that computed the fewest tokens are chosen, and no more than needed; the list
-        is empty where all together have too few places. `without_cache`: pages missing at a rank
-        that shares none between prompts, where each of these requests has all the pages of its
-        prompt. `in_use`: cached pages that other requests read.
+        The requests that computed the fewest tokens are chosen, and no more of them than needed.
+        The list is empty if all early requests together have too few places. `without_cache` is the
+        number of pages missing at a rank without cached pages, where each early request has all
+        pages of its prompt. `in_use` are cached pages that other requests read.
 
-        The chosen requests begin again if they may. Call this between steps, when none of them is
-        in one (I13).
+        The chosen requests begin again if they may. Call this between steps, when no step includes
+        any of them (I13).
         """
         holding = list(self._holding.values())
 
         def are_enough(chosen: list[R]) -> bool:
-            """Return True if `chosen` have enough pages and rows between them.
+            """Return True if `chosen` have enough pages and rows in all.
 
-            Pages that a cache keeps for them alone count too.
+            Cached pages that only these requests use count too.
             """
             if sum(r.sequence.rows.size for r in chosen) < rows:
                 return False
@@ -138,7 +143,7 @@ class OptimisticStarts(Generic[R]):
             chosen.append(request)
         if not are_enough(chosen):
             return []
-        # The last ones may be enough without some of the first.
+        # The requests chosen last may suffice without some of the earlier ones.
         for request in reversed(chosen):
             others = [other for other in chosen if other is not request]
             if are_enough(others):

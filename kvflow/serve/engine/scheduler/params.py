@@ -1,6 +1,6 @@
-"""The parameters of a request to the engine, and the tokens that it receives.
+"""The parameters of a request to an engine, and the tokens that the engine returns.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FinishReason = Literal["stop", "length"]
 MAX_TOP_LOGPROBS = 128
 MAX_STOP_IDS = 64
 MAX_LOGIT_BIAS = 4096
-MAX_BAD_WORD_TOKENS = 8192  # of all bad words together
+MAX_BAD_WORD_TOKENS = 8192  # in all bad words together
 MAX_BIAS = 100
 MAX_PRIORITY = (1 << 63) - 1  # SGLang's range
 # Dividing by a lower temperature overflows a float, and the most likely token wins anyway.
@@ -39,9 +39,9 @@ _RANGES = {
 
 
 class LogitBias(tuple[tuple[int, float], ...]):
-    """Token ids and the values added to their logits, checked.
+    """Pairs of a token id and the value to add to its logit, checked.
 
-    `extent` holds the lowest and the highest id.
+    `extent` holds the lowest and the highest token id.
     """
 
     extent: tuple[int, int]
@@ -63,9 +63,9 @@ class LogitBias(tuple[tuple[int, float], ...]):
 
 
 class BadWords(tuple[tuple[int, ...], ...]):
-    """Token sequences that are never completed, checked.
+    """Token sequences that must never be generated in full, checked.
 
-    `extent` holds the lowest and the highest id.
+    `extent` holds the lowest and the highest token id.
     """
 
     extent: tuple[int, int]
@@ -91,28 +91,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters that decide how tokens are chosen.
 
     `temperature` 0 is greedy; `top_k` 0 or -1 is off; `logprobs` is the number of top logprobs (0:
-    only that of the chosen token, None: no logprobs). The detokenizer applies `stop`,
-    `include_stop` (the stop string is part of the text) and `skip_special_tokens`, not the engine.
+    only that of the chosen token, None: no logprobs). The detokenizer, not the engine, applies
+    `stop`, `include_stop` (keep the stop string in the text) and `skip_special_tokens`.
 
-    The penalties are those of OpenAI (`frequency_penalty`, `presence_penalty`: subtracted, counted
-    over the generated tokens) and of transformers (`repetition_penalty`: a factor, for tokens of
-    the prompt too). `min_p` is a share of the most likely token's probability, `logit_bias` is
-    added by token id, `bad_words` are token sequences that are never completed. Before
-    `min_new_tokens` no token ends the request. Log-probabilities are those of the model, whatever
-    is set here.
+    `frequency_penalty` and `presence_penalty` are OpenAI's: they are subtracted from logits, and
+    count generated tokens only. `repetition_penalty` is transformers': a factor that also applies
+    to tokens of the prompt. `min_p` is a share of the most likely token's probability. `logit_bias`
+    adds values to the logits of token ids, and `bad_words` are token sequences that are never
+    completed. No token ends the request before `min_new_tokens`. Log-probabilities are those of the
+    model, unaffected by these parameters.
 
-    `logprob_token_ids` are tokens whose log-probabilities are given at every place beside those of
-    the chosen one. `prompt_logprobs_from` asks for those of the prompt's tokens behind this
-    position too. Prefill chooses one token with every prompt: where `max_new_tokens` is 0, the
-    caller drops it.
+    `logprob_token_ids` are tokens whose log-probabilities are returned at every position, in
+    addition to those above. `prompt_logprobs_from` also asks for the log-probabilities of the
+    prompt's tokens after this position. Prefill chooses one token for every prompt; if
+    `max_new_tokens` is 0, the caller drops it.
 
-    `hidden_states` asks for the last hidden state that each token was chosen from.
+    `hidden_states` asks for the last hidden state from which each token was chosen.
 
-    `priority` decides which requests wait, not which tokens are chosen: of waiting requests, the
-    one with the largest is started first, and of running ones, the one with the smallest is
-    retracted first; among equals the order of arrival decides.
+    `priority` decides which requests wait, not which tokens are chosen. The waiting request with
+    the largest priority starts first, and the running request with the smallest is retracted first.
+    Among equals, the order of arrival decides.
 
-    Raises: MisuseError naming the field, the value and the limit.
+    Raises: MisuseError, which names the field, the value and the limit.
     """
 
     temperature: float = 1.0
@@ -172,15 +172,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise MisuseError(
                 f"priority {self.priority} is outside {-MAX_PRIORITY - 1}..{MAX_PRIORITY}"
             )
-        # These types are checked when they are built. Requests of one body share them, so that the
-        # check happens once.
+        # These types check their values when they are built. Requests of one body share them, so
+        # the check happens once.
         msgspec.structs.force_setattr(self, "stop", StopStrings(self.stop))
         msgspec.structs.force_setattr(self, "logit_bias", LogitBias(self.logit_bias))
         msgspec.structs.force_setattr(self, "bad_words", BadWords(self.bad_words))
 
     @property
     def adjusts(self) -> bool:
-        """True where the request changes the logits before a token is chosen."""
+        """True if the request changes the logits before a token is chosen."""
         return bool(
             self.min_new_tokens
             or self.frequency_penalty
@@ -199,21 +199,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     def first_token_digest(self) -> bytes:
-        """Return a digest of everything that decides the first token.
+        """Return a digest of all parameters that affect the first token.
 
-        Two requests for one prompt may share a first token where their digests are equal.
-        Parameters that only later tokens depend on are left out, and so is where the answer ends.
-        Equivalent spellings have equal digests (the order of entries, 1 for 1.0), since proxies may
-        write the body of each leg anew.
+        Two requests for the same prompt may share a first token if their digests are equal.
+        Parameters that affect only later tokens are left out, and so are those that decide where
+        the answer ends. Entries in another order, or 1 in place of 1.0, do not change the digest,
+        since a proxy may rewrite the body that it sends to prefill and to decode.
         """
         return self._digest(spares_ending=self.min_new_tokens > 0)
 
     def may_take_first_token(self, digest: bytes) -> bool:
-        """Return True if a token chosen under `digest`, a `first_token_digest`, may be this
-        request's first.
+        """Return True if a first token that was chosen under `digest` may be the first token of
+        this request.
 
-        Proxies ask prefill for exactly one token (`min_tokens` 1) whatever the client's value is.
-        Such a token ends no answer, and could have been drawn here too.
+        `digest` is a `first_token_digest`. Proxies ask prefill for exactly one token (`min_tokens`
+        1), whatever the client asked for. A token chosen that way does not end the answer, and
+        could have been drawn for this request too.
         """
         if digest == self.first_token_digest():
             return True
@@ -235,7 +236,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class TokenOut(msgspec.Struct, frozen=True):
     """One generated token.
 
-    The last one has a `finish_reason`, and in `matched_stop` the token id that ended it.
+    The last token of a request has a `finish_reason`. If a stop token ended the request,
+    `matched_stop` is its id.
     """
 
     token_id: int
@@ -243,20 +245,21 @@ class TokenOut(msgspec.Struct, frozen=True):
     top_logprobs: tuple[tuple[int, float], ...] = ()
     finish_reason: FinishReason | None = None
     matched_stop: int | None = None
-    asked_logprobs: tuple[tuple[int, float], ...] = ()  # of `logprob_token_ids`
-    # Decode returns these with the first token, where the request asked for them.
+    asked_logprobs: tuple[tuple[int, float], ...] = ()  # for `logprob_token_ids`
+    # The log-probabilities of the prompt, which decode returns with the first token if the request
+    # asks for them.
     prompt_logprobs: PromptLogprobs | None = None
-    # [1, hidden], where the request asked for them.
+    # The hidden state [1, hidden] from which the token was chosen, if the request asks for it.
     hidden_states: PackedArray | None = None
-    # With the first token: tokens of the prompt that prefill had cached.
+    # Only set on the first token: the number of prompt tokens that prefill had cached.
     cached_tokens: int = 0
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
     """The load of an engine.
 
-    `running` counts requests in the batch; `waiting` those that wait for a place in it, for pages,
-    or for the other half of their room.
+    `running` counts the requests in the batch. `waiting` counts those that wait for a place in it,
+    for pages, or for the other half of their room.
     """
 
     running: int
@@ -266,10 +269,10 @@ class EngineLoad(msgspec.Struct, frozen=True):
 class EngineOptimism(msgspec.Struct, frozen=True, kw_only=True):
     """Counters for prompts that a prefill began before decode's half of their room arrived."""
 
-    starts: int = 0  # prompts begun early, counted each time
-    hits: int = 0  # starts that still had their places when decode's half came
+    starts: int = 0  # early starts; a prompt that starts early twice counts twice
+    hits: int = 0  # starts that still had their places when decode's half arrived
     lost: int = 0  # starts whose places went to a request with both halves
-    holding_now: int = 0  # hold places now, without decode's half
+    holding_now: int = 0  # prompts that hold places now, without decode's half
 
 
 class EngineRetractions(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,20 +281,20 @@ class EngineRetractions(msgspec.Struct, frozen=True, kw_only=True):
     retracts: int = 0  # retractions: pages given back before the request ended
     resumes: int = 0  # retracted requests that run again, with their state from host memory
     recomputes: int = 0  # retracted requests that run again, with their state computed once more
-    retracted_now: int = 0  # wait for pages
+    retracted_now: int = 0  # requests that are retracted now
     host_bytes_used: int = 0  # host memory that holds the state of retracted requests
     host_bytes_limit: int = 0
-    # The share of its new tokens for which an admitted request is promised pages.
+    # The share of an admitted request's new tokens for which it is promised pages.
     new_token_ratio: float = 1.0
 
 
 def finish(
     token_id: int, generated: int, limit: int, params: SamplingParams, eos_ids: frozenset[int]
 ) -> tuple[FinishReason | None, int | None]:
-    """Return the reason why `token_id` ends the request, and the id that ends it; None where it
-    does not.
+    """Return the reason why `token_id` ends the request, and the stop token's id if it is one.
 
-    `token_id` is the `generated`-th new token of at most `limit`.
+    Both are None if the request continues. `token_id` is the `generated`-th new token of at most
+    `limit`.
     """
     if token_id in params.stop_token_ids or (token_id in eos_ids and not params.ignore_eos):
         return "stop", token_id

@@ -1,8 +1,8 @@
-"""The states of a prefill's prompts for its prefix cache: chunk ends that yield them, and copies.
+"""Saving the states of prompts in prefill's prefix cache, and restoring them.
 
-A state is useful only at the end of a page. So a prompt with states has a chunk that ends with its
-last whole page, one that ends where the prompt leaves what is cached, and others at ends of pages
-as far as the limits of a step allow.
+A state is useful only at the end of a page. So a prompt with states is divided in such a way that
+one chunk ends with its last full page, and one where the prompt departs from what is cached. Other
+chunks end at page boundaries, as far as the limits of a step allow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvflow.serve.engine.model import sequence
 from kvflow.serve.engine.model.device import wait_for
 from kvflow.serve.engine.model.step import Row
 
-# One prompt may not fill the store: it keeps at most one in so many of its slots.
+# One prompt must not fill the store: it uses at most one slot in this many.
 _SHARE = 4
 
 
@@ -39,7 +39,10 @@ class _Copy(NamedTuple):
 
 
 class StepCopies(NamedTuple):
-    """The copies of one step in the model thread: into rows before it, and out of rows after it."""
+    """The copies of states in one step: into rows before it, and out of rows after it.
+
+    They run in the model thread.
+    """
 
     store: StateStore
     restored: list[_Copy]
@@ -59,21 +62,21 @@ class StepCopies(NamedTuple):
 
 
 class PromptStates:
-    """The states of one prefill's prompts. Used on the event loop."""
+    """Manages the states of one prefill's prompts. Used on the event loop."""
 
     def __init__(
         self, cache: PrefixCache, store: StateStore, fewest: int, device: torch.device
     ) -> None:
-        """`fewest`: the fewest tokens that the model computes at once, see
+        """`fewest` is the smallest number of tokens that the model computes at once; see
         `LoadedModel.fewest_tokens`.
         """
         self._cache, self._store, self._fewest, self._device = cache, store, fewest, device
         self._page_size = cache.page_size
 
     def chunk(self, request: CachedRequest, most: int, chunk: Callable[[int, int], int]) -> int:
-        """Return how many tokens of a prompt to compute at once, about `most`.
+        """Return how many tokens of a prompt to compute next, about `most`.
 
-        `chunk` is the model's own division.
+        `chunk` is the model's own rule, `LoadedModel.chunk`.
         """
         s, size = request.sequence, self._page_size
         at = s.computed
@@ -87,7 +90,7 @@ class PromptStates:
         return count
 
     def _next_end(self, request: CachedRequest) -> int:
-        """Return the next token before which the prompt has to be divided, or the prompt's end."""
+        """Return the next position at which the prompt must be divided, or its end."""
         s = request.sequence
         last = self._last(request)
         branch = 0 if request.prefix is None else request.prefix.branch_pages * self._page_size
@@ -97,15 +100,15 @@ class PromptStates:
         return s.prompt_length
 
     def _last(self, request: CachedRequest) -> int:
-        """Return the number of tokens in the pages that end before the last chunk."""
+        """Return the end of the last full page that leaves enough tokens for one more chunk."""
         return (request.sequence.prompt_length - self._fewest) // self._page_size * self._page_size
 
     @contextmanager
     def step(self, rows: list[Row], requests: Sequence[CachedRequest]) -> Iterator[StepCopies]:
-        """Yield the copies for a step of `rows`, one of each of `requests`.
+        """Yield the copies for a step of `rows`, which has one row for each of `requests`.
 
-        The step ends before the context does. The slots are held until then (I13), since a request
-        may be dropped meanwhile.
+        Run the step inside this context. The slots are held until the context ends (I13), since a
+        request may be dropped meanwhile.
         """
         copies = StepCopies(self._store, [], [], self._device)
         begun = []
@@ -127,9 +130,10 @@ class PromptStates:
             prefix.release_state()
 
     def _slot_for(self, request: CachedRequest, end: int) -> int | None:
-        """Return a slot for the state before token `end`, or None if no page ends there.
+        """Return a slot for the state before token `end`, or None if no page ends there or no slot
+        is free.
 
-        The request's earliest state makes way where slots are short.
+        If slots are short, the request gives up the slot of its earliest state.
         """
         s, states = request.sequence, request.states
         if end % self._page_size:
@@ -144,13 +148,15 @@ class PromptStates:
         return slot
 
     def keep(self, request: CachedRequest) -> None:
-        """Hand the states of a request over to the cache, after its pages."""
+        """Hand over the states of a request to the cache. Call this after its pages are handed
+        over.
+        """
         s, prefix = request.sequence, request.prefix
         states, request.states = request.states, {}
         assert prefix is not None
         self._cache.keep_states(s.tokens[: s.prompt_length], states, s.owner, prefix)
 
     def give_back(self, request: CachedRequest) -> None:
-        """Free the slots of a request that ended, or begins again. Idempotent."""
+        """Free the slots of a request that ended or starts again. Idempotent."""
         states, request.states = request.states, {}
         self._store.free(tuple(states.values()), request.sequence.owner)

@@ -1,6 +1,6 @@
 """The two sides of a room as the engines use them.
 
-`handlers.rooms` implements them, and tests have implementations too.
+`kvflow.handlers.rooms` implements these protocols, and so do test doubles.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvflow.protocols.pages.layout import PageIndices
 
 
 class PrefillRoomPort(Protocol):
-    """Prefill's side of a room. Every method may raise the room's error once the room ended."""
+    """Prefill's side of a room. Every method may raise the room's error after the room ends."""
 
     async def matched(self) -> int:
         """Wait for decode's side; returns how many tokens of the prompt decode already has."""
@@ -21,8 +21,8 @@ class PrefillRoomPort(Protocol):
     def send(self, pages: PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
         """Queue one chunk. The room does not end inside this call.
 
-        A chunk has whole pages only, except for the last one, which ends with the row where the
-        pool has rows. The pages are held until their write ends.
+        A chunk has full pages only. The last one may end with a partial page, followed by the row
+        if the pool has rows. The pages are held until their write ends.
         """
 
     async def done(self) -> None:
@@ -31,11 +31,11 @@ class PrefillRoomPort(Protocol):
     def close(self, cause: Cause | None = None) -> None:
         """Close the room. Idempotent, in any state.
 
-        Before success this aborts the room, and decode receives the cause.
+        Before the room succeeds, this aborts it, and decode receives the cause.
         """
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, on the loop, when the room ends."""
+        """Call `callback` once, on the event loop, when the room ends."""
 
 
 class DecodeRoomPort(Protocol):
@@ -43,7 +43,7 @@ class DecodeRoomPort(Protocol):
 
     @property
     def pages(self) -> PageIndices:
-        """The room's pages, in the order of the prompt; then its row, where the pool has rows.
+        """The room's pages, in the order of the prompt, followed by its row if the pool has rows.
 
         See `layout.Places`.
         """
@@ -55,10 +55,10 @@ class DecodeRoomPort(Protocol):
         """
 
     def keep(self, owner: Hashable) -> PageIndices:
-        """Make `owner` the owner of the pages, after `landed`."""
+        """Transfer the pages to `owner`, and return them. Call this after `landed`."""
 
     def close(self, cause: Cause | None = None) -> None:
         """Close the room. Idempotent, in any state.
 
-        Before `landed` this aborts the room, and prefill receives the cause.
+        Before all pages land, this aborts the room, and prefill receives the cause.
         """

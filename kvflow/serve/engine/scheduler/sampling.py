@@ -1,4 +1,4 @@
-"""Choosing tokens.
+"""Sampling: choosing the next tokens from logits.
 
 Sampling is stateless: the random number of a draw is a hash of (seed, position). So prefill, decode
 and a single process draw the same token, and no state of a random generator has to be handed over.
@@ -17,8 +17,8 @@ import torch
 from kvflow.serve.engine.scheduler.adjustments import Adjustments
 from kvflow.serve.engine.scheduler.params import SamplingParams
 
-# top_k and top_p first select among this many. Sorting the whole vocabulary is expensive, and
-# rarely needed.
+# top_k and top_p first select among this many of the most likely tokens, because sorting the whole
+# vocabulary is expensive and rarely needed.
 CANDIDATES = 1024
 
 
@@ -73,9 +73,9 @@ def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
 
 
 def _most_likely(logits: torch.Tensor) -> list[int]:
-    """Return the first of the largest entries of each row.
+    """Return the index of the largest entry of each row, the first one among equals.
 
-    numpy finds it in a tenth of torch's time, in the types that it supports.
+    numpy takes a tenth of torch's time for this, with the dtypes that it supports.
     """
     in_numpy = logits.dtype in (torch.float32, torch.float64) and logits.device.type == "cpu"
     found: list[int] = (
@@ -85,14 +85,14 @@ def _most_likely(logits: torch.Tensor) -> list[int]:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the random number in [0, 1) of this draw, the same on every machine."""
+    """Return the random number in [0, 1) for this seed and position, the same on every machine."""
     packed = struct.pack("<QQ", seed & 0xFFFF_FFFF_FFFF_FFFF, position)
     digest = hashlib.blake2b(packed, digest_size=8, person=b"kvflow-draw").digest()
     return float(int.from_bytes(digest, "little") >> 11) / float(1 << 53)
 
 
 def _draw(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
-    """Draw by the inverse CDF. A row's result does not depend on the other rows of the batch."""
+    """Draw a token for each row by inverse CDF, independently of the other rows of the batch."""
     vocabulary = logits.shape[-1]
     device = logits.device
     heats = torch.tensor(
@@ -132,8 +132,8 @@ def _draw_cut(
 ) -> list[int]:
     """Apply top_k, then top_p over what top_k leaves, and draw.
 
-    `values` [rows, candidates] are in descending order. Returns the rows for which these candidates
-    were too few; they have no token yet.
+    `values` [rows, candidates] are in descending order. Returns the rows that need more candidates;
+    no token is drawn for these.
     """
     candidates, vocabulary, device = values.shape[-1], scaled.shape[-1], scaled.device
     ranks = torch.arange(candidates, device=device)
@@ -162,8 +162,8 @@ def _draw_cut(
 
 
 def _without_unlikely(scaled: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
-    """Return `scaled` [rows, tokens] with -inf for tokens below `min_p` of their row's most likely
-    one.
+    """Return `scaled` [rows, tokens], with -inf for tokens whose probability is below `min_p` times
+    that of the most likely token of the row.
     """
     if not any(d.params.min_p for d in draws):
         return scaled
@@ -186,7 +186,8 @@ def _pick(
     A token of probability 0 is never picked.
     """
     found = torch.searchsorted(cumulative, points * cumulative[:, -1:], right=True)
-    # The product may round up to the total. Then the last entry of nonzero probability is meant.
+    # The product may round up to the total. In that case, pick the last entry of nonzero
+    # probability.
     last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
     found = torch.minimum(found, last)
     if ids is not None:

@@ -10,16 +10,18 @@ from numpy.typing import NDArray
 from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.serve.engine.model.sequence import Sequence
 
-# Bound for the tokens scored in one step: the logits of one token are as wide as the vocabulary.
+# Limit on the tokens scored in one step, since the logits of each token are as wide as the
+# vocabulary.
 TOKENS_PER_STEP = 256
-# Tokens whose float32 log-probabilities exist at a time.
+# The number of tokens whose float32 log-probabilities are in memory at a time.
 _SLICE = 32
 
 
 class PromptScorer:
-    """The log-probabilities of the tokens behind position `start` of one prompt.
+    """Collects the log-probabilities of one prompt's tokens after position `start`.
 
-    Each comes with those of the `top` most likely tokens and of the `asked` ones at its position.
+    At each position, it also collects those of the `top` most likely tokens and of the `asked`
+    token ids.
     """
 
     def __init__(self, sequence: Sequence, start: int, top: int, asked: tuple[int, ...]) -> None:
@@ -29,7 +31,7 @@ class PromptScorer:
         self._parts: list[tuple[NDArray[np.generic], ...]] = []
 
     def logits_wanted(self, count: int) -> int:
-        """Return for how many of the next `count` tokens, the last ones, logits are needed."""
+        """Return how many of the next `count` tokens, counted from the last one, need logits."""
         computed = self._sequence.computed
         return max(0, computed + count - max(self._start, computed))
 

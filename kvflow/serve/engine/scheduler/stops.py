@@ -1,4 +1,4 @@
-"""Stop strings, and the automaton that finds them in a text that arrives piece by piece."""
+"""Stop strings, and an automaton that finds them in text that arrives piece by piece."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ MAX_STOP_CHARACTERS = 2048
 
 
 class StopStrings(tuple[str, ...]):
-    """Stop strings, checked, as an Aho-Corasick automaton.
+    """Stop strings, checked, with an Aho-Corasick automaton that finds them.
 
-    Its states are the beginnings of the stop strings. After any text it is in the longest of them
-    that the text ends with, so one look-up per character finds every stop string and the text to
-    hold back, however many strings there are and however long they are. It never changes: all
-    completions of a body share it.
+    The states of the automaton are the prefixes of the stop strings. After any text, it is in the
+    state for the longest prefix with which the text ends. So one look-up per character finds every
+    stop string and the text to hold back, however many strings there are and however long they are.
+    The automaton never changes, and all completions of a body share it.
     """
 
     _next: list[dict[str, int]]
-    _shorter: list[int]  # the longest other state that a state ends with
+    _shorter: list[int]  # by state: the longest shorter state with which it ends
     _length: list[int]
-    _complete: list[bool]  # a stop string ends here
+    _complete: list[bool]  # by state: True if it ends with a stop string
 
     def __new__(cls, strings: Iterable[str] = ()) -> Self:
         """Check the strings, and build the automaton. Raises: MisuseError."""
@@ -51,8 +51,8 @@ class StopStrings(tuple[str, ...]):
             self._complete[state] = True
         self._shorter = [0] * len(self._next)
         states = [0]
-        # States come in order of length, because the links of a state are made from those of
-        # shorter ones. The list grows while it is read.
+        # States are visited in order of length, because the links of a state follow from those of
+        # shorter ones. The list grows while the loop reads it.
         for state in states:
             for character, longer in self._next[state].items():
                 if state:
@@ -68,7 +68,7 @@ class StopStrings(tuple[str, ...]):
         return made
 
     def after(self, state: int, character: str) -> int:
-        """Return the state after one more character of a text; 0 is that of an empty text."""
+        """Return the state after one more character of a text; the state of an empty text is 0."""
         while character not in self._next[state]:
             if not state:
                 return 0
@@ -76,7 +76,7 @@ class StopStrings(tuple[str, ...]):
         return self._next[state][character]
 
     def complete(self, state: int) -> bool:
-        """Return True where the text ends with a stop string."""
+        """Return True if the text ends with a stop string."""
         return self._complete[state]
 
     def held(self, state: int) -> int:

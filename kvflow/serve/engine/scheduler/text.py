@@ -1,5 +1,5 @@
-"""Incremental detokenization: correct for split UTF-8, holding back text that may become a stop
-string.
+"""Incremental detokenization, which handles characters split over tokens and holds back text that
+may become a stop string.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvflow.serve.engine.scheduler.stops import StopStrings
 class TextStream:
     """Turns one request's tokens into text.
 
-    `stopped` is the stop string that was met; feed no more tokens after it.
+    `stopped` is the stop string that ended the text. Feed no more tokens after that.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class TextStream:
         min_tokens: int = 0,
         include_stop: bool = False,
     ) -> None:
-        """`tokenizer`: a tokenizers.Tokenizer, or a fast transformers tokenizer around one.
+        """`tokenizer` is a tokenizers.Tokenizer, or a fast transformers tokenizer around one.
 
         The text of the first `min_tokens` tokens is not searched for stop strings. The text ends
-        before the stop string, or with it (`include_stop`).
+        before the stop string, or after it with `include_stop`.
 
-        Raises: MisuseError.
+        Raises: MisuseError if the tokenizer is not a fast one, or if `stop` exceeds its limits.
         """
         backend = (
             tokenizer
@@ -48,15 +48,15 @@ class TextStream:
         self._special = skip_special_tokens
         self._decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop = StopStrings(stop)
-        self._state = 0  # state of the stop strings after the searched text
+        self._state = 0  # state of the automaton after the searched text
         self._unsearched = min_tokens
         self.include_stop = include_stop
-        self._pending = ""  # decoded, and held back
+        self._pending = ""  # decoded text that is held back
         self._since: list[int] = []  # tokens since the decoder last returned text
         self.stopped: str | None = None
 
     def feed(self, token_id: int) -> str:
-        """Return the text that is certain after this token, often ""."""
+        """Return the text that becomes certain with this token, which is often empty."""
         if self.stopped is not None:
             return ""
         unsearched, self._unsearched = self._unsearched > 0, self._unsearched - 1
@@ -96,7 +96,7 @@ class TextStream:
     def _end(self) -> str:
         """Return the text up to the stop string that begins first.
 
-        Of two that begin there, the one that was named first counts.
+        If several begin at the same place, the first in the order of `stop` counts.
         """
         hits = [(at, s) for s in self._stop if (at := self._pending.find(s)) >= 0]
         at, self.stopped = min(hits, key=lambda hit: hit[0])

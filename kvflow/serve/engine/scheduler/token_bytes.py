@@ -1,4 +1,4 @@
-"""The bytes of single tokens, for characters that are split over several tokens."""
+"""The bytes of single tokens, which are needed if a character is split over several tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the bytes by the character with which byte-level BPE writes each.
+    """Return the byte that each character of byte-level BPE stands for.
 
-    Printable bytes stand for themselves, the others are written from U+0100 on.
+    Printable bytes are written as themselves, other bytes as characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
@@ -26,13 +26,13 @@ def _byte_alphabet() -> dict[str, int]:
 class TokenBytes:
     """A callable that returns the bytes of a token id.
 
-    The bytes of a completion's tokens, joined, are the bytes of its text. This holds for byte-level
-    BPE and for SentencePiece with byte fallback; for other tokenizers it returns the text of the
-    token alone.
+    The joined bytes of a completion's tokens are the bytes of its text. This holds for byte-level
+    BPE and for SentencePiece with byte fallback. For other tokenizers, the bytes are those of the
+    token decoded alone.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer`: a tokenizers.Tokenizer, or a fast transformers tokenizer around one."""
+        """`tokenizer` is a tokenizers.Tokenizer, or a fast transformers tokenizer around one."""
         self._tokenizer: Tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         decoder = self._tokenizer.decoder
         steps = [] if decoder is None else _steps(json.loads(decoder.__getstate__()))
@@ -66,7 +66,7 @@ def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _space_mark(step: dict[str, Any]) -> str:
-    """Return the string that a decoder's step turns into a space; empty for any other step."""
+    """Return the string that a step of the decoder turns into a space; empty for any other step."""
     if step["type"] == "Metaspace":
         return str(step["replacement"])
     if step["type"] == "Replace" and step["content"] == " ":

@@ -1,16 +1,17 @@
-"""Copies from the host for the prompt of prefill whose turn it is, and the locks that hold them
-until it begins.
+"""Loading cached pages from host memory for the prompt of prefill whose turn it is, and locking
+them until it begins.
 
-A prompt loads when it is the first in its queue and could take all of its places at once, never
-earlier: if many prompts loaded while they wait, the first ones would lose their pages to the last
-ones before they begin. Loaded pages are locked until the prompt takes its places, which is then a
-matter of one turn of the event loop.
+A prompt loads pages only when it is the first in its queue and could take all of its places at
+once. If many prompts loaded pages while they waited, the last ones would evict the pages of the
+first ones before these began. Loaded pages are locked until the prompt takes its places, which then
+takes one turn of the event loop.
 
-So at most one prompt holds pages of the cache without having places, and no more of them than it
-could have taken instead. A prompt that comes before it takes the turn from it, and with the turn
-its lock and its copy. No request that waits for places waits for pages that another waiting prompt
-locked, so there is no deadlock, however many prompts wait. The other ranks of a prefill load only
-for prompts that have places at the first one, all of which fit into the smallest pool together.
+So at most one prompt locks pages of the cache without having places, and it locks no more pages
+than it could have taken instead. If another prompt moves ahead of it in the queue, it loses its
+turn, and with it the locks and the copy that runs. No request that waits for places waits for pages
+that another waiting prompt locked. So there is no deadlock, however many prompts wait. The other
+ranks of a prefill load only for prompts that have places at the first rank, and all of these
+prompts fit into the smallest pool together.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ _log = logging.getLogger("kvflow.serve.engine")
 
 
 class Loads:
-    """Copies to the device for requests that have no places yet. Used on the event loop."""
+    """Copies cached pages from the host to the device, for requests that have no places yet.
+
+    Used on the event loop.
+    """
 
     def __init__(
         self, steps: PrefillSteps, policy: PrefetchPolicy, ended: Callable[[PrefillRequest], None]
     ) -> None:
-        """`ended` is called with a request when its copies end, unless they were stopped before."""
+        """`ended` is called with a request when its copies end, unless they are stopped first."""
         self._steps, self._policy, self._on_ended = steps, policy, ended
         self._running: dict[int, asyncio.Task[None]] = {}  # by id of the request
-        self._tasks: set[asyncio.Task[None]] = set()  # includes those that were stopped and drain
+        self._tasks: set[asyncio.Task[None]] = set()  # includes stopped tasks that still drain
 
     def begin(self, request: PrefillRequest) -> bool:
-        """Load the pages that only the host has; returns False where there is no such page."""
+        """Start to load the pages that only the host has; return False if there are none."""
         if not self._steps.lacks(request):
             return False
         task = asyncio.create_task(self._load(request), name="kvflow-prefill-load")
@@ -50,8 +54,8 @@ class Loads:
         return True
 
     async def _load(self, request: PrefillRequest) -> None:
-        # The last writes and copies of others may still read places that this load could take.
-        # Loading without these places would copy less than the host has.
+        # Writes and copies of other requests may still use places that this load could take. Wait
+        # for these places, because loading without them would copy less than the host has.
         steps, returned = self._steps, asyncio.Event()
         places = PageWaiter(returned.set, steps.pages, steps.rows)
         try:
@@ -78,7 +82,7 @@ class Loads:
         if self._running.get(id(request)) is task:
             del self._running[id(request)]
             if not task.cancelled() and (error := task.exception()) is not None:
-                # A failed load does not fail the request, which begins without these pages.
+                # A failed load does not fail the request, which begins without the pages.
                 _log.error("loading a cached prefix failed", exc_info=error)
             self._on_ended(request)
 
@@ -91,7 +95,7 @@ class Loads:
 
 
 class Turn:
-    """The one request of an engine that may load, or hold what it loaded."""
+    """Lets one request at a time load pages, and keep them locked until it begins."""
 
     def __init__(
         self, steps: PrefillSteps, policy: PrefetchPolicy, wake: Callable[[], None]
@@ -102,7 +106,7 @@ class Turn:
         self._request: PrefillRequest | None = None
 
     def comes(self, request: PrefillRequest) -> bool:
-        """Give the turn to the first request of its queue, and end that of any other.
+        """End the turn of any other request, because this one is now the first of its queue.
 
         Returns False while the request still loads.
         """
@@ -111,8 +115,9 @@ class Turn:
         return not self._loads.is_running(request)
 
     def begins(self, request: PrefillRequest) -> bool:
-        """Return True if a request that could take its places may do so: it has no page to load
-        first.
+        """Return True if a request may take its places now; otherwise, start to load its pages.
+
+        It may if the host has no pages for it, or if its load ended.
         """
         if self._request is request:
             return True
@@ -122,7 +127,7 @@ class Turn:
         return False
 
     def taken(self, request: PrefillRequest) -> None:
-        """End the turn of a request that has its places; they keep the loaded pages locked."""
+        """End the turn of a request that took its places, which keep the loaded pages locked."""
         if self._request is request:
             self._request = None
 

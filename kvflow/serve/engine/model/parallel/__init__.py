@@ -1,3 +1,3 @@
-"""One model over several processes: stages of layers (pipeline), and shards of each layer (tensor
-parallelism).
+"""One model in several processes: stages of layers (pipeline parallelism), and shards of each layer
+(tensor parallelism).
 """

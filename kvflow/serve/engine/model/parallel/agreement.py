@@ -1,5 +1,5 @@
-"""The facts on which the processes of one model agree while it is loaded, through a file in their
-meeting directory.
+"""The exchange of facts among the processes that load one model, through a file in their meeting
+directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POLL_S = 0.02
 
 
 class ProcessOfRank(NamedTuple):
-    """The process of a rank, and how often its stage was started before."""
+    """The process of a rank, and the number of earlier starts of its stage."""
 
     attempt: int
     identity: ProcessIdentity
@@ -34,42 +34,43 @@ class OtherRankError(MisuseError):
 
 
 class Agreement:
-    """One process among those of a model.
+    """One process's side of the exchange.
 
-    Each states the same facts in the same order, and waits for all others.
+    Every process states facts under the same names, in the same order, and waits for the others.
     """
 
     def __init__(self, part: ModelPart, meeting: Meeting) -> None:
-        """Open the file, and state the process of this rank.
+        """Open the file, and publish the identity of this process.
 
-        Raises: MisuseError (a directory that others may enter).
+        Raises: MisuseError if other users may enter the directory.
         """
-        # The class is public, and missing from the stubs.
+        # The class is public, but missing from torch's type stubs.
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
         meeting.check()
         self._part, self._attempt, self._timeout_s = part, meeting.attempt, meeting.load_timeout_s
         self.store: Store = FileStore(str(meeting.directory / "agreement"), -1)
         self.store.set_timeout(timedelta(seconds=meeting.load_timeout_s))
-        # An earlier process with this rank may have stated a failure, which is over.
+        # Clear a failure that an earlier process of this rank may have stated.
         self.store.set(f"failed/{part.rank}", "")
         mine = ProcessOfRank(meeting.attempt, own_identity())
         self.store.set(f"process/{part.rank}", msgspec.json.encode(mine).decode())
 
     def wait_for_weights(self) -> None:
-        """Block until all shards of this stage have loaded their weights, in this attempt.
+        """Block until all shards of this stage have their weights loaded, in this attempt.
 
-        Raises: as `exchange`.
+        Raises: OtherRankError, LostError.
         """
         self.exchange(f"weights/{self._attempt}", True, self._part.beside)
 
     def exchange(self, what: str, mine: T, ranks: range | None = None) -> list[T]:
-        """State `mine` about `what`, and return the statements of `ranks`, by default all.
+        """State `mine` under the name `what`, and return what each of `ranks` (by default all)
+        stated.
 
-        Blocks until all of them are there.
+        Blocks until each of them has stated a value.
 
-        Raises: OtherRankError when a rank could not load its part, LostError when one ended, or
-        states nothing for too long.
+        Raises: OtherRankError if a rank could not load its part; LostError if the process of a rank
+        ended, or states no value before the timeout.
         """
         self.store.set(f"{what}/{self._part.rank}", msgspec.json.encode(mine).decode())
         deadline, found = time.monotonic() + self._timeout_s, []
@@ -91,13 +92,14 @@ class Agreement:
         self.store.set(f"failed/{self._part.rank}", str(error) or type(error).__name__)
 
     def _check_runs(self, rank: int) -> None:
-        """Check that a rank that was there still runs. Raises: LostError."""
+        """Check that the process of a rank, if it ever started, still runs. Raises: LostError."""
         key = f"process/{rank}"
         if self.store.check([key]):
             found = self.store.get(key)
             other = msgspec.json.decode(found, type=ProcessOfRank)
             if rank in self._part.beside and other.attempt < self._attempt:
-                # The rank is started again too, and did not state its new process yet.
+                # The rank is being restarted too, and its new process did not state its identity
+                # yet.
                 return
             # The entry is read again, because a restarted process may have replaced it.
             if not is_alive(other.identity) and self.store.get(key) == found:

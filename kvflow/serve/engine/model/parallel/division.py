@@ -1,8 +1,8 @@
-"""The part of each stream that a shard keeps, found by comparing a forward before and after the
-layers were divided.
+"""Finding the part of each stream that a shard keeps, by comparing a forward before the layers are
+divided with one after that.
 
-The number of shards does not decide how many K/V heads a shard has, and which: some plans divide
-attention, others leave it whole on every shard, and latents and states are whole on all of them.
+The number of shards alone does not determine which K/V heads a shard has. Some plans divide
+attention, others leave it whole on every shard, and latents and states are whole on all shards.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvflow.serve.engine.model.parallel.stage import stock_cache
 from kvflow.serve.engine.model.probe import Layers, cache_argument, tensors_of
 
 _TOKENS = 5
-# Allowed relative errors. With another head, or a wrong sum, the error is about 1.4.
+# Allowed relative errors. A wrong head or a wrong sum causes an error of about 1.4.
 _ALLOWED = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.3}
 
 
 class Observed(NamedTuple):
     """The logits of a forward, and the state that every layer kept.
 
-    `kept` holds tensors [1, heads or channels, ...] by their path.
+    `kept` has a dictionary for each layer: tensors [1, heads or channels, ...] by their path.
     """
 
     logits: torch.Tensor
@@ -53,11 +53,12 @@ def observe(model: Any) -> Observed:
 def annotated(
     layers: Layers, before: Observed, after: Observed, part: ModelPart, name: str
 ) -> Layers:
-    """Return `layers`, which the whole model has, as this shard has them.
+    """Return the streams of this shard, given those of the whole model (`layers`).
 
-    They have the shard's shapes, and state what they are parts of.
+    They have the shard's shapes, and state which part of the whole they are. `before` and `after`
+    are forwards of the whole model and of the divided model.
 
-    Raises: MisuseError when the shards together do not compute what the whole model did.
+    Raises: MisuseError if the logits or states of the divided model differ from those of the whole.
     """
     allowed = _ALLOWED.get(str(before.logits.dtype).removeprefix("torch."), 0.3)
     if not (error := _distance(after.logits, before.logits)) <= allowed:
@@ -99,10 +100,10 @@ def annotated(
 
 
 def split_of(whole: int, mine: int, part: ModelPart) -> Part | None:
-    """Return which of `whole` entries a shard with `mine` of them has; None if the numbers do not
-    fit.
+    """Return the part of `whole` entries that a shard with `mine` entries has, or None if the
+    numbers do not fit.
 
-    Each shard has as many entries, and they are in order.
+    All shards have the same number of entries, in the order of the shards.
     """
     if mine == whole:
         return Part(replica=part.shard, replicas=part.shards)
@@ -113,7 +114,7 @@ def split_of(whole: int, mine: int, part: ModelPart) -> Part | None:
 
 
 def of_every_shard(streams: Sequence[StateKind], shards: int) -> list[StateKind]:
-    """Return the streams of all shards, one after the other, where those of one are `streams`."""
+    """Return the streams of all shards, shard by shard, given the `streams` of any one of them."""
     return [_at(kind, shard, shards) for shard in range(shards) for kind in streams]
 
 

@@ -1,4 +1,4 @@
-"""Loading one part of a model beside the processes that load the others."""
+"""Loading one part of a model, in agreement with the processes that load the other parts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvflow.serve.engine.model.windows import RingChoice
 
 
 class _PartFit(msgspec.Struct, frozen=True):
-    """The way one part runs.
+    """The way one part runs, as stated to the other parts.
 
-    `rings` is True where it keeps windows in rows; None where no layer of it has a window.
+    `rings` is True if the part keeps windows in rings, and None if none of its layers has a window.
     """
 
     fingerprint: str
@@ -37,24 +37,27 @@ class _PartFit(msgspec.Struct, frozen=True):
 
 
 class Joined:
-    """One part while it is loaded. All parts make the same calls in the same order."""
+    """One part of a model while it is loaded.
+
+    The processes of all parts make the same calls in the same order.
+    """
 
     def __init__(self, part: ModelPart, meeting: Meeting, agreement: Agreement) -> None:
         self.part, self._meeting, self._agreement = part, meeting, agreement
         self._shards: ShardGroup | None = None
         self.has_states = False
-        """True where some part keeps conv or recurrent states; known after `choose_fit`."""
+        """True if some part of the model keeps conv or recurrent states. Set by `choose_fit`."""
 
     def divide(self, model: Any, layers: Layers, name: str) -> Layers:
-        """Reduce the model's layers to this shard's part of them, and return their description.
+        """Reduce the model's layers to this shard's part, and return the streams of that part.
 
         Raises: MisuseError, LostError.
         """
         if self.part.shards == 1:
             return layers
         before = observe(model)
-        # Loading may take minutes. After this wait, one shard waits for another only for a moment,
-        # so the short timeout of the group suffices.
+        # Loading may take minutes. After this wait, one shard waits for another only briefly, so
+        # the short timeout of the group suffices.
         self._agreement.wait_for_weights()
         self._shards = ShardGroup(self.part, self._meeting, self._agreement)
         divide(model, self._shards, name)
@@ -69,9 +72,10 @@ class Joined:
         rings: RingChoice,
         fingerprint: str,
     ) -> Fit:
-        """Make the self-test's choice, the same for all parts.
+        """Run the self-test, and agree with all other parts on how to run the model.
 
-        A packed row of one stage cannot be a padded batch in the next.
+        All parts must run in the same way, because a packed row in one stage cannot be a padded
+        batch in the next.
 
         Raises: MisuseError, LostError.
         """
@@ -112,8 +116,10 @@ class Joined:
         return fit._replace(whole_prompts=any(other.whole_prompts for other in settled))
 
     def neighbours(self) -> Neighbours:
-        """Return the links to the parts around this one, once the model is ready. Raises:
-        MisuseError.
+        """Open and return the links to the parts around this one. Call this when the model is
+        ready.
+
+        Raises: MisuseError if a link cannot be opened.
         """
         source, sink = hidden_links(self.part, self._meeting.directory)
         return Neighbours(source, sink, self._shards)
@@ -137,7 +143,7 @@ class Joined:
 
 
 class Whole:
-    """The stand-in for `Joined` where one process has all of a model."""
+    """The stand-in for `Joined` when one process has the whole model."""
 
     has_states = False
 
@@ -161,9 +167,10 @@ class Whole:
 
 @contextlib.contextmanager
 def joined(part: ModelPart, meeting: Meeting | None) -> Iterator[Joined | Whole]:
-    """Surround the loading of a part. If it fails, all processes of the model are notified.
+    """Yield the part to load; if loading fails, notify all processes of the model.
 
-    Raises: MisuseError.
+    Raises: MisuseError if the part needs a meeting directory and has none, or one that other users
+    may enter.
     """
     if part.ranks == 1:
         yield Whole()

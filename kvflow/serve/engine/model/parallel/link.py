@@ -1,11 +1,11 @@
-"""Hidden states between two consecutive stages: one ZMQ socket at each end, used by its model
-thread.
+"""Links that pass hidden states from one stage to the next: one ZMQ socket at each end, used by the
+model thread there.
 
 The later stage binds. Each frame carries its generation and step, its shape and dtype, and then the
-bytes of the tensor, which are sent without a copy. The receiver returns a credit for each, so at
-most `MAX_IN_FLIGHT` are under way: an earlier stage runs ahead by so many calls of the model and
-then waits. Frames and credits of an earlier generation are dropped. A wait ends with `abort` only:
-this module does not detect the death of the other end.
+bytes of the tensor, which are sent without a copy. The receiver returns a credit for each frame, so
+at most `MAX_IN_FLIGHT` frames are under way: the earlier stage runs ahead by that many calls of the
+model, and then waits. Frames and credits of an earlier generation are dropped. If the other end
+dies, a wait lasts until `abort` is called: this module does not detect the death of a process.
 
 Frames are not authenticated. The address is a Unix socket in a directory that only its owner can
 enter, or a port of a loopback interface, which any user of the machine can reach.
@@ -35,12 +35,12 @@ _MAX_IPC_PATH = 107  # bytes, in Linux
 
 
 class HiddenLink(Protocol):
-    """One end of the link for hidden states from a stage to the next one."""
+    """One end of a link that passes hidden states from a stage to the next one."""
 
     def begin(self, generation: int) -> None:
-        """Begin the steps of `generation`, from the first one on. Ends an abort.
+        """Begin the steps of `generation`, counted from the first, and clear an abort.
 
-        `generation` is larger than every earlier one.
+        `generation` must be larger than every earlier one.
         """
 
     def next_step(self) -> None:
@@ -50,46 +50,49 @@ class HiddenLink(Protocol):
         """
 
     def abort(self) -> None:
-        """Make a call that waits, and every later one until `begin`, raise. Callable from any
-        thread.
+        """Make a waiting call raise, and every later call until `begin`.
+
+        Any thread may call this.
         """
 
     def close(self) -> None: ...
 
 
 class HiddenSink(HiddenLink, Protocol):
-    """The earlier stage's end."""
+    """The end of a link at the earlier stage, which sends."""
 
     def send(self, hidden: torch.Tensor) -> None:
-        """Queue `hidden`, whose memory must not change any more; waits while too many are under
-        way.
+        """Queue `hidden` to be sent; block while too many tensors are under way.
 
-        Raises: LostError (aborted).
+        The memory of `hidden` must not change afterwards.
+
+        Raises: LostError after `abort`.
         """
 
 
 class HiddenSource(HiddenLink, Protocol):
-    """The later stage's end."""
+    """The end of a link at the later stage, which receives."""
 
     def receive(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the next hidden states, which have shape and dtype of `like`, on its device.
+        """Return the next hidden states, on the device of `like`.
 
-        Raises: LostError (aborted, or the other end began a later generation), PeerError (other
-        shape, dtype or place in the step).
+        Raises: LostError after `abort`, or if the other end began a later generation; PeerError if
+        the shape or dtype differs from that of `like`, or if the tensor belongs elsewhere in the
+        step.
         """
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     step: int
-    call: int  # of the model, in this step
+    call: int  # number of this call of the model in the step
     dtype: str
     shape: list[int]
 
 
 class _Credit(msgspec.Struct, frozen=True, array_like=True):
     generation: int
-    received: int  # frames of that generation, so far
+    received: int  # number of frames received in this generation
 
 
 _parse_header: Callable[[bytes], _Header] = parser(_Header)
@@ -97,12 +100,12 @@ _parse_credit: Callable[[bytes], _Credit] = parser(_Credit)
 
 
 class _End:
-    """A DEALER socket that a thread can wait on, until another thread aborts the wait."""
+    """A DEALER socket on which one thread can wait until another thread aborts the wait."""
 
     def __init__(self, address: str, *, bind: bool) -> None:
         """Bind or connect a socket. Raises: MisuseError."""
         check_address(address)
-        self.dropped = 0  # messages that were not valid here
+        self.dropped = 0  # invalid or outdated messages
         self.generation, self.step, self.call = 0, -1, 0
         self._address, self._aborted, self._lock = address, False, threading.Lock()
         self._context = zmq.Context(1)
@@ -123,7 +126,9 @@ class _End:
 
     @property
     def address(self) -> str:
-        """The address where it is bound or connected, with the port that was chosen for it."""
+        """The address to which the socket is bound or connected, with the port that the system
+        chose.
+        """
         return bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
     def begin(self, generation: int) -> None:
@@ -147,7 +152,7 @@ class _End:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Close the socket, and drop what was not sent. Abort a call that waits first."""
+        """Close the socket, and drop frames that were not sent. Abort a waiting call first."""
         with self._lock:
             if not self._socket.closed:
                 self._socket.close(linger=0)
@@ -155,8 +160,12 @@ class _End:
         self._context.term()
 
     def _take(self, *, wait: bool) -> list[zmq.Frame] | None:
-        """Return the next message. The result is None when there is none yet, and may be after a
-        wait.
+        """Return the next message, or None if there is none.
+
+        With `wait`, this waits for a message or an abort before it returns None, and the caller
+        tries again.
+
+        Raises: LostError after `abort`.
         """
         if self._aborted:
             raise LostError(
@@ -184,7 +193,7 @@ class HiddenSender(_End):
 
     @property
     def in_flight(self) -> int:
-        """Tensors sent for which no credit arrived yet."""
+        """The number of sent tensors for which no credit arrived yet."""
         return self._sent - self._received
 
     def send(self, hidden: torch.Tensor) -> None:
@@ -221,7 +230,7 @@ class HiddenReceiver(_End):
     def __init__(self, address: str) -> None:
         super().__init__(address, bind=True)
         self._received = 0
-        self._early: tuple[_Header, zmq.Frame] | None = None  # the first one of a later generation
+        self._early: tuple[_Header, zmq.Frame] | None = None  # first frame of a later generation
 
     def begin(self, generation: int) -> None:
         super().begin(generation)
@@ -239,16 +248,18 @@ class HiddenReceiver(_End):
         into = hidden.view(torch.uint8).reshape(-1).numpy()
         if len(data.buffer) != into.size:
             raise PeerError(f"hidden states {found} have {len(data.buffer)} bytes, not {into.size}")
-        # Copied into aligned memory, since kernels may compute other bits where it is not aligned.
+        # The bytes are copied into aligned memory, because kernels may compute different bits on
+        # unaligned memory.
         into[:] = np.frombuffer(data.buffer, np.uint8)
         self._received += 1
-        # The other end is gone, which is not for this module to report.
+        # Sending a credit fails if the other end is gone. Reporting that is not the task of this
+        # module.
         with contextlib.suppress(zmq.Again):
             self._socket.send(encode(_Credit(self.generation, self._received)), zmq.NOBLOCK)
         return hidden.to(like.device)
 
     def _next(self) -> tuple[_Header, zmq.Frame]:
-        """Return the next message of this generation."""
+        """Return the next message of this generation. Raises: LostError."""
         while True:
             found, self._early = self._early, None
             if found is None and (frames := self._take(wait=True)) is not None:
@@ -285,7 +296,10 @@ def _credit(frames: list[zmq.Frame]) -> _Credit | None:
 
 
 def check_address(address: str) -> None:
-    """Check an address. Raises: MisuseError for one that other machines can reach."""
+    """Check an address for hidden states.
+
+    Raises: MisuseError if other machines can reach it, or if the path of a Unix socket is too long.
+    """
     if address.startswith("ipc://") and not address.startswith("ipc://@"):
         if len(os.fsencode(address.removeprefix("ipc://"))) > _MAX_IPC_PATH:
             raise MisuseError(

@@ -1,5 +1,5 @@
-"""The other processes that a step of this one needs: the stages before and after it, and the shards
-beside it.
+"""The other processes that take part in the steps of this one: the stages before and after it, and
+the other shards of its stage.
 """
 
 from __future__ import annotations
@@ -24,32 +24,35 @@ from kvflow.serve.engine.model.step import Row
 
 
 class Followers(Protocol):
-    """The other shards of a model whose engine is in this process.
+    """The other shards of a model whose engine runs in this process.
 
     They run the same steps.
     """
 
     def announce(self, rows: list[Row]) -> None:
-        """Announce a step that begins here. Raises: LostError."""
+        """Announce a step that begins here. Raises: LostError if a shard is gone."""
 
     def rest(self) -> None:
         """Announce that no step follows soon."""
 
     def failed(self, error: Exception) -> LostError:
-        """Report that an announced step, in which they take part, failed here: no step can follow.
+        """Report that an announced step failed here, after which no other step can run.
 
         Returns the error to raise.
         """
 
     def wait(self) -> None:
-        """Return when each of them ended every announced step, or its process ended.
+        """Block until every other shard ended all announced steps, or its process ended.
 
-        Blocks; callable from any thread.
+        Any thread may call this.
         """
 
 
 class Neighbours:
-    """The neighbours of one part. All methods but `abort` belong to the model thread."""
+    """The neighbours of one part of a model.
+
+    While a step runs, other threads may call only `abort`.
+    """
 
     def __init__(
         self,
@@ -57,8 +60,8 @@ class Neighbours:
         sink: HiddenSink | None = None,
         shards: ShardGroup | None = None,
     ) -> None:
-        """`source` is None in the first stage, `sink` in the last, and `shards` where a stage is
-        one process.
+        """`source` is None in the first stage, `sink` is None in the last stage, and `shards` is
+        None in a stage of one process.
         """
         self._source, self._sink, self._shards = source, sink, shards
         self._followers: Followers | None = None
@@ -74,7 +77,7 @@ class Neighbours:
             self._followers.rest()
 
     def wait_for_followers(self) -> None:
-        """Return when no other process reads or writes for a step that began here.
+        """Block until no follower reads or writes for a step that began here.
 
         See `Followers.wait`.
         """
@@ -83,15 +86,16 @@ class Neighbours:
 
     @property
     def returns_logits(self) -> bool:
-        """False in all stages but the last."""
+        """True in the last stage, which computes the logits."""
         return self._sink is None
 
     def begin(self, generation: int) -> None:
-        """Count steps anew, and drop what is still under way of an earlier generation.
+        """Begin a generation: count its steps from the first, and drop hidden states of earlier
+        ones.
 
         `generation` is the same in all processes, and larger than every earlier one.
 
-        Raises: LostError when the group of shards ended, by an abort or with one of them.
+        Raises: LostError if the group of shards ended, because it was aborted or a shard is gone.
         """
         if self._broken:
             raise LostError(
@@ -109,12 +113,12 @@ class Neighbours:
         return self._broken
 
     def abort(self, *, shards: bool = True) -> None:
-        """Abort the step that waits for another process; it raises, as does every later one until
-        `begin`.
+        """Make the running step raise where it waits for another process, and every later step
+        until `begin`.
 
-        Callable from any thread. With `shards` False, the shards of this stage go on with each
-        other, and all of them have to run the same steps to their end; what they wait for from
-        another stage, or send to one, raises.
+        Any thread may call this. With `shards` False, the shards of this stage continue to wait for
+        each other, and all of them must run the same steps to their end. Only passing hidden states
+        to or from another stage raises.
         """
         if shards or self._shards is None:
             self._aborted, self._broken = True, self._shards is not None
@@ -129,9 +133,10 @@ class Neighbours:
 
     @contextlib.contextmanager
     def step(self, rows: list[Row]) -> Iterator[None]:
-        """Surround each step, of `rows`, whose forwards receive and send.
+        """Run one step, of `rows`, inside this context; its forwards send and receive hidden
+        states.
 
-        Raises: LostError for a shard or a stage that is gone.
+        Raises: LostError if a shard or a stage is gone.
         """
         if self._aborted:
             raise LostError("the step was aborted before it began")
@@ -167,7 +172,7 @@ class Neighbours:
 
 
 def _cause(error: RuntimeError) -> str:
-    """Return gloo's message without the line of its source and its advice."""
+    """Return gloo's message without the source location and the advice that it contains."""
     return re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0]
 
 
@@ -177,11 +182,11 @@ ALONE = Neighbours()
 def hidden_links(
     part: ModelPart, directory: Path
 ) -> tuple[HiddenReceiver | None, HiddenSender | None]:
-    """Return this part's links from the stage before it and to the one after it.
+    """Return this part's links from the stage before it and to the stage after it.
 
-    They are sockets in `directory`.
+    They are Unix sockets in `directory`.
 
-    Raises: MisuseError.
+    Raises: MisuseError if a socket cannot be opened.
     """
 
     def address(stage: int) -> str:

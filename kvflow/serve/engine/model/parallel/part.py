@@ -1,4 +1,4 @@
-"""The part of a model that one process runs, and the refusal of models that cannot be divided."""
+"""The part of a model that one process runs, and checks that a model can be divided."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvflow.protocols.wire.messages import MAX_RANKS
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A stage and a shard of a model. The default is all of a model.
+    """One shard of one stage of a model; by default, the whole model.
 
-    The `stages` are runs of consecutive layers, and `shards` compute each layer of a stage
+    A stage is a run of consecutive layers. The shards of a stage compute each of its layers
     together.
     """
 
@@ -50,7 +50,7 @@ class ModelPart:
 
     @property
     def beside(self) -> range:
-        """The ranks of its stage, this part's among them."""
+        """The ranks of all shards of this stage, this one included."""
         return range(self.stage * self.shards, (self.stage + 1) * self.shards)
 
     @property
@@ -63,7 +63,7 @@ class ModelPart:
         return self.stage == self.stages - 1
 
     def layers(self, count: int) -> range:
-        """Return the part's layers, of a model with `count` layers."""
+        """Return the indices of this part's layers in a model with `count` layers."""
         return range(self.stage * count // self.stages, (self.stage + 1) * count // self.stages)
 
     def __str__(self) -> str:
@@ -77,14 +77,13 @@ WHOLE = ModelPart()
 
 @dataclass(frozen=True)
 class Meeting:
-    """The place where the processes of one model find each other.
+    """The directory in which the processes of one model find each other.
 
-    It is a directory of this machine that only its owner can enter. It begins empty, and the
-    process that made it removes it.
+    Only its owner may enter it. It begins empty, and the process that made it removes it.
 
-    `attempt`: how often all shards of a stage were started before. `load_timeout_s`: how long one
-    waits until all have loaded their weights; `collective_timeout_s`: how long one shard waits for
-    another in a step.
+    `attempt` is the number of earlier starts of the shards of a stage. `load_timeout_s` limits how
+    long a process waits for the others to load their parts; `collective_timeout_s` limits how long
+    one shard waits for another in a step.
     """
 
     directory: Path
@@ -93,7 +92,7 @@ class Meeting:
     collective_timeout_s: float = 60.0
 
     def check(self) -> None:
-        """Check the directory. Raises: MisuseError for one that others may enter."""
+        """Check the directory. Raises: MisuseError if other users may enter it."""
         try:
             found = os.stat(self.directory)
         except OSError as error:
@@ -109,9 +108,9 @@ class Meeting:
 
 
 def own_layers(config: Any, part: ModelPart, name: str) -> range:
-    """Return the layers of `part`.
+    """Return the indices of the layers of `part`.
 
-    Raises: MisuseError, one line, where the model cannot be cut so.
+    Raises: MisuseError, with a one-line text, if the model cannot be cut into these stages.
     """
     text = config.get_text_config()
     count = getattr(text, "num_hidden_layers", None)
@@ -130,7 +129,7 @@ def own_layers(config: Any, part: ModelPart, name: str) -> range:
 
 
 def _check_sharing(text: Any, part: ModelPart, count: int, name: str) -> None:
-    """Check that layers that use the K and V of earlier ones have these in their stage."""
+    """Check that layers that share the K and V of earlier layers are in the same stage as those."""
     shared = getattr(text, "num_kv_shared_layers", 0) or 0
     if not shared:
         return

@@ -1,9 +1,9 @@
 """The shards of one stage: a gloo group on the loopback interface, over which transformers' layers
-add up their parts.
+add up partial results.
 
-A shard that dies ends the waits of the others, since its connections close. One that does not come
-leaves them waiting until the group's timeout, or until `abort`. gloo has no call for that, so
-`abort` closes the connections themselves.
+If a shard dies, its connections close, which ends the waits of the others. If a shard merely does
+not answer, the others wait until the group's timeout or until `abort`. gloo has no call that aborts
+a wait, so `abort` shuts down the connections themselves.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 class ShardGroup:
-    """The group of this process's stage.
+    """The gloo group of this process's stage.
 
     A process has at most one, since it is torch's default group.
     """
 
     def __init__(self, part: ModelPart, meeting: Meeting, agreement: Agreement) -> None:
-        """Join the group; blocks until all shards are there. Raises: MisuseError, LostError."""
+        """Join the group; block until all shards join.
+
+        Raises: MisuseError if this process is in a group already, LostError if the shards do not
+        find each other.
+        """
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.distributed_c10d import PrefixStore
@@ -64,9 +68,9 @@ class ShardGroup:
         self._connections = _connections(before, store, part)
 
     def abort(self) -> None:
-        """End every wait for another shard, here and there. The group is unusable afterwards.
+        """End every wait of a shard for another one, in all processes of the group.
 
-        Callable from any thread.
+        The group is unusable afterwards. Any thread may call this.
         """
         with self._lock:
             for connection in self._connections:
@@ -76,7 +80,8 @@ class ShardGroup:
     def close(self) -> None:
         import torch.distributed as dist
 
-        # Destroying the group would wait for the others.
+        # The connections are shut down first, because destroying the group would wait for the other
+        # shards.
         self.abort()
         with self._lock:
             for connection in self._connections:
@@ -90,7 +95,7 @@ class ShardGroup:
 def _on_loopback() -> Iterator[None]:
     """Make gloo listen on the loopback interface.
 
-    gloo uses the interface that the environment names, otherwise that of the host's name.
+    gloo uses the interface that the environment names, or else the interface of the host name.
     """
     before = os.environ.get(_INTERFACE_VARIABLE)
     os.environ[_INTERFACE_VARIABLE] = _LOOPBACK
@@ -104,8 +109,8 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _open_files() -> set[int]:
-    # The listing itself has a descriptor open while it is read, and the next opened file gets that
-    # number. So only the numbers that still exist count.
+    # Listing the directory opens a descriptor, and the next file to be opened gets the same number.
+    # So only descriptors that still exist count.
     return {
         number
         for number in map(int, os.listdir("/proc/self/fd"))
@@ -114,9 +119,10 @@ def _open_files() -> set[int]:
 
 
 def _connections(before: set[int], store: Any, part: ModelPart) -> list[socket.socket]:
-    """Return the group's connections to the other shards, duplicated.
+    """Return duplicates of the group's sockets to the other shards.
 
-    Of all connections opened meanwhile, they are those whose other ends the other shards have.
+    Other threads may open connections meanwhile. So the shards exchange the addresses of their new
+    connections, and keep those of which both ends are listed.
     """
     import msgspec
 

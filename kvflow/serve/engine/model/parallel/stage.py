@@ -1,11 +1,11 @@
-"""Stages: every process calls the whole model with the same tokens and positions, and has only the
-layers of its stage.
+"""Pipeline stages: every process calls the whole model with the same tokens and positions, but has
+only the layers of its stage.
 
-Modules that return the hidden states they are given stand in the place of the other layers. So the
-model's code computes embeddings, masks, rotary tables and whatever else comes from tokens. The
-first own layer takes the hidden states that were received, and the layer after the last own one
-ends the forward. While no step of `Neighbours` runs, the stage receives and sends no hidden states:
-it is a small model, as probe and self-test need it.
+Placeholders, which return the hidden states that they receive, replace the other layers. So the
+model's own code computes embeddings, masks, rotary tables and everything else that depends on the
+tokens alone. The first layer of the stage takes the hidden states that were received, and the
+placeholder after its last layer ends the forward. Outside a step of `Neighbours`, a stage neither
+receives nor sends hidden states: it is a small model, which the probe and the self-test can run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvflow.serve.engine.model.parallel.link import HiddenSink, HiddenSource
 
 
 class StageEnd(BaseException):
-    """Ends a forward after the last own layer; carries its hidden states.
+    """Raised to end a forward after the stage's last layer; carries the hidden states.
 
     It derives from BaseException because it is not an error, and error handlers must not catch it.
     """
@@ -45,17 +45,18 @@ passage = _Passage()
 
 
 class _Convention:
-    """The convention for what the model's layers return.
+    """The model's convention for the output of a layer: hidden states, or a tuple that begins with
+    them.
 
-    They return the hidden states, or a tuple of `length` that begins with them. An own layer shows
-    which. Before one has run a tuple is returned: a model that expects no tuple passes it unchanged
-    to the next layer, while one that does would take a bare tensor apart without an error.
+    `length` is the length of the tuple, learned from a layer of this stage. Until such a layer
+    runs, placeholders return a tuple. A model that expects no tuple passes it unchanged to the next
+    layer, while a model that expects one would unpack a bare tensor without an error.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.length: int | None = 2  # None: no tuple
-        self._more: list[Any] = []  # what an own layer returned last beside hidden states
+        self._more: list[Any] = []  # further outputs of the stage's layer that ran last
 
     def plain(self, hidden: Any) -> Any:
         if isinstance(hidden, tuple):
@@ -68,9 +69,9 @@ class _Convention:
         self._more = [more for more in output[1:] if more is not None] if self.length else []
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the arguments of the next layer.
+        """Check that a layer takes only hidden states from the layer before it.
 
-        Raises: MisuseError where they depend on more than hidden states.
+        Raises: MisuseError if its arguments include another output of that layer.
         """
         if self._more and any(
             value is more for value in (*args, *kwargs.values()) for more in self._more
@@ -81,9 +82,9 @@ class _Convention:
 
 
 class ForeignLayer(nn.Module):
-    """The stand-in for layer `index`, which another stage has.
+    """The placeholder for layer `index`, which belongs to another stage.
 
-    `follows` is True for the one right after this stage's last layer.
+    `follows` is True for the placeholder right after this stage's last layer.
     """
 
     def __init__(
@@ -92,11 +93,11 @@ class ForeignLayer(nn.Module):
         super().__init__()
         self.index = index
         self._convention, self._follows = convention, follows
-        # Models read some attributes of a layer before they call it.
+        # Copy plain attributes, because models read some of them before they call a layer.
         for name, value in vars(layer).items():
             if isinstance(value, (str, int, float, bool)) and not name.startswith("_"):
                 setattr(self, name, value)
-        # Some models write these when they are made.
+        # Keep the buffers, because the constructors of some models write to them.
         for name, buffer in layer.named_buffers():
             *path, last = name.split(".")
             inside: nn.Module = self
@@ -116,9 +117,9 @@ class ForeignLayer(nn.Module):
 
 
 def decoder_layers(model: Any, name: str) -> nn.ModuleList:
-    """Return the list of the model's layers: the outermost one of the configured length.
+    """Return the model's list of layers: the outermost one of the configured length.
 
-    Raises: MisuseError.
+    Raises: MisuseError if there is none.
     """
     count = model.config.get_text_config().num_hidden_layers
     for inside in (model.get_decoder(), model):
@@ -134,7 +135,7 @@ def decoder_layers(model: Any, name: str) -> nn.ModuleList:
 
 
 def keep_layers(model: Any, own: range, name: str) -> None:
-    """Replace all but its `own` layers, in place. Raises: MisuseError."""
+    """Replace all layers of a model, except for `own`, by placeholders. Raises: MisuseError."""
     layers, convention = decoder_layers(model, name), _Convention(name)
     for i in range(len(layers)):
         if i not in own:
@@ -167,12 +168,11 @@ def is_stage(model: Any) -> bool:
 
 
 def stage_class(config: Any, own: range, name: str) -> tuple[type, Any]:
-    """Return a class of transformers whose models have only their `own` layers, and its
-    configuration.
+    """Return a transformers class that has only the `own` layers, and its configuration.
 
-    Weights of other layers are then not read.
+    The weights of other layers are then not read.
 
-    Raises: MisuseError.
+    Raises: MisuseError if this version of transformers is not supported.
     """
     mapping = getattr(AutoModelForCausalLM, "_model_mapping", None)
     if mapping is None:
@@ -183,7 +183,7 @@ def stage_class(config: Any, own: range, name: str) -> tuple[type, Any]:
     base = mapping[type(config)]
     if isinstance(base, (list, tuple)):
         base = base[0]
-    # A configuration of several modalities may map to a text-only class, which takes the text part.
+    # A multimodal configuration may map to a text-only class, which takes the text part of it.
     if getattr(base, "config_class", None) is type(config.get_text_config()):
         config = config.get_text_config()
 
@@ -195,10 +195,10 @@ def stage_class(config: Any, own: range, name: str) -> tuple[type, Any]:
 
 
 def stock_cache(model: Any) -> DynamicCache:
-    """Return transformers' own cache.
+    """Return transformers' own cache for a model or a stage.
 
-    Models ask its layer 0, or the first one of a kind, how long a sequence is. So in a stage, own
-    layers stand for foreign ones, of the same kind where there are any.
+    Models ask layer 0, or the first layer of a kind, how long a sequence is. So in a stage, cache
+    entries of its own layers stand in for those of other stages, of the same kind if possible.
     """
     cache = DynamicCache(config=model.config.get_text_config())
     foreign = {module.index for module in model.modules() if isinstance(module, ForeignLayer)}

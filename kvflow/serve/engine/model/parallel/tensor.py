@@ -1,9 +1,9 @@
-"""Tensor parallelism by transformers' plan for a model, applied to weights that are already in
-memory.
+"""Tensor parallelism: weights that are already in memory are divided by transformers' plan for the
+model.
 
 from_pretrained with a `DistributedConfig` would divide them while it loads, but needs `accelerate`.
-The names used here are private ones, so what a shard computes is compared with what the whole
-layers computed before.
+This module uses private names of transformers, so the results of a shard are compared with those of
+the undivided layers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class _Interface(NamedTuple):
 
 
 def check_plan(config: Any, part: ModelPart, name: str, device: torch.device) -> None:
-    """Check before weights are read that the model can be divided.
+    """Check, before weights are read, that the model can be divided among shards.
 
-    Raises: MisuseError for a model that transformers has no plan for.
+    Raises: MisuseError if transformers has no plan for the model, or if `device` is not the CPU.
     """
     if part.shards == 1:
         return
@@ -64,9 +64,9 @@ def _interface(name: str) -> _Interface:
 
 
 def divide(model: Any, group: ShardGroup, name: str) -> None:
-    """Leave this shard's part of every weight that the plan divides, in place.
+    """Reduce every weight that the plan divides to this shard's part, in place.
 
-    Raises: MisuseError.
+    Raises: MisuseError if the shards cannot have whole heads each.
     """
     interface, shards = _interface(name), group.part.shards
     plan = dict(model._resolve_parallel_plans(interface.config(tp_size=shards))[0])
@@ -95,7 +95,7 @@ def check_heads(model: Any, plan: dict[str, str], shards: int, name: str) -> Non
 
 
 def without_tied(model: Any, plan: dict[str, str]) -> dict[str, str]:
-    """Return the plan without the second names of tied weights, which stay whole."""
+    """Return the plan without modules whose weights are tied to others. These stay whole."""
     known = {name for name, _ in model.named_parameters()} | {
         name for name, _ in model.named_modules()
     }
@@ -119,11 +119,11 @@ def _kv_heads(module: Any) -> int:
 
 
 def _repeat_heads(model: Any, plan: dict[str, str], shards: int) -> None:
-    """Repeat the K/V heads of a model that has fewer than shards, so that each shard gets a whole
+    """Repeat the K/V heads if there are fewer heads than shards, so that each shard gets a whole
     one.
 
-    Each head is repeated as often as there are shards for it. This is exact: the groups of
-    attention heads that share one only get smaller.
+    Each head is repeated once for every shard that uses it. This is exact, because attention heads
+    that shared a K/V head only form smaller groups.
     """
     for module in _split_attention(model, plan):
         heads, dim = _kv_heads(module), int(module.head_dim)
