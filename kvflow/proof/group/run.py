@@ -84,7 +84,7 @@ def _used_again(rng: random.Random, request: Request, decodes: int) -> Request:
 
 
 class GroupRun(Run):
-    """A run that sends requests only to the leaders."""
+    """A run in which prefill's requests go to the leaders, not to every rank."""
 
     world: GroupWorld
     left = staticmethod(left)
