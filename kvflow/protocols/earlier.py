@@ -2,8 +2,8 @@
 node that lent them is closed.
 
 The next node over the pool, of either role, takes them into its own ledger as loans of a writer
-that it is not linked to. They end as every loan in doubt ends: by the data plane's fence, or when
-an operator declares the writer dead.
+that it is not linked to. Like every loan in doubt, they end when the data plane's fence proves that
+the writer ended, or when an operator declares the writer dead.
 """
 
 from __future__ import annotations

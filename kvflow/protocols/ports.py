@@ -91,8 +91,8 @@ class UnprovenLoan(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False
     """A loan that outlived the node that lent it: a lost or frozen writer may still write into its
     pages.
 
-    The pages become usable again only by proof that the writer ended, or when an operator declares
-    it dead. Every rank of a room has a separate loan of the same pages.
+    The pages become usable again only when proof arrives that the writer ended, or when an operator
+    declares the writer dead. Every rank of a room has a separate loan of the same pages.
     """
 
     # None if the writer sent no address. Only an operator can then end the loan.
@@ -419,7 +419,7 @@ class Quarantine(Protocol):
         """The leases whose pages still have a loan."""
 
     def standing(self, loans: Sequence[UnprovenLoan]) -> list[UnprovenLoan]:
-        """Return those of `loans` that did not end meanwhile."""
+        """Return the loans among `loans` that are still open."""
 
     def check(self, pages: PageIndices) -> None:
         """Check that no writer of an earlier node may still write into `pages`.
@@ -439,7 +439,7 @@ class Quarantine(Protocol):
     def add(self, loans: Sequence[UnprovenLoan], lender: PageStore) -> None:
         """Keep the loans of a node that closes; `lender` still counts their pages as owned.
 
-        No store hands these pages out from here on, and every running node watches their writers.
+        From then on, no store hands out these pages, and every running node watches their writers.
         """
 
     def free(self, lease: LeaseId) -> None:

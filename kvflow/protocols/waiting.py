@@ -2,8 +2,8 @@
 
 A room that fits may pass the rooms before it, since one large room would otherwise keep all small
 ones waiting. After `PASSED_FOR_S` no room may pass the oldest one, since small rooms would
-otherwise keep it waiting for ever. A room that needs pages in quarantine may always be passed,
-since the end of a quarantine is not known.
+otherwise keep it waiting forever. A room that needs pages in quarantine may always be passed, since
+the end of a quarantine is not known.
 """
 
 from __future__ import annotations

@@ -222,8 +222,8 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
     ) -> None:
         """Record the result of a `VerifyChunk`.
 
-        `checksum` is that of the landed chunk, or any non-empty bytes if this decode does not
-        verify. It is empty if the work failed; `error` then gives the reason.
+        `checksum` is the checksum of the landed chunk, or any non-empty bytes if this decode does
+        not verify. It is empty if the work failed; `error` then gives the reason.
         """
         record = self.core.rooms.get(grant)
         if record is None:

@@ -1,10 +1,11 @@
 """The leader of a group of prefill ranks: its members, and its decisions on each request.
 
 It decides and does not act, like `GroupMember`. It runs in the process of rank 0, which is a member
-like the others. The decisions of one leader form one sequence, and every member applies it in
-order, as far as it receives it. A lost rank ends every open request, because none can complete
-without it, and no request is opened until it is back. A request that is not opened is refused on
-every rank, in the same sequence, because decode may have announced its room to all of them.
+like the others. The decisions of one leader form one sequence, and every member applies the
+decisions that it receives in that order. A lost rank ends every open request, because none can
+complete without it, and no request is opened until it is back. A request that is not opened is
+refused on every rank, in the same sequence, because decode may have announced its room to all of
+them.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ class GroupLeader(Endpoint[LeaderOutput]):
     def refuse(self, room: int, cause: Cause) -> None:
         """Refuse decode's half of a room on every rank, with `cause`, now or when it arrives.
 
-        Open rooms of that id continue. A missing rank in another process does not receive the
+        An open room with that id continues. A missing rank in another process does not receive the
         refusal, but decode ends the room there once any other rank reports it. Raises: MisuseError
         if `room` is not a room id.
         """

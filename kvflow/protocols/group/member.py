@@ -72,7 +72,7 @@ class CloseRoom(msgspec.Struct, frozen=True, gc=False):
 class RefuseRoom(msgspec.Struct, frozen=True, gc=False):
     """Refuse decode's half of a room that will not be opened (`PrefillEndpoint.refuse_room`).
 
-    An open room of that id continues.
+    An open room with that id continues.
     """
 
     room: RoomId

@@ -1,1 +1,3 @@
-"""State machines as total tables, and the collections that their owners keep."""
+"""State machines written as total tables, and the collections that use them, such as the ledger of
+loans.
+"""

@@ -2,8 +2,8 @@
 opening to closing.
 
 Prefill keeps a silent decode, because it may come back and ask for messages that its rooms need.
-Prefill forgets a decode that died, that sent Goodbye or acknowledged ours, or that is silent
-without an open grant while its place is needed.
+Prefill forgets a decode that died, that sent Goodbye or acknowledged ours, or that is silent, has
+no open grant, and holds a place that another decode needs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class PeerPhase(IntEnum):
     UP = 1
     SILENT = 2
     PARTING = 3  # this prefill sent Goodbye, and repeats it until it is acknowledged
-    # The decode died or asks for no message any more. Its rooms end, then its route is closed.
+    # The decode died, or will ask for no more messages. Its rooms end, then its route is closed.
     GONE = 4
     FORGOTTEN = 5
 
@@ -34,7 +34,7 @@ class PeerKind(IntEnum):
     DISPLACED = 7  # another decode needs its place
     LEAVE = 8  # this prefill closes
     REPEAT_DUE = 9  # our Goodbye is not acknowledged
-    PARTED = 10  # decode sent Goodbye or acknowledged ours: it asks for no message any more
+    PARTED = 10  # decode sent Goodbye or acknowledged ours, and will ask for no more messages
 
 
 class PeerCommand(IntEnum):
@@ -58,7 +58,8 @@ TABLE: Table[PeerPhase, PeerKind, PeerCommand] = Table(
     {
         P.OPENING: rest(K, ERROR)
         | {
-            # Opening a route can take long. The heartbeat keeps decode from giving up meanwhile.
+            # Opening a route can take a long time. The heartbeat keeps decode from giving up
+            # meanwhile.
             K.REGISTERED: Move(P.OPENING, (C.SEND_HEARTBEAT,)),
             K.ROUTE_OPENED: Move(P.UP, (C.WATCH_PROCESS, C.SEND_ACCEPTED)),
             K.ROUTE_REFUSED: Move(P.FORGOTTEN, (C.SEND_REFUSED, C.LOSE_ROOMS, C.FORGET)),

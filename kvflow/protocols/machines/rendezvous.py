@@ -38,7 +38,7 @@ class Announcement(NamedTuple, Generic[S]):
 class Rendezvous(Generic[S]):
     """Announcements and outcomes by room.
 
-    An announcement is kept as long as the peer that made it, up to a limit of time that is the same
+    An announcement is kept as long as the peer that made it, up to a maximum time that is the same
     for all announcements. Outcomes are bounded in number and in time, and each is returned once.
     """
 
@@ -85,7 +85,7 @@ class Rendezvous(Generic[S]):
         """Remove the outcome of `room`. Returns the cause with which the other side ended, or None.
 
         Call this when `side` arrives. If `side` itself ended before, its outcome is discarded,
-        because this is a new room of the same id.
+        because this is a new room with the same id.
         """
         outcome = self._outcomes.pop(room, None)
         return None if outcome is None or outcome.side is side else outcome.cause

@@ -16,7 +16,7 @@ class ResidencyPhase(IntEnum):
     RESIDENT = 0  # in pages and a row of the pool
     LEAVING = 1  # being copied out; still owns its pages and row
     AWAY = 2  # owns a snapshot, unless its state was dropped
-    RETURNING = 3  # being copied into new pages and a new row; owns its snapshot, too
+    RETURNING = 3  # being copied into new pages and a new row; still owns its snapshot
     ENDED = 4
 
 

@@ -6,10 +6,10 @@ slot    once per token K and V, the latent of MLA, a sparse-attention indexer's 
 page    once per page        scales of a quantised page, summaries of a block
 row     once per request     the state of conv, ssm and linear-attention layers
 
-Streams of the units slot and page lie in the pages of a pool, those of the unit row in its rows. A
-stream whose dtype does not describe its bytes (packed 4-bit values, a swizzled scale) is `uint8`
-with a `format`, which peers compare for equality. A new kind of state needs only a new list of
-descriptors, and no new class.
+Streams with the unit slot or page are stored in the pages of a pool, and streams with the unit row
+in its rows. A stream whose dtype does not describe its bytes (packed 4-bit values, a swizzled
+scale) is `uint8` with a `format`, which peers compare for equality. A new kind of state needs only
+a new list of descriptors, and no new class.
 """
 
 from __future__ import annotations

@@ -93,9 +93,9 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
 
         If no decode announced the room, it waits up to `rendezvous_s` for decode's half.
 
-        Raises: MisuseError if `room` is not a room id, RoomInUseError while an earlier room of that
-        id is open or drains (if it drains, decode's half of this one receives the same cause when
-        it arrives), AbortedError while shutting down.
+        Raises: MisuseError if `room` is not a room id, RoomInUseError while an earlier room with
+        that id is open or drains (if it drains, decode's half of the new room receives the same
+        cause when it arrives), AbortedError while shutting down.
         """
         core, number = self.core, room_id(room)
         if core.leaving is not None:
@@ -124,7 +124,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         elif cause := core.rendezvous.take(number, Side.ENGINE):
             core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
             # Ending the room recorded an outcome for decode's half. Decode knows the cause already,
-            # and a later room of that id must not receive it.
+            # and a later room with that id must not receive it.
             core.rendezvous.take(number, Side.DECODE)
         else:
             core.set_deadline(record)
@@ -442,7 +442,7 @@ def _on_room_of_refused(core: PrefillCore, message: wire.Announce | wire.Abort, 
     if isinstance(message, wire.Announce):
         if core.rendezvous.has_ended(message.room, Side.ENGINE):
             # The engine's outcome is kept: if this decode is accepted later, it announces the room
-            # again and then receives it.
+            # again and then receives that outcome.
             return
         core.end_engine_half(
             message.room, Cause(cause.code, f"prefill refused this decode: {cause.text}"), now

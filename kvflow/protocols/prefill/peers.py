@@ -316,7 +316,9 @@ class PrefillPeers(Core):
     def _no_place(
         self, message: wire.Register, sender_address: Callable[[], str], now: float
     ) -> str:
-        """Return why there is no place for a new decode; empty if there is, or one was made."""
+        """Return the reason why there is no place for a new decode. Empty if there is one, or if
+        one was made.
+        """
 
         def process_of(address: PlaneAddress) -> tuple[str, str, int, int]:
             # The other fields of the identity do not distinguish processes, and a decode could vary

@@ -47,7 +47,7 @@ class Ruling(IntEnum):
     START = 1  # every rank is ready
     SUCCEED = 2  # every rank is done
     FAIL = 3
-    REFUSE = 4  # no request: no rank opens the room, and its decode receives the cause
+    REFUSE = 4  # not a request: no rank opens the room, and its decode receives the cause
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):

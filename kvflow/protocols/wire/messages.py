@@ -133,8 +133,8 @@ class Bootstrap(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
 class ChunkDone(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=4):
     """prefill -> decode: every write of chunk `seq` landed; it filled `pages` pages.
 
-    `last` proves that the rank writes no more for this grant. `checksum` is that of the source
-    pages (see `ports.Checksums`), empty if transfers are not verified.
+    `last` proves that the rank writes no more for this grant. `checksum` is the checksum of the
+    source pages (see `ports.Checksums`), empty if transfers are not verified.
     """
 
     room: Room
@@ -175,8 +175,8 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True
 
 
 class AbortAck(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=7):
-    """prefill -> decode: no write of this grant runs any more; `drained` if every submitted write
-    landed.
+    """prefill -> decode: no write of this grant runs any more; `drained` is True if every submitted
+    write landed.
     """
 
     room: Room
@@ -199,8 +199,9 @@ class Belief(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Resync(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=8):
     """decode -> prefill: rooms that made no progress; prefill sends their missing messages again.
-    prefill -> decode: grants of such a Resync that prefill does not know; decode sends their
-    Bootstrap again."""
+    prefill -> decode: the grants in such a Resync that prefill does not know; decode sends
+    Bootstrap again for them.
+    """
 
     source: Life
     target: Life
@@ -209,8 +210,8 @@ class Resync(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=8):
 
 class Begun(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=13):
     """prefill -> decode: the engine's half of an announced room has a place for its whole prompt,
-    so pages that decode lends now wait for no other room. Prefill answers every repetition of the
-    announcement with it.
+    so pages that decode lends now do not wait for another room. Prefill answers every repetition of
+    the announcement with it.
     """
 
     room: Room
