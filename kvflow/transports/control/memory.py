@@ -6,10 +6,10 @@ rule decides otherwise.
     network.drop(ChunkDone)                  # the next ChunkDone is lost
     network.duplicate(Abort, times=3)        # the next three arrive twice
     network.hold(Bootstrap); ...; network.release()
-    network.cut(); ...; network.mend()       # a partition: frames in between are lost, both ways
+    network.cut(); ...; network.mend()       # a partition: until `mend`, frames are lost both ways
 
-A custom rule, a function from a frame to its fate, does anything else: seeded drops, delays,
-reordering.
+A custom rule, a function from a frame to its fate, can do anything else, such as seeded drops,
+delays and reordering.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ DOCUMENTS = 4  # documents built at a time, each in a thread
 REQUEST_S = 5.0
 log = logging.getLogger("kvflow.registry")
 Answer = tuple[HTTPStatus, str, bytes]
-"""Status, content type, body."""
+"""An HTTP answer: status, content type, body."""
 Document = Callable[[], Answer]
 
 

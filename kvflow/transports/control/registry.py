@@ -249,7 +249,7 @@ class RegistryClient:
 
 
 class _Answered:
-    """A received answer that stands in for a socket; HTTPResponse calls only this method."""
+    """A received answer that stands in for a socket: HTTPResponse calls only its `makefile`."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw

@@ -45,7 +45,7 @@ UNFINISHED_BYTES = MAX_FRAME_BYTES + (1 << 20)
 ALL_UNFINISHED_BYTES = 64 << 20
 # Once more than LATE_BYTES of a message arrived, it must be complete within UNFINISHED_S.
 UNFINISHED_S, LATE_BYTES = 5.0, 64 << 10
-MAX_CONNECTIONS = 2_048  # fewer where the process may have few descriptors (`descriptors_for`)
+MAX_CONNECTIONS = 2_048  # fewer if the process has few descriptors (`descriptors_for`)
 LOOK_WORK = 64  # connections, or their events, per turn of the event loop: some 300 us
 _OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 _EVENTS = _OPENED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -56,8 +56,8 @@ _names = itertools.count()
 class TcpConnection:
     """Counters for one connection.
 
-    `received` is the number of its bytes, and `since_s` the time, at the moment when it last
-    delivered a message. Before the first message they are 0 and the time when it was opened.
+    `received` is how many bytes it had received, and `since_s` the time, when it last delivered a
+    message. Until it delivers one, they are 0 and the time when it was opened.
     """
 
     __slots__ = ("has_delivered", "received", "since_s", "unfinished_bytes")
@@ -155,9 +155,9 @@ class TcpConnections:
     ) -> None:
         """Begin to inspect connections to `port`, which the socket was bound or connected to.
 
-        `tell_cut` is called after a connection is cut. `tell_waits` is called when a message waits:
-        to inspect connections, this reads ZMQ's EVENTS, and the loop may then not report the
-        message to the reader.
+        `tell_cut` is called after a connection is cut. `tell_waits` is called when an inspection
+        finds that a message waits. The inspection reads ZMQ's EVENTS, and after that the socket's
+        descriptor may not wake the reader.
         """
         self._port = port
         self._incoming = incoming

@@ -39,8 +39,8 @@ _ALL = 1 << 62
 class Fault(Enum):
     """The course of one scripted write."""
 
-    # Half of the pages land, and the rest never do. The write ends UNPROVEN, or CANCELLED if half
-    # is 0 pages.
+    # Half of the pages land, and the rest never do. The write ends UNPROVEN, or CANCELLED if no
+    # page landed.
     ERROR = "error"
     # Half of the pages land at first. The rest lands on `land_late`, with the bytes that the source
     # then holds.

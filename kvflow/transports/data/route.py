@@ -1,4 +1,4 @@
-"""From page lists to blocks, for one pair of pools.
+"""Planning of blocks from page lists, for one pair of pools.
 
 The event loop checks the lists, and the plane's thread plans the blocks. For a write that is copied
 at once, the event loop also plans them: see `Planner.few_blocks`.
@@ -67,7 +67,7 @@ class Planner:
             self._page = [(s, s1 - s, t, t1 - t, size) for s, s1, t, t1, size in steps]
 
     def from_source(self, source: PoolLayout) -> Planner:
-        """Return this planner for another source layout."""
+        """Return a planner like this one for another layout of the source."""
         target, max_block_bytes, target_bases = self._given
         return Planner(source, target, max_block_bytes=max_block_bytes, target_bases=target_bases)
 

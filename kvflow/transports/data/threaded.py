@@ -42,7 +42,7 @@ class ThreadedPlane(Generic[R]):
     """
 
     def __init__(self, rate_limit_bytes_per_s: float | None) -> None:
-        """The rate limit applies to the plane as a whole; None means no limit.
+        """Create the plane. The rate limit applies to all its writes together; None means no limit.
 
         Raises: MisuseError for a rate that is not positive.
         """
@@ -57,7 +57,7 @@ class ThreadedPlane(Generic[R]):
 
     @property
     def under_way(self) -> dict[str, int]:
-        """What writes still hold, as counts by name. All are 0 when no write runs."""
+        """Counts of what writes still hold, by name. All are 0 when no write runs."""
         return {"writes": self._thread.open_writes}
 
     def sees_alive(self, writer: PlaneAddress) -> bool:

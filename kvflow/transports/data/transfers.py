@@ -12,7 +12,7 @@ from kvflow.transports.data.route import BlockList, BlockQueue, PlannedRoute, Pl
 from kvflow.transports.data.write_thread import Assignment, WriteThread
 from kvflow.transports.host.peer_process import PeerProcess
 
-DONE, RUNNING, FAILED = "DONE", "PROC", "ERR"  # NIXL's names
+DONE, RUNNING, FAILED = "DONE", "PROC", "ERR"  # statuses of a transfer, as NIXL names them
 WINDOW_BYTES = 16 << 20
 # Limits of one transfer. It takes some 1 ms, and a cancel waits for its end.
 TRANSFER_BYTES = 4 << 20
@@ -93,8 +93,8 @@ class TransfersRoute(PlannedRoute):
 class _TransfersJob:
     """Implements `write_thread.WriteJob`.
 
-    If a call of the engine raises, that is an error like any other: the job still follows
-    everything that it submitted to its end.
+    If a call of the engine raises, that is an error like any other: the job still waits for the end
+    of everything that it submitted.
     """
 
     __slots__ = (

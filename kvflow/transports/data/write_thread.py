@@ -32,8 +32,8 @@ from kvflow.protocols.ports import WriteOutcome
 
 SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove; a cancel, or another room, waits that long
 AT_ONCE_BYTES = 64 << 10  # largest write done on the event loop: some 10 us of memmove
-_TURN_BYTES = 4 * AT_ONCE_BYTES  # limit per turn of the event loop, ...
-_BLOCK_COST_BYTES = 4 << 10  # ... in which a block counts for at least this many bytes
+_TURN_BYTES = 4 * AT_ONCE_BYTES  # limit on what is written on the event loop in one turn of it
+_BLOCK_COST_BYTES = 4 << 10  # a block counts against that limit with at least this many bytes
 _LIMITED_SLICE_S = 0.005
 _TOLD_AT_ONCE = 8
 _SMALLEST_SLICE = 4 << 10
@@ -54,7 +54,8 @@ class WriteJob(Protocol):
     def outcome(self) -> WriteOutcome | None:
         """The outcome, or None until the job ends.
 
-        It ends when no block is under way, and none is left to submit or the write was cancelled.
+        It ends when no block is under way, and either none is left to submit or the write was
+        cancelled.
         """
 
     @property
@@ -69,7 +70,7 @@ class WriteJob(Protocol):
 
 
 class Assignment(Protocol):
-    """What a job writes: a whole write, or a part of one."""
+    """The write, or part of a write, that a job carries out."""
 
     @property
     def source_pages(self) -> PageIndices: ...
@@ -175,9 +176,10 @@ class WriteThread:
     def __init__(
         self, name: str, rate_limit_bytes_per_s: float | None = None, slice_bytes: int = SLICE_BYTES
     ) -> None:
-        """The rate limit applies to all writes together; None means no limit.
+        """Create the thread without starting it.
 
-        Raises: MisuseError for a rate that is not positive.
+        The rate limit applies to all writes together; None means no limit. Raises: MisuseError for
+        a rate that is not positive.
         """
         rate = rate_limit_bytes_per_s
         if rate is not None and not rate > 0:
@@ -377,7 +379,7 @@ class WriteThread:
             if time.monotonic() > self._abandon_at:
                 write.error = "the plane was closed while blocks were under way"
                 write.end()
-                # The outcome of a write is UNPROVEN until it ends.
+                # `outcome` is UNPROVEN until a write ends, so it is right already.
                 return True
             submitted = job.advance(self._allowance(), write.cancelled)
             if submitted > 0 and self.rate:

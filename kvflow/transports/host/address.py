@@ -1,4 +1,4 @@
-"""Host names and IP addresses as they are written in addresses with a port."""
+"""Notation of a host in an address with a port."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def _boot_id() -> str:
 
 
 def _namespace(kind: str) -> str:
-    """Return the name of this process's namespace of one `kind`; empty if the kernel has no such
+    """Return the name of this process's namespace of the given kind; empty if the kernel lacks that
     kind.
     """
     try:

@@ -54,7 +54,7 @@ class _Connection:
     """A connection that the engine accepted."""
 
     fd: int
-    ends: Ends | None  # None after a reset: then only its port is known
+    ends: Ends | None  # None after a reset, when the far end is unknown
     is_local: bool  # it comes from an address of our own network namespace
     first_look: int  # number of the look that found it
     # Writers seen with this connection, each with the number of the first look at that writer.

@@ -19,7 +19,7 @@ on every interface. Keep it on a private network.
 
 Before the engine receives a peer's address, a probe checks that the peer answers (`handshake`).
 While the engine opens a session it takes no blocks for other peers, and it waits up to a minute for
-an answer. A peer that answers the probe and then not the engine can still cause that, and kvflow
+an answer. A peer that answers the probe but not the engine can still cause that, and kvflow
 cannot prevent it.
 
 The engine never closes its connection to a peer that is gone. Each process that was written to

@@ -14,10 +14,10 @@ from kvflow.transports.host.peer_process import PeerProcess
 WINDOW_HANDLES = 128
 WINDOW_BYTES = 32 << 20
 _FIRST_UNPACE_BYTES, _LAST_UNPACE_BYTES = 4 << 20, 256 << 20
-# To check a window takes some 100 us of CPU, which the copying threads lack on few cores. So checks
-# are this far apart. They are closer only if the rest of the write can land sooner at the best
-# known speed, and twice as frequent once the write is stopped, because its pages wait for the last
-# block of one window.
+# Checking a window takes some 100 us of CPU, which the copying threads lack if there are few cores.
+# So checks are this far apart. They are closer only if the rest of the write can land sooner at the
+# best known speed, and twice as frequent once the write is stopped, because its pages wait for the
+# last block of one window.
 _TCP_PAUSE_S, _RDMA_PAUSE_S = 0.001, 0.0002
 _BEST_BYTES_PER_S = 8e9
 
@@ -58,8 +58,8 @@ class MooncakeRoute(PlannedRoute):
     def moved(self, submitted_bytes: int) -> None:
         """Count submitted bytes, and from time to time unpace new connections.
 
-        The engine opens connections while it works, so they are looked for often at first, and more
-        and more seldom later.
+        The engine opens connections while it works, so they are looked for often at first, and less
+        often later.
         """
         self._until_unpace -= submitted_bytes
         if self._until_unpace <= 0 and submitted_bytes:
@@ -78,8 +78,8 @@ class MooncakeRoute(PlannedRoute):
 class _WindowJob:
     """Implements `write_thread.WriteJob` with some handles of the route's window.
 
-    If a call of the engine raises, that is an error like any other: the job still follows
-    everything that it submitted to its end, and frees every slot of the window.
+    If a call of the engine raises, that is an error like any other: the job still waits for the end
+    of everything that it submitted, and frees every slot of the window.
     """
 
     __slots__ = (

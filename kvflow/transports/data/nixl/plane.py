@@ -53,7 +53,7 @@ class Peer:
     ) -> None:
         self.name, self.process, self.metadata = name, process, metadata
         self.routes = 0
-        # True after a transfer to it failed, and with that its connection.
+        # True after a transfer failed, and with it the connection to the peer.
         self.is_broken = False
         self._plane = plane
         self.post, self.look, self.release = plane.agent.post, plane.agent.look, plane.agent.release
