@@ -1,14 +1,14 @@
-"""kvflow as a KV connector of vLLM: prefill's blocks are written into decode's, and a block is used
-again only after proof that writes to it have ended.
+"""kvflow as a KV connector of vLLM: prefill's blocks are written into decode's, and decode uses a
+block again only after proof that no write can reach it.
 
     vllm serve MODEL --kv-transfer-config CONFIG
 
-CONFIG is `{"kv_connector": "KvflowConnector", "kv_role": "kv_producer"}` for prefill, "kv_consumer"
-for decode.
+CONFIG is `{"kv_connector": "KvflowConnector", "kv_role": "kv_producer"}` for prefill; decode has
+the role "kv_consumer".
 
-vLLM finds the connector where kvflow is installed beside it, through an entry point of
-`vllm.general_plugins`. Where plugins are off, `"kv_connector_module_path":
-"kvflow.connectors.vllm"` names it. `settings.py` has the settings.
+If kvflow is installed in vLLM's environment, vLLM finds the connector through an entry point of
+`vllm.general_plugins`. With plugins off, CONFIG must also name the module:
+`"kv_connector_module_path": "kvflow.connectors.vllm"`. `settings.py` has the settings.
 """
 
 from __future__ import annotations

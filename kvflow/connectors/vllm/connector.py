@@ -37,8 +37,8 @@ from kvflow.protocols.errors import MisuseError
 log = logging.getLogger("vllm.kvflow")
 KVConnectorMetadata.register(StepMeta)
 KVConnectorWorkerMetadata.register(StepNews)
-# How long a step without a model waits for news. While a request waits for kvflow, vLLM would
-# otherwise run such steps without a pause.
+# Seconds for which a step without a model waits for news. While a request waits for kvflow, vLLM
+# would otherwise run such steps without a pause.
 _IDLE_WAIT_S = 0.005
 
 

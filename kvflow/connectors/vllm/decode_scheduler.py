@@ -24,15 +24,15 @@ from kvflow.connectors.vllm.params import FromPrefill
 from kvflow.connectors.vllm.prompts import prompt_of
 from kvflow.protocols.errors import Cause, Code
 
-USED_ROOMS = 4096  # rooms to remember, because a room serves only once
+USED_ROOMS = 4096  # rooms remembered, because a room may be used only once
 log = logging.getLogger("vllm.kvflow")
 
 
 class _Load:
-    """One request, from its arrival until its load ends."""
+    """The load of one request, from its arrival until the load ends."""
 
     def __init__(self, request: Any, waits_for: set[int]) -> None:
-        """`waits_for` holds the workers whose part of prefill has not begun."""
+        """`waits_for` holds the numbers of the workers at which prefill has not begun."""
         self.request, self.waits_for = request, waits_for
         self.is_offered = False
         self.blocks: Sequence[int] = ()  # blocks that prefill may write

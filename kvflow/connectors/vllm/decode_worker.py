@@ -87,8 +87,8 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                     self._abandon(target)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """Return the ids of requests for which vLLM need not wait any longer, and which of them
-        failed to load.
+        """Return the ids of requests for which vLLM need not wait any longer, and of those among
+        them that failed to load.
         """
         with self._lock:
             found = self._received, self._failed

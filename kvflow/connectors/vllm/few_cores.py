@@ -20,7 +20,7 @@ _IDLE_AFTER_S = 60.0
 
 
 def install() -> None:
-    """Add pauses to these loops if the environment variable is set. Idempotent."""
+    """Add the pauses if the environment variable `VARIABLE` is set. Idempotent."""
     if os.environ.get(VARIABLE, "") in ("", "0"):
         return
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition

@@ -1,9 +1,9 @@
 """Checks of the settings and of `kv_transfer_params` in vLLM's API server, and reasons for failed
 loads in its answers.
 
-vLLM has no hook for any of this. Its client would see a failed load as "Internal server error". The
-scheduler would find an error in `kv_transfer_params`, but cannot answer the client, and an error in
-the settings would appear only after the model is loaded. So this module wraps three methods of
+vLLM has no hook for any of this. A failed load would reach the client as "Internal server error".
+An error in `kv_transfer_params` would be found by the scheduler, which cannot answer the client,
+and an error in the settings only after the model is loaded. So this module wraps three methods of
 vLLM, as they are in the version that `version.py` names.
 """
 

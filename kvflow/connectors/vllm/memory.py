@@ -69,7 +69,7 @@ def check_groups(config: KVCacheConfig) -> int:
 
 @contextmanager
 def shared_allocation(found: list[SharedSegment]) -> Generator[None]:
-    """Place the KV cache that vLLM allocates within the block in a shared segment.
+    """Place the KV cache that vLLM allocates inside the `with` statement in a shared segment.
 
     Prefills on this machine can then write into it. The segment is appended to `found`.
     """

@@ -17,7 +17,7 @@ from kvflow.node.threads.rooms import PrefillThreadRoom, RoomEvent
 from kvflow.protocols.errors import Cause, Code, KvflowError
 
 log = logging.getLogger("vllm.kvflow")
-# How long a step that will overwrite blocks waits for the writes that still read them.
+# Seconds for which a step that will overwrite blocks waits for the writes that still read them.
 _PREEMPTION_S = 0.2
 
 

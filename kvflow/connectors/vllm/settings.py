@@ -139,9 +139,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def check_continues(vllm_config: Any) -> None:
     """Check that vLLM can compute a prompt from a cached beginning.
 
-    It can with chunked prefill or prefix caching. It switches off both for MLA on CPUs without AMX,
-    for layers that are not causal, and on RISC-V. There it would compute the end of a loaded prompt
-    without attention to its beginning. Raises: MisuseError.
+    vLLM can do so with chunked prefill or prefix caching. It switches both off for MLA on CPUs
+    without AMX, for layers that are not causal, and on RISC-V. There it would compute the end of a
+    loaded prompt without attention to its beginning. Raises: MisuseError if both are off.
     """
     if (
         vllm_config.scheduler_config.enable_chunked_prefill

@@ -16,7 +16,7 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 3
 
 
 class KvflowStats(KVConnectorStats):  # type: ignore[misc]
-    """Transfers since the last report; `data` has the fields of `transfers.Transfers`."""
+    """Transfers since the last report, in the form that `transfers.Transfers.take` returns."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data: dict[str, Any] = data or no_transfers()

@@ -161,7 +161,7 @@ class WorkerSides:
 
 
 def _names(model_config: Any, place: _Place) -> dict[str, Any]:
-    """Return the model name and rank under which decodes find this worker."""
+    """Return the model name under which decodes find this worker, and its rank if it is joined."""
     named: dict[str, Any] = {"model": _model_name(model_config)}
     if place.is_joined:
         named |= {"rank": place.rank, "world_size": place.ranks}
