@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvflow.protocols.wire.kv_events import BlockEvent, RemovedBlocks, StoredBlocks
 
-MAX_BLOCKS = 1 << 20  # per worker, in some 150 MB; further blocks are ignored
+MAX_BLOCKS = 1 << 20  # limit per worker (some 150 MB); further blocks are ignored
 # vLLM and SGLang name media differently, see `wire.kv_events.media_of`.
 _BIT_OF_MEDIUM = {"GPU": 1, "CPU": 2, "CPU_PINNED": 2, "STORAGE": 4, "DISK": 4, "EXTERNAL": 8}
 _OTHER_MEDIUM = 16

@@ -70,12 +70,12 @@ class CacheView:
 
     @contextmanager
     def expecting(self, prompts: Prompts) -> Iterator[None]:
-        """Count these prompts as cached until the block ends. By then the worker's events report
-        them.
+        """Count these prompts as cached until the `with` statement ends. By then the worker's
+        events report them.
         """
         self.prefixes.note(prompts.chains)
-        # Keep this feed: a restarted worker gets another one before the block ends, and this
-        # request was not counted there.
+        # Keep a reference: a restarted worker may get another feed before the statement ends, and
+        # these prompts are not counted in that one.
         feed = self.feed
         if feed is None or (hashes := prompts.blocks.get(feed.source.block_size)) is None:
             yield

@@ -33,7 +33,7 @@ class Completion(Protocol):
     def open_pair(
         self, request: Forwarded, prefill: Worker, decode: Worker
     ) -> AbstractAsyncContextManager[Pair]:
-        """Open one try: within the block both workers are asked.
+        """Open one try: within the `with` statement both workers are asked.
 
         On exit, connections without a complete answer are closed.
         """

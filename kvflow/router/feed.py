@@ -1,6 +1,6 @@
 """A follower of one worker's cache events.
 
-It reads a snapshot, then one batch after another, and requests batches that were lost again.
+It reads a snapshot, then one batch after another, and asks for a replay of batches that were lost.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _OTHER_KEY = ", as where it has another key (--kv-events-key-file)"
 
 
 class Source(NamedTuple):
-    """Where a worker publishes its events: ZMQ addresses, tokens per block, and the key if one is
-    needed.
+    """The place where a worker publishes its events: ZMQ addresses, tokens per block, and the key
+    if one is needed.
     """
 
     endpoint: str
@@ -209,10 +209,10 @@ def source_of(
 
 
 def _reached(address: object, host: str) -> str | None:
-    """Return an address that a worker bound as other machines reach it.
+    """Return a worker's bound address in the form in which other machines reach it.
 
-    `host` replaces an address that stands for all interfaces. Returns None for anything but a TCP
-    address.
+    `host` replaces an address that stands for all interfaces. The result is None for anything but a
+    TCP address.
     """
     if not isinstance(address, str) or not address.startswith("tcp://"):
         return None

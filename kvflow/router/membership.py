@@ -1,16 +1,17 @@
-"""Workers that join and leave a running router, through the routes that sglang_router has for them.
+"""Workers that join and leave a running router, through routes that sglang_router has too.
 
-    POST   /workers {"url": ..., "worker_type": "prefill" | "decode"}: join; 202 and its id, new or
-           not
-    GET    /workers        all of them; GET /workers/{id} one
-    DELETE /workers/{id}   leave: it gets no more requests, and is forgotten when those it has are
-                           answered; 202
+    POST   /workers {"url": ..., "worker_type": "prefill" | "decode"}
+                           join; answers 202 and the worker's id, even if it joined before
+    GET    /workers        list all workers
+    GET    /workers/{id}   describe one worker
+    DELETE /workers/{id}   leave; answers 202. The worker gets no more requests, and is forgotten
+                           when those it has are answered
 
-There are two differences from sglang_router: the router asks a worker that joins for its identity
+There are two differences from sglang_router. The router asks a worker that joins for its identity
 before it answers, and `worker_type` may be left out. A worker that joins on its own initiative
 (`--join`) names its incarnation and repeats the request, so that a restarted router learns of it
-too. An operator's DELETE holds against these repetitions until the worker has another incarnation,
-or until an operator's POST.
+too. An operator's DELETE overrules these repetitions until the worker has another incarnation, or
+until an operator's POST.
 """
 
 from __future__ import annotations

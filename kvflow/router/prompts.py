@@ -157,7 +157,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
     Different values give different streams.
     """
-    # An explicit stack, because a client may nest values deeper than Python can recurse.
+    # The stack is explicit, because a client may nest values deeper than Python can recurse.
     left = [value]
     while left:
         item = left.pop()

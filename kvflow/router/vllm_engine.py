@@ -162,8 +162,8 @@ class VllmCompletion:
     def __init__(self, engine: VllmEngine, fields: _Fields) -> None:
         """Create a completion from the fields of its body. Raises: RequestError (400)."""
         if isinstance(fields.vllm_xargs, dict) and "kv_transfer_params" in fields.vllm_xargs:
-            # vLLM uses this entry as the field of that name, but it is a text, and vLLM's engine
-            # dies of it.
+            # vLLM takes this entry for the field of that name. It is a text, which crashes vLLM's
+            # engine.
             raise RequestError(
                 "vllm_xargs: kv_transfer_params is not for clients", param="vllm_xargs"
             )

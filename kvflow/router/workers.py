@@ -28,7 +28,7 @@ CHECK_TIMEOUT_S = 3.0
 # Seconds between two checks of a worker that is down. The time is short, because requests may be
 # waiting for the worker to return.
 DOWN_CHECK_S = 0.25
-LEAST_CHECK_S = 0.05  # least time between two checks of a worker, also if one is due
+LEAST_CHECK_S = 0.05  # shortest time between two checks of one worker, even on request
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
 _NOT_CHECKED = "not checked yet"
 _NUMBERS = re.compile(r"[0-9]+")
@@ -131,8 +131,8 @@ class Worker:
         self.check_due.set()
 
     def mark_served(self) -> None:
-        """End the backoff, after a first token or an answer whose failure is not the worker's
-        fault.
+        """End the backoff: a request got its first token, or an answer that shows no fault of the
+        worker.
         """
         self._losses, self._backoff_until_s = 0, 0.0
 
@@ -169,7 +169,7 @@ class Worker:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Count one more request at the worker until the block ends."""
+        """Count one more request at the worker until the `with` statement ends."""
         self.running += 1
         self.served += 1
         self.turn = next(_turns)
@@ -184,7 +184,7 @@ class Worker:
         """Note that these prompts are being sent to the worker, which will then have them in its
         cache.
 
-        The block ends when they are answered.
+        The caller leaves the `with` statement when they are answered.
         """
         self.prefix_hits += self.cache.matched(prompts) > 0
         return self.cache.expecting(prompts)
