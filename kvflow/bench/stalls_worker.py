@@ -105,8 +105,8 @@ class ReadyPrefill(_Engine):
 
 
 class PacedDecode(_Engine):
-    """A decode engine that makes a token every `pause_s`: the one with the largest bias if the
-    request has any, else the next of 512.
+    """A decode engine that makes a token every `pause_s`: the token with the largest logit bias if
+    the request has biases, else the next of 512 tokens.
     """
 
     pause_s = 0.001

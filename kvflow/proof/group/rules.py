@@ -66,7 +66,7 @@ class Agreement:
         self._opened: dict[tuple[Incarnation, TicketKey], Session] = {}
         self._sessions: dict[Incarnation, Session | None] = {}
         self._members: dict[Incarnation, dict[Any, Membership]] = {}
-        self._first: Cause | None = None  # failure that the leader reads now
+        self._first: Cause | None = None  # cause of the failure that the leader reads now
         # Pairs (who gave up, whom). The one given up may then do the same.
         self._given_up_by: set[tuple[Incarnation, Incarnation]] = set()
 

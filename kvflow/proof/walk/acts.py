@@ -82,7 +82,7 @@ class Acts:
         return act._replace(hears=True)
 
     def _of(self, rank: int) -> str:
-        """Return the text that names `rank`, empty in a world of one rank."""
+        """Return the words that name `rank` in a text, or "" in a world of one rank."""
         return f" of rank {rank}" if self.world.bounds.ranks > 1 else ""
 
     def of_decode(self, value: Decode, rank: int, seen: Neighbour) -> list[Act[Decode]]:
@@ -224,7 +224,7 @@ class Acts:
                     )
 
     def _decode_pages(self, number: int, grant: Grant, endpoint: DecodeEndpoint, may: Any) -> None:
-        """Add what threads and the room's user may do with the pages of a grant."""
+        """Add the acts of threads and of the room's user on the pages of a grant."""
         record = endpoint.rooms.get(GrantId(number))
         awaited = sum(check.found is None for check in record.checks) if record else 0
         if grant.threads > awaited:

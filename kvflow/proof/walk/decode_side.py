@@ -127,7 +127,7 @@ class Decode(NamedTuple):
     endpoint: int  # number on the shelf, or -1 if the process is dead
     grants: tuple[Grant, ...] = ()
     opened: int = 0  # rooms that were opened or refused
-    watched: frozenset[tuple[int, int]] = frozenset()  # (rank, life) whose fence is awaited
+    watched: frozenset[tuple[int, int]] = frozenset()  # (rank, life) whose fence decode awaits
     declared: frozenset[tuple[int, int]] = frozenset()
     left: bool = False
     closed: bool = False

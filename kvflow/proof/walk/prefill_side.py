@@ -73,7 +73,7 @@ class Prefill(NamedTuple):
     landed: tuple[int, ...] = ()  # by grant, a bit for each page that landed
     rooms: tuple[Room, ...] = ()  # open rooms of the engine
     asked: int = 0  # rooms that the engine opened or refused
-    routes: tuple[tuple[Incarnation, bool], ...] = ()  # (peer, True when it is open)
+    routes: tuple[tuple[Incarnation, bool], ...] = ()  # (peer, True if the route is open)
     watched: frozenset[Incarnation] = frozenset()
     target_gone: bool = False  # decode's process is dead
     other: Other = Other.ABSENT

@@ -55,7 +55,8 @@ class Bounds(NamedTuple):
     """
 
     ranks: int = 1
-    # Each chunk has one page. 0: decode has the whole prompt, and receives one chunk without pages.
+    # Each chunk has one page. With 0 chunks decode has the whole prompt, and receives one chunk
+    # without pages.
     chunks: int = 3
     in_flight: int = 4  # words queued in each direction, over all ranks
     drops: int = 2
@@ -69,7 +70,7 @@ class Bounds(NamedTuple):
     leaves: int = 0
     declares: int = 0
     checksums: int = 0
-    rooms: tuple[int, ...] = (1,)  # opened in this order, at decode and at prefill
+    rooms: tuple[int, ...] = (1,)  # room ids, opened in this order at decode and at prefill
     announce: bool = False  # decode announces a room long before it offers pages
     registered: bool = True  # links are up from the beginning
     restarts: bool = True  # a dead prefill may start again at its address
@@ -84,7 +85,8 @@ class Bounds(NamedTuple):
     targets: int = 8
     closed_grants: int = 8
     quarantine_share: float = 1.0
-    # An earlier decode over this pool closed with pages lent to rank 0, whose write may still land.
+    # An earlier decode over this pool closed while pages were lent to rank 0, and a late write may
+    # still land in them.
     earlier: bool = False
 
     @property
