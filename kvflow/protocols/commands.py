@@ -249,8 +249,8 @@ class RoomStopped(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoomReleased(msgspec.Struct, frozen=True, gc=False):
-    """Release the room's source pages: the endpoint removed the room from its tables, and all its
-    writes ended.
+    """Report that no write reads the room's source pages any more: all writes ended, and the
+    endpoint removed the room from its tables.
     """
 
     serial: int

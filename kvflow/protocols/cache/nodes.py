@@ -45,8 +45,8 @@ class Node:
     """A node of the tree, which stands for the prefix up to its last page. A split inserts a new
     node before it, so a reference to a node keeps its meaning.
 
-    `children`: child nodes by the bytes of their first page. `taken`: the child that the last
-    prompt matched completely; None after that child is split or removed. `below[tier]`: number of
+    `children`: child nodes by the bytes of their first page. `taken`: the child that a prompt most
+    recently matched completely; None after that child is split or removed. `below[tier]`: number of
     children that are not ABSENT in the tier. `readers[tier]`: number of copies that read the node
     there. `pins`: number of uses that keep the node on the device, its children's included (see
     `Residents.pin`). `depth`: number of pages from the root to the end of the node. `queued`: one

@@ -99,8 +99,8 @@ class DecodeCore(Core):
         it.
         """
         lease, peer = change.lease, change.source
-        # A silent source receives its Aborts when it answers again ("ask"): before that they would
-        # only fill its send queue.
+        # A silent source receives its Aborts when it answers again (the task "ask"). Until then,
+        # they would only fill the send queue of the link.
         if LoanCommand.SEND_ABORT in change.commands and (peer.usable or peer.asked_again):
             assert lease.cause is not None
             self.abort(lease, peer, lease.cause)

@@ -213,7 +213,8 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
     def refuse_room(self, room: int, ranks: Sequence[RankInfo], cause: Cause, now: float) -> None:
         """Send `cause` to the prefill legs of a request that decode refuses before it takes a page.
 
-        Raises: the errors that `open_room` raises for ranks that cannot be reached.
+        Raises: MisuseError if `room` is not a room id; LostError, PeerError, CapacityError if the
+        ranks cannot be dialled; AbortedError once the endpoint is closed.
         """
         self.core.recall(self._lease(room, self._peers(ranks, now), now), cause, now)
 

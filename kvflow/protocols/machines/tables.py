@@ -46,8 +46,8 @@ class Moves(dict[tuple[P, K], Move[P, C] | None]):
     Raises: TransitionError on an ERROR cell.
     """
 
-    # A dict rather than a method: endpoints look up a move for every event, and a dict's lookup
-    # makes no Python call.
+    # This is a dict rather than a method, because endpoints look up a move for every event, and a
+    # look-up in a dict makes no Python call.
 
     def __missing__(self, key: tuple[P, K]) -> NoReturn:
         phase, kind = key
