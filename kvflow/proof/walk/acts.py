@@ -242,8 +242,7 @@ class Acts:
     def _decode_timers(self, value: Decode, rank: int) -> list[tuple[str, int, Act[Decode]]]:
         """Return (kind, life of the link, act) for every timer that concerns `rank`.
 
-        The kind is "repeat" (sends a message again), "beat" (sends a heartbeat) or "long" (ends a
-        wait).
+        The kind is "repeat" (sends a message again), "beat" (a heartbeat) or "long" (ends a wait).
         """
         found: list[tuple[str, int, Act[Decode]]] = []
         endpoint, who = self.world.decodes.take(value.endpoint), self._of(rank)
@@ -456,8 +455,7 @@ class Acts:
                 partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.LANDED),
                 fair=True,
             )
-            # A chunk without pages never reaches the data plane, which cannot fail or stop it
-            # either.
+            # A chunk without pages never reaches the data plane, so it cannot fail or stop there.
             if not write.pages:
                 continue
             may(
@@ -534,8 +532,7 @@ class Acts:
                 record = core.rooms[timer.key]
                 waits_for_decode = record.phase is PrefillPhase.EXPECTED
                 if not waits_for_decode and record.phase is not PrefillPhase.BOOTSTRAPPED:
-                    # The timer is left over from an earlier wait; the endpoint would only set it
-                    # again.
+                    # The timer is left from an earlier wait; the endpoint would only reset it.
                     continue
                 alone = (over or value.target_gone) if waits_for_decode else never
                 price = Price.NOTHING if alone else Price.PREFILL_ABORT
