@@ -48,7 +48,9 @@ async def serve_ranks(
 
     `documents` maps further paths to functions that answer GET for them; each is called in a
     thread. A function for "/health" replaces the built-in answer, and that path needs no key
-    either. Raises: MisuseError (the port cannot be bound).
+    either.
+
+    Raises: MisuseError (the port cannot be bound).
     """
     connections = _Connections(table, api_key, documents or {})
     try:

@@ -38,8 +38,9 @@ _ADDRESS = re.compile(rf"(?:\[(?P<v6>{_V6})\]|(?P<name>{_NAME})):(?P<port>[0-9]{
 def registry_address(host: str, port: int) -> str:
     """Return the "host:port" that `RegistryClient` takes for a prefill at `host`.
 
-    `host` is a host name or an IP address; an IPv6 address may stand in brackets. Raises:
-    MisuseError for anything else.
+    `host` is a host name or an IP address; an IPv6 address may stand in brackets.
+
+    Raises: MisuseError for anything else.
     """
     named = f"[{host}]" if ":" in host and not host.startswith("[") else host
     # The port is not checked: a prefill may not know its own port yet.
@@ -85,9 +86,11 @@ class RankTable:
     def register(self, info: RankInfo, *, is_trusted: bool) -> None:
         """Add or replace a rank that was received over the network.
 
-        `is_trusted` is True if the sender has the API key. Raises: PeerError for a rank of this
-        process; for a rank of another prefill, unless the sender is trusted and this process has no
-        rank in the table; and for a rank that moves to another host, unless the sender is trusted.
+        `is_trusted` is True if the sender has the API key.
+
+        Raises: PeerError for a rank of this process; for a rank of another prefill, unless the
+        sender is trusted and this process has no rank in the table; and for a rank that moves to
+        another host, unless the sender is trusted.
         """
         if _place(info) in self._own:
             raise PeerError(

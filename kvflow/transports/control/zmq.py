@@ -155,7 +155,9 @@ class _Handshakes:
 def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[ZmqSocket, int]:
     """Bind prefill's end to `port` (0: any free one), and return the socket and its port.
 
-    With a `key`, only decodes that have it can connect. Raises: MisuseError (port taken).
+    With a `key`, only decodes that have it can connect.
+
+    Raises: MisuseError (port taken).
     """
     socket = _socket(zmq.ROUTER, zmq.Context() if key else zmq.Context.instance(), ipv6=":" in host)
     authentication = key.arm_server(socket) if key else None
@@ -181,7 +183,9 @@ def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[Zm
 def connect_dealer(control: str, incarnation: int, key: ControlKey | None = None) -> ZmqSocket:
     """Connect decode's end to the control endpoint "tcp://host:port" of one prefill rank.
 
-    The connection is made in the background. Raises: MisuseError for an endpoint that ZMQ rejects.
+    The connection is made in the background.
+
+    Raises: MisuseError for an endpoint that ZMQ rejects.
     """
     socket = _socket(zmq.DEALER, zmq.Context.instance(), ipv6="[" in control)
     if key:

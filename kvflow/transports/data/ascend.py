@@ -71,8 +71,10 @@ class AscendPlane(MooncakePlane):
     ) -> None:
         """Start the engine. `device` is the number of an NPU; empty means 0.
 
-        `make_engine` and `set_device` replace mooncake's and torch's. Raises: MisuseError naming
-        what this machine lacks, TransferError when the engine does not start.
+        `make_engine` and `set_device` replace mooncake's and torch's.
+
+        Raises: MisuseError naming what this machine lacks, TransferError when the engine does not
+        start.
         """
         self._make_engine = make_engine
         self._npu = npu_number(device)

@@ -90,7 +90,9 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         """Return our address, and the layout with offsets in the segment as buffer addresses.
 
         Without a segment (a user's own tensors) the locator is empty: peers can read our layout but
-        cannot write to us. Raises: LayoutError when a buffer does not lie in the segment.
+        cannot write to us.
+
+        Raises: LayoutError when a buffer does not lie in the segment.
         """
         layout.check()
         self._layout = layout

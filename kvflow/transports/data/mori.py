@@ -76,7 +76,7 @@ from kvflow.transports.host.peer_process import PeerProcess
 MAX_REGIONS = 8  # each pair of regions needs a session
 _PROBE_BYTES = 8
 _ANSWER_S, _CONNECT_S = 10.0, 30.0
-_ASK_S = 0.0005  # between two checks for an answer
+_ASK_S = 0.0005  # seconds between two checks for an answer
 _OPERATORS_CHOICE = "MORI_RDMA_DEVICES"
 _choosing = threading.Lock()
 
@@ -206,8 +206,10 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         """Start the engine; call it before the event loop serves anything.
 
         `host` is the address at which peers reach its control port. `device` names an RDMA device;
-        without one, mori chooses. `library` replaces the module `mori.io`. Raises: MisuseError when
-        the package cannot be loaded, TransferError when the engine does not start.
+        without one, mori chooses. `library` replaces the module `mori.io`.
+
+        Raises: MisuseError when the package cannot be loaded, TransferError when the engine does
+        not start.
         """
         super().__init__(rate_limit_bytes_per_s)
         self.library = mori_library() if library is None else library

@@ -46,6 +46,7 @@ def open_plane(
 
     This takes some milliseconds (a back end may start threads and listen), so call it at start-up.
     `device` names the RDMA device for planes that use one; for ascend it is the number of an NPU.
+
     Raises: MisuseError for an unknown name, a rate not above 0, or a missing package, which the
     text names.
     """
@@ -67,8 +68,9 @@ def plane_for(
     """Return the data plane for a node over `pool`.
 
     `plane` is one of `PLANES`, or a plane of the caller, which is returned unchanged. With
-    `receives`, peers write into this pool, so the local plane needs it in shared memory. Raises:
-    MisuseError as `open_plane` does, and for a pool that the named plane cannot use.
+    `receives`, peers write into this pool, so the local plane needs it in shared memory.
+
+    Raises: MisuseError as `open_plane` does, and for a pool that the named plane cannot use.
     """
     if not isinstance(plane, str):
         return plane

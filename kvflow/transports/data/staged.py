@@ -65,8 +65,9 @@ class StagedPlane:
         return self.inner.stalled_s
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
-        """Export the staging, whose layout replaces `layout`. Raises: the errors of the inner
-        plane.
+        """Export the staging. Its layout takes the place of `layout`.
+
+        Raises: the errors of the inner plane.
         """
         return self.inner.export(self._staging.host.layout.served)
 

@@ -17,7 +17,7 @@ WINDOW_BYTES = 16 << 20
 # Limits of one transfer. It takes some 1 ms, and a cancel waits for its end.
 TRANSFER_BYTES = 4 << 20
 TRANSFER_BLOCKS = 1024
-_PAUSE_S = 0.0003  # between checks of what is under way
+_PAUSE_S = 0.0003  # seconds between checks of what is under way
 
 
 class Transfer:
@@ -78,7 +78,7 @@ class TransfersRoute(PlannedRoute):
     ) -> None:
         super().__init__(thread, planner, siblings)
         self.carrier, self.process = carrier, process
-        self.jobs = self.bytes = 0  # under way; used by the plane's thread only
+        self.jobs = self.bytes = 0  # counts under way; used by the plane's thread only
 
     def begin(self, write: Assignment) -> _TransfersJob:
         return _TransfersJob(

@@ -178,8 +178,9 @@ class WriteThread:
     ) -> None:
         """Create the thread without starting it.
 
-        The rate limit applies to all writes together; None means no limit. Raises: MisuseError for
-        a rate that is not positive.
+        The rate limit applies to all writes together; None means no limit.
+
+        Raises: MisuseError for a rate that is not positive.
         """
         rate = rate_limit_bytes_per_s
         if rate is not None and not rate > 0:

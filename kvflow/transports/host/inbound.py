@@ -45,8 +45,9 @@ from kvflow.transports.host.tcp_table import (
     sockets,
 )
 
-_LOOK_S = 1.0  # between looks at the connections of living writers
-_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 1.0  # between looks at those of a dead one
+_LOOK_S = 1.0  # seconds between looks at the connections of living writers
+# Seconds between looks at the connections of a dead writer.
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 1.0
 
 
 @dataclass(slots=True)
@@ -122,7 +123,9 @@ class InboundConnections:
         """Return how many connections that may be the dead writer's can still be read.
 
         The count includes connections that our engine did not accept yet. The writer must be
-        watched. Raises: OSError as `look` does.
+        watched.
+
+        Raises: OSError as `look` does.
         """
         with self._lock:
             writer = self._writers[dead_writer]
@@ -274,8 +277,10 @@ async def wait_ended(
 ) -> None:
     """Wait until the writer's process is dead and every connection that may be its own is closed.
 
-    There is no time limit. Raises: TransferError for a writer that can never be observed, OSError
-    when it cannot be observed right now.
+    There is no time limit.
+
+    Raises: TransferError for a writer that can never be observed, OSError when it cannot be
+    observed right now.
     """
     async with watch(writer) as death:
         inbound.watch(writer)

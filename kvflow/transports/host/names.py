@@ -9,7 +9,7 @@ from ipaddress import ip_address
 
 from kvflow.aio import Threads
 
-LOOKUPS = 4  # at a time; the system's resolver limits how long each may take
+LOOKUPS = 4  # lookups at a time; the system's resolver limits how long each may take
 
 
 class HostNames:
@@ -37,7 +37,9 @@ class HostNames:
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect as `asyncio.open_connection` does, but look up the host in our own threads.
 
-        asyncio would use the threads that the whole loop shares. Raises: OSError, TimeoutError.
+        asyncio would use the threads that the whole loop shares.
+
+        Raises: OSError, TimeoutError.
         """
         error: OSError = OSError(f"{host} has no address")
         for address in await self.addresses(host, within_s):

@@ -106,8 +106,9 @@ def sockets(process: int | str = "self") -> dict[int, int]:
 def borrow(fd: int, inode: int | None = None) -> Iterator[socket.socket | None]:
     """Yield a duplicate of one of our sockets, since the engine may close the original at any time.
 
-    Yield None when the descriptor is not a socket, or not the socket with `inode` any more. Raises:
-    OSError when no descriptor is left for the duplicate.
+    Yield None when the descriptor is not a socket, or not the socket with `inode` any more.
+
+    Raises: OSError when no descriptor is left for the duplicate.
     """
     try:
         duplicate = os.dup(fd)

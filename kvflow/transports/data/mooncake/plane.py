@@ -108,8 +108,10 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
 
         Call it before the event loop serves anything. `host` is the address at which peers reach
         us; it must have the IP version that this process's engines use. `device` names an RDMA
-        device; without one, TCP is used. Raises: MisuseError when the package cannot be loaded,
-        TransferError when the engine does not start.
+        device; without one, TCP is used.
+
+        Raises: MisuseError when the package cannot be loaded, TransferError when the engine does
+        not start.
         """
         super().__init__(rate_limit_bytes_per_s)
         self._host, self._device = host, device
@@ -294,7 +296,9 @@ def _check_owner(peer: PlaneAddress) -> None:
     """Check that the peer's process listens at its session.
 
     A process that claims another's session would end the routes to its owner. Processes of other
-    hosts or users cannot be checked, and pass. Raises: TransferError.
+    hosts or users cannot be checked, and pass.
+
+    Raises: TransferError.
     """
     try:
         check_same_host(peer.process)

@@ -14,9 +14,9 @@ from kvflow.transports.host.peer_process import PeerProcess
 WINDOW_HANDLES = 128
 WINDOW_BYTES = 32 << 20
 _FIRST_UNPACE_BYTES, _LAST_UNPACE_BYTES = 4 << 20, 256 << 20
-# Checking a window takes some 100 us of CPU, which the copying threads lack if there are few cores.
-# So checks are this far apart. They are closer only if the rest of the write can land sooner at the
-# best known speed, and twice as frequent once the write is stopped, because its pages wait for the
+# Pauses between two checks of a window. A check takes some 100 us of CPU, which the copying threads
+# lack if there are few cores. The pause is shorter only if the rest of the write can land sooner at
+# the best known speed. It is half as long once the write is stopped, because its pages wait for the
 # last block of one window.
 _TCP_PAUSE_S, _RDMA_PAUSE_S = 0.001, 0.0002
 _BEST_BYTES_PER_S = 8e9
@@ -43,7 +43,8 @@ class MooncakeRoute(PlannedRoute):
         self.submit = engine.transfer_submit_write
         self.check = engine.transfer_check_status
         self.session, self.process = session, process
-        self.jobs = self.handles = self.bytes = 0  # under way; used by the plane's thread only
+        # counts under way; used by the plane's thread only
+        self.jobs = self.handles = self.bytes = 0
         self.pause_s = _TCP_PAUSE_S if over_tcp else _RDMA_PAUSE_S
         self._next_unpace = _FIRST_UNPACE_BYTES
         # Bytes left to submit until connections are unpaced again. RDMA has no connections to

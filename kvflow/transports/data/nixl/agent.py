@@ -103,7 +103,9 @@ class Agent:
         """Add another agent by its metadata.
 
         If NIXL refuses the metadata, this agent may never accept another agent of the same (random)
-        name. Raises: TransferError.
+        name.
+
+        Raises: TransferError.
         """
         with self._lock:
             try:

@@ -42,7 +42,7 @@ from kvflow.transports.host.peer_process import PeerProcess
 
 MAX_PEERS = 16_384
 _ANSWER_S, _CONNECT_S = 10.0, 12.0
-_ASK_S = 0.0005  # between two checks for an answer
+_ASK_S = 0.0005  # seconds between two checks for an answer
 
 
 class Peer:
@@ -80,6 +80,7 @@ class NixlPlane(EnginePlane[TransfersRoute]):
 
         Call it before the event loop serves anything. `host` is the address at which peers reach
         us. `device` names an RDMA device; without one, TCP and copies within a machine are used.
+
         Raises: MisuseError when the package cannot be loaded, TransferError when an agent does not
         start.
         """
@@ -183,6 +184,7 @@ class NixlPlane(EnginePlane[TransfersRoute]):
         """Forget peers that are dead and have no route.
 
         Living peers are kept, because their side keeps a connection open after NIXL disconnects.
+
         Raises: TransferError when too many are kept.
         """
         for peer in [

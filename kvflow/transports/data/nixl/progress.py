@@ -16,7 +16,7 @@ import time
 from kvflow.transports.data.nixl.agent import Agent
 
 _log = logging.getLogger(__name__)
-_BLIND_MS = 1  # between checks, if UCX shows no descriptor to sleep on
+_BLIND_MS = 1  # milliseconds between checks if UCX shows no descriptor to sleep on
 _AFTER_ERROR_S = 0.01
 
 
