@@ -144,7 +144,9 @@ def pool_over(
 
     The dimensions may be in any order in memory, but each block is contiguous. `layout` names
     whatever else must be equal in two caches. `heads` is given for a worker whose decode holds the
-    parts of all workers; otherwise each worker has one counterpart. Raises: LayoutError.
+    parts of all workers; otherwise each worker has one counterpart.
+
+    Raises: LayoutError.
     """
     # Layers that share a cache (cross-layer KV sharing) have the same bytes, which are moved once.
     distinct: dict[int, str] = {}

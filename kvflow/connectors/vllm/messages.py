@@ -97,7 +97,8 @@ class StepNews:
     # decode: by request, the workers for which the scheduler side need not wait any longer, because
     # their part of prefill began, or never will
     ready: dict[str, set[int]] = field(default_factory=dict)
-    failed: dict[str, Cause] = field(default_factory=dict)  # the first cause at any worker
+    # why each load failed; of several workers' causes, the first
+    failed: dict[str, Cause] = field(default_factory=dict)
     failures: dict[str, set[int]] = field(default_factory=dict)  # workers at which the load failed
     # decode: workers of `failures` at which no write can reach the blocks any more
     released: dict[str, set[int]] = field(default_factory=dict)

@@ -62,7 +62,9 @@ class FromPrefill(msgspec.Struct, frozen=True):
 def read_params(params: object) -> ToDecode | FromPrefill | None:
     """Parse a request's `kv_transfer_params`; return None if they ask for no transfer.
 
-    Fields of other connectors are ignored. Raises: MisuseError naming the field.
+    Fields of other connectors are ignored.
+
+    Raises: MisuseError naming the field.
     """
     if params is None:
         return None

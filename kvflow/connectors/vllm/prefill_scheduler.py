@@ -18,7 +18,8 @@ from kvflow.connectors.vllm.params import ROOM, ToDecode, draw_room
 from kvflow.connectors.vllm.prompts import prompt_of
 
 log = logging.getLogger("vllm.kvflow")
-_COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # names of vLLM's RequestStatus
+# statuses in vLLM's RequestStatus after which the prompt is computed
+_COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
 class PrefillScheduler:

@@ -28,7 +28,9 @@ def check_moves(caches: Mapping[str, torch.Tensor], pool: PagedPool, num_blocks:
     The test writes a block through `caches`, vLLM's layers, and moves it by the layout in `pool`,
     from which planes compute addresses. The target block must then equal the source, and the blocks
     around both must be unchanged. No block is in use yet, and afterwards every byte is restored if
-    the layout passes. Raises: LayoutError naming the layers that do not pass.
+    the layout passes.
+
+    Raises: LayoutError naming the layers that do not pass.
     """
     for name, cache in caches.items():
         if cache.shape[0] != num_blocks:

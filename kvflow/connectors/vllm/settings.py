@@ -141,7 +141,9 @@ def check_continues(vllm_config: Any) -> None:
 
     vLLM can do so with chunked prefill or prefix caching. It switches both off for MLA on CPUs
     without AMX, for layers that are not causal, and on RISC-V. There it would compute the end of a
-    loaded prompt without attention to its beginning. Raises: MisuseError if both are off.
+    loaded prompt without attention to its beginning.
+
+    Raises: MisuseError if both are off.
     """
     if (
         vllm_config.scheduler_config.enable_chunked_prefill
