@@ -42,8 +42,9 @@ class ClientAnswer:
     async def relay(self, pair: Pair, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         """Relay decode's stream event by event.
 
-        If decode is lost after the first token, the stream ends with an error event. Raises:
-        PairFailedError before the first token.
+        If decode is lost after the first token, the stream ends with an error event.
+
+        Raises: PairFailedError before the first token.
         """
         if self._stream is None:
             self._stream = web.StreamResponse(headers={**stream_headers(answer), **pair.headers})
@@ -79,8 +80,9 @@ class ClientAnswer:
     async def _until_first_token(self, out: web.StreamResponse, pair: Pair) -> bytes:
         """Relay empty lines and comments up to the first token.
 
-        Return the piece with that token, after the opening events of a chat. Raises:
-        PairFailedError.
+        Return the piece with that token, after the opening events of a chat.
+
+        Raises: PairFailedError.
         """
         opening, rest = b"", b""
         while b"\n\n" not in rest:

@@ -20,7 +20,7 @@ class Forwarded(NamedTuple):
 
     session: aiohttp.ClientSession
     path: str
-    raw: bytes  # body, a JSON object
+    raw: bytes  # body of the request, a JSON object
     headers: Mapping[str, str]
 
 

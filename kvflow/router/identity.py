@@ -60,9 +60,10 @@ class Identify(Protocol):
     """A function that asks the worker at `url` for its identity.
 
     `role` is the role that the router assumes; None if the worker has to report it. `known` is the
-    identity found by the last check; None if the worker was down. Raises: NotServingError;
-    RequestError if the role stays unknown; and the errors of a request and of decoding its answer
-    (aiohttp.ClientError, OSError, ValueError, RecursionError).
+    identity found by the last check; None if the worker was down.
+
+    Raises: NotServingError; RequestError if the role stays unknown; and the errors of a request and
+    of decoding its answer (aiohttp.ClientError, OSError, ValueError, RecursionError).
     """
 
     def __call__(
@@ -75,7 +76,9 @@ async def ask(
 ) -> Any:
     """Return the JSON document that the worker at `url` serves at `path`.
 
-    `meanings` explains statuses other than 200 in the error. Raises: see `Identify`.
+    `meanings` explains statuses other than 200 in the error.
+
+    Raises: see `Identify`.
     """
     # Redirects are refused: the worker must be the server at the given URL, not one that it names.
     async with session.get(f"{url}{path}", allow_redirects=False) as answer:

@@ -104,8 +104,9 @@ class Leg:
     async def complete(self) -> web.Response:
         """Wait for the whole answer and return it.
 
-        For a stream, return the error that it begins with, or else an empty response. Raises:
-        LegFailedError.
+        For a stream, return the error that it begins with, or else an empty response.
+
+        Raises: LegFailedError.
         """
         answer = await self.begin()
         if isinstance(answer, web.Response):

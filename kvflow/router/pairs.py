@@ -64,7 +64,9 @@ class TogetherPair:
     async def first(self) -> bytes:
         """Return the next piece of decode's stream, before its first token.
 
-        A refusal by prefill ends the wait. Raises: PairFailedError.
+        A refusal by prefill ends the wait.
+
+        Raises: PairFailedError.
         """
         reading = asyncio.create_task(self.decode.read())
         try:
@@ -79,8 +81,9 @@ class TogetherPair:
         """Check prefill's answer, which is complete.
 
         Return if it is not a refusal, or if its refusal only follows from a failure of decode. In
-        the latter case decode's own answer, the `decode` task, is complete. Raises:
-        PairFailedError.
+        the latter case decode's own answer, the `decode` task, is complete.
+
+        Raises: PairFailedError.
         """
         answer = self._prefilling.result()
         # Status 499 means that decode ended the room. Decode's own answer has the root cause, and

@@ -204,7 +204,9 @@ class Router(Drainable):
         """Return the pair for the next try.
 
         It returns at once while a pair is untried, and otherwise after a pause or when a worker
-        comes up. Raises: PairFailedError, NoWorkerError if no further try is allowed.
+        comes up.
+
+        Raises: PairFailedError, NoWorkerError if no further try is allowed.
         """
         may_begin = False
         while True:

@@ -43,6 +43,7 @@ class Tries:
         """Return the first pair that was not tried yet.
 
         Return None after as many tries as there are workers, which is enough to reach each of them.
+
         Raises: the last error, if a pair that was tried would repeat it.
         """
         if len(self._pairs) < len(prefills) + len(decodes):

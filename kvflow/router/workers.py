@@ -74,7 +74,7 @@ class Worker:
         self.prefix_hits = 0
         self.bootstrap_port: int | None = None
         self.learned: object = None  # what the engine learned from its answers since it came up
-        self.identity: Identity | None = None  # as of the last check that found it up
+        self.identity: Identity | None = None  # what the last successful check found
         self.model = ""
         self.fingerprint = ""
         self.incarnation = ""
@@ -290,7 +290,9 @@ class Workers:
         """Return the workers for the next try of a request, the best first.
 
         The order is by how often they failed this request, then those not in backoff, then by the
-        policy. Raises: NoWorkerError.
+        policy.
+
+        Raises: NoWorkerError.
         """
         choices = self._paired(role)
         if not choices:
