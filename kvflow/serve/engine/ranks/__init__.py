@@ -1,3 +1,4 @@
-"""Prefill over several ranks: the first one schedules and announces each step, and the others run
-it too.
+"""Steps that several processes run together: the ranks of a prefill, or the shards of a decode.
+
+The first one schedules and announces each step, and the others run it too.
 """

@@ -1,4 +1,4 @@
-"""One request of a group, as a rank that follows the first one knows it."""
+"""One request of a group, at a rank that follows the first one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvflow.serve.engine.scheduler.rooms import PrefillRoomPort
 
 
 class FollowedRoom(PrefillRoomPort, Protocol):
-    """The room of a followed request. `prefix_tokens` is known after the match."""
+    """The room of a request at such a rank. `prefix_tokens` is known after the match."""
 
     @property
     def prefix_tokens(self) -> int: ...
@@ -24,8 +24,8 @@ class FollowedRoom(PrefillRoomPort, Protocol):
 class Followed:
     """One request of the group at this rank.
 
-    `request` is set while it has places, from the first step that names it, and before that while
-    it holds a cached prefix.
+    `request` is set while the request has places, from the first step that names it. Before that,
+    it is set while the request holds a cached prefix.
     """
 
     __slots__ = ("kept", "namespace", "params", "prompt", "request", "room", "started")
@@ -39,9 +39,10 @@ class Followed:
 
     @property
     def may_send(self) -> bool:
-        """True once the request is started here and kept at the first rank, while its room lasts.
+        """True if pages may be sent: the request is started here and kept at the first rank, and
+        its room has not ended.
 
-        Before it is started here, the group ignores what lands; before it is kept, the first rank
-        may still take its places.
+        Before it is started here, the group ignores pages that land. Before it is kept, the first
+        rank may still take its places away.
         """
         return self.started and self.kept and not self.room.ended

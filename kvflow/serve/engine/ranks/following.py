@@ -1,5 +1,5 @@
-"""A rank that follows the first one: it runs the announced steps, and sends its own pages to
-decode.
+"""The engine of a rank that follows the first one: it runs the announced steps, and sends its own
+pages to decode.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ from kvflow.serve.engine.scheduler.turn import Loads
 log = logging.getLogger("kvflow.serve.engine")
 STATUS_S = 0.2
 _Between = wire.Drop | wire.Preempt | wire.Keep | wire.Find | wire.Flush
-"""The messages of the first rank between steps."""
+"""Messages that the first rank sends between steps."""
 
 
 class _GenerationOverError(Exception):
-    """The generation ended: leave the work for it."""
+    """Raised to leave work for a generation that ended."""
 
 
 class StepFollower:
-    """The steps of one rank that is not the first.
+    """Runs the announced steps at a rank that is not the first.
 
-    A request takes its places with the first step that names it, in the order of the steps, which
-    is the same at every rank. It gives them back when the first rank preempts it or announces that
-    no further step will name it, or when the generation ends. A request that fails here is computed
-    nevertheless until then, because the other ranks count on it. Its pages stay until the group
-    starts it. When the first rank asks, its cached pages are loaded from the host and locked; the
-    first step that names it states how many of these tokens all ranks have.
+    A request takes its places with the first step that names it. Steps have the same order at every
+    rank, so requests take places in the same order too. The places become free when the first rank
+    preempts the request or announces that no further step will name it, or when the generation
+    ends. A request that fails here is still computed until then, because the other ranks depend on
+    it. Its pages are not sent before the group starts it.
+
+    When the first rank asks about a request, this rank loads the request's cached pages from the
+    host and locks them. The first step that names the request states how many of these tokens all
+    ranks have.
     """
 
     def __init__(
@@ -59,9 +62,10 @@ class StepFollower:
         owner: Hashable = "prefill",
         prefetch: PrefetchPolicy = "timeout",
     ) -> None:
-        """`shards`: ranks of each stage. `tells_openings`: the first rank may begin requests early.
+        """`shards` is the number of ranks in each stage. With `tells_openings`, this rank reports
+        every request that it opens, because the first rank may begin requests early.
 
-        `prefetch`: how long an answer to the first rank waits for the pages that are loaded.
+        `prefetch` decides how long an answer to the first rank waits for pages that are loaded.
         """
         self._shards, self._tells_openings = shards, tells_openings
         self.steps, self._socket, self._neighbours = steps, socket, neighbours
@@ -69,17 +73,17 @@ class StepFollower:
         self._owner = owner
         self.requests: dict[int, Followed] = {}  # by ticket
         self._loads = Loads(steps, prefetch, self._answer)
-        # By ticket, for requests that load: the numbers that their answers name.
+        # By ticket, for requests that load: the number of the question that their answer names.
         self._questions: dict[int, int] = {}
         self.failed_steps = self.dropped = 0
         # Tickets that the first rank dropped before they were opened here.
         self._dropped_ahead: set[int] = set()
-        self._opened = 0  # the last ticket
+        self._opened = 0  # the last ticket opened here
         self._generation = self._step = 0
         self._open = self._over = self._stepping = self._finishing = False
         self.unusable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Receives an error when no other generation can begin in this process."""
-        self._failed = 0  # the generation in which a step failed here
+        """Fails when no other generation can begin in this process."""
+        self._failed = 0  # the last generation in which a step failed here
         self._queue: deque[wire.Plan | _Between] = deque()
         self._wake = asyncio.Event()
         self._returned = PageWaiter(self._wake.set, steps.pages, steps.rows)
@@ -97,12 +101,14 @@ class StepFollower:
         self._say_hello()
 
     async def close(self) -> None:
-        """Return when the running step ends, even if this coroutine is cancelled (I12)."""
-        # Set before the generation ends, so that the work that waits for it leaves too.
+        """End the generation, and wait for the running step even if this coroutine is cancelled
+        (I12).
+        """
+        # Set this before ending the generation, so that work that waits within it stops too.
         self._closing = True
         self._end(Cause(Code.SHUTDOWN, "this rank is shutting down"))
         self._wake.set()
-        # `_run` is not cancelled: it leaves after the running step.
+        # `_run` is not cancelled, because it has to finish the running step.
         for task in (self._tasks[0], self._tasks[2]) if self._tasks else ():
             task.cancel()
         try:
@@ -112,10 +118,10 @@ class StepFollower:
             await self._loads.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Make this process unusable after one of its tasks ended.
+        """Mark this process as unusable after one of its tasks failed.
 
-        The first rank notices the end of the process; without any of the tasks it would wait for
-        ever.
+        The first rank notices when the process exits. If the process went on without one of these
+        tasks, the first rank would wait forever.
         """
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s ended", task.get_name(), exc_info=error)
@@ -137,7 +143,7 @@ class StepFollower:
         params: SamplingParams,
         namespace: Namespace = ANY,
     ) -> None:
-        """Add a request that was opened here. Tickets count up."""
+        """Add a request that was opened here. Each ticket is larger than the one before."""
         self._opened = max(self._opened, ticket)
         dropped = ticket in self._dropped_ahead
         self._dropped_ahead = {ahead for ahead in self._dropped_ahead if ahead > ticket}
@@ -159,7 +165,7 @@ class StepFollower:
             self._send_computed(found)
 
     def _send_computed(self, found: Followed) -> None:
-        """Send the pages that were computed before they could leave."""
+        """Send the pages that were computed before the request was allowed to send."""
         if found.request is not None and found.may_send:
             found.request.sent_pages = found.room.prefix_tokens // self.steps.layout.page_size
             self._send(found.request)
@@ -167,9 +173,9 @@ class StepFollower:
     # --- the first rank
 
     async def _read(self) -> None:
-        """Consume messages until cancelled.
+        """Receive messages until cancelled.
 
-        A message that fails is counted, and the loop goes on (I7).
+        A message that fails is counted, and the loop continues (I7).
         """
         while True:
             for _, frame in await self._socket.receive():
@@ -192,7 +198,8 @@ class StepFollower:
         ):
             self.dropped += 1
         elif isinstance(message, wire.Keep) and not self._awaits_preemption(message.ticket):
-            # The pages that are computed need not wait for the steps before this message.
+            # This message is not queued, because pages that are already computed need not wait for
+            # earlier steps.
             self._keep(message.ticket)
         else:
             self._queue.append(message)
@@ -210,10 +217,12 @@ class StepFollower:
         self._generation, self._step, self._open = message.generation, 0, True
 
     def _end(self, cause: Cause, failed: int | None = None) -> None:
-        """Leave the running step; afterwards `_run` forgets what it named, and sends a Hello.
+        """End the generation: abort the running step, after which `_run` frees its requests and
+        sends a Hello.
 
-        The shards of the first stage run the announced steps to their end: the first rank, which is
-        one of them, began them, and waits for the others within each layer.
+        The shards of the first stage do not abort: they run the announced steps to their end. The
+        first rank is one of them, began these steps, and waits for the other shards within each
+        layer.
         """
         if self._open:
             self._open, self._over = False, True
@@ -258,7 +267,7 @@ class StepFollower:
             if not isinstance(message, wire.Plan):
                 self._apply(message)
                 continue
-            # The failed step left its requests behind the plan, so no later step of its generation
+            # A failed step leaves its requests behind the plan, so no later step of its generation
             # can run.
             if message.generation == self._failed:
                 continue
@@ -267,15 +276,16 @@ class StepFollower:
             except _GenerationOverError:
                 continue
             except Exception as error:  # noqa: BLE001
-                # Any error is reported, because the other ranks wait for this one. If the
-                # generation ended meanwhile, the step was broken off, and no rank waits.
+                # Every error is reported, because the other ranks wait for this one. If the
+                # generation ended meanwhile, the step was aborted, and no rank waits.
                 if self._open:
                     self._report_failure(error)
         self._forget()
 
     def _report_failure(self, error: Exception) -> None:
-        """Report a failed step: the others wait for data that will not come, and the first rank
-        ends the generation.
+        """Report a failed step, so that the first rank ends the generation.
+
+        Otherwise the other ranks would wait for data that will not come.
         """
         self.failed_steps += 1
         self._failed = self._generation
@@ -286,7 +296,7 @@ class StepFollower:
         self._socket.send(wire.encode(wire.StepFailed(generation=self._generation, cause=cause)))
 
     def _forget(self) -> None:
-        """Give back all that the generation took, when it is over and no step runs.
+        """Free everything that the generation took, after it ended and while no step runs.
 
         The group ends the rooms.
         """
@@ -319,10 +329,10 @@ class StepFollower:
         )
 
     def _find(self, message: wire.Find) -> None:
-        """Lock the cached pages of a request, and load more if the host has some.
+        """Lock the cached pages of a request, and load those that only the host has.
 
-        This happens in the order of the steps: the pages that earlier steps left are cached by
-        then, and the locked and loaded pages fit beside those of all other requests.
+        This happens in the order of the steps. So pages from earlier steps are already cached, and
+        the locked and loaded pages fit into the pool along with those of all other requests.
         """
         found = self.requests.get(message.ticket)
         if found is None or found.request is not None:
@@ -335,16 +345,13 @@ class StepFollower:
             self._answer(request)
 
     def _answer(self, request: PrefillRequest) -> None:
-        """Answer with the number of cached tokens that are locked for a request."""
+        """Report to the first rank how many cached tokens are locked for a request."""
         tokens = 0 if request.prefix is None else request.prefix.tokens
         number = self._questions.pop(request.ticket)
         self._socket.send(wire.encode(wire.Found(number=number, tokens=tokens)))
 
     def _give_back(self, found: Followed) -> None:
-        """Free the places of a request, or unlock its cached pages, and stop loading.
-
-        Idempotent.
-        """
+        """Free the places of a request, or unlock its cached pages; stop its load. Idempotent."""
         request, found.request = found.request, None
         if request is not None:
             self._loads.stop(request)
@@ -371,8 +378,7 @@ class StepFollower:
     async def _execute(self, plan: wire.Plan) -> None:
         """Run one step.
 
-        Raises: WireError for a step that is not valid, CapacityError, and whatever the model
-        raises.
+        Raises: WireError for an invalid step, CapacityError, and whatever the model raises.
         """
         self._step += 1
         if plan.step != self._step:
@@ -414,7 +420,11 @@ class StepFollower:
             )
 
     async def _ready(self, row: wire.PlannedRow) -> PrefillRequest:
-        """Return a request that has its places. Raises: WireError, CapacityError."""
+        """Return the request that `row` names, after it took its places.
+
+        Raises: WireError if the row does not fit the request, CapacityError if the prompt does not
+        fit the pool.
+        """
         found = self.requests.get(row.ticket)
         if found is None:
             raise WireError(f"a step names request {row.ticket}, which there is not")
@@ -434,7 +444,8 @@ class StepFollower:
         return request
 
     async def _take_places(self, request: PrefillRequest, start: int) -> None:
-        """Take all places of a request, beside the cached pages of its first `start` tokens.
+        """Wait for all places of a request, besides the cached pages of its first `start` tokens;
+        take them.
 
         Raises: CapacityError.
         """
@@ -470,7 +481,7 @@ class StepFollower:
         return request
 
     async def _woken(self) -> None:
-        """Return on a wake-up. Raises: _GenerationOverError."""
+        """Wait for a wake-up. Raises: _GenerationOverError."""
         self._check_open()
         self._wake.clear()
         await self._wake.wait()

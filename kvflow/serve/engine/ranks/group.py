@@ -29,7 +29,7 @@ class _Asked:
     """One request of a client.
 
     `computing` is set once the request is open at this rank, and `started` once the group starts
-    it. `unopened` are the ranks where it is not known to be open.
+    it. `unopened` are the ranks that did not report yet that it is open there.
     """
 
     __slots__ = (
@@ -59,8 +59,8 @@ class _Asked:
 
 
 class PrefillGroup:
-    """Opens requests at every rank, and notifies this rank's engine when they are open everywhere,
-    and when they start.
+    """Opens requests at every rank. Notifies this rank's engine when a request is open everywhere,
+    and when it starts.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class PrefillGroup:
 
     @property
     def limits(self) -> EngineLimits:
-        """The limits of one request: the smallest pool of all ranks has to hold its prompt."""
+        """The limits of one request, whose prompt must fit into the smallest pool of all ranks."""
         return self._engine.limits.within(self._steps.most_places[0])
 
     @property
@@ -110,14 +110,14 @@ class PrefillGroup:
         *,
         namespace: Namespace = ANY,
     ) -> TokenOut:
-        """Compute `prompt` on all ranks and send its pages.
+        """Compute `prompt` on all ranks, and send its pages.
 
-        Returns the first token when all pages landed everywhere. Where ranks have caches, the
-        prompt begins with what all of them have under `namespace`. A cancellation ends the request
-        on all ranks.
+        Returns the first token when all pages have landed everywhere. If the ranks have caches, the
+        prompt begins with the tokens that all of them have cached under `namespace`. A cancellation
+        ends the request on all ranks.
 
-        Raises: MisuseError, CapacityError, LostError while a rank is missing: decode's half is then
-        refused. Later: what failed the request, once for the group.
+        Raises: MisuseError, CapacityError, or LostError while a rank is missing, and decode's half
+        is refused; later, the error with which the group ended the request.
         """
         try:
             self._check(prompt, params)
@@ -141,12 +141,12 @@ class PrefillGroup:
         self._serving.add(serving)
         serving.add_done_callback(self._forget)
         try:
-            # Shielded, because the writes and the group's decision are awaited even after a
+            # Shielded, so that the writes and the group's decision are awaited even after a
             # cancellation.
             return await asyncio.shield(serving)
         except asyncio.CancelledError:
-            # Once the token is chosen only writes are left, which end soon, and decode may already
-            # have its answer.
+            # After the token is chosen, only writes are left. These end soon, and decode may
+            # already have its answer, so the request continues.
             if not asked.token.done():
                 opened.close(Cause(Code.CLIENT_GONE, "the request was cancelled"))
             raise
@@ -154,7 +154,7 @@ class PrefillGroup:
     def refuse(self, room: int, cause: Cause) -> None:
         """Refuse decode's half of a room at every rank, because no request for it will come.
 
-        Raises: MisuseError for no room id.
+        Raises: MisuseError if `room` is not a valid room id.
         """
         self._leader.refuse(room, cause)
 
@@ -164,7 +164,9 @@ class PrefillGroup:
         self.limits.check_prompt(prompt)
 
     async def _serve(self, asked: _Asked) -> TokenOut:
-        """Wait until the group decides on a request, then release all that this rank has of it."""
+        """Wait until the group decides on a request, then free everything that this rank holds for
+        it.
+        """
         ticket, succeeded = asked.group.ticket, False
         try:
             await asked.group.decided()
@@ -183,16 +185,18 @@ class PrefillGroup:
     def _forget(self, serving: asyncio.Task[TokenOut]) -> None:
         self._serving.discard(serving)
         if not serving.cancelled():
-            # Its client may be gone, and asyncio logs an exception that is never retrieved.
+            # The error is retrieved here, because the client may be gone, and asyncio logs every
+            # exception that is never retrieved.
             serving.exception()
 
     def opened(self, ticket: int, room: PrefillRoom) -> None:
-        """Pass a request whose half of the room is open at this rank to the engine.
+        """Pass a request to the engine when its half of the room is open at this rank.
 
-        The room ends if the engine does not take it.
+        The room is closed if the engine refuses the request.
         """
         asked = self._asked.get(ticket)
-        # The group decided on the request before this rank opened it.
+        # The group decided on the request before this rank opened it, so there is nothing to
+        # compute.
         if asked is None:
             return
         try:
@@ -250,7 +254,7 @@ class PrefillGroup:
             self._engine.agreed(asked.computing, tokens)
 
     def broken(self, cause: Cause) -> None:
-        """End the requests that an ended generation of steps may have named."""
+        """End the requests that steps of the generation that ended may have named."""
         for asked in list(self._asked.values()):
             computing = asked.computing
             if computing is not None and (asked.started or self._engine.has_places(computing)):
@@ -260,7 +264,8 @@ class PrefillGroup:
                 self._steps.drop(asked.group.ticket)
                 if not asked.token.done():
                     asked.token.set_exception(room_error(cause))
-                    # There may be no reader, and asyncio logs an exception that is never retrieved.
+                    # There may be no reader, and asyncio logs every exception that is never
+                    # retrieved.
                     asked.token.exception()
 
     async def _start_requests(self) -> None:
@@ -270,7 +275,7 @@ class PrefillGroup:
                 self._start(started)
             except KvflowError as error:
                 started.room.close(error.cause())
-            # The error belongs to one request; the requests that follow must not suffer from it.
+            # The error belongs to one request, and must not stop those that follow.
             except Exception as error:
                 log.exception("request %d of the group could not start", started.key.ticket)
                 text = f"starting the request failed: {type(error).__name__}"

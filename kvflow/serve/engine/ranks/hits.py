@@ -1,9 +1,9 @@
-"""The agreement of all ranks on how much of a prompt is cached: as much as at the rank that has the
+"""The agreement of all ranks on how much of a prompt is cached: the amount at the rank that has the
 least.
 
-The caches of ranks differ: pools of other sizes, copies that failed, a rank that was started again.
-So the first rank asks before the first step of a request, and each rank locks the tokens that its
-answer counts.
+The caches of ranks may differ, because pools differ in size, copies fail, or a rank is restarted.
+So the first rank asks before the first step of a request, and each rank locks the tokens that it
+reports as cached.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Agreed(NamedTuple):
-    """The first `tokens` tokens of the prompt of `ticket` are locked at every rank."""
+    """The agreement that every rank has locked the first `tokens` tokens of request `ticket`."""
 
     ticket: int
     tokens: int
@@ -26,7 +26,7 @@ class _Question:
 
 
 class HitVotes:
-    """The questions that some rank did not answer yet. The cost of one is that of its answers."""
+    """Questions that some rank did not answer yet. Each answer takes constant time."""
 
     def __init__(self, world_size: int) -> None:
         self._others = range(1, world_size)
@@ -38,9 +38,9 @@ class HitVotes:
         return len(self._questions)
 
     def ask(self, ticket: int, tokens: int) -> int:
-        """Ask about a prompt of which the first rank locked `tokens` tokens.
+        """Ask about a prompt whose first `tokens` tokens the first rank has locked.
 
-        Returns the number of the question; an earlier one about that ticket is over.
+        Returns the number of the question. An earlier question about the same ticket is dropped.
         """
         self.drop(ticket)
         self._last += 1
@@ -69,6 +69,6 @@ class HitVotes:
             del self._questions[number]
 
     def clear(self) -> None:
-        """Drop all questions: a rank is lost, and with it every answer."""
+        """Drop all questions, after a rank was lost or the caches were flushed."""
         self._questions.clear()
         self._numbers.clear()

@@ -1,5 +1,5 @@
-"""The first rank's side of steps that several ranks run: generations, plans, and reports of the
-others.
+"""The first rank's side of steps that several ranks run: generations, plans, and the other ranks'
+reports.
 """
 
 from __future__ import annotations
@@ -23,28 +23,26 @@ log = logging.getLogger("kvflow.serve.engine")
 
 
 class Neighbours(Protocol):
-    """This rank's ends of the links for hidden states, and all else that a step waits for at other
-    ranks.
-    """
+    """This rank's connections to other stages and shards, for which its steps may wait."""
 
     def begin(self, generation: int) -> None:
         """Begin the steps of `generation`, which is larger than every earlier one."""
 
     @property
     def broken(self) -> bool:
-        """True when no other generation can begin in this process."""
+        """True if no other generation can begin in this process."""
 
     def abort(self, *, shards: bool = True) -> None:
-        """Make a call that waits raise, as every later one does until `begin`.
+        """Make a waiting call raise, and every later call until `begin`.
 
-        With `shards` False, calls that wait for another shard of this stage go on.
+        With `shards` False, calls that wait for another shard of this stage continue.
         """
 
 
 class StepLeader:
-    """Implements `Lockstep`.
+    """Implements `Lockstep`, over a socket to the other ranks.
 
-    A generation begins when every other rank is there and no step runs here.
+    A generation begins when every other rank is ready and no step runs here.
     """
 
     def __init__(
@@ -63,11 +61,12 @@ class StepLeader:
         on_ready: Callable[[], None],
         on_unusable: Callable[[KvflowError], None],
     ) -> None:
-        """`shards`: ranks of each stage. `places`: pages and rows of this rank.
+        """`shards` is the number of ranks in each stage, and `places` are the pages and rows of
+        this rank.
 
-        `on_opened` is called with a rank and a ticket, `on_agreed` with a ticket and how many
-        tokens of its prompt all ranks have cached, `on_broken` with the cause when a generation
-        ends, `on_unusable` when no other generation can begin in this process.
+        `on_opened` is called with a rank and a ticket, `on_agreed` with a ticket and the number of
+        its prompt's tokens that all ranks have cached, `on_broken` with the cause when a generation
+        ends, and `on_unusable` when no other generation can begin in this process.
         """
         self._socket, self._world_size, self._neighbours = socket, world_size, neighbours
         self._shards = shards
@@ -78,15 +77,15 @@ class StepLeader:
         self._on_broken = on_broken
         self._on_agreed, self._on_ready, self._on_unusable = on_agreed, on_ready, on_unusable
         self._hits = HitVotes(world_size)
-        self._hellos: dict[int, wire.Hello] = {}  # of ranks that are ready, or that take part
-        self._ranks: dict[bytes, int] = {}  # by routing id
+        self._hellos: dict[int, wire.Hello] = {}  # by rank; of ranks that are ready or take part
+        self._ranks: dict[bytes, int] = {}  # rank by routing id
         self._generation = self._step = 0
         # By ticket: the last step before its latest preemption.
         self._preempted: dict[int, int] = {}
         self._open = self._stepping = False
         self._task: asyncio.Task[None] | None = None
         self.statuses: dict[int, wire.Status] = {}
-        self.dropped = 0  # frames that changed nothing
+        self.dropped = 0  # frames that were ignored
 
     def __repr__(self) -> str:
         state = "open" if self._open else "over"
@@ -144,7 +143,7 @@ class StepLeader:
         self._send_all(wire.Plan(generation=self._generation, step=self._step, rows=planned))
 
     def preempt(self, request: PrefillRequest) -> None:
-        # First tokens of steps up to this one are void, see `_receive`.
+        # First tokens from steps up to this one are void; see `_receive`.
         self._preempted[request.ticket] = self._step
         self._hits.drop(request.ticket)
         self._send_all(wire.Preempt(ticket=request.ticket))
@@ -179,7 +178,7 @@ class StepLeader:
     def drop(self, ticket: int, *, succeeded: bool = False) -> None:
         """Announce that no further step names a request.
 
-        `succeeded` is True where it succeeded at every rank, by the group's decision.
+        `succeeded` is True if the group decided that the request succeeded.
         """
         self._preempted.pop(ticket, None)
         self._hits.drop(ticket)
@@ -219,10 +218,10 @@ class StepLeader:
         self._on_ready()
 
     def _end(self, cause: Cause, failed: int | None = None) -> None:
-        """End the generation; `failed` is the rank whose step failed.
+        """End the generation. `failed` is the rank whose step failed, if one did.
 
-        Unless that is one of them, the shards of this stage run the announced step to its end
-        together.
+        The shards of this stage run the announced step to its end together, unless it failed at one
+        of them.
         """
         if not self._open:
             return
@@ -238,7 +237,7 @@ class StepLeader:
             failed=None if failed is None else Rank(failed),
         )
         self._send_all(end)
-        # Each rank sends another Hello when it has dropped all of this generation.
+        # Each rank sends another Hello when it no longer holds anything of this generation.
         self._hellos.clear()
         self._hits.clear()
         self._on_broken(cause)
@@ -252,9 +251,9 @@ class StepLeader:
                 self.lost(rank, f"rank {rank} of the group cannot be reached")
 
     async def _read(self) -> None:
-        """Consume messages until cancelled.
+        """Receive messages until cancelled.
 
-        A message that fails is counted, and the loop goes on (I7).
+        A message that fails is counted, and the loop continues (I7).
         """
         while True:
             for peer_id, frame in await self._socket.receive():
@@ -285,8 +284,8 @@ class StepLeader:
         elif not self._open or message.generation != self._generation:
             self.dropped += 1
         elif isinstance(message, wire.FirstToken):
-            # A token from before the preemption is void: the prompt is computed again, perhaps to
-            # another.
+            # A token from before a preemption is void, because the prompt is computed again and may
+            # yield a different token.
             if message.step > self._preempted.get(message.ticket, 0):
                 self._on_token(message.ticket, message.token)
         else:
@@ -297,12 +296,13 @@ class StepLeader:
             self.dropped += 1
             return
         before = self._hellos.get(hello.rank)
-        # The rank is another process, or left the generation.
+        # This Hello comes from a new process of the rank, or the rank left the generation.
         if self._open:
             self._end(Cause(Code.PEER_LOST, f"rank {hello.rank} of the group has begun anew"))
         if before is not None and before.member != hello.member:
             self._ranks.pop(routing_id(before.member), None)
-        # `_end` clears the Hellos, so the routing id of a restarted rank may only be known here.
+        # `_end` clears the Hellos, so a restarted rank may have an old routing id that only
+        # `_ranks` still holds.
         for peer, rank in list(self._ranks.items()):
             if rank == hello.rank and peer != peer_id:
                 del self._ranks[peer]

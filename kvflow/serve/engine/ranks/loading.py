@@ -1,5 +1,5 @@
-"""The wait of a rank before it is ready for a request: for decode's half, and for the pages that
-storage has of the prompt.
+"""Waiting until a rank is ready for a request: until decode's half arrives, and the prompt's pages
+are fetched from storage.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kvflow.serve.engine.scheduler.prefill_steps import most_cached
 async def ready(
     cache: PrefixCache | None, prefetch: PrefetchPolicy, room: PrefillRoom, request: bytes
 ) -> None:
-    """Return when this rank is ready for a request of the group.
+    """Wait until this rank is ready for a request of the group.
 
-    `request` is as the leader of the group received it.
+    `request` is the encoded `GroupPrompt` from the leader of the group.
 
     Raises: the room's error.
     """

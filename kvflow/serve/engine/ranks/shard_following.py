@@ -1,4 +1,4 @@
-"""A shard of a decode other than the first: it runs the announced steps over its part of the same
+"""A decode shard other than the first, which runs the announced steps over its part of the shared
 pool.
 """
 
@@ -23,15 +23,17 @@ from kvflow.serve.engine.ranks import shard_wire as wire
 
 
 class ShardFollower:
-    """Runs the steps of the first shard.
+    """Runs the steps that the first shard announces.
 
-    It decides nothing: each step states its sequences, and their pages.
+    This class decides nothing: each step states its sequences and their pages.
     """
 
     def __init__(
         self, model: LoadedModel, link: wire.ShardLink, executor: Threads, process: ProcessIdentity
     ) -> None:
-        """`executor`: the model thread. `process`: this process, which the first shard may kill."""
+        """`executor` runs the model thread. `process` is this process, which the first shard may
+        kill.
+        """
         self._model, self._link, self._executor, self._process = model, link, executor, process
         self._sequences: dict[int, Sequence] = {}  # by number: those of the last step
         self._pool: PagedPool | None = None
@@ -41,14 +43,14 @@ class ShardFollower:
     async def run(self) -> None:
         """Run steps until the first shard closes the connection.
 
-        Raises: WireError for a step that is not valid, LostError for a shard that is gone, and what
-        the model raises.
+        Raises: WireError for an invalid step, LostError if a shard is gone, and what the model
+        raises.
         """
         beating = asyncio.create_task(self._beat(), name="kvflow-shard-alive")
         try:
             await self._executor.run(self._follow)
         finally:
-            # This notifies the first shard at once, before the process ends.
+            # The link is aborted first, which notifies the first shard before this process ends.
             self._link.abort()
             beating.cancel()
             try:
@@ -73,7 +75,7 @@ class ShardFollower:
                 return
 
     def _follow(self) -> None:
-        """Follow the first shard, in the model thread."""
+        """Handle the messages of the first shard, in the model thread."""
         self._link.send(wire.Hello(self._process))
         while True:
             try:

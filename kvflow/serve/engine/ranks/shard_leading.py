@@ -1,5 +1,5 @@
-"""The first shard's side of decode steps that all shards run: plans, their ends, and the loss of a
-shard.
+"""The first shard's side of decode steps that all shards run: announcing steps, waiting for their
+end, and handling the loss of a shard.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ class ShardGroupPort(Protocol):
     """The connections among the shards within a step."""
 
     def abort(self) -> None:
-        """Make a step that waits for another shard raise, and every later one too.
+        """Make a step that waits for another shard raise, and every later step too.
 
-        Callable from any thread.
+        Any thread may call this.
         """
 
 
 class _Shard:
-    """The state of another shard, as far as it is known here."""
+    """The state of another shard, as the first shard knows it."""
 
     def __init__(self, number: int, link: wire.ShardLink) -> None:
         self.number, self.link = number, link
-        # The last step that ended there; 0 after it mapped the pool.
+        # The last step that ended at this shard; 0 after it mapped the pool, -1 before.
         self.ended = -1
-        self.pid, self.process = 0, -1  # a pidfd
+        self.pid, self.process = 0, -1  # `process` is a pidfd, -1 if there is none
         self.silent_s = 0.0
         self.is_up = False
 
 
 class _Told:
-    """The knowledge that the other shards have of a sequence.
+    """A sequence that the other shards know, and how many of its pages they know.
 
-    It keeps the sequence as long as they do, so that no other object gets its `id`.
+    This keeps the sequence alive as long as they know it, so that no other object gets its `id`.
     """
 
     __slots__ = ("number", "pages", "sequence")
@@ -63,12 +63,12 @@ class _Told:
 
 
 class ShardLeader:
-    """Implements `Followers` over the links to shards 1 and up.
+    """Implements `Followers` over the links to the other shards, which have numbers from 1.
 
-    A step ends when every shard reports so. When one of them is lost, closes its connection or
-    falls silent, or when a step fails anywhere, no other step can run: the first shard kills the
-    processes of all others. A wait for the end of a step returns when they are dead, since until
-    then they may write into the pool.
+    A step ends when every shard reports its end. If a shard is lost, closes its connection or falls
+    silent, or if a step fails anywhere, no other step can run, and the first shard kills the
+    processes of all others. A wait for the end of a step then returns only when they are dead,
+    since until then they may write into the pool.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ShardLeader:
         on_lost: Callable[[LostError], None],
         timing: Timing = TIMING,
     ) -> None:
-        """`on_lost` is called once, in any thread."""
+        """`on_lost` is called at most once, in any thread."""
         self.shards = [_Shard(number, link) for number, link in enumerate(links, 1)]
         self._group, self._on_lost, self._timing = group, on_lost, timing
         self._changed = threading.Condition()
@@ -99,9 +99,9 @@ class ShardLeader:
         self._reader.start()
 
     def share(self, pool: PagedPool) -> None:
-        """Let the other shards map `pool`; blocks until all of them did.
+        """Let the other shards map `pool`; block until all of them have.
 
-        Raises: LostError, MisuseError.
+        Raises: LostError if a shard is lost, MisuseError if the pool's memory cannot be shared.
         """
         segment = pool.segment
         if segment is None:
@@ -114,7 +114,9 @@ class ShardLeader:
             raise self._broken
 
     def close(self) -> None:
-        """Close the links, which ends the other shards. Call it while no step runs. Idempotent."""
+        """Close the links, after which the other shards end. Call this while no step runs.
+        Idempotent.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -143,7 +145,7 @@ class ShardLeader:
         if self._broken is not None:
             raise self._broken
         plan = wire.Plan(self._step + 1, self._planned(rows))
-        # Counted even if sending fails, because some shard may have received the plan.
+        # The step counts even if sending fails, because some shard may have received the plan.
         self._step += 1
         self._send(plan)
 
@@ -204,15 +206,15 @@ class ShardLeader:
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds, a shard is lost, or the leader closes.
 
-        It raises no error: the caller checks for a loss.
+        This does not raise: the caller checks whether a shard was lost.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._broken is not None or self._closing or condition())
 
     def _wait_for_reason(self) -> None:
-        """Wait a moment for the report on how a shard's process ended.
+        """Wait briefly for the report of how a shard's process ended.
 
-        The watcher of the process knows it soon after the connection breaks.
+        The watcher of the process sends it soon after the connection breaks.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._broken is not None or self._closing, _REASON_S)
@@ -246,14 +248,14 @@ class ShardLeader:
     def _read(self) -> None:
         """Receive the reports of the other shards, in a separate thread.
 
-        The model thread waits for these reports, and the event loop has no part in them.
+        The model thread waits for these reports, and the event loop takes no part.
         """
         now_s = time.monotonic()
         while not self._closing and self._broken is None:
             ready = wait([shard.link.fileno() for shard in self.shards], self._timing.heartbeat_s)
             before_s, now_s = now_s, time.monotonic()
-            # A pause of this process must not count as silence of the others, so it adds at most
-            # one heartbeat to it.
+            # A pause of this process must not count as silence of the others, so each round adds at
+            # most one heartbeat.
             passed_s = min(now_s - before_s, self._timing.heartbeat_s)
             for shard in self.shards:
                 if shard.link.fileno() in ready:

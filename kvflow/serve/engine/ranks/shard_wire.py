@@ -1,8 +1,8 @@
-"""Messages between the first shard of a decode and the others: every step, just before it begins,
-and its end.
+"""Messages between the first shard of a decode and the others, which announce every step and report
+its end.
 
-A pair of sockets that no other process has joins two shards. Both ends block and belong to the
-model threads: the thread that runs a step announces it, so no step runs unannounced.
+The first shard has a socket pair with each of the others, which no other process can use. Both ends
+block. The thread that runs a step announces it, so no step runs unannounced.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Reports that this shard reads and writes no more for this step and earlier ones.
+    """Reports that this shard no longer reads or writes for this step or an earlier one.
 
-    Step 0 reports that it mapped the pool.
+    Step 0 reports that the shard mapped the pool.
     """
 
     step: _Count
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Reports that this shard lives; sent at intervals, also while a step runs."""
+    """A heartbeat of this shard, sent at intervals, even while a step runs."""
 
 
 class MapPool(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """Names the pool of all shards: descriptor `descriptor` of process `pid`.
+    """Names the memory of the pool that all shards share: file descriptor `descriptor` of process
+    `pid`.
 
-    Its addresses are in the layout.
+    `layout` describes where each page is in it.
     """
 
     pid: _Count
@@ -54,11 +55,12 @@ class MapPool(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class PlannedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The next tokens of one sequence, from `computed` on; logits of the last `logits` are wanted.
+    """The next tokens of one sequence, from position `computed` on. Logits are wanted for the last
+    `logits` of them.
 
-    `sequence` is a number that the first shard chooses. One that was not in the step before is new:
-    `capacity` is how many tokens it may have, `row` its row of the pool. `pages` (int32) are those
-    added since the step before.
+    `sequence` is a number that the first shard chooses. A sequence that was not in the previous
+    step is new: `capacity` is the largest number of tokens that it may have, and `row` is its row
+    of the pool. `pages` (int32) are the pages added since the previous step.
     """
 
     sequence: _Count
@@ -71,14 +73,17 @@ class PlannedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Announces step number `step`, from 1 on. Sequences that it does not name are forgotten."""
+    """Announces step number `step`, counted from 1.
+
+    A sequence that the step does not name is forgotten.
+    """
 
     step: _Count
     rows: tuple[PlannedRow, ...]
 
 
 class Rest(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """Announces that no step follows soon: forget all sequences."""
+    """Announces that no step follows soon, so that shards forget all sequences."""
 
 
 ToFirstShard = Hello | Ended | Alive
@@ -110,13 +115,13 @@ def _parsed(frame: bytes, decoder: Any) -> Any:
 class ShardLink:
     """One end of the connection between the first shard and another one.
 
-    Any thread may send; one receives.
+    Any thread may send; only one receives.
     """
 
     def __init__(self, end: socket.socket) -> None:
         """Take ownership of `end`, a stream socket."""
         self._socket, self._lock = end, threading.Lock()
-        # The socket is kept beside the connection, which has no `shutdown`.
+        # The socket is kept too, because a Connection has no `shutdown`.
         self._connection = Connection(end.dup().detach())
 
     def fileno(self) -> int:
@@ -143,7 +148,7 @@ class ShardLink:
     def abort(self) -> None:
         """Make every wait at both ends raise, and every later call too. Idempotent.
 
-        Callable from any thread.
+        Any thread may call this.
         """
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

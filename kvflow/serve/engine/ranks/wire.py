@@ -1,12 +1,12 @@
-"""Messages about steps between the first rank of a prefill and the others, beside the messages of
-their group.
+"""Messages about steps between the first rank of a prefill and the others. They are separate from
+the messages of the ranks' group.
 
-One frame is one message: a msgpack array that begins with its tag. They travel in order, over one
-connection of each rank. The first rank announces (`ToOthers`), the others report (`ToFirst`).
+Each frame is one message: a msgpack array that begins with its tag. Messages travel in order, over
+one connection per rank. The first rank announces (`ToOthers`), the others report (`ToFirst`).
 
-A generation is a time in which every rank takes part in every step. It ends with the loss of a rank
-or with a step that failed. With its next `Hello`, each rank states that it dropped all of the
-generation.
+A generation is a period in which every rank takes part in every step. It ends when a rank is lost
+or a step fails. With its next `Hello`, each rank states that it holds nothing of the generation any
+more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvflow.protocols.wire.ranks import PoolShape
 from kvflow.serve.cache.prefix import CacheStats
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
 
-MAX_ROWS = 1 << 14  # prompts of one step
+MAX_ROWS = 1 << 14  # prompts in one step
 MAX_PROMPT = 1 << 20  # tokens
 _Number = Annotated[int, Meta(ge=1, le=1 << 53)]
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -36,7 +36,7 @@ _Address = Annotated[str, Meta(max_length=256)]
 
 
 class RankLife(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The facts about a rank for the bootstrap registry, see `RankInfo`."""
+    """Facts about a rank for the bootstrap registry; see `RankInfo`."""
 
     incarnation: Life
     control: _Address
@@ -45,7 +45,7 @@ class RankLife(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
-    """Reports that this rank is ready for a generation. Pages and rows are those of its pool."""
+    """Reports that this rank is ready for a generation. `pages` and `rows` count its pool's."""
 
     member: Life
     rank: RankNumber
@@ -55,7 +55,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
-    """Reports the first token of a request, chosen after this step."""
+    """Reports the first token of a request, which was chosen after this step."""
 
     generation: _Number
     step: _Number
@@ -64,14 +64,14 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
 
 
 class StepFailed(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=3):
-    """Reports that a step failed at this rank: the others wait for data that will not come."""
+    """Reports that a step failed at this rank, so the others wait for data that will not come."""
 
     generation: _Number
     cause: Cause
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=4):
-    """Reports the state of this rank, for /server_info and /metrics of the first one."""
+    """Reports the state of this rank, for /server_info and /metrics of the first rank."""
 
     rank: RankNumber
     pid: _Count
@@ -81,25 +81,26 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=4):
     pinned_pages: _Count
     rooms: dict[Annotated[str, Meta(max_length=64)], _Count]
     requests: _Count
-    tickets: _Count  # its membership in the group
+    tickets: _Count  # requests of the group that this rank knows
     bytes_moved: _Count
     failed_steps: _Count
     handler_errors: _Count
-    dropped: _Count  # frames that changed nothing
-    cache: CacheStats | None = None  # its prefix cache
+    dropped: _Count  # frames that were ignored
+    cache: CacheStats | None = None  # statistics of the prefix cache
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
     """Reports that this rank opened the request.
 
-    A step may name the request before the group starts it (`--optimistic-prefill`).
+    After every rank has opened it, a step may name the request before the group starts it
+    (`--optimistic-prefill`).
     """
 
     ticket: _Number
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=6):
-    """Answers `Find`: so many tokens of the prompt are cached at this rank, and locked."""
+    """Answers `Find`: the first `tokens` tokens of the prompt are cached here, and locked."""
 
     number: _Number
     tokens: _Tokens
@@ -112,8 +113,8 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
 
 
 class PlannedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The `count` tokens of a prompt from its token `start` on; logits of the last `logits` are
-    wanted.
+    """The `count` tokens of a prompt from token `start` on. Logits are wanted for the last `logits`
+    of them.
 
     Tokens before `start` were in earlier steps, or are in the cache of every rank.
     """
@@ -125,7 +126,7 @@ class PlannedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=12):
-    """Announces one step; `step` counts them within the generation, from 1."""
+    """Announces one step. `step` is its number within the generation, counted from 1."""
 
     generation: _Number
     step: _Number
@@ -135,7 +136,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=12):
 class Drop(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=13):
     """Announces that no further step names this request.
 
-    `succeeded` is True where the group decided so, and the cache may keep its pages.
+    `succeeded` is True if the group decided that the request succeeded, so that the cache may keep
+    its pages.
     """
 
     ticket: _Number
@@ -143,9 +145,10 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True,
 
 
 class Preempt(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=15):
-    """Announces that this request loses its places and what was computed.
+    """Announces that this request loses its places and everything that was computed.
 
-    The group did not start it at the first rank yet. A step may name it again, from its beginning.
+    The group did not start the request at the first rank yet. A later step may name it again, from
+    its first token.
     """
 
     ticket: _Number
@@ -154,7 +157,7 @@ class Preempt(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=Tr
 class Keep(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=16):
     """Announces that the group started this request at the first rank.
 
-    No `Preempt` of it follows, and its pages may leave.
+    No `Preempt` of the request follows, and its pages may be sent.
     """
 
     ticket: _Number
@@ -163,8 +166,8 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True,
 class Find(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=17):
     """Asks how many of the first `tokens` tokens of a prompt are cached.
 
-    The rank locks them for the request, until a step, `Drop` or `Preempt` names it, or the
-    generation ends. `number` identifies the question in the answer.
+    The rank locks them for the request until a step, `Drop` or `Preempt` names it, or the
+    generation ends. The answer repeats `number`.
     """
 
     generation: _Number
@@ -174,14 +177,15 @@ class Find(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True,
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=18):
-    """Announces that all cached pages are to be forgotten.
+    """Announces that every rank has to flush its cache.
 
-    Prefixes found for requests that no step named yet are forgotten with them.
+    Each rank also releases the prefixes that it locked for requests that no step named yet.
     """
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=14):
-    """Announces that the generation ended: leave the step that runs, and forget what it named.
+    """Announces that the generation ended. Each rank aborts the running step, and frees what the
+    generation took.
 
     `failed` is the rank whose step failed, if that is the reason.
     """
@@ -199,17 +203,16 @@ parse_at_others: Callable[[bytes], ToOthers] = codec.parser(ToOthers)
 
 
 class GroupPrompt(msgspec.Struct, frozen=True, array_like=True, tag=21):
-    """The request that the leader of the group receives.
+    """A request, as the leader of the group receives it and every rank opens it.
 
-    Every rank opens its half of the room with it. `ids` are uint32, little-endian; `digest` is that
-    of `check_prompt`.
+    `ids` are uint32, little-endian; `digest` is the one that `check_prompt` computes.
     """
 
     ids: Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_PROMPT)]
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
     params: SamplingParams
     deadline_s: Annotated[float, Meta(gt=0)]
-    namespace: Namespace = ANY  # that of its cached prefixes
+    namespace: Namespace = ANY  # namespace of its cached prefixes
 
     @property
     def tokens(self) -> np.ndarray[Any, np.dtype[np.uint32]]:

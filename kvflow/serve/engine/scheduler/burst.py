@@ -1,7 +1,7 @@
-"""Decode steps in the model thread: several for each call of it, with their tokens delivered within
-milliseconds.
+"""Bursts of decode steps: each call of the model thread runs several steps, whose tokens are
+delivered within milliseconds.
 
-A call costs some 150 us of waiting for the event loop, hence several steps per call.
+Each call waits some 150 us for the event loop, so running several steps per call saves time.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from kvflow.serve.engine.scheduler.budget import Admission
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut, finish
 from kvflow.serve.engine.scheduler.sampling import Choice, Draw, choose
 
-# Steps that are shorter share a delivery, since each delivery wakes the event loop, which then
-# takes the interpreter from the model.
+# Shorter steps share a delivery, because each delivery wakes the event loop, which then takes the
+# interpreter lock from the model thread.
 DELIVER_EVERY_S = 0.01
 
 
-# Tokens of retracted requests in one step: the others of the batch wait for them.
+# The number of tokens that one step computes again for retracted requests. It is limited because
+# the rest of the batch waits for them.
 RECOMPUTED_PER_STEP = 512
 
 
 class DecodeRequest:
-    """One request of the batch.
+    """One request of a decode engine.
 
-    `tokens` carries its tokens, or the error that ended it, to its reader. It keeps prefill's
-    hand-over as long as it lives (I9): there is no slot that a later hand-over could fill. Its
-    places in the pool, or its host memory, belong to `resident`.
+    `tokens` carries its tokens, or the error that ended it, to its reader. The request keeps
+    prefill's hand-over (I9), so there is no shared slot that a later hand-over could fill.
+    `resident` owns its places in the pool, or its host memory.
     """
 
     __slots__ = (
@@ -75,8 +76,8 @@ class DecodeRequest:
         handoff: HandOff,
         prefix: Prefix | None = None,
     ) -> None:
-        """`prefix`: the cached pages that it begins with and does not own; it keeps them while it
-        is retracted.
+        """`prefix` holds the cached pages with which the request begins. They belong to the cache,
+        and remain locked while the request is retracted.
         """
         self.number = number
         self.sequence = sequence
@@ -86,12 +87,13 @@ class DecodeRequest:
         self.resident, self.handoff, self.prefix = resident, handoff, prefix
         self.adjustments = adjustments
         self.seed = params.seed_or_random()
-        # Its moves run in the reader's context, so that their log lines name the request.
+        # Moves to the host and back run in the reader's context, so that their log lines name the
+        # request.
         self.context = contextvars.copy_context()
-        self.move: asyncio.Task[None] | None = None  # while it is retracted
+        self.move: asyncio.Task[None] | None = None  # runs while the request is retracted
         self.protected_until = 0
-        self.delivered = 0  # tokens that steps generated
-        # Tokens whose state is in its pages for certain, also while a step runs.
+        self.delivered = 0  # tokens delivered so far
+        # The number of tokens whose state is certain to be in the pages, even while a step runs.
         self.settled = sequence.computed
         self.tokens: asyncio.Queue[TokenOut | KvflowError] = asyncio.Queue()
 
@@ -101,62 +103,62 @@ class DecodeRequest:
 
     @property
     def tokens_left(self) -> int:
-        """The number of tokens that it may still generate."""
+        """The number of tokens that the request may still generate."""
         return self.limit - self.generated
 
     @property
     def protected(self) -> bool:
-        """True after its return, until it generates a page of tokens."""
+        """True after the request returns from a retraction, until it generates a page of tokens."""
         return self.generated < self.protected_until
 
     def pages_missing(self, steps: int) -> int:
-        """Return how many more pages its next `steps` tokens need."""
+        """Return how many more pages the request's next `steps` tokens need."""
         s = self.sequence
         return s.pages_missing(s.length - 1 + min(steps, self.tokens_left))
 
     def came_back(self, sequence: Sequence, adjustments: Adjustments | None) -> None:
-        """Continue with the same tokens at other places of the pool."""
+        """Continue after a retraction, with the same tokens at other places in the pool."""
         self.sequence, self.adjustments = sequence, adjustments
         self.settled = sequence.computed
         self.protected_until = self.generated + sequence.page_size
 
     def stepped(self) -> None:
-        """Record that a token was delivered: the state of all tokens before it is in the pages."""
+        """Record the delivery of a token. The states of all tokens before it are in the pages."""
         self.delivered += 1
         self.settled = self.sequence.prompt_length + self.delivered
 
     def recomputed_row(
         self, most: int, chunk: Callable[[int, int], int], *, one_by_one: bool
     ) -> Row:
-        """Return a row of tokens whose state is computed once more.
+        """Return a row of tokens whose state is computed again after a retraction.
 
-        It has at most `most` tokens where the model lets them be divided so, and yields the next
-        token if they are the last.
+        The row has about `most` tokens, as far as the model can divide them (`chunk`). If it ends
+        with the last token, it also yields the next one.
         """
         s = self.sequence
         left = s.length - s.computed
-        # Generated tokens are computed in steps of one, as they were the first time.
+        # Generated tokens are computed one per step, as they were the first time.
         if one_by_one:
             left = max(1, s.prompt_length - s.computed)
         new = chunk(left, most)
         return Row(s, new, int(s.computed + new == s.length))
 
     def token_out(self, choice: Choice, eos_ids: frozenset[int]) -> TokenOut:
-        """Return the token that was appended last, as its reader receives it."""
+        """Return the token that was appended last, in the form that the reader receives."""
         reason, matched = finish(choice.token_id, self.generated, self.limit, self.params, eos_ids)
         return TokenOut(*choice[:3], reason, matched, choice.asked_logprobs)
 
 
 Tokens = list[tuple[DecodeRequest, TokenOut]]
-"""The tokens that one step generated, by request."""
+"""The tokens that one step generated, each with its request."""
 
 
 class Burst:
-    """Steps over one batch, whose sequences have the pages for all of them.
+    """Runs several steps over one batch, whose sequences already have pages for all of these steps.
 
-    No page is taken or given back meanwhile. The model thread changes the sequences while it runs;
-    the event loop leaves them alone, except for their pages. `goes_on` is called before every step
-    but the first; `goes_on` and `is_running` must be safe to call from a thread.
+    No page of the batch is taken or freed during a burst, and only the model thread changes its
+    sequences. `goes_on` is called before every step but the first. The model thread calls `goes_on`
+    and `is_running`, so both must be thread-safe.
     """
 
     def __init__(
@@ -170,12 +172,13 @@ class Burst:
         one_by_one: bool = False,
         chunk: Callable[[int, int], int] = min,
     ) -> None:
-        """`one_by_one`: generated tokens are computed again in steps of one token, for models whose
-        state would otherwise differ. `chunk`: how a prompt that is computed again is divided, see
+        """With `one_by_one`, generated tokens are computed again one per step, for models whose
+        state would otherwise differ. `chunk` divides prompts that are computed again; see
         `LoadedModel.chunk`.
 
-        `deliver` is called on the event loop with the tokens of one or more steps, in order: at
-        once with a request's last one, otherwise within `DELIVER_EVERY_S` and a step.
+        `deliver` is called on the event loop with the tokens of one or more steps, in order. A
+        request's last token is delivered at once, other tokens within `DELIVER_EVERY_S` plus one
+        step.
         """
         self._runner = runner
         self._eos_ids = eos_ids
@@ -186,10 +189,10 @@ class Burst:
     def run(
         self, batch: list[DecodeRequest], most_steps: int, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Run at most `most_steps` in the model thread, up to the first one in which a request
+        """Run at most `most_steps` steps in the model thread, and stop after one in which a request
         ends.
 
-        Others may wait for the pages of that request, which are held until the burst ends.
+        Other requests may wait for the pages of that request, which are held until the burst ends.
         """
         held: list[Tokens] = []
         delivered_at_s = time.monotonic()
@@ -235,7 +238,9 @@ class Burst:
         return tokens
 
     def _rows(self, batch: list[DecodeRequest]) -> tuple[list[Row], list[DecodeRequest]]:
-        """Return the rows of a step, and the requests that receive a token of it, in that order."""
+        """Return the rows of a step, and the requests that receive a token from it, in the same
+        order.
+        """
         left = RECOMPUTED_PER_STEP
         rows: list[Row] = []
         chosen: list[DecodeRequest] = []

@@ -50,10 +50,10 @@ READERS_PER_TURN = 16  # readers that receive tokens in one turn of the loop
 
 
 class DecodeEngine(EngineLoop):
-    """The engine that decodes all running requests together, at most `max_batch` per step.
+    """Decodes all running requests together, at most `max_batch` per step.
 
-    The other requests wait in order of priority and arrival, as does a request whose pages cannot
-    be promised yet.
+    Other requests wait in order of priority and arrival. So does a request whose pages cannot be
+    promised yet.
     """
 
     def __init__(
@@ -70,15 +70,16 @@ class DecodeEngine(EngineLoop):
         cache: PrefixCache | None = None,
         prefetch: PrefetchPolicy = "timeout",
     ) -> None:
-        """`new_token_ratio`: the share of a request's new tokens for which it is promised pages.
-        Below 1.0 the engine retracts requests when the pool runs short: to host memory
-        (`snapshots`), or, where that is full or absent, by computing them again (`recompute`) or
-        ending them in an error.
+        """`new_token_ratio` is the share of a request's new tokens for which it is promised pages.
+        Below 1.0, the engine retracts requests when the pool runs short: it copies their state to
+        host memory (`snapshots`). If that is full or absent, it computes the state again later
+        (`recompute`), or ends the request with an error.
 
-        `cache`: the prefix cache of this pool; it keeps the pages that requests computed, unless
-        they end in an error. `prefetch`: how long a prompt waits for the pages that it loads.
+        `cache` is the prefix cache of this pool. It keeps the pages that requests computed, unless
+        they end with an error. `prefetch` decides how long a prompt waits for the pages that it
+        loads.
 
-        Raises: LayoutError when the pool is not this model's.
+        Raises: LayoutError if the pool does not fit the model.
         """
         super().__init__("decode")
         self._runner = model.runner(pool)
@@ -106,7 +107,7 @@ class DecodeEngine(EngineLoop):
             model.neighbours.wait_for_followers,
         )
         self._max_batch = max_batch
-        self._running: dict[int, DecodeRequest] = {}  # by number: in order of arrival
+        self._running: dict[int, DecodeRequest] = {}  # by number, in order of arrival
         self._numbers = itertools.count()
         self._outgoing: dict[DecodeRequest, list[TokenOut | KvflowError]] = {}
         self._paused = False
@@ -153,9 +154,8 @@ class DecodeEngine(EngineLoop):
         )
 
     async def close(self) -> None:
-        """End every request, and return when neither a step nor a copy runs.
-
-        This holds even if the coroutine is cancelled.
+        """End every request, and wait until no step and no copy runs, even if this coroutine is
+        cancelled.
         """
         try:
             await super().close()
@@ -171,7 +171,7 @@ class DecodeEngine(EngineLoop):
     def pause(self) -> None:
         """Start no step until `resume`.
 
-        Requests collect meanwhile, so that the composition of a batch is known.
+        Requests collect meanwhile, so the caller knows which requests the next batch contains.
         """
         self._paused = True
 
@@ -182,7 +182,7 @@ class DecodeEngine(EngineLoop):
     def retract_all(self) -> None:
         """Retract every running request before the next step, however many pages are free.
 
-        The requests come back in their turn.
+        The requests return in their turn.
         """
         self._retract_all = True
         self._wake.set()
@@ -206,10 +206,12 @@ class DecodeEngine(EngineLoop):
     async def admit(
         self, prompt: Prompt, params: SamplingParams, namespace: Namespace = ANY
     ) -> Admission:
-        """Wait until the pages of the request's worst case can be promised.
+        """Wait until pages can be promised for the prompt, and for the new tokens by the new-token
+        ratio.
 
         The caller opens the room afterwards, and releases the admission or passes it to `generate`.
-        With best_effort the cache meanwhile fetches the prompt's pages from storage to the host.
+        With the policy best_effort, the cache meanwhile fetches the prompt's pages from storage to
+        the host.
 
         Raises: MisuseError, CapacityError for a request that can never run.
         """
@@ -235,11 +237,11 @@ class DecodeEngine(EngineLoop):
     async def cached(
         self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None
     ) -> Prefix | None:
-        """Return the cached beginning of a prompt, locked: release it, or pass it to `generate`.
+        """Return the cached prefix of a prompt, locked, or None without a cache.
 
-        Its pages need not travel, and `admission` no longer promises them. Pages that only the host
-        has are loaded first, into pages promised to `admission`, and so are pages that only storage
-        has, for as long as the policy waits.
+        Release the prefix, or pass it to `generate`. Prefill need not send its pages, and
+        `admission` no longer promises them. Pages that only the host or only storage has are first
+        loaded into pages promised to `admission`, for as long as the policy allows.
         """
         cache, tokens = self.cache, np.asarray(prompt)
         if cache is None:
@@ -273,10 +275,10 @@ class DecodeEngine(EngineLoop):
     ) -> AsyncGenerator[TokenOut, None]:
         """Yield tokens as they are generated; prefill chose the first one.
 
-        Takes ownership of the room, of the admission, and of the prefix, whose pages the room does
-        not include. Closing the generator, or cancelling its reader, aborts the room or ends the
-        sequence. Pages that a step uses become free when the step ends. Without an admission, the
-        pages to grow are requested after landing.
+        Takes ownership of the room, the admission and the prefix. The room does not include the
+        pages of the prefix. Closing the generator, or cancelling its reader, aborts the room or
+        ends the sequence. Pages that a step uses become free when the step ends. Without an
+        admission, the pages for new tokens are requested after the prompt has landed.
 
         Raises: MisuseError, CapacityError, the room's error.
         """
@@ -311,8 +313,8 @@ class DecodeEngine(EngineLoop):
             cause = error.cause()
             raise
         except (GeneratorExit, asyncio.CancelledError):
-            # The client left, or the reader needs no token after a stop string. What is computed is
-            # correct, so the cache keeps it.
+            # The client left, or the reader stopped at a stop string. The computed pages are
+            # correct, so the cache keeps them.
             if request is not None:
                 self._keep(request)
             raise
@@ -328,7 +330,7 @@ class DecodeEngine(EngineLoop):
     async def _admit_landed(
         self, room: DecodeRoomPort, prompt: Prompt, limit: int, prefix: Prefix | None, priority: int
     ) -> Admission:
-        """Wait for the promise of pages to grow, for a prompt that landed without an admission."""
+        """Wait for a promise of pages for new tokens, if the prompt landed without an admission."""
         total = self.limits.worst_pages(prompt, limit) - (
             0 if prefix is None else prefix.pages.size
         )
@@ -346,7 +348,7 @@ class DecodeEngine(EngineLoop):
         prefix: Prefix | None,
         handoff: HandOff,
     ) -> DecodeRequest:
-        """Make a sequence of this engine from the landed pages and row."""
+        """Return a request of this engine that takes over the landed pages and row."""
         owner = ("sequence", number)
         sequence = Sequence(owner, prompt, limit, self._page_size)
         places = self._layout.split(room.keep(owner))
@@ -363,7 +365,8 @@ class DecodeEngine(EngineLoop):
         )
 
     def _first(self, request: DecodeRequest) -> TokenOut:
-        """Return prefill's token; unless it is the last one, the sequence joins the batch.
+        """Return the first token, which prefill chose; the request joins the batch unless it ends
+        here.
 
         Raises: WireError, MisuseError.
         """
@@ -396,7 +399,7 @@ class DecodeEngine(EngineLoop):
     def _retire(self, request: DecodeRequest) -> None:
         """Free the pages and the row of a request, or its host memory. Idempotent.
 
-        What a step or a copy uses becomes free when that step or copy ends (I13).
+        Memory that a step or a copy still uses becomes free when that ends (I13).
         """
         self._running.pop(request.number, None)
         if request.resident.phase is ResidencyPhase.ENDED:
@@ -406,18 +409,18 @@ class DecodeEngine(EngineLoop):
             request.prefix.release()
         if request.move is not None:
             request.move.cancel()
-        # The loop grants pages to waiting requests at the end of the running burst, when these are
-        # free.
+        # Wake the loop: when the running burst ends, these pages are free, and the loop grants them
+        # to waiting requests.
         self._wake.set()
 
     def _keep(self, request: DecodeRequest) -> None:
-        """Hand the computed whole pages of a request that ended without an error over to the cache.
+        """Hand over the computed full pages of a request that ended without an error to the cache.
 
-        A step that still runs writes behind them.
+        A step that still runs writes only behind them.
 
-        A model with states may compute a generated token with other numbers than prefill would
-        (nemotron_h: K by 0.05 of 8), so the cache takes only the pages of the prompt from such a
-        model.
+        A model with states may compute other values for a generated token than prefill would
+        (nemotron_h: K differs by 0.05 of 8). For such a model, the cache keeps only pages of the
+        prompt.
         """
         prefix, s, resident = request.prefix, request.sequence, request.resident
         if self.cache is None or prefix is None or resident.phase is not ResidencyPhase.RESIDENT:
@@ -434,7 +437,7 @@ class DecodeEngine(EngineLoop):
     def _fail(self, request: DecodeRequest, error: KvflowError) -> None:
         self._let_go(request)
         if (tokens := self._outgoing.get(request)) is not None:
-            # The reader gets the tokens that were generated before the error first.
+            # The reader first receives the tokens that were generated before the error.
             tokens.append(error)
         else:
             request.tokens.put_nowait(error)
@@ -455,14 +458,15 @@ class DecodeEngine(EngineLoop):
                 await self._thread.run(
                     [r.sequence for r in batch], partial(self._burst.run, batch, most_steps, loop)
                 )
-            # The loop serves all requests: a failed step ends those in it, and is counted.
+            # The loop serves all requests, so a failed step is counted and ends only the requests
+            # in it.
             except Exception as error:  # noqa: BLE001
                 cause = self._failed("decode step", error)
                 for request in filter(self._is_running, batch):
                     self._fail(request, room_error(cause))
 
     def _next_batch(self) -> tuple[list[DecodeRequest], int]:
-        """Return the requests of the next steps, and the most steps that they have pages for."""
+        """Return the requests of the next steps, and how many steps they have pages for."""
         if self._paused:
             return [], 0
         if self._retract_all:
@@ -477,8 +481,8 @@ class DecodeEngine(EngineLoop):
             victims = self._retractions.victims(self._running.values(), self._growth.short)
             self._leave(victims)
             batch = list(filter(self._is_running, batch)) if victims else batch
-        # An admitted request that does not run yet ends in time, or can be retracted once it runs:
-        # either frees pages.
+        # An admitted request that does not run yet frees pages in time: it ends, or can be
+        # retracted once it runs.
         on_the_way = self._budget.admitted > len(self._running)
         may_come = bool(batch or self._retractions.coming_pages or leaving or on_the_way)
         if self._growth.short and not may_come and self._retractions.release_cached():
@@ -495,13 +499,13 @@ class DecodeEngine(EngineLoop):
         """Wait for a wake-up, or for pages while requests are short of them."""
         if self._growth.short:
             self._returned.wait()
-        # The time limit ends requests that are short of pages which do not return.
+        # After this time, the loop ends requests for which no pages returned.
         with suppress(TimeoutError):
             async with asyncio.timeout(self._growth.stuck_in_s):
                 await self._wake.wait()
 
     def _spare_grew(self) -> None:
-        # A wake-up ends the burst of steps that runs, so it is for requests in need only.
+        # A wake-up ends the running burst, so it happens only if a request is short of pages.
         if self._growth.short:
             self._wake.set()
 
@@ -509,7 +513,7 @@ class DecodeEngine(EngineLoop):
         return request.number in self._running
 
     def _goes_on(self) -> bool:
-        """Return True until the next batch has to differ: a request joins or leaves.
+        """Return True until the batch has to change, because a request joins or leaves.
 
         The model thread calls this, so it only reads.
         """
@@ -534,8 +538,7 @@ class DecodeEngine(EngineLoop):
     def _hand_out(self) -> None:
         """Pass tokens to some of the readers in each turn of the loop.
 
-        Every reader writes to its client, so passing all tokens at once would hold the loop up
-        (I11).
+        Every reader writes to its client, so passing all tokens at once would block the loop (I11).
         """
         for request in list(itertools.islice(self._outgoing, READERS_PER_TURN)):
             for out in self._outgoing.pop(request):

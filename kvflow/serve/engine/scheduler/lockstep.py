@@ -10,36 +10,41 @@ from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest
 
 
 class Lockstep(Protocol):
-    """The ranks that run each step too, after the first rank announces it."""
+    """The other ranks, which also run each step that the first rank announces."""
 
     @property
     def ready(self) -> bool:
-        """True while all of them are there: a step may be announced."""
+        """True while all ranks are present, so that a step may be announced."""
 
     @property
     def most_places(self) -> tuple[int, int]:
-        """Pages and rows of the smallest pool among them."""
+        """The pages and rows that the smallest pool of all ranks has."""
 
     def announce(self, rows: list[Row], requests: list[PrefillRequest]) -> None: ...
 
     def preempt(self, request: PrefillRequest) -> None:
-        """Announce that a request lost its places here; a step may name it again, from its
-        beginning.
+        """Announce that a request lost its places here.
+
+        A later step may name it again, from its first token.
         """
 
     def find(self, request: PrefillRequest, tokens: int) -> None:
         """Ask how many of the first `tokens` tokens of a request every rank has cached.
 
-        The answer calls `PrefillEngine.agreed`, unless the request is preempted or dropped before.
+        The answer arrives through `PrefillEngine.agreed`, unless the request is preempted or
+        dropped first.
         """
 
     def flush(self) -> None:
-        """Forget all cached pages everywhere, and what was found for requests that no step named
-        yet.
+        """Flush the caches of all other ranks.
+
+        They also release the prefixes locked for requests that no step named yet.
         """
 
     def stepped(self) -> None:
-        """Report that the step that was announced last ended here."""
+        """Report that the step announced last ended here."""
 
     def break_off(self, cause: Cause) -> None:
-        """End the group after a step failed here: the others wait for data that will not come."""
+        """End the current generation of steps, because a step failed here and the other ranks wait
+        for data that will not come.
+        """

@@ -1,9 +1,11 @@
-"""The pages that the cache brings for one request before it begins, and how long the request waits.
+"""Loading cached pages for a request before it begins, and the time that the request waits for
+them.
 
-Pages of a store come to the host while the request waits for something else anyway. Pages on the
-host are copied to the device when it is the request's turn, and are locked from then on: copied
-earlier, they would be evicted for requests whose turn comes first. With best_effort a request waits
-for no store: it uses the pages that arrived from there by the time its turn comes.
+Pages in storage are fetched to the host while the request waits for something else anyway. Pages on
+the host are copied to the device when it is the request's turn, and are locked from then on. If
+they were copied earlier, they would be evicted for requests whose turn comes first. With the policy
+best_effort, a request never waits for storage: it uses the pages that were fetched by the time its
+turn comes.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ TIMEOUT_S, TIMEOUT_PER_TOKEN_S = 1.0, 0.00025
 
 
 def patience_s(policy: PrefetchPolicy, tokens: int) -> float | None:
-    """Return how long a request with a prompt of `tokens` waits for its pages alone, in seconds.
+    """Return how many seconds a request with a prompt of `tokens` tokens waits for its pages alone.
 
-    None stands for as long as it takes.
+    None means as long as it takes.
     """
     return None if policy == "wait_complete" else TIMEOUT_S + tokens * TIMEOUT_PER_TOKEN_S
 
@@ -39,9 +41,10 @@ async def bring(
     namespace: Namespace,
     **how: Any,
 ) -> Prefix:
-    """Run `PrefixCache.load`, with the options `how`, for as long as the policy waits.
+    """Load a prompt's cached pages to the device, for as long as the policy allows.
 
-    Returns the prefix that is there then, locked.
+    `how` are further arguments of `PrefixCache.load`. Returns the prefix that is on the device
+    afterwards, locked.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(patience_s(policy, len(tokens))):
@@ -57,11 +60,11 @@ async def fetch_beside(
     most_tokens: int | None,
     namespace: Namespace,
 ) -> T:
-    """Wait for `other`, while the prompt's pages come from storage to the host.
+    """Wait for `other`, and meanwhile fetch the prompt's pages from storage to the host.
 
-    The wait for these pages alone is as long as the policy allows.
+    If `other` is done first, wait for the pages as long as the policy allows.
 
-    Raises: what `other` raises.
+    Raises: what `other` or the fetch raises.
     """
     limit_s = 0.0 if policy == "best_effort" else patience_s(policy, len(tokens))
     return await beside(cache.fetch(tokens, most_tokens, namespace), other, limit_s)
@@ -70,9 +73,10 @@ async def fetch_beside(
 def begin_fetch(
     cache: PrefixCache | None, policy: PrefetchPolicy, tokens: Tokens, namespace: Namespace
 ) -> asyncio.Task[None] | None:
-    """Start to fetch the prompt's pages from storage to the host, with best_effort.
+    """With the policy best_effort, start to fetch the prompt's pages from storage to the host.
 
-    The task runs until it is cancelled or `stopped`; None where there is no such fetch.
+    Returns the task, or None with other policies or without a host cache. Pass the result to
+    `stopped` when the fetch is no longer needed.
     """
     if cache is None or not cache.has_host or policy != "best_effort":
         return None
@@ -80,7 +84,7 @@ def begin_fetch(
 
 
 async def stopped(task: asyncio.Task[None] | None) -> None:
-    """Cancel a task whose result is not needed, and drain it (I12)."""
+    """Cancel a task whose result is not needed, and wait for its end (I12)."""
     if task is not None:
         task.cancel()
         await run_to_end(asyncio.gather(task, return_exceptions=True))
@@ -89,11 +93,12 @@ async def stopped(task: asyncio.Task[None] | None) -> None:
 async def beside(
     loading: Coroutine[Any, Any, None], other: Awaitable[T], limit_s: float | None
 ) -> T:
-    """Wait for `other`, and at most `limit_s` longer for `loading`.
+    """Wait for `other`, and then at most `limit_s` seconds for `loading`.
 
-    `loading` ends before this returns or raises: if it is late, it is cancelled and drained.
+    `loading` has ended when this returns or raises. If it takes too long, it is cancelled and
+    drained.
 
-    Raises: what `other` raises.
+    Raises: what `other` or `loading` raises.
     """
     task = asyncio.create_task(loading)
     try:

@@ -1,5 +1,5 @@
-"""The prefill engine: chunks of several prompts per step. Full pages leave while the next chunk is
-computed.
+"""The prefill engine: each step computes chunks of several prompts, and their full pages are sent
+while the next step runs.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from kvflow.serve.engine.scheduler.turn import Turn
 
 
 class PrefillEngine(EngineLoop):
-    """The engine that computes prompts, in order of priority, and of arrival among equals.
+    """Computes prompts in order of priority, and in order of arrival among equals.
 
-    A step takes at most `chunk_tokens` of each prompt, `max_batch_tokens` in all (more for prompts
-    that cannot be divided, see `LoadedModel.chunk`), and prompts of at most `max_batch_rooms` rooms
-    (for tests: bfloat16 logits depend on the composition of the batch).
+    A step takes at most `chunk_tokens` tokens of each prompt and `max_batch_tokens` in all, or more
+    for prompts that cannot be divided (see `LoadedModel.chunk`). It takes prompts of at most
+    `max_batch_rooms` rooms; this limit is for tests, because bfloat16 logits depend on the
+    composition of the batch.
     """
 
     def __init__(
@@ -66,13 +67,13 @@ class PrefillEngine(EngineLoop):
         cache: PrefixCache | None = None,
         prefetch: PrefetchPolicy = "timeout",
     ) -> None:
-        """`optimistic_tries`: how often a prompt may begin before its room is matched, see
-        `optimistic`. `lockstep`: given where this engine is the first of several ranks. `samples`:
-        True where this rank chooses the first tokens. `cache`: the prefix cache of this pool, see
-        `PrefillSteps`. `prefetch`: how long a prompt waits for the pages that it loads.
+        """`optimistic_tries` is how often a prompt may begin before its room is matched; see the
+        module `optimistic`. `lockstep` is given if this engine is the first of several ranks.
+        `samples` is True if this rank chooses the first tokens. `cache` is the prefix cache of this
+        pool; see `PrefillSteps`. `prefetch` decides how long a prompt waits for the pages that it
+        loads.
 
-        Raises: LayoutError when the pool is not this model's, MisuseError for a cache that is not
-        for this model.
+        Raises: LayoutError if the pool does not fit the model, MisuseError if the cache does not.
         """
         super().__init__("prefill")
         self.steps = PrefillSteps(model, pool, pages, executor, samples=samples, cache=cache)
@@ -90,11 +91,11 @@ class PrefillEngine(EngineLoop):
         self._max_rooms = max_batch_rooms or 1 << 30
         # Ids of requests that wait for decode's half of their room.
         self._unmatched: set[int] = set()
-        # Unmatched requests that have not begun early hold no places.
+        # Unmatched requests hold no places unless they begin early.
         self._early: OptimisticStarts[PrefillRequest] = OptimisticStarts(optimistic_tries)
-        self._waiting: deque[PrefillRequest] = deque()  # for pages
+        self._waiting: deque[PrefillRequest] = deque()  # requests that wait for places
         self._running: dict[int, PrefillRequest] = {}  # by id, in order of arrival
-        # By id: all requests that have places of the engine's, until `drop`.
+        # Requests, by id, that have places taken by this engine, until `drop` or a preemption.
         self._placed: dict[int, PrefillRequest] = {}
         self._numbers = itertools.count()
         self._prefetch: PrefetchPolicy = prefetch
@@ -102,9 +103,8 @@ class PrefillEngine(EngineLoop):
         self._returned = PageWaiter(self._wake.set, pages, self.steps.rows)
 
     async def close(self) -> None:
-        """End every request, and return when neither a step nor a copy runs.
-
-        This holds even if the coroutine is cancelled.
+        """End every request, and wait until no step and no copy runs, even if this coroutine is
+        cancelled.
         """
         try:
             await super().close()
@@ -144,12 +144,12 @@ class PrefillEngine(EngineLoop):
         into: PageIndices | None = None,
         namespace: Namespace = ANY,
     ) -> TokenOut:
-        """Compute `prompt`, send its pages and row, and hand the first token over.
+        """Compute `prompt`, send its pages and row, and hand over the first token.
 
-        Returns that token when everything landed. `into`: places of the caller (pages, and a row
-        where rooms have one) to compute in. Without it the engine takes places, begins with the
-        cached pages of the prompt, if any, and afterwards frees the places or hands them over to
-        the cache, under `namespace`. Any error, and a cancellation, closes the room with its cause.
+        Returns that token when everything has landed. `into` are places of the caller in which to
+        compute: pages, and a row if the pool has rows. Without `into`, the engine takes places,
+        begins with the prompt's cached pages, and in the end frees the places or hands them over to
+        the cache, under `namespace`. An error or a cancellation closes the room with its cause.
 
         Raises: MisuseError, CapacityError, the room's error.
         """
@@ -181,8 +181,9 @@ class PrefillEngine(EngineLoop):
             room.close()
 
     async def _match(self, request: PrefillRequest, into: PageIndices | None) -> int:
-        """Wait for decode's half of the room, and meanwhile fetch from storage what it has of the
-        prompt.
+        """Wait for decode's half of the room, and fetch the prompt's pages from storage meanwhile.
+
+        Returns how many tokens of the prompt decode already has.
         """
         cache, s, matched = self.cache, request.sequence, request.room.matched()
         if cache is None or not cache.has_host or into is not None:
@@ -198,13 +199,12 @@ class PrefillEngine(EngineLoop):
         ticket: int,
         namespace: Namespace = ANY,
     ) -> PrefillRequest:
-        """Add a checked `prompt`, to be computed on all ranks once it is `matched`, or when it
-        `may_begin`.
+        """Add a checked `prompt`, to be computed on all ranks after `matched` or `may_begin`.
 
-        It stays until `drop`. The request's `first` reports a failure, and the token where this
+        The request stays until `drop`. Its `first` reports a failure, and the first token if this
         rank chooses it.
 
-        Raises: AbortedError when the engine is closing.
+        Raises: AbortedError if the engine is closing.
         """
         self._refuse_when_closing()
         return self._new_request(room, prompt, params, ticket=ticket, namespace=namespace)
@@ -212,7 +212,7 @@ class PrefillEngine(EngineLoop):
     def may_begin(self, request: PrefillRequest) -> None:
         """Let a request begin before its room is matched.
 
-        Call it any number of times; it has no effect after the match or after `drop`.
+        Call this at most once. It has no effect after the match or after `drop`.
         """
         if id(request) in self._unmatched:
             self._early.add(request)
@@ -221,11 +221,12 @@ class PrefillEngine(EngineLoop):
     def matched(
         self, request: PrefillRequest, prefix: int, into: PageIndices | None = None
     ) -> None:
-        """Record that decode's half of the room is there, with `prefix` tokens of the prompt.
+        """Record that decode's half of the room arrived, and already has `prefix` tokens of the
+        prompt.
 
-        `into` is that of `prefill`.
+        `into` has the meaning that it has in `prefill`.
 
-        Raises: AbortedError when the engine is closing.
+        Raises: AbortedError if the engine is closing.
         """
         self._unmatched.discard(id(request))
         self._refuse_when_closing()
@@ -233,7 +234,7 @@ class PrefillEngine(EngineLoop):
         self._enqueue(request, into)
 
     def has_places(self, request: PrefillRequest) -> bool:
-        """Return True for a request that has places of the engine's, so that a step may have named
+        """Return True if a request has places that this engine took, so that a step may have named
         it.
         """
         return id(request) in self._placed
@@ -252,7 +253,7 @@ class PrefillEngine(EngineLoop):
             self._beginnings.flushed(self._placed.values())
 
     def _begins(self, request: PrefillRequest) -> None:
-        """Let steps name a request that has its places."""
+        """Let steps name a request that has its places, and send its cached pages."""
         if (
             request.cached_tokens
             and id(request) in self._running
@@ -315,7 +316,8 @@ class PrefillEngine(EngineLoop):
         self._running.pop(id(request), None)
         if self._early.holds(request):
             self._early.forget(request)
-            # Its task still waits for the match, which raises this error once the room is closed.
+            # The request's task still waits for the match, which raises this error once the room is
+            # closed.
             request.room.close(error.cause())
         elif not request.first.done():
             request.first.set_exception(error)
@@ -354,7 +356,8 @@ class PrefillEngine(EngineLoop):
                 self._lockstep.announce(rows, requests)
             try:
                 await self.steps.run(rows, requests)
-            # The loop serves all requests: a failed step ends those in it, and is counted.
+            # The loop serves all requests, so a failed step is counted and ends only the requests
+            # in it.
             except Exception as error:  # noqa: BLE001
                 self._step_failed(requests, error)
                 continue
@@ -405,7 +408,7 @@ class PrefillEngine(EngineLoop):
             self._beginnings.placed(early)
 
     def _place(self, request: PrefillRequest) -> bool:
-        """Give the first request of a queue its places; returns False where it has to wait.
+        """Give the first request of a queue its places; return False if it has to wait.
 
         A request with both halves of its room may take the places of requests that began early.
         """
@@ -428,9 +431,10 @@ class PrefillEngine(EngineLoop):
         return True
 
     def _read_of_the_cache(self, request: PrefillRequest) -> PageIndices:
-        """Return the cached pages that stay in use, whichever early request gives way.
+        """Return the cached pages that stay in use even if every early request gives way.
 
-        These are the pages that `request`, and those with both halves of their rooms, read.
+        They are the pages that `request` reads, and those read by placed requests with both halves
+        of their rooms.
         """
         if request.prefix is None:
             return NO_PLACES
@@ -438,14 +442,14 @@ class PrefillEngine(EngineLoop):
         return np.concatenate([request.prefix.pages, *(s.pages[: s.shared] for s in matched)])
 
     def _preempt(self, requests: list[PrefillRequest]) -> None:
-        """Take the places of early requests, here and on the other ranks."""
+        """Take their places away from early requests, here and on the other ranks."""
         for request in requests:
             del self._running[id(request)], self._placed[id(request)]
             self._beginnings.forget(request)
             self.steps.start_again(request)
         if self._lockstep is not None:
-            # A call may find that a rank is lost, which ends the running requests. So each request
-            # is updated here before the first call.
+            # A call may find that a rank is lost, which ends the running requests. So all requests
+            # are updated here before the first call.
             for request in requests:
                 self._lockstep.preempt(request)
 
@@ -454,11 +458,13 @@ class PrefillEngine(EngineLoop):
         return self._lockstep is None or self._lockstep.ready
 
     def _short_of(self, request: PrefillRequest) -> tuple[int, int, int]:
-        """Count the places missing for all of a request's prompt, negative where more are free.
+        """Count the places that a request's whole prompt lacks; negative if more than enough are
+        free.
 
         Returns the pages missing here, the rows missing at the rank that lacks the most, and the
-        pages missing at the smallest rank if it had cached none. The other ranks may hold places of
-        a request until `drop`.
+        pages missing at the rank with the smallest pool if nothing were cached there. The other
+        ranks may hold the places of a request until `drop`, so requests whose rooms ended count
+        too.
         """
         missing, missing_rows = self.steps.short_of(request)
         if self._lockstep is None:
@@ -477,14 +483,14 @@ class PrefillEngine(EngineLoop):
         left, to_score = self._max_tokens, scoring.TOKENS_PER_STEP
         rows: list[Row] = []
         requests: list[PrefillRequest] = []
-        # The sort is stable, so equals stay in order of arrival. Early requests come last: their
-        # work may be lost.
+        # The sort is stable, so equals stay in order of arrival. Early requests come last, because
+        # their work may be lost.
         order = sorted(self._running.values(), key=lambda r: (self._early.holds(r), urgency(r)))
         for request in order:
             s = request.sequence
             remaining = s.prompt_length - s.computed
             if not remaining or request.is_asking:
-                # Its last chunk is queued already, or the other ranks have not answered yet.
+                # Its last chunk is already sent, or the other ranks did not answer yet.
                 continue
             if not left or len(rows) == self._max_rooms:
                 break
@@ -505,16 +511,14 @@ class PrefillEngine(EngineLoop):
         return rows, requests
 
     def _send(self, request: PrefillRequest) -> None:
-        """Send the complete pages of a request, and report its first token where this rank chose
-        it.
-        """
+        """Send the full pages of a request, and report its first token if this rank chose it."""
         steps, choice = self.steps, request.choice
         try:
             steps.send(request)
         except KvflowError as error:
             self._fail(request, error)
             return
-        # An error of one room must not end the others.
+        # An error in one room must not end the others.
         except Exception as error:  # noqa: BLE001
             self._fail(request, room_error(self._failed("sending pages", error)))
             return

@@ -1,8 +1,8 @@
-"""The steps of prefill: prompts, their chunks computed in the model thread, and the pages that
-leave after each step.
+"""The steps of prefill: computing chunks of prompts in the model thread, and sending pages after
+each step.
 
-This module decides nothing. The engine chooses the prompts that share a step, or, at a rank that
-follows another one, that rank does.
+This module makes no scheduling decisions. The engine chooses the prompts of a step, or the first
+rank's engine does, if this rank follows it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from kvflow.serve.engine.scheduler.scoring import PromptScorer
 
 
 def most_cached(prompt_length: int, params: SamplingParams, fewest_tokens: int = 1) -> int:
-    """Return how many tokens of a prompt need not be computed.
+    """Return how many tokens of a prompt the cache may supply at most.
 
-    The logits of the other tokens are wanted; those of the last token always are.
+    The others must be computed, because their logits are wanted: at least those of the last token.
     """
     start, most = params.prompt_logprobs_from, prompt_length - fewest_tokens
     return most if start is None else min(start, most)
@@ -49,8 +49,7 @@ def most_cached(prompt_length: int, params: SamplingParams, fewest_tokens: int =
 class PrefillRequest:
     """One prompt in the engine.
 
-    `first` resolves to the first token once this rank knows it, or to None when the room ends
-    before.
+    `first` resolves to the first token once this rank knows it, or to None if the room ends first.
     """
 
     __slots__ = (
@@ -88,20 +87,21 @@ class PrefillRequest:
         namespace: Namespace = ANY,
         fewest_tokens: int = 1,
     ) -> None:
-        """`ticket`: the request's number in a group of ranks. `namespace`: that of its cached
-        prefixes. `fewest_tokens`: the fewest that the model computes at once.
+        """`ticket` is the request's number in a group of ranks, and `namespace` that of its cached
+        prefixes. `fewest_tokens` is the smallest number of tokens that the model computes at once.
         """
         self.sequence, self.room, self.params, self.ticket = sequence, room, params, ticket
         self.sent_pages = 0  # includes the pages that decode already has
         self.namespace = namespace
-        # Tokens that every rank has cached, once the ranks agree on them.
+        # The number of tokens that every rank has cached, once the ranks agree on it.
         self.agreed: int | None = None
-        # True while it has places and no step may name it, until the ranks agree.
+        # True while the request has places, but no step may name it until the ranks agree.
         self.is_asking = False
-        # The cached pages that it begins with, locked; None while it only waits.
+        # The cached pages with which the request begins, locked; None while none are locked.
         self.prefix: Prefix | None = None
         self.fewest_tokens = fewest_tokens
-        # Slots of the cache's store that it owns, by the number of tokens before the state.
+        # Slots of the state store that the request owns, by the number of tokens that each state
+        # covers.
         self.states: dict[int, int] = {}
         self.cached_tokens = 0  # tokens of the prompt that the cache had
         self.queued_at_s = time.perf_counter()
@@ -120,27 +120,28 @@ class PrefillRequest:
             )
         self.hidden_states: PackedArray | None = None  # at the last token of the prompt
         self.has_begun = False  # True once a step named it
-        self.choice: Choice | None = None  # once the prompt is computed, where this rank chooses
-        # The token from the rank that chooses, where it arrives before this rank starts the
-        # request.
+        self.choice: Choice | None = None  # set when the prompt is computed, if this rank chooses
+        # The first token from the rank that chooses it, if it arrives before the group starts the
+        # request here.
         self.early_token: TokenOut | None = None
 
     @property
     def most_cached(self) -> int:
-        """Tokens of the prompt that need not be computed."""
+        """The number of tokens that the cache may supply at most."""
         most = most_cached(self.sequence.prompt_length, self.params, self.fewest_tokens)
         return most if self.agreed is None else min(most, self.agreed)
 
     def start_again(self) -> Places:
-        """Forget what was computed, and return the places. The same first token will be drawn
-        again.
+        """Forget what was computed, and return the places to free.
+
+        The same first token will be drawn again.
         """
         self._begin()
         return self.sequence.start_again()
 
 
 class PrefillSteps:
-    """The steps over one model's pool, and the chunks that leave from it.
+    """Runs prefill steps over one model's pool, and sends the computed pages.
 
     `samples` is True at the rank that has the logits and chooses the first tokens. Any other rank
     sends its pages without a hand-over.
@@ -156,11 +157,10 @@ class PrefillSteps:
         samples: bool = True,
         cache: PrefixCache | None = None,
     ) -> None:
-        """`cache`: the prefix cache of this pool, with states if the pool has rows; prompts begin
-        with their cached pages.
+        """`cache` is the prefix cache of this pool. It must keep states if the pool has rows.
+        Prompts begin with their cached pages.
 
-        Raises: LayoutError when the pool is not this model's, MisuseError for a cache that is not
-        for this model.
+        Raises: LayoutError if the pool does not fit the model, MisuseError if the cache does not.
         """
         if cache is not None and (
             model.whole_prompts or (cache.states is None and pool.layout.num_rows)
@@ -183,9 +183,11 @@ class PrefillSteps:
         self._thread = ModelThread(executor, self.places, pool.layout, self.runner.device)
 
     def short_of(self, request: PrefillRequest) -> tuple[int, int]:
-        """Count the pages and rows missing for all of a prompt; negative where more are free.
+        """Count the pages and rows that a whole prompt still lacks; negative if more than enough
+        are free.
 
-        Its cached pages, the pages that the cache can give up, and the free ones are not missing.
+        The prompt's cached pages, pages that the cache can evict, and free pages do not count as
+        lacking. If the request holds no pages yet, this also locks its cached ones.
         """
         s = request.sequence
         if self.cache is not None and request.prefix is None and not s.page_count:
@@ -198,7 +200,7 @@ class PrefillSteps:
         return missing, 0 if self.rows is None else 1 - self.rows.free_pages
 
     def take_places(self, request: PrefillRequest) -> None:
-        """Take all places that a prompt needs beside its cached pages. They must be free."""
+        """Take all places that a prompt needs besides its cached pages. They must be free."""
         s = request.sequence
         if request.prefix is not None:
             s.begin_with(request.prefix.pages)
@@ -218,14 +220,14 @@ class PrefillSteps:
             request.prefix = self._match(self.cache, request)
 
     def lacks(self, request: PrefillRequest) -> bool:
-        """Return True where only the host has some of the tokens that need not be computed."""
+        """Return True if some cached pages of the prompt are on the host only."""
         s, cache = request.sequence, self.cache
         return cache is not None and cache.lacks(
             s.tokens[: s.prompt_length], request.most_cached, request.namespace
         )
 
     async def load(self, request: PrefillRequest, policy: PrefetchPolicy) -> None:
-        """Copy the pages that `lacks` found to the device, and lock what the cache has then.
+        """Copy pages that only the host has to the device, and lock the prompt's cached pages.
 
         The request must have no places.
         """
@@ -243,14 +245,15 @@ class PrefillSteps:
         request.prefix = prefix
 
     def agree(self, request: PrefillRequest, tokens: int) -> None:
-        """Unlock cached pages beyond the first `tokens` tokens, which every rank has.
+        """Shorten the locked prefix to the first `tokens` tokens, which every rank has cached.
 
         The request must have no places.
         """
         request.agreed = tokens
         longer = request.prefix
         if self.cache is not None and longer is not None and longer.tokens > tokens:
-            # The shorter prefix is locked first, so that eviction cannot take its pages in between.
+            # The shorter prefix is locked before the longer one is released, so that its pages
+            # cannot be evicted in between.
             request.prefix = self._match(self.cache, request)
             longer.release()
 
@@ -287,21 +290,22 @@ class PrefillSteps:
         self.forget_prefix(request)
 
     def start_again(self, request: PrefillRequest) -> None:
-        """Free the places of a request, and forget what was computed. No step may have it."""
+        """Free the places of a request, and forget what was computed. No step may include it."""
         self._give_back(request, request.start_again())
 
     def chunk(self, request: PrefillRequest, most: int) -> int:
-        """Return how many tokens of a prompt to compute at once, about `most`."""
+        """Return how many tokens of a prompt to compute next, about `most`."""
         if self._states is not None and request.prefix is not None:
             return self._states.chunk(request, most, self._chunk)
         return self._chunk(request.sequence.prompt_length - request.sequence.computed, most)
 
     async def run(self, rows: list[Row], requests: list[PrefillRequest]) -> None:
-        """Compute `rows`, one of each of `requests`.
+        """Compute `rows`, one for each of `requests`.
 
-        Afterwards the completed requests have their `choice`, where this rank chooses.
+        If this rank chooses first tokens, requests whose prompt is complete have their `choice`
+        afterwards.
 
-        Raises: whatever the model raises.
+        Raises: what the model raises.
         """
         sequences = [r.sequence for r in rows]
         if self._states is None:
@@ -354,10 +358,10 @@ class PrefillSteps:
         )
 
     def send(self, request: PrefillRequest) -> None:
-        """Send the complete pages of a request that were not sent before.
+        """Send the full pages of a request that were not sent before.
 
-        After the last chunk, send the remaining pages and the row, with the first token where this
-        rank chose it.
+        After the prompt's last chunk, send the remaining pages and the row, with the hand-over if
+        this rank chose the first token.
 
         Raises: the room's error.
         """
@@ -390,7 +394,7 @@ class PrefillSteps:
         return handoff.encode()
 
     def token_out(self, request: PrefillRequest, choice: Choice) -> TokenOut:
-        """Return the first token as the caller receives it."""
+        """Return the first token in the form that the caller receives."""
         params = request.params
         reason, matched = finish(choice.token_id, 1, params.max_new_tokens, params, self._eos_ids)
         asked, hidden = choice.asked_logprobs, request.hidden_states

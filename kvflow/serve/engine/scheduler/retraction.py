@@ -1,5 +1,5 @@
-"""Requests that leave the device when a decode's pool runs short, and return when it has pages
-again (I2, I13).
+"""Retraction: requests leave the device when decode's pool runs short of pages, and return when it
+has pages again (I2, I13).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from kvflow.serve.engine.scheduler.burst import DecodeRequest
 from kvflow.serve.engine.scheduler.params import EngineRetractions
 
 _log = logging.getLogger("kvflow.serve.engine")
-# A pool that is too small retracts many times a second, too often for a log line each.
+# A pool that is too small causes many retractions per second, too many for a log line each.
 REPORT_EVERY_S = 10.0
 
 
 class Retractions:
-    """Chooses the requests to retract, and moves them out and in again.
+    """Chooses the requests to retract, and moves them off the device and back.
 
     `back` is called with each request that returns, `failed` with each that cannot. Used on the
-    event loop; no step runs a request while it is moved.
+    event loop. No step includes a request while it is moved.
     """
 
     def __init__(
@@ -49,12 +49,13 @@ class Retractions:
         failed: Callable[[DecodeRequest, KvflowError], None],
         moved: Callable[[], None],
     ) -> None:
-        """`recompute`: a request for which there is no host memory computes its state again;
-        without it, the request ends in an error. `moved` is called when pages may be free.
+        """With `recompute`, a request for which there is no host memory computes its state again.
+        Without it, such a request ends with an error. `moved` is called when pages may have become
+        free.
         """
         self._budget, self._ratio, self._store, self._recompute = budget, ratio, store, recompute
         self._eos_ids, self._back, self._failed, self._moved = eos_ids, back, failed, moved
-        # By number: requests from the moment they are retracted until they run again.
+        # Requests by number, from their retraction until they run again.
         self._away: dict[int, DecodeRequest] = {}
         self._moves: set[asyncio.Task[None]] = set()
         self._next_report_s = 0.0
@@ -78,18 +79,19 @@ class Retractions:
 
     @property
     def coming_pages(self) -> int:
-        """Pages that become free as soon as they are copied out."""
+        """The number of pages that become free once they are copied to the host."""
         leaving = (ResidencyPhase.RESIDENT, ResidencyPhase.LEAVING)
         return sum(r.resident.sizes[0] for r in self._away.values() if r.resident.phase in leaving)
 
     def victims(
         self, running: Iterable[DecodeRequest], short: dict[DecodeRequest, int]
     ) -> list[DecodeRequest]:
-        """Choose the requests of `running` to retract for the missing pages (`short`, by request).
+        """Choose requests of `running` to retract, so that those in `short` get the pages that they
+        miss.
 
-        Lower priority goes first, then fewer generated tokens, then later arrival; the last
-        candidate always stays. A request that came back stays until it makes some progress, so
-        every request ends, however short the pool is.
+        Requests with lower priority go first, then those with fewer generated tokens, then those
+        that arrived later. One request always stays. A request that returned goes last until it
+        makes some progress, so every request ends, however small the pool is.
         """
         missing = sum(short.values()) - self.coming_pages
         candidates = sorted(
@@ -108,9 +110,9 @@ class Retractions:
         return found
 
     def retract(self, request: DecodeRequest) -> None:
-        """Free the pages of a request after they are copied out; it returns in its turn.
+        """Start to retract a request: its state is copied to the host, and its pages become free.
 
-        No step runs it from this call on.
+        No step includes the request from this call until it returns, in its turn.
         """
         self.retracts += 1
         self._budget.retract(request.admission, request.resident.sizes[0])
@@ -124,10 +126,10 @@ class Retractions:
         self._log_shortage()
 
     def release_cached(self) -> bool:
-        """Unlock the cached pages of one waiting request; returns False when no request has any.
+        """Unlock the cached pages of one retracted request; return False if no request has any.
 
-        While no request runs, these may be all that is missing. The request that would return last
-        loses them, and computes again what the cache does not have then.
+        While no request runs, these may be the only pages that can become free. The request that
+        would return last loses them, and later computes again what the cache no longer has.
         """
         waiting = [
             r
@@ -143,7 +145,9 @@ class Retractions:
         return True
 
     def _release_prefix(self, request: DecodeRequest) -> None:
-        """Unlock the cached pages of a request, which computes them again or finds them anew."""
+        """Unlock the cached pages of a request, which later finds them in the cache again or
+        recomputes them.
+        """
         assert request.prefix is not None
         count = int(request.prefix.pages.size)
         request.prefix.release()
@@ -152,7 +156,7 @@ class Retractions:
         _log.debug("released %d cached pages, to be computed again", count)
 
     async def close(self) -> None:
-        """Stop every move, and return when no copy runs. The requests keep their owners."""
+        """Stop every move, and wait until no copy runs. The requests keep what they own."""
         for move in self._moves:
             move.cancel()
         await run_to_end(asyncio.gather(*self._moves, return_exceptions=True))
@@ -184,8 +188,8 @@ class Retractions:
                 await request.admission.granted
                 try:
                     await self._return(request)
-                # Others grew into the pages since they were granted, so the request waits once
-                # more.
+                # Other requests grew into the pages since they were granted, so this request waits
+                # again.
                 except CapacityError:
                     self._budget.retract(request.admission, request.resident.sizes[0])
         except KvflowError as error:
@@ -238,10 +242,10 @@ class Retractions:
         self._back(request)
 
     def _look_again(self, request: DecodeRequest) -> None:
-        """Let a request that is computed again begin with the pages that the cache has now.
+        """Look up the pages that the cache has now, for a request whose state is computed again.
 
-        A request that kept its pages there, or has a copy, needs no look. One that lost a state
-        begins without cached pages, since the cache of a decode keeps no states.
+        A request that still holds cached pages, or has a copy of its state, needs no look-up. A
+        request that lost its row begins without cached pages, because decode's cache keeps no rows.
         """
         prefix, s, resident = request.prefix, request.sequence, request.resident
         if prefix is None or prefix.held or resident.copied:
@@ -255,7 +259,7 @@ class Retractions:
 def moved(request: DecodeRequest, *, computed: bool) -> Sequence:
     """Return a new sequence with the same tokens at other places.
 
-    It is a new object because steps may still be planned by the old one.
+    It is a new object, so that no plan of steps made for the old places can match it.
     """
     old = request.sequence
     prompt = old.tokens[: old.prompt_length]
