@@ -69,7 +69,7 @@ class Network:
         self.held: list[Frame] = []
         self.seen: Counter[str] = Counter()  # frames sent, by the name of their message
         self._routers: dict[str, RouterSocket] = {}
-        # the newest dealer receives
+        # Open dealers, by control address and routing id. The newest one receives.
         self._dealers: dict[tuple[str, bytes], list[DealerSocket]] = {}
         self._ports = itertools.count(40_000)
 

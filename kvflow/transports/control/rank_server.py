@@ -44,7 +44,8 @@ async def serve_ranks(
     *,
     documents: Mapping[str, Document] | None = None,
 ) -> AsyncGenerator[int, None]:
-    """Serve `table` until the block ends; yield the port, which is any free one if `port` is 0.
+    """Serve `table` until the `with` statement ends; yield the port, which is any free one if
+    `port` is 0.
 
     `documents` maps further paths to functions that answer GET for them; each is called in a
     thread. A function for "/health" replaces the built-in answer, and that path needs no key

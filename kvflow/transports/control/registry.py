@@ -222,7 +222,7 @@ class RegistryClient:
             async with asyncio.timeout(self._timeout_s):
                 raw = await self._exchanged(*where, request)
         except OSError as error:
-            # A TimeoutError is an OSError, too.
+            # This includes TimeoutError, which is an OSError.
             raise LostError(
                 f"{url}: {str(error) or f'no answer within {self._timeout_s:g} s'}"
             ) from None

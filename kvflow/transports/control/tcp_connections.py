@@ -174,7 +174,7 @@ class TcpConnections:
         self._monitor.close(linger=0)
 
     def read_events(self) -> bool:
-        """Process what the monitor reported since the last call, a limited number of events.
+        """Process at most `LOOK_WORK` of the events that the monitor reported since the last call.
 
         Return False when more may wait: call again.
         """

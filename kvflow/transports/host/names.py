@@ -19,8 +19,8 @@ class HostNames:
         self._threads = Threads(f"{name}-names", LOOKUPS)
 
     async def addresses(self, host: str, within_s: float) -> list[str]:
-        """Return the IP addresses of a host, in the system's order; an IP address is returned as it
-        is.
+        """Return the IP addresses of a host, in the system's order; an IP address is returned
+        unchanged.
 
         Raises: OSError, TimeoutError.
         """
