@@ -19,7 +19,7 @@ Prompt = NDArray[np.uint32]
 
 @dataclass
 class OpenSource:
-    """Prefill: a request, and the room whose half it opens."""
+    """Prefill: a request whose half of a room opens."""
 
     request: str
     room: int
@@ -39,11 +39,12 @@ class Computed:
 
 @dataclass
 class OpenTarget:
-    """Decode: a request, and the room whose half it opens.
+    """Decode: a request whose half of a room opens; without an `Offer` in the same step, the room
+    is only announced.
 
-    Without an `Offer` in the same step, the room is only announced. `prefill` lists the registries
-    of prefill's workers, "host:port", by worker number. `refusal` is the reason why the request
-    cannot be loaded, if there is one; the worker sends it to prefill and reports it to vLLM.
+    `prefill` lists the registries of prefill's workers, "host:port", by worker number. `refusal` is
+    the reason why the request cannot be loaded, if there is one; the worker sends it to prefill and
+    reports it to vLLM.
     """
 
     request: str
