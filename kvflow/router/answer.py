@@ -27,8 +27,8 @@ from kvflow.telemetry.requests import name_error
 class ClientAnswer:
     """The answer to one client request, which begins at most once.
 
-    The first pair that streams sends the headers, and a later pair may continue the same stream:
-    until the first token, only empty lines and comments follow the headers.
+    The first pair that streams sends the headers. A later pair may continue the same stream,
+    because only empty lines and comments follow the headers before the first token.
     """
 
     def __init__(self, http: web.Request, measures: RouterMeasures) -> None:

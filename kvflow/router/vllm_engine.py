@@ -323,8 +323,8 @@ class _Learned:
 
     def __init__(self) -> None:
         self.address: _Address | None = None  # None after a failure
-        # True if several engines share one URL. It is unknown which of them will get a request, so
-        # no address can be used for it.
+        # True if several engines share one URL. Which of them gets a request is not known in
+        # advance, so no address can be used.
         self.varies = False
         self._last: _Address | None = None
 

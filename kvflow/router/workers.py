@@ -312,12 +312,12 @@ class Workers:
         return all(self._usable(role) and self._paired(role) for role in ROLES)
 
     def troubles(self) -> dict[Worker, str]:
-        """Return the reason why each worker gets no requests; empty for those that do."""
+        """Return the reason why each worker gets no requests; empty for a worker that gets them."""
         others = {role: self._traits(_OTHER[role]) for role in ROLES}
         return {worker: _trouble(worker, others[worker.role]) for worker in self.all}
 
     def trouble(self, worker: Worker) -> str:
-        """Return the reason why one worker gets no requests; empty if it does."""
+        """Return the reason why one worker gets no requests; empty if it gets them."""
         return _trouble(worker, self._traits(_OTHER[worker.role]))
 
     def _usable(self, role: str) -> list[Worker]:
@@ -437,7 +437,7 @@ class Workers:
 
 
 def _trouble(worker: Worker, others: Collection[Traits]) -> str:
-    """Return the reason why a worker gets no requests; empty if it does.
+    """Return the reason why a worker gets no requests; empty if it gets them.
 
     `others` are the traits of all usable workers of the other role.
     """
