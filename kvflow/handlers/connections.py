@@ -1,5 +1,6 @@
-"""Decode's links to prefill ranks: for each a socket, the task that reads it, and the watch over
-the writer's process.
+"""Decode's links to prefill ranks.
+
+Each link has a socket, a task that reads the socket, and a task that watches the writer's process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Connect = Callable[[str, int], ControlSocket]
 
 Raises: MisuseError for an address it cannot connect to.
 """
-POLL_S = 0.1  # between two looks at the lockout reason of every socket
+# Interval at which the lockout reason of every socket is read.
+POLL_S = 0.1
 
 
 class _Connection(NamedTuple):
@@ -33,7 +35,7 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """The commands of the endpoint about links, carried out on sockets and tasks."""
+    """Carries out the endpoint's commands about links, on sockets and tasks."""
 
     def __init__(
         self, shell: Shell, endpoint: DecodeEndpoint, plane: DataPlane, connect: Connect
@@ -66,7 +68,7 @@ class Connections:
             connection.socket.close()
 
     def poll(self, now: float) -> None:
-        """Report to the endpoint every socket that prefill does not let in.
+        """Report to the endpoint every link that prefill rejects.
 
         Links in every phase are polled, because reading the reason also empties the socket's queue
         of connection events, which would grow otherwise.

@@ -1,4 +1,4 @@
-"""Decode's shell: awaits messages from its sockets, feeds the endpoint, and runs what comes out."""
+"""Decode's shell: reads messages from its sockets, feeds the endpoint, and runs its commands."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
-LEND_WORK = 32  # rooms that get their pages in one turn of the event loop
+# Waiting rooms that receive pages in one turn of the event loop.
+LEND_WORK = 32
 
 
 class DecodeShell(Shell):
-    """One decode endpoint on the event loop: sockets, pages, fences, and the rooms that its users
-    hold.
+    """One decode endpoint on the event loop, with its sockets, pages and fences, and the rooms that
+    its users hold.
     """
 
     def __init__(
@@ -61,15 +62,15 @@ class DecodeShell(Shell):
         checksums: Checksums | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
-        """With `arrivals`, prefill writes into pages of staging, and no peer can reach `pages`.
+        """With `arrivals`, prefill writes into pages of the staging, and no peer can reach `pages`.
 
-        `stores` holds `pages` with the quarantine of their pool, and the same for the staging,
-        where there is one.
+        `stores` pairs `pages` with its pool's quarantine; with staging, a second pair follows.
         """
         super().__init__(endpoint, endpoint.core.timing, counts, now)
         self.endpoint, self.plane = endpoint, plane
         self.checksums, self.arrivals = checksums, arrivals
-        self.lent = pages if arrivals is None else arrivals.lent  # owns what peers write into
+        # The store of the pages that peers write into.
+        self.lent = pages if arrivals is None else arrivals.lent
         self._lent_quarantine = stores[-1][0]
         self.stores = RoomStores(
             pages,
@@ -78,14 +79,17 @@ class DecodeShell(Shell):
             None if arrivals is None else arrivals.lent,
             self.guard,
         )
-        self.waiting: Waiting[GrantId] = Waiting()  # for pages of staging
+        # Rooms that wait for pages of the staging.
+        self.waiting: Waiting[GrantId] = Waiting()
         self._lends_later = False
-        self._could_come_back = 0  # places of the staging, when waiting rooms were last looked at
+        # The value of `staging_can_come_back` that `run` saw last.
+        self._could_come_back = 0
         # Rooms whose prefill is being resolved.
         self.opening: dict[DecodeRoom, asyncio.Task[None]] = {}
         # Open rooms, and ended rooms whose pages are not free.
         self.rooms: dict[GrantId, DecodeRoom] = {}
-        self._verifiers: dict[GrantId, ChunkVerifier] = {}  # of open rooms
+        # Only open rooms have a verifier.
+        self._verifiers: dict[GrantId, ChunkVerifier] = {}
         self.connections = Connections(self, endpoint, plane, connect)
         self.runners = {
             c.SendToPrefill: self._send,
@@ -118,7 +122,8 @@ class DecodeShell(Shell):
     ) -> None:
         """Open a room at `ranks`.
 
-        Raises: MisuseError. Every other refusal is the room's: awaiting the room raises it.
+        Only MisuseError is raised here. Any other refusal ends the room, and awaiting the room
+        raises it.
         """
         endpoint, now = self.endpoint, self.now()
         try:
@@ -144,7 +149,10 @@ class DecodeShell(Shell):
         prompt: Prompt,
         deadline_at_s: float,
     ) -> None:
-        """Open a room at the ranks that `resolve` finds; every refusal is the room's."""
+        """Open a room at the ranks that `resolve` returns.
+
+        Any error ends the room, and awaiting the room raises it.
+        """
         work = self._resolve_and_open(room, resolve, prompt, deadline_at_s)
         ended = functools.partial(self._opening_ended, room)
         self.opening[room] = self.spawn(
@@ -171,14 +179,14 @@ class DecodeShell(Shell):
                 "for"
             )
             raise room_error(Cause(Code.DEADLINE, text)) from None
-        # The room was closed while its ranks were asked for: prefill must receive the cause.
+        # If the room was closed while `resolve` ran, prefill must still receive the cause.
         if room.refused is not None:
             self.refuse(room.room, ranks, room.refused)
         else:
             self.open(room, ranks, prompt, deadline_at_s, announce=True)
 
     def _opening_ended(self, room: DecodeRoom, error: BaseException | None) -> None:
-        """Refuse the room if the attempt ended without opening it, whatever ended the attempt."""
+        """Refuse the room if the attempt to open it ended for any reason without opening it."""
         self.opening.pop(room, None)
         if room.record is None and room.refused is None:
             error = error or RuntimeError("it ended without a word")
@@ -188,7 +196,7 @@ class DecodeShell(Shell):
             )
 
     def _refused(self, room: DecodeRoom, error: KvflowError) -> None:
-        """End a room that the endpoint never knew, and that has no pages."""
+        """End a room that never reached the endpoint, and that has no pages."""
         if room.refused is None:
             room.refused = error.cause()
             self.counts.room_refused(room.refused)
@@ -199,16 +207,16 @@ class DecodeShell(Shell):
             self.call_back_later(room.callbacks)
 
     def _fail(self, room: DecodeRoom, error: KvflowError | Cause) -> None:
-        """Report the end of a room to its users."""
+        """Make every present and later wait of the room's users raise `error`."""
         if room.held_back:
             room.when_begun.give(None, error)
         room.when_opened.give(None, error)
         room.when_landed.give(None, error)
 
     def refuse(self, room: int, ranks: Sequence[RankInfo], cause: Cause) -> None:
-        """Notify the prefill ranks of a request that is refused here.
+        """Notify prefill ranks that decode refuses a request.
 
-        Where they cannot be reached, the refusal is only logged.
+        If the ranks cannot be reached, the failure is only logged.
         """
         try:
             self.endpoint.refuse_room(room, ranks, cause, self.now())
@@ -229,8 +237,8 @@ class DecodeShell(Shell):
         super().run(then)
         if not self.waiting or self._running:
             return
-        # Pages are in quarantine from the moment in which a loan is recalled. The staging kept
-        # pages for a room that may now never fit: other rooms can have them.
+        # A recalled loan puts its pages in quarantine. The oldest waiting room may then be too
+        # large for what can still return, so the free pages that were saved for it go to others.
         if (can_come_back := self.staging_can_come_back) != self._could_come_back:
             self._could_come_back = can_come_back
             self.lend_returned()
@@ -240,7 +248,7 @@ class DecodeShell(Shell):
     def declare_dead(self, incarnation: int, why: str) -> None:
         """Declare a prefill dead; see `DecodeEndpoint.declare_dead`.
 
-        Raises: also MisuseError for a process that is seen to run.
+        Raises: also MisuseError if the process runs on this host.
         """
         for peer in self.endpoint.peers:
             if peer.key.incarnation == incarnation and peer.address is not None:
@@ -258,7 +266,7 @@ class DecodeShell(Shell):
     # --- the end
 
     def leave(self) -> None:
-        """Open no room from here on, and abort every room; `close` waits for what follows."""
+        """Refuse new rooms, and abort every open one; `close` waits for the proofs."""
         self.leaving = True
         self.endpoint.leave(self.now())
         for room, task in list(self.opening.items()):
@@ -268,10 +276,10 @@ class DecodeShell(Shell):
         self.run()
 
     async def close(self) -> list[UnprovenLoan]:
-        """Wait until prefills proved what they can about their loans, send goodbye, then hang up.
+        """Wait until prefill ranks prove the end of their loans, send goodbye, then hang up.
 
-        Call `leave` first. Returns the loans that could not be proven: their pages must not be used
-        until every writer named is known to have ended.
+        Call `leave` first. Returns the loans without proof. Their pages must not be used until
+        every writer that they name is known to have ended.
         """
         core = self.endpoint.core
         await self.wait_while(
@@ -287,7 +295,8 @@ class DecodeShell(Shell):
         await self.stop()
         self.earlier.leave()
         left = [loan for room in self.rooms.values() for loan in self._unproven(room)]
-        # Stores withhold these pages before their rooms give them back, so that none becomes free.
+        # The stores must withhold these pages before the rooms return them: otherwise a page that
+        # a peer may still write into would be free for a moment.
         self._lent_quarantine.add(left, self.lent)
         for room in self.rooms.values():
             self.guard(
@@ -316,7 +325,7 @@ class DecodeShell(Shell):
     def _send(self, command: c.SendToPrefill) -> None:
         link = self.connections.open.get(command.peer)
         if link is None or not link.socket.send(command.frame, at_once=command.at_once):
-            # A lost frame is not an error: rooms that stand still ask again (`Resync`).
+            # A lost frame is not an error: decode sends `Resync` for a room that stands still.
             self.counts.undelivered += 1
 
     def _linked(self, command: c.Linked) -> None:
@@ -325,14 +334,18 @@ class DecodeShell(Shell):
             self._lend(room)
 
     def offer(self, room: DecodeRoom) -> None:
-        """Take the room's pages and lend them, as soon as every rank is registered."""
+        """Take the room's pages and lend them, if every rank is registered.
+
+        Otherwise `_linked` does so later.
+        """
         if room.record is not None and room.record.linked:
             self._lend(room)
             self.run()
 
     def _lend(self, room: DecodeRoom) -> None:
-        """Lend the room's pages at once, or, where too little of the staging is free, when pages of
-        other rooms return (see `Waiting`).
+        """Lend the room's pages, or queue the room if too few pages of the staging are free.
+
+        Queued rooms receive pages as other rooms return them (see `Waiting`).
         """
         record, holding = room.record, room.holding
         if record is None or room.ended or record.lent:
@@ -354,9 +367,9 @@ class DecodeShell(Shell):
             room.when_opened.give(None)
 
     def _stage(self, room: DecodeRoom, wanted: int) -> bool:
-        """Take pages of staging for the room; False when it must wait for them.
+        """Take pages of the staging for the room. Returns False if the room must wait for them.
 
-        Raises: CapacityError when the staging can never have as many.
+        Raises: CapacityError when the room needs more pages than the whole staging has.
         """
         layout = self.endpoint.core.identity.layout
         has_row = bool(layout.num_rows)
@@ -365,7 +378,7 @@ class DecodeShell(Shell):
             never = CapacityError(
                 what, (wanted - has_row) * layout.page_size, layout.num_pages * layout.page_size
             )
-            # Like a prompt that is larger than the pool: a second try cannot help.
+            # The client must not retry: the prompt will never fit, as if it exceeded the pool.
             never.code = Code.BAD_REQUEST
             raise never
         if self.waiting:
@@ -382,10 +395,10 @@ class DecodeShell(Shell):
 
     @property
     def staging_can_come_back(self) -> int:
-        """Places of the staging that one room could have, once all returned that no quarantine
-        keeps.
+        """Largest number of staging places that one room could take, if every place outside of
+        quarantine were free.
 
-        These are all such pages and, where there are rows, one row.
+        A room takes pages and, in a pool with rows, exactly one row.
         """
         layout, ledger, earlier = (
             self.endpoint.core.identity.layout,
@@ -395,7 +408,8 @@ class DecodeShell(Shell):
         places = ledger.quarantined_pages - earlier.pages_beside
         if not layout.num_rows:
             return layout.num_pages - places
-        rows = ledger.quarantined_leases - earlier.leases_beside  # each lease has one
+        # Every lease has exactly one row.
+        rows = ledger.quarantined_leases - earlier.leases_beside
         return layout.num_pages - (places - rows) + 1 if rows < layout.num_rows else 0
 
     def _next_waiting(self) -> GrantId | None:
@@ -403,15 +417,15 @@ class DecodeShell(Shell):
         return self.waiting.next(free, self.staging_can_come_back, self.now())
 
     def _lend_waiting(self) -> None:
-        """Lend to waiting rooms, after pages of staging returned or a room stopped waiting.
+        """Lend to waiting rooms, after pages of the staging returned or a room stopped waiting.
 
-        After `LEND_WORK` rooms, the others follow in the next turn of the loop.
+        After `LEND_WORK` rooms, the others follow in the next turn of the event loop.
         """
         for _ in range(LEND_WORK):
             if not self.waiting or (grant := self._next_waiting()) is None:
                 break
             self._lend(self.rooms[grant])
-            # There is no row for this room, so there is none for another one either.
+            # The room fits, so only a row can be missing, and every other room needs one as well.
             if grant in self.waiting:
                 break
         else:
@@ -425,7 +439,9 @@ class DecodeShell(Shell):
         self.lend_returned()
 
     def lend_returned(self) -> None:
-        """Lend to waiting rooms, after another node over this staging may have returned pages."""
+        """Lend to waiting rooms; called when another node may have returned pages of this
+        staging.
+        """
         if self.waiting and not self.stopped:
             self.guard(self._lend_waiting, "lending pages of staging")
 
@@ -463,7 +479,7 @@ class DecodeShell(Shell):
         room = self.rooms[command.grant]
         self._verifiers.pop(command.grant, None)
         if self.arrivals is not None:
-            # The room may have waited for staging, or its success may have freed some.
+            # The room may have held a place in the queue, or returned pages of the staging.
             self.waiting.discard(room.grant)
             self._lend_waiting()
         room.holding.over = True
@@ -481,14 +497,14 @@ class DecodeShell(Shell):
             self.earlier.free(command)
         else:
             room.holding.feed(PageKind.FREE)
-            # Otherwise RoomEnded follows.
+            # If `RoomEnded` did not come yet, it follows, and drops the room.
             if room.holding.over:
                 del self.rooms[command.grant]
         self._lend_waiting()
 
 
 def _check(checksums: Checksums | None, arrivals: Arrivals | None) -> Begin:
-    """Return what begins the work on a landed chunk: the copy from the staging, or the checksum."""
+    """Return the function that starts to copy a landed chunk from the staging, or to sum it."""
     if arrivals is not None:
         return arrivals.begin
     assert checksums is not None

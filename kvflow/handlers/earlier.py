@@ -1,5 +1,6 @@
-"""Loans of earlier nodes over the same pool, as a shell handles them: it watches their writers and
-returns their pages.
+"""The part of a shell that handles the loans of earlier nodes over the same pool.
+
+It watches the writers of these loans, and returns the pages when a loan ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from kvflow.protocols.ports import (
 from kvflow.protocols.wire.messages import GrantId
 
 log = logging.getLogger(__name__)
-# Leases that a running node takes over in one turn of the event loop, so that its rooms go on.
+# Leases that a running node takes over in one turn of the event loop. The bound lets the node's
+# rooms make progress in between.
 INHERIT_WORK = 64
 
 
@@ -43,17 +45,19 @@ class EarlierShell:
         plane: DataPlane,
         stores: Sequence[tuple[Quarantine, PageStore]],
     ) -> None:
-        """`stores` holds each store that the node hands out pages of, with the quarantine of its
-        pool; there are two with staging.
+        """`stores` pairs each store from which the node takes pages with its pool's quarantine.
+
+        With staging there are two pairs, and the staging is the last one.
         """
         self._shell, self._loans, self._plane = shell, loans, plane
         self._quarantines = [quarantine for quarantine, _ in stores]
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        # The value ends with the number of pages of the lease.
+        # The integer is the number of pages in the lease.
         self._leases: dict[GrantId, tuple[Quarantine, LeaseId, int]] = {}
-        # Counts for the pool beside the staging: loans there keep no page of what is lent here.
+        # With staging, earlier loans of the pool itself are counted apart: this node lends pages of
+        # the staging only, and those loans keep none of them.
         self.leases_beside = self.pages_beside = 0
-        self._watches: dict[int, asyncio.Task[None]] = {}  # by number of the writer
+        self._watches: dict[int, asyncio.Task[None]] = {}  # by the writer's number
         self._left = False
         shell.runners |= {
             c.WatchEarlierWriter: self._watch_writer,
@@ -63,7 +67,7 @@ class EarlierShell:
             self._take_over(quarantine, quarantine.join(self, store))
 
     def leave(self) -> None:
-        """Leave the quarantines, which keep what is still without proof. Idempotent."""
+        """Leave the quarantines, which keep the pages that still lack proof. Idempotent."""
         self._left = True
         for quarantine in self._quarantines:
             quarantine.leave(self)
@@ -77,9 +81,9 @@ class EarlierShell:
         quarantine.free(lease)
 
     def check_unseen(self, incarnation: int) -> None:
-        """Refuse to declare a writer dead that is seen to run on this host.
+        """Raise MisuseError if a writer of this incarnation runs on this host.
 
-        Raises: MisuseError.
+        An operator must not declare a process dead that may still write.
         """
         for writer in self._loans.of(incarnation):
             if writer.address is not None:
@@ -100,24 +104,23 @@ class EarlierShell:
         if threading.get_ident() == self._thread:
             call()
             return
-        # A RuntimeError means that the loop is closed, and the node with it.
+        # The loop raises RuntimeError if it is closed. The node is then closed too.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call)
 
     # --- on the loop
 
     def _inherit(self, quarantine: Quarantine, leases: Sequence[Sequence[UnprovenLoan]]) -> None:
-        """Take over some leases, and leave the others to the next turn of the loop, because the
-        rooms of this node must go on.
+        """Take over up to `INHERIT_WORK` leases, and the others in later turns of the event loop.
 
-        The node's stores withhold the pages of all of them already.
+        The wait is safe, because the node's stores already withhold the pages of all leases.
         """
         self._take_over(quarantine, [loan for lease in leases[:INHERIT_WORK] for loan in lease])
         if (later := leases[INHERIT_WORK:]) and not self._left:
             self._loop.call_soon(self._inherit, quarantine, later)
 
     def _take_over(self, quarantine: Quarantine, loans: Sequence[UnprovenLoan]) -> None:
-        # Another node may have received the proof before this call reached the loop.
+        # Another node may have received the proof while this call waited for its turn.
         loans = quarantine.standing(loans)
         if loans and not self._left:
             pages = {loan.lease: len(loan.pages) for loan in loans}
@@ -142,7 +145,8 @@ class EarlierShell:
     async def _watch(self, command: c.WatchEarlierWriter) -> None:
         shell = self._shell
         if command.address.backend != self._plane.name:
-            # A plane of another kind does not know how long the writes of this one may linger.
+            # Only the backend that submitted the writes knows how long they can stay in flight
+            # after their process died.
             return
         if await fenced(self._plane, command.address, shell.timing, shell.counts):
             self._loans.writer_died(command.writer)
@@ -155,9 +159,9 @@ class EarlierShell:
 
 
 def check_unseen(plane: DataPlane, incarnation: int, address: PlaneAddress) -> None:
-    """Refuse to declare a writer dead that is seen to run on this host.
+    """Raise MisuseError if the writer at `address` runs on this host.
 
-    Raises: MisuseError.
+    An operator must not declare a process dead that may still write.
     """
     if plane.sees_alive(address):
         pid = address.process.pid
@@ -168,9 +172,9 @@ def check_unseen(plane: DataPlane, incarnation: int, address: PlaneAddress) -> N
 
 
 def log_declared(incarnation: int, why: str, ended: tuple[int, int]) -> None:
-    """Log that a prefill is declared dead.
+    """Log that an operator declared a prefill dead.
 
-    `ended` is the number of loans that end, and of pages that they kept in quarantine.
+    `ended` is the number of loans that end, and the number of pages that leave quarantine.
     """
     log.warning(
         "prefill %016x is declared dead (%s): %d loans end without proof, %d pages leave "

@@ -1,8 +1,8 @@
-"""The shells of a group of prefill ranks: one for its leader, and one at each rank, the leader's
-own included.
+"""The shells of a group of prefill ranks: one for the leader, and one for each rank, including the
+leader's own.
 
-Each awaits frames from its socket, feeds its endpoint, and runs what comes out. A rank reports to
-the group what happens to its room; what the group decides is carried out on the room.
+A shell reads frames from its socket, feeds its endpoint, and runs the endpoint's commands. A rank
+reports to the leader what happens to its room, and does to the room what the group decides.
 """
 
 from __future__ import annotations
@@ -28,34 +28,31 @@ from kvflow.telemetry.counters import Counts
 log = logging.getLogger(__name__)
 
 WaitDead = Callable[[ProcessIdentity], Awaitable[None]]
-"""Returns once the process ended.
+"""Waits until the process ends.
 
-Raises: TransferError where its end can never be observed from here, OSError where it cannot be
-observed just now.
+Raises: TransferError if this host can never observe that end, OSError if it cannot do so now.
 """
 OpenRoom = Callable[[TicketKey, RoomId, bytes], PrefillRoom]
-"""Opens this rank's half of a room from the request that the leader received, in the order in which
-the leader opened the rooms.
+"""Opens this rank's half of a room for the request that the leader received.
 
-Raises: KvflowError; the shell then refuses decode's half.
+Every rank opens the rooms in the leader's order. Raises: KvflowError; the shell then refuses
+decode's half.
 """
 RefuseRoom = Callable[[RoomId, Cause], None]
-"""This rank's `PrefillNode.refuse`: its half of a room will never arrive, and decode receives the
-cause.
-"""
+"""Refuses a room at this rank, as `PrefillNode.refuse` does: decode receives the cause."""
 
 IsReady = Callable[[PrefillRoom, bytes], Awaitable[None]]
-"""Returns once this rank can begin: decode's half arrived, and whatever else the request waits for
-here. The second argument is the request that the leader received.
+"""Waits until this rank can begin: decode's half arrived, and the engine has what else the request
+needs here. The second argument is the request that the leader received.
 
-Raises: KvflowError by what ended the room.
+Raises: the KvflowError that ended the room.
 """
 
 _LEAVING = Cause(Code.SHUTDOWN, "the leader of the group is shutting down")
 
 
 class GroupRequest:
-    """One request at the leader: its outcome over all ranks."""
+    """One request at the leader, with its outcome on all ranks."""
 
     def __init__(self, shell: LeaderShell, ticket: Ticket, room: RoomId) -> None:
         self._shell, self.ticket, self.room = shell, ticket, room
@@ -64,7 +61,7 @@ class GroupRequest:
     async def decided(self) -> None:
         """Wait until the request succeeded on every rank.
 
-        Raises: KvflowError by what failed it, once for the group.
+        Raises: the KvflowError of the first failure; the group decides on one for all ranks.
         """
         await self.when_decided.get()
 
@@ -86,7 +83,7 @@ class LeaderShell(Shell):
         counts: Counts,
         now: Callable[[], float],
     ) -> None:
-        """`refuse_room` is that of rank 0, which is in this process."""
+        """`refuse_room` refuses a room at rank 0, which runs in this process."""
         super().__init__(leader, leader.timing, counts, now)
         self.leader, self.socket, self._refuse_room, self._wait_dead = (
             leader,
@@ -110,11 +107,14 @@ class LeaderShell(Shell):
         self.run()
 
     def open(self, room: int, request: bytes) -> GroupRequest:
-        """Open a room on every rank; synchronous, so that a refusal is known before any work.
+        """Open a room on every rank.
 
-        `request` is what `open_room` of every rank receives. Raises: as `GroupLeader.open` (room in
-        use, capacity, a rank is missing), AbortedError while shutting down. Decode's half is then
-        refused on every rank with that cause: do not call `refuse` as well.
+        The method is synchronous, so that the caller learns of a refusal before it does any work.
+        `open_room` of every rank receives `request`. After an error, every rank refuses decode's
+        half with that cause: do not call `refuse` as well.
+
+        Raises: the errors of `GroupLeader.open` (room in use, capacity, a rank is missing), and
+        AbortedError while shutting down.
         """
         try:
             if self.leaving:
@@ -129,11 +129,10 @@ class LeaderShell(Shell):
         return found
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """Refuse a room that will never come to `open`: decode receives the cause on every rank,
-        now or when its half arrives.
+        """Refuse a room on every rank instead of opening it.
 
-        It is to a group what `PrefillNode.refuse` is to one rank. Raises: MisuseError if `room` is
-        no room id.
+        Decode receives the cause now, or when its half arrives. `PrefillNode.refuse` does the same
+        at a single rank. Raises: MisuseError if `room` is not a room id.
         """
         self.leader.refuse(room, check_cause(cause))
         self.run()
@@ -152,7 +151,8 @@ class LeaderShell(Shell):
     async def close(self) -> None:
         self.leave()
         try:
-            # The socket sends what the group decided when this turn of the loop ends.
+            # The socket sends frames at the end of a turn of the event loop. Without this turn the
+            # last decisions would not leave.
             await asyncio.sleep(0)
         finally:
             await self.stop()
@@ -203,7 +203,10 @@ class RankRequest:
         self.when_settled: Answer[None] = Answer()
 
     async def settled(self) -> None:
-        """Wait until the request succeeded on every rank. Raises: KvflowError by what failed it."""
+        """Wait until the request succeeded on every rank.
+
+        Raises: the KvflowError that failed it.
+        """
         await self.when_settled.get()
 
 
@@ -222,14 +225,14 @@ class MemberShell(Shell):
         now: Callable[[], float],
         ready: IsReady | None = None,
     ) -> None:
-        """Without `ready`, a rank is ready once the room is matched."""
+        """`ready` defaults to waiting until the room is matched."""
         super().__init__(member, member.timing, counts, now)
         self.member, self.socket, self._wait_dead = member, socket, wait_dead
         self._open_room, self._refuse_room, self._ready = open_room, refuse_room, ready
         self.requests: dict[TicketKey, RankRequest] = {}
         self._started: asyncio.Queue[RankRequest] = asyncio.Queue()
         self._watch_task: asyncio.Task[None] | None = None
-        self._refusal = ""  # the last one that was logged
+        self._refusal = ""  # the refusal that was logged last
         self.runners = {
             group_member.SendToLeader: self._send,
             group_member.OpenRoom: self._open,
@@ -246,17 +249,15 @@ class MemberShell(Shell):
         self.run()
 
     async def started(self) -> RankRequest:
-        """Wait for the next request that every rank is ready for; the order is the same on all
-        ranks.
+        """Wait for the next request for which every rank is ready. All ranks receive the requests
+        in the same order.
 
-        The request may already be over when it is returned: its room reports that.
+        The request may be over by then; its room reports that.
         """
         return await self._started.get()
 
     async def drain(self, patience_s: float) -> None:
-        """Wait until every request is gone, or `patience_s` passed. The rooms must be closed
-        before.
-        """
+        """Wait until every request ends, for at most `patience_s`. Close the rooms first."""
         self.leaving = True
         await self.wait_while(lambda: bool(self.member.tickets), patience_s)
 
@@ -282,7 +283,7 @@ class MemberShell(Shell):
             log.info("rank %d is in its group", self.member.rank)
 
     async def _follow(self, request: RankRequest) -> None:
-        """Report to the group that this rank is ready, and wait for the end of its room."""
+        """Report to the leader that this rank is ready, then wait until its room is done."""
         room = request.room
         if self._ready is not None:
             await self._ready(room, request.request)
@@ -292,14 +293,13 @@ class MemberShell(Shell):
         await room.done()
 
     def _followed(self, request: RankRequest, error: BaseException | None) -> None:
-        """Report to the group how this rank's room ended.
+        """Report to the leader how this rank's room ended.
 
-        An error that the engine's `ready` raises ends the room as well: its writes, if any, are
-        drained before the group receives the release.
+        An error of the engine's `ready` also ends the room. The leader receives the release only
+        after the room's writes are drained.
         """
         if self.stopped:
-            # The leader observes the end of this membership, and `stop` answers the users who wait
-            # here.
+            # The leader observes the end of the membership, and `stop` answers the users who wait.
             return
         member, key, room = self.member, request.key, request.room
         if error is not None:
@@ -335,8 +335,8 @@ class MemberShell(Shell):
                 raise MisuseError(f"open_room() returned {room!r}, which is no PrefillRoom")
         except BaseException as problem:  # noqa: BLE001 - `explained` raises what must pass
             cause = self.explained(problem, f"opening room {command.room}").cause()
-            # If the room id is in use, decode's half belongs to the other room, or the node refused
-            # it already.
+            # If the room id is in use, decode's half belongs to the room that uses it, or the node
+            # refused it already.
             if not isinstance(problem, RoomInUseError):
                 self.guard(
                     lambda: self._refuse_room(command.room, cause), f"refusing room {command.room}"

@@ -1,4 +1,4 @@
-"""Prefill's shell: awaits messages from its socket, feeds the endpoint, and runs what comes out."""
+"""Prefill's shell: reads messages from its socket, feeds the endpoint, and runs its commands."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class _OpenWrite(NamedTuple):
-    """A write under way; its source pages are held until it is over."""
+    """A running write. The store holds its source pages until the write ends."""
 
     write: Write
     source_pages: PageIndices
@@ -49,7 +49,7 @@ class _OpenWrite(NamedTuple):
 
 
 class _EndedWrite:
-    """A write that moves no byte, because its chunk has no pages or the plane refused it.
+    """A write that moves no bytes: its chunk has no pages, or the data plane failed to start it.
 
     Implements `protocols.ports.Write`.
     """
@@ -62,14 +62,14 @@ class _EndedWrite:
         self.done.set_result(outcome)
 
     def cancel(self) -> None:
-        """Return at once: the write is over from the start."""
+        """Do nothing: the write is over from the start."""
 
 
 def write_report(write: Write) -> tuple[WriteOutcome, str, int]:
-    """Return the outcome of a write whose `done` resolved, its error, and the bytes proven to have
-    landed.
+    """Return the outcome of a write whose `done` resolved, its error text, and the number of bytes
+    that landed.
 
-    A write that breaks the contract of `ports.Write` proves nothing: it is unproven.
+    A write that breaks the contract of `ports.Write` is unproven.
     """
     outcome: Any
     error: Any
@@ -94,27 +94,27 @@ def write_report(write: Write) -> tuple[WriteOutcome, str, int]:
 
 
 class ChecksummedWrite:
-    """A write together with the sum of its source pages; it ends when both do.
+    """A write together with the checksum of its source pages; it ends when both do.
 
-    Implements `protocols.ports.Write`. Without a sum the write counts as cancelled: its bytes
-    landed, but no checksum vouches for them.
+    Implements `protocols.ports.Write`. If the checksum fails, a landed write counts as cancelled,
+    because decode could not verify its bytes.
     """
 
     def __init__(self, write: Write, task: ChecksumTask) -> None:
         self._write, self._task = write, task
-        self._broken = ""  # the error of the write's report, once it is done
+        self._broken = ""  # the write's error; set when both parts are done
         self.done: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
         write.done.add_done_callback(self._part_ended)
         task.done.add_done_callback(self._part_ended)
 
     @property
     def checksum(self) -> bytes:
-        """The sum of the source pages, once the write is done."""
+        """Checksum of the source pages. Read only after `done` resolved."""
         return self._task.done.result()
 
     @property
     def released(self) -> Pending[None]:
-        """Resolves when the sum no longer reads the source pages."""
+        """Resolves when the checksum's thread no longer reads the source pages."""
         return self._task.released
 
     @property
@@ -142,8 +142,8 @@ class ChecksummedWrite:
 
 
 def _is_short(error: BaseException | None) -> bool:
-    """Return True for a shortage (descriptors, memory, staging) that another decode's route may
-    cause.
+    """Return True if the error, or one of its causes, is a shortage of descriptors, memory or
+    staging. Closing the route of another decode may end such a shortage.
     """
     while error is not None:
         if isinstance(error, CapacityError) or (
@@ -155,8 +155,8 @@ def _is_short(error: BaseException | None) -> bool:
 
 
 class PrefillShell(Shell):
-    """One prefill endpoint on the event loop: its socket, routes, writes, and the rooms that its
-    engine holds.
+    """One prefill endpoint on the event loop, with its socket, routes and writes, and the rooms
+    that its engine holds.
     """
 
     def __init__(
@@ -173,8 +173,7 @@ class PrefillShell(Shell):
     ) -> None:
         """With `checksums`, every chunk carries the checksum of its source pages to decode.
 
-        `stores` holds `pages` with the quarantine of their pool, and the same for the staging,
-        where there is one.
+        `stores` pairs `pages` with its pool's quarantine; with staging, a second pair follows.
         """
         core = endpoint.core
         super().__init__(endpoint, core.timing, counts, now)
@@ -184,7 +183,7 @@ class PrefillShell(Shell):
             core.identity.layout.room_bytes,
         )
         self.checksums = checksums
-        self.rooms: dict[int, PrefillRoom] = {}  # by serial
+        self.rooms: dict[int, PrefillRoom] = {}  # by the serial of the room's record
         self.routes: dict[Incarnation, Route] = {}
         self._writes: dict[int, _OpenWrite] = {}
         self._watches: dict[Incarnation, asyncio.Task[None]] = {}
@@ -246,8 +245,9 @@ class PrefillShell(Shell):
         self.run()
 
     def send_chunk(self, room: PrefillRoom, pages: PageIndices, last: bool, handoff: bytes) -> None:
-        """Queue a chunk. The pages are held first: no write may wait for pages that are not the
-        engine's.
+        """Queue a chunk, and hold its pages.
+
+        The hold comes first: it refuses pages without an owner, which no write may wait for.
         """
         self.endpoint.check_chunk(room.record, pages, last, len(handoff))
         self.quarantine.check(pages)
@@ -272,11 +272,11 @@ class PrefillShell(Shell):
     # --- peers
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """Declare a prefill dead to which an earlier node over this pool lent pages.
+        """Declare dead a prefill to which an earlier node over this pool lent pages.
 
         See `PrefillEndpoint.declare_dead`.
 
-        Raises: also MisuseError for a process that is seen to run.
+        Raises: also MisuseError if the process runs on this host.
         """
         self.earlier.check_unseen(incarnation)
         log_declared(incarnation, why, self.endpoint.declare_dead(Incarnation(incarnation)))
@@ -294,7 +294,7 @@ class PrefillShell(Shell):
             self.endpoint.note_stall(stalled_s)
 
     async def _connect(self, command: c.OpenRoute) -> None:
-        """Open the way into a decode's pool."""
+        """Open the data plane's route into a decode's pool."""
         route = await self.plane.connect(command.address, command.layout)
         if not callable(getattr(route, "write", None)):
             raise TransferError(
@@ -303,10 +303,10 @@ class PrefillShell(Shell):
         self.routes[command.peer] = route
 
     def _connected(self, peer: Incarnation, error: BaseException | None) -> None:
-        """Report the end of the attempt to the endpoint, which answers the decode in every case."""
+        """Report to the endpoint whether `_connect` succeeded; the endpoint then answers decode."""
         if error is None:
-            # The decode may be gone by now; its route then belongs to no peer. A decode that left
-            # between the end of the attempt and this report had its route closed with it.
+            # The decode may be gone by now, and its route must be closed. `_close_route` already
+            # did so if the decode left after `_connect` stored the route.
             known = self.endpoint.route_opened(peer, self.now())
             if not known and (route := self.routes.pop(peer, None)) is not None:
                 route.close()
@@ -327,7 +327,7 @@ class PrefillShell(Shell):
     # --- the end
 
     def leave(self) -> None:
-        """Open no room from here on, and end every room; `drain` waits for their writes."""
+        """Refuse new rooms, and end every open one; `drain` waits for their writes."""
         if not self.leaving:
             self._last_grants = [
                 (peer, grant) for peer in self.endpoint.peers for grant in peer.grants.rooms
@@ -337,10 +337,11 @@ class PrefillShell(Shell):
         self.run()
 
     async def drain(self, patience_s: float) -> None:
-        """Wait until the writes of every room ended, or `patience_s` passed; then until decodes
-        confirmed the ends of those rooms.
+        """Wait until the writes of every room end, then until the decodes confirm that those rooms
+        ended.
 
-        A confirmation comes with a heartbeat; the wait ends when two heartbeats are overdue.
+        The first wait takes at most `patience_s`. Confirmations arrive with heartbeats, so the
+        second wait takes at most two heartbeat intervals.
         """
         self.leave()
         core = self.endpoint.core
@@ -351,8 +352,8 @@ class PrefillShell(Shell):
             log.warning("the ends of %d rooms are not confirmed by decode %s", len(left), names)
 
     def _unconfirmed(self) -> list[DecodePeer]:
-        """Return, for each room that was open at `leave`, its decode, if that is up and did not
-        confirm the room's end.
+        """Return one decode for each room that was open at `leave` and whose end that decode did
+        not confirm. Decodes that are down are left out.
         """
         return [
             peer
@@ -361,11 +362,11 @@ class PrefillShell(Shell):
         ]
 
     async def part(self) -> None:
-        """Send goodbye to decodes, and wait until they acknowledged it, or two heartbeats are
-        overdue.
+        """Send goodbye to every decode, and wait for the acknowledgements for at most two heartbeat
+        intervals.
 
-        Call it once: after `drain`, or, if writes were left then, after the data plane is closed,
-        which ends them.
+        Call it once, after `drain`. If writes still run then, close the data plane first, which
+        ends them.
         """
         await self.wait_while(lambda: bool(self.endpoint.rooms), 2 * self.timing.heartbeat_s)
         self.endpoint.part(self.now())
@@ -382,9 +383,9 @@ class PrefillShell(Shell):
             )
 
     async def close(self) -> None:
-        """Stop the tasks. The data plane must be closed, so that no write runs.
+        """Stop the tasks, and close the routes.
 
-        The socket stays the caller's.
+        Close the data plane first, so that no write runs. The caller closes the socket.
         """
         await self.stop()
         self.earlier.leave()
@@ -413,18 +414,18 @@ class PrefillShell(Shell):
         task.add_done_callback(functools.partial(self._watch_ended, command.peer))
 
     def _watch_ended(self, peer: Incarnation, task: asyncio.Task[None]) -> None:
-        # The peer may have come back, and be watched by another task.
+        # The peer may be back, with another task that watches it.
         if self._watches.get(peer) is task:
             del self._watches[peer]
 
     def _start_write(self, command: c.StartWrite) -> None:
-        """Start a write whose pages are held already."""
+        """Start a write. `send_chunk` already holds its source pages."""
         room = self.rooms[command.serial]
         write = self._begin_write(command, room)
         self._writes[command.write] = _OpenWrite(write, command.source_pages, room)
         room.writes[command.write] = write
-        # A future calls back in a later turn of the loop, even if it is done already. So a room
-        # never ends inside the engine's own `send`, while the engine still acts on what it sent.
+        # A future calls back in a later turn of the event loop, even if it is done already. So a
+        # room never ends inside the engine's call of `send`.
         write.done.add_done_callback(functools.partial(self._write_ended, command.write))
 
     def _begin_write(self, command: c.StartWrite, room: PrefillRoom) -> Write:
@@ -438,8 +439,8 @@ class PrefillShell(Shell):
             return _EndedWrite(
                 WriteOutcome.CANCELLED, str(self.explained(problem, f"room {room.room}: its write"))
             )
-        # The plane accepted the write, so something may be on its way: only an unproven outcome is
-        # safe.
+        # The plane did not refuse the write, so bytes may be on their way: only an unproven outcome
+        # is safe.
         if not asyncio.isfuture(getattr(write, "done", None)):
             route = self.routes[command.peer]
             return _EndedWrite(
@@ -457,19 +458,21 @@ class PrefillShell(Shell):
         checksum = write.checksum if isinstance(write, ChecksummedWrite) else b""
         self.endpoint.write_ended(number, outcome, self.now(), error=error, checksum=checksum)
         self.counts.bytes_written += landed_bytes
-        # A checksum took too long, and its thread still reads the pages: they stay held until it
+        # The thread of a checksum that took too long still reads the pages. They stay held until it
         # returns.
         if isinstance(write, ChecksummedWrite) and not write.released.done():
             room.readers += 1
             write.released.add_done_callback(lambda _: self._read_no_more(room, source_pages))
             self.run()
             return
-        # Letting the pages go takes some 100 us for 256 pages. It runs after the commands, because
-        # decode's pages wait for the answer among them, and before any user is notified.
+        # `unhold` takes some 100 us for 256 pages. It runs after the commands, because one of them
+        # sends the message that returns decode's pages, and before any user is notified.
         self.run(then=functools.partial(self.pages.unhold, source_pages))
 
     def _unhold(self, source_pages: PageIndices) -> None:
-        """Let source pages go; a store that refuses does not keep the room from its end."""
+        """End the hold on source pages. An error of the store is logged, so that the room can
+        end.
+        """
         self.guard(lambda: self.pages.unhold(source_pages), "letting source pages go")
 
     def _read_no_more(self, room: PrefillRoom, source_pages: PageIndices) -> None:

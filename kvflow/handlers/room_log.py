@@ -1,6 +1,6 @@
 """Debug lines that report each step of a room as it happens.
 
-They are for reading a log; GET /rooms returns the same story afterwards.
+GET /rooms returns the same steps afterwards.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ log = logging.getLogger("kvflow.rooms")
 
 
 def about(room: DecodeRoom | PrefillRoom) -> dict[str, Any]:
-    """Return the `extra` of a log line about `room`, for whichever task writes the line."""
+    """Return the `extra` argument for a log line about `room`.
+
+    Tasks that serve all requests need it, because their context names no request.
+    """
     return {"request_id": room.request_id, "rooms": (room.room,)}
 
 
 def follow(room: DecodeRoom | PrefillRoom) -> None:
-    """Log the story of the room so far, and each later step as it happens.
+    """Log the room's steps so far, and each later step as it happens.
 
-    Call it where `log` is enabled for debugging.
+    Call it only if `log` is enabled for DEBUG.
     """
     assert room.record is not None
     story, opened_at_s, extra = room.record.story, room.opened_at_s, about(room)

@@ -1,6 +1,7 @@
-"""Rooms as their users hold them: pages, what is awaited of them, and the two context managers.
+"""The room handles that users of a node hold, `DecodeRoom` and `PrefillRoom`, and a room's pages.
 
-The endpoints decide what happens in a room, and `protocols.machines.ownership` who owns its pages.
+The endpoints decide what happens in a room. `protocols.machines.ownership` decides who owns its
+pages.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _INT32 = np.dtype(np.int32)
 
 
 class Quarantined:
-    """The owner of pages whose room ended before the last loan on them."""
+    """The owner of pages whose room ended before the last of their loans."""
 
     __slots__ = ("grant",)
 
@@ -58,7 +59,7 @@ class Quarantined:
 
 
 class RoomStores:
-    """The stores of one decode: of its pool and, with staging, of the staging."""
+    """The page stores of one decode: the pool's store and, with staging, the staging's store."""
 
     def __init__(
         self,
@@ -68,19 +69,17 @@ class RoomStores:
         staging: PageStore | None,
         guard: Callable[[Callable[[], object], str], None],
     ) -> None:
-        """`layout` and `quarantine` belong to the pool of `pages`. `guard` calls its argument, and
-        logs what that raises.
-        """
+        """`layout` and `quarantine` belong to the pool of `pages`. `guard` is `Shell.guard`."""
         self.pages, self.layout, self.quarantine = pages, layout, quarantine
         self.staging, self.guard = staging, guard
-        # Places of callers' own pages that rooms hold. The store only counts holds, so it would not
-        # notice two rooms over one page.
+        # True for each place that a caller gave to a room. The store only counts holds, so it does
+        # not notice that two rooms were given the same page.
         self._own: NDArray[np.bool_] | None = None
 
     def hold_own(self, room: RoomId, pages: PageIndices) -> None:
         """Hold the caller's own pages for a room, until `unhold_own`.
 
-        Raises: OwnershipError for pages that the store cannot hold, or that another room has.
+        Raises: OwnershipError for pages that the store cannot hold, or that another room uses.
         """
         if self._own is None:
             self._own = np.zeros(self.layout.num_places, dtype=np.bool_)
@@ -106,7 +105,7 @@ class RoomStores:
 
 
 class RoomPages:
-    """The pages of one room: those that its user receives, and those that prefill writes."""
+    """The pages of one room: those that its user receives, and those that prefill writes into."""
 
     __slots__ = (
         "_grant",
@@ -122,11 +121,12 @@ class RoomPages:
     )
 
     def __init__(self, stores: RoomStores, room: RoomId, settled: Callable[[], None]) -> None:
-        """`settled` is called once, when nothing of the room can touch `pages` any more."""
+        """`settled` is called once, when no writer, checksum or copy can touch `pages` any more."""
         self._stores, self._room, self._settled = stores, room, settled
         self.state = Ownership(staging=None if stores.staging is None else PagePhase.NONE)
         self.pages: PageIndices = NO_PLACES
-        self.lent: PageIndices = NO_PLACES  # `pages`, or as many places of the staging
+        # The same as `pages`; with staging, as many places of the staging.
+        self.lent: PageIndices = NO_PLACES
         self._owner: Hashable = ("room", room)
         self._staging_owner: Hashable = self._owner
         self._grant = GrantId(0)
@@ -134,18 +134,18 @@ class RoomPages:
 
     @property
     def claimed(self) -> bool:
-        """True while the room must learn what becomes of its pages."""
+        """True while pages are taken, lent or in quarantine: the shell must then keep the room."""
         return self.state.target in CLAIMED or self.state.staging in CLAIMED
 
     def opened(self, grant: GrantId) -> None:
-        """Name the owner of pages that are taken from here on."""
+        """Make `grant` the owner of the pages that the room takes from now on."""
         self._grant = grant
         self._owner = self._staging_owner = ("grant", grant)
 
     def give(self, pages: PageIndices) -> None:
-        """Use pages of the caller's own.
+        """Use the caller's own pages.
 
-        Raises: OwnershipError for pages that the store cannot hold, that another room has, or that
+        Raises: OwnershipError for pages that the store cannot hold, that another room uses, or that
         a writer of an earlier node over the pool may still write into.
         """
         self._stores.quarantine.check(pages)
@@ -154,7 +154,7 @@ class RoomPages:
         self.feed(PageKind.TAKE, Source.OWN)
 
     def take_staging(self, count: int) -> None:
-        """Take places of the staging. Raises: CapacityError."""
+        """Take `count` places of the staging. Raises: CapacityError."""
         staging = self._stores.staging
         assert staging is not None
         take = staging.take_room if self._stores.layout.num_rows else staging.take
@@ -162,21 +162,21 @@ class RoomPages:
         self.feed(PageKind.TAKE, Source.STAGING)
 
     def take(self, count: int) -> None:
-        """Take `count` pages of the node's store, unless the caller gave some.
+        """Take `count` pages of the node's store, unless the caller gave pages.
 
-        Raises: CapacityError, OwnershipError, and whatever a store of the user's own raises.
+        Raises: CapacityError, OwnershipError, and any error of a custom store.
         """
         stores, layout = self._stores, self._stores.layout
         if not self.state.own:
             take = stores.pages.take_room if layout.num_rows else stores.pages.take
             taken: Any = take(count, self._owner)
-            # A store of the user's own may return any sequence of indices.
+            # A custom store may return any sequence of indices.
             if type(taken) is not np.ndarray or taken.dtype is not _INT32:
                 what = f"room {self._room}: what {stores.pages!r} gave"
                 taken = page_indices(taken, layout.num_places, what)
             self.pages = taken
             self.feed(PageKind.TAKE, Source.STORE)
-        # A store of the user's own need not withhold pages that are in quarantine.
+        # A custom store may hand out pages that are in quarantine.
         if stores.quarantine.leases:
             stores.quarantine.check(self.pages)
         if stores.staging is None:
@@ -185,11 +185,10 @@ class RoomPages:
     def feed(
         self, kind: PageKind, source: Source | None = None, keeper: Hashable | None = None
     ) -> None:
-        """Feed one event and run the commands that follow.
+        """Feed one event to the machine, and run the resulting commands.
 
-        A store that refuses to take pages back does not keep the room from its end: the error is
-        logged. Raises: OwnershipError of a store that refuses to change an owner (the state stays
-        as before).
+        If a store refuses to take pages back, the error is logged, and the room ends anyway.
+        Raises: OwnershipError if a store refuses to change an owner (the state does not change).
         """
         before = self.state
         self.state, commands = step(before, kind, source)
@@ -230,7 +229,7 @@ class RoomPages:
 
 
 class DecodeSide(Protocol):
-    """The shell as a decode room uses it."""
+    """The methods of a shell that a decode room uses."""
 
     stores: RoomStores
 
@@ -242,21 +241,22 @@ class DecodeSide(Protocol):
 class DecodeRoom:
     """One room at decode.
 
-    Await it, or enter it as an async context manager: it is then open. Leaving the context closes
-    it.
+    Awaiting the room, or entering it as an async context manager, waits until it is open. Leaving
+    the context closes it.
     """
 
     def __init__(self, shell: DecodeSide, room: RoomId, tokens: int, num_pages: int) -> None:
-        """`num_pages` is what the room needs for a prompt of `tokens` tokens.
+        """`num_pages` is the number of pages for a prompt of `tokens` tokens.
 
-        The pages are taken from the node's store, unless `give` brings them.
+        The room takes them from the node's store, unless the caller supplies them with `give`.
         """
         self._shell = shell
         self.room, self.tokens, self.num_pages = room, tokens, num_pages
-        self.prefix_tokens: int | None = None  # the argument of `offer`
+        self.prefix_tokens: int | None = None  # the argument of the same name of `offer`
         self.grant = GrantId(0)
         self.record: DecodeRoomRecord | None = None
-        self.refused: Cause | None = None  # why it ended, where the endpoint never knew it
+        # The cause of the end of a room that never reached the endpoint.
+        self.refused: Cause | None = None
         self.when_begun: Answer[bool] = Answer()
         self.when_opened: Answer[None] = Answer()
         self.when_landed: Answer[bytes] = Answer()
@@ -264,18 +264,19 @@ class DecodeRoom:
         self.holding = RoomPages(
             shell.stores, room, functools.partial(self.when_released.give, None)
         )
-        self.callbacks: list[Callable[[], None]] = []  # the shell runs them when the room ended
-        # Tasks that serve all requests log about this room, and take the request's id from here.
+        self.callbacks: list[Callable[[], None]] = []  # the shell runs them when the room ends
+        # Tasks that serve all requests log about this room, and read the request's id here.
         self.request_id = CURRENT.get().request_id
-        self.held_back = True  # until its pages may be taken
+        # True until `offer`; the shell takes no pages for the room before.
+        self.held_back = True
 
     def __repr__(self) -> str:
         return f"<DecodeRoom {self.room}: {self.phase.name.lower()}, {len(self.pages)} pages>"
 
     @property
     def pages(self) -> PageIndices:
-        """The room's pages, int32 [n]; empty before they are taken. In a pool with rows the last
-        one is the room's row.
+        """Pages of the room, int32 [n]; empty before they are taken. In a pool with rows the last
+        entry is the room's row.
         """
         return self.holding.pages
 
@@ -307,29 +308,29 @@ class DecodeRoom:
         return () if self.record is None else self.record.story.lines()
 
     async def begun(self) -> bool:
-        """Wait until prefill has a place for the whole prompt of a room that was announced.
+        """Wait until prefill has a place for the whole prompt of an announced room.
 
-        Pages offered from then on wait for no other room. Returns False when the pages are offered
-        sooner. Raises: as `opened`.
+        If decode offers the pages after that, prefill waits for no other room before it writes.
+        Returns False if the pages are offered sooner. Raises: the errors of `opened`.
         """
         return await self.when_begun.get() if self.held_back or self.when_begun.given else False
 
     async def opened(self) -> Self:
-        """Wait until every rank is registered and the pages are offered.
+        """Wait until every rank is registered and the pages are lent.
 
-        Raises: LostError, RefusedError, CapacityError or AbortedError, by what kept the room from
-        opening.
+        Raises: LostError, RefusedError, CapacityError or AbortedError, depending on why the room
+        did not open.
         """
         await self.when_opened.get()
         return self
 
     def give(self, pages: Sequence[int] | PageIndices) -> None:
-        """Use pages of the caller's own for the room.
+        """Use the caller's own pages for the room.
 
-        The node's store holds them from here on, until nothing can touch them. Raises: MisuseError
-        (another number of pages, or a second call), OwnershipError (pages that the store cannot
-        hold, that another room has, or that a writer of an earlier node over the pool may still
-        write into).
+        The node's store holds them until no loan, checksum or copy can touch them. Raises:
+        MisuseError (wrong number of pages, or a second call), OwnershipError (pages that the store
+        cannot hold, that another room uses, or that a writer of an earlier node over the pool may
+        still write into).
         """
         if self.holding.state.own or not self.held_back:
             raise MisuseError(f"room {self.room}: its pages have been given already")
@@ -338,11 +339,11 @@ class DecodeRoom:
     def offer(
         self, pages: Sequence[int] | PageIndices | None = None, *, prefix_tokens: int | None = None
     ) -> Self:
-        """Bring the pages of a room that was announced: `pages` of the caller's own, or pages of
-        the node's store.
+        """Lend pages for an announced room: the caller's own `pages`, or pages of the node's store.
 
-        `prefix_tokens` is what decode has of the prompt, if that is more than at the announcement.
-        Await the room next. No effect on a room that ended. Raises: as `DecodeNode.room`.
+        Pass `prefix_tokens`, the prompt tokens that decode already has, if they are more than at
+        the announcement. Await the room next. No effect on a room that ended. Raises: the errors of
+        `DecodeNode.room`.
         """
         if not self.ended:
             if not self.held_back:
@@ -362,21 +363,22 @@ class DecodeRoom:
     async def landed(self) -> bytes:
         """Wait until every page from every rank landed, and return prefill's hand-over.
 
-        Raises: KvflowError by what ended the room (see errors.py); its `code` is the first cause.
+        Raises: the KvflowError that ended the room (see errors.py); its `code` is the first cause.
         """
         return await self.when_landed.get()
 
     async def released(self) -> None:
-        """Wait until nothing touches the room's pages: every loan ended, and no checksum or copy
+        """Wait until the room's pages are untouched: every loan ended, and no checksum or copy
         runs.
         """
         await self.when_released.get()
 
     def keep(self, owner: Hashable) -> PageIndices:
-        """Make `owner` the owner of the landed pages; closing the room then leaves them alone.
+        """Make `owner` the owner of the landed pages, and return them. Closing the room then does
+        not free them.
 
-        In a pool with rows the last page is the room's row: `pool.layout.split` separates pages and
-        rows. Raises: MisuseError before the pages landed, or on a second call.
+        In a pool with rows the last entry is the room's row: `pool.layout.split` separates pages
+        and rows. Raises: MisuseError before the pages landed, or on a second call.
         """
         if self.holding.state.target is not PagePhase.LANDED:
             raise MisuseError(f"room {self.room}: pages can be kept once, after landed()")
@@ -386,24 +388,26 @@ class DecodeRoom:
     def close(self, cause: Cause | None = None) -> None:
         """End the room; valid in every state, any number of times.
 
-        Before its pages landed this is an abort: the caller receives the error at once, and pages
-        that are still lent return when their loans end. Raises: MisuseError if `cause` is no Cause.
+        Before the pages landed this is an abort: whoever waits for the room receives the error at
+        once, and lent pages return when their loans end. Raises: MisuseError if `cause` is not a
+        Cause.
         """
         self._shell.close_room(self, _CLIENT_GONE if cause is None else check_cause(cause))
         if self.holding.state.target is PagePhase.LANDED:
             self.holding.feed(PageKind.CLOSE)
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, when the room ended; at once if it ended before."""
+        """Call `callback` once, when the room ends; at once if it ended already."""
         if self.ended:
             callback()
         else:
             self.callbacks.append(callback)
 
     def __await__(self) -> Generator[Any, None, Self]:
-        """Open the room, as entering it does.
+        """Wait until the room is open, as entering it does.
 
-        A caller that is cancelled here has no handle to close, so the room is closed for it.
+        If the caller is cancelled meanwhile, the room is closed, because the caller may have no
+        handle to close.
         """
         return self.__aenter__().__await__()
 
@@ -420,7 +424,7 @@ class DecodeRoom:
 
 
 class PrefillSide(Protocol):
-    """The shell as a prefill room uses it."""
+    """The methods of a shell that a prefill room uses."""
 
     def begin_room(self, room: PrefillRoom) -> None: ...
 
@@ -444,17 +448,17 @@ class PrefillRoom:
 
     def __init__(self, shell: PrefillSide, record: PrefillRoomRecord) -> None:
         self._shell, self.record = shell, record
-        # Tasks that serve all requests log about this room, and take the request's id from here.
+        # Tasks that serve all requests log about this room, and read the request's id here.
         self.request_id = CURRENT.get().request_id
         self.writes: dict[int, Write] = {}
-        self.landed_before = 0  # bytes that ended writes moved
-        # `readers` counts checksums that took too long, whose threads may still read the room's
+        self.landed_before = 0  # bytes that landed in writes that ended
+        # `readers` counts the checksums that took too long: their threads still read the room's
         # pages.
         self.over, self.readers = False, 0
         self.when_matched: Answer[int] = Answer()
         self.when_done: Answer[None] = Answer()
         self.when_released: Answer[None] = Answer()
-        self.callbacks: list[Callable[[], None]] = []  # the shell runs them when the room ended
+        self.callbacks: list[Callable[[], None]] = []  # the shell runs them when the room ends
 
     def __repr__(self) -> str:
         return (
@@ -481,7 +485,7 @@ class PrefillRoom:
 
     @property
     def ended(self) -> bool:
-        """True as soon as nothing more may be sent; writes may still be draining."""
+        """True as soon as the room accepts no more chunks; writes may still be draining."""
         return self.record.ended
 
     @property
@@ -499,41 +503,42 @@ class PrefillRoom:
 
     @property
     def bytes_total(self) -> int:
-        """Bytes of the whole room once its target is known; 0 before."""
+        """Size of the whole room in bytes; 0 before its target pages are known."""
         return self._shell.room_bytes(len(self.record.target_pages))
 
     def story(self) -> Sequence[Line]:
         return self.record.story.lines()
 
     def begin(self) -> None:
-        """Report that the engine has a place for the whole prompt, or is sure to get one whatever
-        other rooms do.
+        """Report that the engine has a place for the whole prompt, or will get one without waiting
+        for other rooms.
 
-        A decode that waits for it is notified. May be called any number of times.
+        Notifies a decode that waits in `begun`. May be called any number of times.
         """
         self._shell.begin_room(self)
 
     async def matched(self) -> int:
         """Wait for decode's half, and return the number of prompt tokens that decode already has.
 
-        Raises: KvflowError by what ended the room; its `code` is the first cause.
+        Raises: the KvflowError that ended the room; its `code` is the first cause.
         """
         return await self.when_matched.get()
 
     def send(
         self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b""
     ) -> None:
-        """Queue one chunk: our `pages` (list or int32 [n]) go onto the next n target pages.
+        """Queue one chunk: our `pages` (list or int32 [n]) are written to the next n target pages.
 
-        The pages are held until the write ends. The room never ends inside this call, even where n
-        is 0 or the data plane refuses the write. The last chunk carries the hand-over, which
-        decode's `landed` returns. Chunks before the last have full pages only. In a pool with rows
-        the last entry of the last chunk is the request's row: row r has the index `num_pages + r`
+        The pages are held until the write ends. The room never ends inside this call, even if n is
+        0 or the data plane refuses the write. The last chunk carries the hand-over, which decode's
+        `landed` returns. All other chunks consist of full pages. In a pool with rows the last entry
+        of the last chunk is the request's row: row r has the index `num_pages + r`
         (`pool.layout.numbered`).
 
-        Raises: MisuseError (before matched, after the last chunk, more pages than decode lent, a
-        page that is outside the pool, has no owner or is in quarantine, a hand-over before the last
-        chunk): nothing was queued; the room's own error once it ended.
+        Raises: MisuseError, and queues no chunk, if the room is not matched, its last chunk is
+        already queued, the chunk has more pages than decode still expects (or fewer, if it is the
+        last), a page is outside the pool, has no owner or is in quarantine, or `handoff` comes
+        before the last chunk. After the room ended: its error.
         """
         shell = self._shell
         indices = page_indices(pages, shell.num_pages, f"room {self.record.room}")
@@ -542,12 +547,12 @@ class PrefillRoom:
         shell.send_chunk(self, indices, bool(last), handoff)
 
     async def done(self) -> None:
-        """Wait until every write landed. Raises: KvflowError by what ended the room."""
+        """Wait until every write landed. Raises: the KvflowError that ended the room."""
         await self.when_done.get()
 
     async def released(self) -> None:
-        """Wait until the room is over and nothing reads its pages: no write of it runs, whether it
-        succeeded or not, and no checksum.
+        """Wait until the room ended, successfully or not, and no write or checksum reads its
+        pages.
         """
         await self.when_released.get()
 
@@ -555,12 +560,12 @@ class PrefillRoom:
         """End the room; valid in every state, any number of times.
 
         Decode is notified at once, and running writes are drained. Raises: MisuseError if `cause`
-        is no Cause.
+        is not a Cause.
         """
         self._shell.close_prefill_room(self, _CLIENT_GONE if cause is None else check_cause(cause))
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, when nothing more may be sent; at once if that is so already."""
+        """Call `callback` once, when the room ends; at once if it ended already."""
         if self.ended:
             callback()
         else:

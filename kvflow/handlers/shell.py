@@ -1,8 +1,7 @@
-"""The base of both shells: it runs an endpoint's commands, ticks it in time, and keeps track of
-tasks.
+"""The base class of all shells.
 
-A shell makes no decision about the protocol. It awaits what arrives, feeds the endpoint, and runs
-what comes out.
+A shell makes no protocol decision. It feeds an endpoint with messages and ticks, runs the commands
+that the endpoint returns, and keeps track of tasks.
 """
 
 from __future__ import annotations
@@ -22,14 +21,15 @@ from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-TICK_GRAIN_S = 0.005  # one tick handles everything that is due within this time
+# Shortest delay of a tick, so that one tick handles all that becomes due within this time.
+TICK_GRAIN_S = 0.005
 
 
 class Answer(Generic[T]):
-    """The result or the error that the users of a room wait for, given once.
+    """A result or an error that is given once, and for which several users can wait.
 
     Cancelling one user does not cancel the wait of another. It is not an `asyncio.Future`, because
-    most answers are given before a user asks for them, or are never asked for.
+    most answers are given before a user waits for them, or no user ever waits.
     """
 
     __slots__ = ("_error", "_result", "_waiting", "given")
@@ -41,7 +41,7 @@ class Answer(Generic[T]):
         self._waiting: tuple[asyncio.Future[None], ...] = ()
 
     async def get(self) -> T:
-        """Wait for the answer, and return the result. Raises: the error."""
+        """Wait for the answer, then return the result or raise the error."""
         if not self.given:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting += (waiter,)
@@ -53,15 +53,16 @@ class Answer(Generic[T]):
         if isinstance(self._error, Cause):
             raise room_error(self._error)
         if self._error is not None:
-            # Several users may raise this one object: its traceback would grow with each of them.
+            # Several users may raise the same exception object. Without this its traceback would
+            # grow with each of them.
             raise self._error.with_traceback(None)
         result: T = self._result
         return result
 
     def give(self, result: T | None, error: BaseException | Cause | None = None) -> None:
-        """Set the result or the error; no effect if one was given before.
+        """Set the result or the error; no effect on a second call.
 
-        A cause becomes an error where a user asks: most users of a room that failed never do.
+        A cause becomes an exception only in `get`, because for most failed rooms no user calls it.
         """
         if self.given:
             return
@@ -73,11 +74,11 @@ class Answer(Generic[T]):
 
 
 class Endpoint(Protocol):
-    """The part of an endpoint that every shell uses."""
+    """The methods of an endpoint that every shell uses."""
 
     @property
     def outbox(self) -> list[Any]:
-        """Commands to be run; the list that `commands()` empties."""
+        """Commands that the shell must run; it removes those that it ran."""
 
     def next_tick(self) -> float: ...
 
@@ -87,7 +88,7 @@ class Endpoint(Protocol):
 
 
 class Shell:
-    """The event loop's side of one endpoint."""
+    """The asyncio side of one endpoint: its timer, its tasks, and the loop that runs commands."""
 
     def __init__(
         self,
@@ -97,11 +98,11 @@ class Shell:
         now: Callable[[], float],
     ) -> None:
         self._endpoint = endpoint
-        self.runners: dict[type, Callable[[Any], None]] = {}  # what runs a command, by its type
+        self.runners: dict[type, Callable[[Any], None]] = {}  # by the type of the command
         self.timing, self.counts, self.now = timing, counts, now
         self._loop = asyncio.get_running_loop()
-        # Tasks and timers serve all requests: their log lines must not name the request that
-        # happens to start them.
+        # Tasks and timers serve all requests. Their log lines must not name the request during
+        # which they start.
         self._context = contextvars.copy_context()
         self._timer: asyncio.Handle | None = None
         self._fires_at_s = 0.0
@@ -109,15 +110,15 @@ class Shell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._callbacks: list[Callable[[], None]] = []
         self._running = self.stopped = False
-        # Set when a leaving endpoint was fed.
+        # `run` sets `changed` once `leaving` is True, so that `wait_while` checks its condition.
         self.changed, self.leaving = asyncio.Event(), False
 
     def run(self, then: Callable[[], object] | None = None) -> None:
-        """Run the endpoint's commands until it has no more, then `then`, then the users' callbacks.
+        """Run all commands of the endpoint, then call `then`, then the users' callbacks.
 
-        A command that feeds the endpoint may call this method again: the outer call runs what
-        follows. A command may call user code, which may raise anything. Only what ends the process
-        is raised here, and the next call continues with the commands that are left.
+        A command may feed the endpoint and call this method again; the outer call then runs the new
+        commands. A command may call user code, so every exception is logged, except those that end
+        the process. After one of these, the next call continues with the remaining commands.
         """
         if self._running:
             assert then is None
@@ -152,7 +153,7 @@ class Shell:
             self._arm(at_s)
 
     def guard(self, call: Callable[[], object], what: str) -> None:
-        """Call `call`; log and count an exception, because other rooms must go on."""
+        """Call `call`. An exception is logged and counted, so that other rooms go on."""
         try:
             call()
         except ENDS_PROCESS:
@@ -162,10 +163,10 @@ class Shell:
             log.exception("%s failed", what)
 
     def explained(self, error: BaseException, doing: str) -> KvflowError:
-        """Turn whatever ended a piece of work into the error of its room.
+        """Convert an exception into the KvflowError with which its room ends.
 
-        An error that kvflow does not raise on purpose is a fault of user code or of ours: it is
-        logged and counted. Raises: what ends the process.
+        An exception that is not a KvflowError is a bug in user code or in kvflow, so it is logged
+        and counted. An exception that ends the process is raised again.
         """
         if isinstance(error, KvflowError):
             return error
@@ -182,7 +183,7 @@ class Shell:
         )
 
     def call_back_later(self, callbacks: list[Callable[[], None]]) -> None:
-        """Call each callback once, after the commands that run now."""
+        """Call each callback once, after the current commands, and empty the list."""
         self._callbacks += callbacks
         callbacks.clear()
 
@@ -192,17 +193,14 @@ class Shell:
         if self._timer is not None:
             self._timer.cancel()
         wait_s = 0.0 if at_s == float("-inf") else max(at_s - self.now(), TICK_GRAIN_S)
-        # Wake once per heartbeat at least: only a frequent timer shows by its lateness that the
-        # loop stood still.
+        # Wake at least once per heartbeat: a late timer is how a stalled event loop is noticed.
         wait_s = min(wait_s, self.timing.heartbeat_s)
         self._due_at_s = at_s
         self._fires_at_s = self._loop.time() + wait_s
         self._timer = self._loop.call_later(wait_s, self._tick, context=self._context)
 
     def _tick(self) -> None:
-        """Tick the endpoint when something is due by the loop's clock, and credit the time for
-        which the loop stood still.
-        """
+        """Tick the endpoint. If the event loop stood still, first report for how long."""
         self._timer, self._due_at_s = None, float("inf")
         now = self.now()
         if (late_s := self._loop.time() - self._fires_at_s) > self.timing.heartbeat_s:
@@ -211,7 +209,7 @@ class Shell:
         self.run()
 
     def wake(self) -> None:
-        """Handle at once what is due after the clock was moved."""
+        """Tick at once. Call it after the node's clock was moved."""
         self.changed.set()
         if self._timer is not None:
             self._timer.cancel()
@@ -219,15 +217,15 @@ class Shell:
             self._tick()
 
     async def wait_while(self, condition: Callable[[], bool], patience_s: float) -> None:
-        """Wait until `condition` is false, or until `patience_s` passed by the node's clock.
+        """Wait until `condition` is false, for at most `patience_s` by the node's clock.
 
-        The condition is evaluated each time the endpoint was fed.
+        The condition is checked each time the endpoint's commands ran.
         """
         until_s = self.now() + patience_s
         while condition() and (left_s := until_s - self.now()) > 0:
             self.changed.clear()
-            # A new timeout in each round: the loop's timer may fire a moment early, and where the
-            # endpoint is no longer fed there is no other wake-up.
+            # The timeout is started anew in each round. The loop's timer may fire a moment early,
+            # and an endpoint without input causes no other wake-up.
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self.changed.wait()
@@ -245,11 +243,11 @@ class Shell:
         of_caller: bool = False,
         ended: Callable[[BaseException | None], None] | None = None,
     ) -> asyncio.Task[None]:
-        """Start `work` as a task; after the shell stopped, the task is cancelled before its first
+        """Start `work` as a task. Once the shell is stopped, the task is cancelled before its first
         step.
 
-        `ended` receives what the task raised, whatever that is, or None; a cancellation before the
-        first step is reported too. Without `ended`, an error is logged and counted.
+        `ended` receives the exception that ended the task, a cancellation included, or None.
+        Without `ended`, an error is logged and counted.
 
         With `of_caller`, log lines of the task name the caller's request.
         """
@@ -268,16 +266,15 @@ class Shell:
                 log.error("%s ended", name, exc_info=error)
 
         task.add_done_callback(report, context=context)
-        # `stop` may already be past its last look at the tasks, so that no one else would end this
-        # one.
+        # `stop` may already be past its last check for tasks, so it would not cancel this one.
         if self.stopped:
             task.cancel()
         return task
 
     def cancel(self, watch: asyncio.Task[None] | None) -> None:
         """Cancel a watch over a process, if there is one."""
-        # A watch may run this itself, after it reported the death: it is about to return, and needs
-        # no cancelling.
+        # A watch may reach this method in its own task, after it reported a death. It is about to
+        # return, so it is not cancelled.
         if watch is not None and watch is not asyncio.current_task():
             watch.cancel()
 
@@ -288,15 +285,14 @@ class Shell:
         whose: str,
         before: Callable[[], None] | None = None,
     ) -> None:
-        """Feed the endpoint what a socket receives, until cancelled: `receive` takes the sender and
-        the frame, and `before` is called before each burst.
+        """Pass every frame of a socket to `receive(sender, frame)`, until cancelled.
 
-        A failure is counted, and the loop continues (I7).
+        `before` is called before each burst. An exception is logged and counted, and the loop
+        continues (I7).
         """
         this = asyncio.current_task()
         assert this is not None
-        # A command that ran for the last burst may have hung up this link: the task is then
-        # cancelled, and the socket closed.
+        # A command of the last burst may have closed this socket and cancelled this task.
         while not this.cancelling():
             try:
                 if not (burst := await socket.receive()):
@@ -319,24 +315,25 @@ class Shell:
             self.run()
 
     async def stop(self) -> None:
-        """Cancel the timer and every task, and await their end."""
+        """Cancel the timer and every task, and wait until the tasks end."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._due_at_s = float("-inf")  # never armed again
+        # No tick is due sooner than this, so `run` never arms the timer again.
+        self._due_at_s = float("-inf")
         self.stopped = True
         while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
             for task in tasks:
                 task.cancel()
-            # A task leaves the set in a callback of its end. `asyncio.gather` would return at once
-            # if all tasks ended already (Python 3.12 and later), before any callback runs, and this
-            # loop would not end.
+            # A task leaves the set in a done callback. If all tasks are done already,
+            # `asyncio.gather` returns at once in Python 3.12 and later, before any callback runs,
+            # and this loop would never end.
             await asyncio.wait(tasks)
 
 
 async def fenced(plane: DataPlane, writer: PlaneAddress, timing: Timing, counts: Counts) -> bool:
-    """Return True once no write of `writer` can reach our pool, False when that can never be proven
-    from here.
+    """Wait for the fence of `writer`. Returns True once no write of it can reach our pool, False if
+    this host can never prove that.
     """
     return await seen_ended(lambda: plane.fence(writer), writer.locator, timing, counts)
 
@@ -344,11 +341,11 @@ async def fenced(plane: DataPlane, writer: PlaneAddress, timing: Timing, counts:
 async def seen_ended(
     wait: Callable[[], Awaitable[None]], whose: str, timing: Timing, counts: Counts
 ) -> bool:
-    """Return True once `wait` returned, False when it raises TransferError: from here the end can
-    never be observed.
+    """Wait for the end of a process. Returns True once `wait` returned, False if it raises
+    TransferError: this host can never observe that end.
 
-    Any other error (no file descriptor left to watch with, for example) is counted, and `wait` is
-    called again.
+    After any other error (for example, no free file descriptor) `wait` is called again. Such errors
+    are logged and counted.
     """
     while True:
         try:

@@ -1,8 +1,8 @@
-"""Verified transfers: prefill sums the pages it sends, decode those that landed; the endpoint
-compares the sums.
+"""Verified transfers: prefill computes checksums of the pages that it sends, decode of the pages
+that landed, and decode's endpoint compares them.
 
-Sums run in threads, beside the write and beside each other. Pages are held while they are read
-(I13), also by a sum that took too long.
+Checksums run in threads, in parallel with writes and with each other. Pages stay held while a
+thread reads them, even if its checksum took too long (I13).
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from kvflow.protocols.ports import ChecksumTask
 log = logging.getLogger(__name__)
 
 Begin = Callable[[PageIndices, PageIndices, tuple[Served, ...]], ChecksumTask]
-"""Starts to sum what a rank served of the second pages, or to copy it there from the first."""
+"""Starts the work on a chunk: (lent places, the room's pages, parts that one rank sent) -> task.
+
+The task computes the checksum of these parts; with staging, it copies them from the lent places to
+the room's pages.
+"""
 
 
 class NoSum:
@@ -37,11 +41,11 @@ class NoSum:
         self.released.set_result(None)
 
     def cancel(self) -> None:
-        """Return at once: the task is over from the start."""
+        """Do nothing: the task is over from the start."""
 
 
 def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
-    """Return the task that `begin` starts, or a failed task where `begin` raises.
+    """Return the task that `begin` starts, or a failed task if `begin` raises.
 
     The room that waits for the checksum must receive an answer in either case.
     """
@@ -55,14 +59,12 @@ def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
 
 
 class ChunkVerifier:
-    """The chunks of one room at decode that are being summed, or copied from the staging to their
-    pages.
-    """
+    """The running checksums of one decode room; with staging, the running copies to its pages."""
 
     def __init__(self, pages: RoomPages, begin: Begin, released: Callable[[], None]) -> None:
         """`begin` starts the work on a chunk of `pages`.
 
-        `released` is called each time a chunk ended and no thread uses its pages any more.
+        `released` is called for each chunk, when no thread uses its pages any more.
         """
         self._pages, self._begin, self._released = pages, begin, released
         self._running: set[ChecksumTask] = set()
@@ -70,11 +72,12 @@ class ChunkVerifier:
     def begin(
         self, chunk: slice, served: tuple[Served, ...], ended: Callable[[bytes, str], None]
     ) -> None:
-        """Sum what a rank `served` of a chunk of the room's pages, or copy it there.
+        """Start to sum, or to copy, the parts of a chunk that one rank `served`.
 
         `ended` receives the checksum and an empty text, or an empty checksum and the reason.
         """
-        # The room owns its pages until the thread is done with them, even if it ends before (I13).
+        # The room keeps its pages until the thread is done with them, even if the room ends before
+        # (I13).
         self._pages.feed(PageKind.USE)
         task = begun(self._begin, self._pages.lent[chunk], self._pages.pages[chunk], served)
         self._running.add(task)
@@ -88,14 +91,14 @@ class ChunkVerifier:
             ended(task.done.result(), task.error)
 
         def done(found: Any) -> None:
-            # A room must not land while a thread still uses its pages, so a sum counts once its
-            # thread is done. The reason why there is none must not wait for a thread that hangs.
+            # A room must not land while a thread still uses its pages, so a checksum is reported
+            # when its thread is done. A failure is reported at once, because its thread may hang.
             (task.released if found.result() else task.done).add_done_callback(report)
 
         task.released.add_done_callback(released)
         task.done.add_done_callback(done)
 
     def cancel(self) -> None:
-        """Stop the sums and copies of a room that is over."""
+        """Cancel the checksums and copies of a room that is over."""
         for task in self._running:
             task.cancel()
