@@ -1,13 +1,13 @@
-"""The owners of every page of one pool (I1), and the deferred return of pages that are still in use
-(I13).
+"""The allocator of one pool's pages. It records the owner of every page (I1), and defers the return
+of pages that are still in use (I13).
 
 Every page is in exactly one state: reserved, free, owned, or returning (given back while held, or
-withheld). An operation on one page costs a few microseconds, on 2,048 pages well under a
-millisecond.
+withheld while free). An operation takes a few microseconds for one page, and well under a
+millisecond for 2,048 pages.
 
-An allocator belongs to one event loop. Operations that change it take a lock all the same, for a
-few tens of nanoseconds: a node that closes in another thread may withhold pages here, and may
-receive the proof that frees them.
+An allocator belongs to one event loop. Operations that change it still take a lock, which costs a
+few tens of nanoseconds, because a node that closes in another thread may withhold pages here, and
+may later free them.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ from kvflow.memory.page_waiter import PageWaiter
 from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
 from kvflow.protocols.pages.layout import MANY_PAGES, NO_PLACES, PageIndices, ascends
 
-_FREE, _RESERVED, _RETURNING, _NOBODYS = -1, -2, -3, -4  # the last one marks no page
+# `_NOBODYS` stands for an owner without an account, so no page carries it.
+_FREE, _RESERVED, _RETURNING, _NOBODYS = -1, -2, -3, -4
 
 Index = NDArray[np.integer[Any]] | slice
 
 
 class Kept(Enum):
-    """The key under which `owned()` counts returning pages: given back while held, or withheld."""
+    """The key under which `owned()` counts returning pages."""
 
     RETURNING = "returning"
 
 
 class Reclaimable(Protocol):
-    """An owner that keeps pages only until another owner needs them: a cache."""
+    """An owner that gives up pages when another owner needs them, such as a cache."""
 
     @property
     def evictable_pages(self) -> int:
-        """Pages that it can give back now."""
+        """Pages that the owner can give back now."""
 
     def evict(self, count: int) -> None:
-        """Give back `count` pages, or as many as it can."""
+        """Give back up to `count` pages, as many as possible."""
 
 
 class _Account:
-    """One owner: the mark on its pages, and their number."""
+    """The mark that one owner's pages carry, and the number of these pages."""
 
     __slots__ = ("count", "mark")
 
@@ -57,7 +58,7 @@ class _Account:
 
 
 class PageAllocator:
-    """Owners of the pages of one pool. Implements `protocols.ports.PageStore`.
+    """The owners of one pool's pages. Implements `protocols.ports.PageStore`.
 
     Pages are taken in ascending runs where possible, so that writes coalesce.
     """
@@ -65,7 +66,7 @@ class PageAllocator:
     def __init__(self, num_pages: int, reserved: int = 0, unit: str = "page") -> None:
         """The first `reserved` pages are never handed out (engines keep a null page there).
 
-        `unit` names the pages in error texts: the rows of a pool are owned in the same way.
+        `unit` is the word for a page in error texts; the allocator of a pool's rows passes "row".
 
         Raises: MisuseError.
         """
@@ -77,7 +78,7 @@ class PageAllocator:
             )
         self._unit = unit
         self._num_pages, self._reserved = num_pages, reserved
-        # Free pages; the next one to be taken is on top.
+        # Free pages. `take` takes them from the end.
         self._stack: PageIndices = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._free = num_pages - reserved
         self._marks: NDArray[np.int32] = np.full(num_pages, _FREE, dtype=np.int32)
@@ -85,13 +86,13 @@ class PageAllocator:
         self._holds: NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)
         self._accounts: dict[Hashable, _Account] = {}
         self._next_mark = itertools.count()
-        self._spare_marks: list[int] = []  # left by owners without a page
+        self._spare_marks: list[int] = []  # marks of former owners
         self._returning = 0
-        self.reclaimables: list[Reclaimable] = []  # two while a worker changes its role
+        # A worker that changes its role has two caches for a while.
+        self.reclaimables: list[Reclaimable] = []
         self.waiters: set[PageWaiter] = set()
         self._lock = threading.Lock()
-        # Uses by hold() that did not end yet; while there are none, give_back need not look at
-        # `_holds`.
+        # The sum of `_holds`. While it is 0, `give_back` does not search `_holds`.
         self._held_calls = 0
 
     def __repr__(self) -> str:
@@ -107,7 +108,7 @@ class PageAllocator:
 
     @property
     def capacity(self) -> int:
-        """Pages that can be handed out at all."""
+        """Pages of the pool that are not reserved."""
         return self._num_pages - self._reserved
 
     @property
@@ -116,9 +117,9 @@ class PageAllocator:
 
     @property
     def available_pages(self) -> int:
-        """Free pages, and pages that `reclaim` could free.
+        """Free pages, plus those that `reclaimables` could give back.
 
-        A step or a write may still read some of the latter.
+        A model step or a write may still read some of the latter.
         """
         return (
             self._free + sum(r.evictable_pages for r in self.reclaimables)
@@ -127,11 +128,10 @@ class PageAllocator:
         )
 
     def reclaim(self, count: int) -> int:
-        """Evict pages of `reclaimables` until `count` pages are free, if they have as many as are
-        missing.
+        """Evict pages of `reclaimables` until `count` pages are free, if they have enough.
 
-        Returns the number of free pages. In place of pages that a step or a write still reads,
-        others are evicted.
+        Returns the number of free pages. A page that a model step or a write still reads is not
+        free after its eviction, so more pages are evicted instead.
         """
         for owner in self.reclaimables:
             while self._free < count <= self.available_pages:
@@ -148,8 +148,8 @@ class PageAllocator:
 
     @property
     def returning_pages(self) -> int:
-        """Pages without an owner that wait for the end of their last hold: given back while held,
-        or withheld.
+        """Pages without an owner that become free when their last hold ends. They were given back
+        while held, or withheld while free.
         """
         return self._returning
 
@@ -171,22 +171,22 @@ class PageAllocator:
             return pages
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """Take pages as `take` does: this pool has no rows. Raises: CapacityError (nothing is
-        taken).
+        """Take pages as `take` does, because this store has no rows.
+
+        Raises: CapacityError (nothing is taken).
         """
         return self.take(count, owner)
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
         """Change the owner of `pages`.
 
-        Raises: OwnershipError when a page is not `owner`'s (nothing is moved).
+        Raises: OwnershipError when `owner` does not own a page (nothing is moved).
         """
         with self._lock:
             pages, where = self._owned_by(pages, owner)
             if not pages.size:
                 return
-            # These are all pages of the owner, and the new owner has no account: renaming the
-            # account is enough.
+            # The owner moves all its pages to an owner without pages, so the account is renamed.
             if pages.size == self._accounts[owner].count and new_owner not in self._accounts:
                 self._accounts[new_owner] = self._accounts.pop(owner)
                 return
@@ -196,11 +196,10 @@ class PageAllocator:
             self._debit(owner, pages.size)
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
-        """Return pages to the free list; those that are held follow when their last hold ends
-        (I13).
+        """Return pages to the free list; a held page follows when its last hold ends (I13).
 
-        Raises: OwnershipError for pages that are free already, named twice, or another owner's
-        (nothing is given back).
+        Raises: OwnershipError for a page that `owner` does not own, or that is named twice (nothing
+        is given back).
         """
         with self._lock:
             pages, where = self._owned_by(pages, owner)
@@ -219,15 +218,15 @@ class PageAllocator:
             self.wake_waiters()
 
     def hold(self, pages: PageIndices) -> None:
-        """Count a use of `pages` by a reader or writer that cannot be stopped.
+        """Count one more reader or writer of `pages` that cannot be stopped.
 
-        A page may be named more than once. Raises: OwnershipError for pages without an owner
+        A page that is named twice is held twice. Raises: OwnershipError for a page without an owner
         (nothing is held).
         """
         with self._lock:
             pages = self._checked(pages)
-            # Tiny rooms are common, and scalars are several times cheaper than arrays of one
-            # element.
+            # Rooms of one page are common, and a scalar is several times faster than an array of
+            # one element.
             if pages.size == 1:
                 page = int(pages[0])
                 if self._marks[page] in (_FREE, _RETURNING):
@@ -249,9 +248,9 @@ class PageAllocator:
             self._held_calls += pages.size
 
     def unhold(self, pages: PageIndices) -> None:
-        """End a use of `pages`; those that were given back meanwhile become free.
+        """End one hold on `pages`. Returning pages without another hold become free.
 
-        Raises: OwnershipError for a page that is not held that often.
+        Raises: OwnershipError for a page that has fewer holds than this call ends (no hold ends).
         """
         with self._lock:
             pages = self._checked(pages)
@@ -283,7 +282,7 @@ class PageAllocator:
                 ended = np.sort(found[(left == 0) & (self._marks[where] == _RETURNING)]).astype(
                     np.int32
                 )
-                # A page that was named twice is freed once.
+                # A page that is named twice must be freed only once.
                 ready = ended[np.diff(ended, prepend=-1) != 0]
                 self._returning -= ready.size
                 self._free_now(ready, ready if ready.size < MANY_PAGES else _where(ready)[0])
@@ -291,11 +290,11 @@ class PageAllocator:
             self.wake_waiters()
 
     def withhold(self, pages: PageIndices) -> None:
-        """Keep pages from every new owner until they are unheld.
+        """Keep pages from every new owner until `unhold`.
 
-        Free pages leave the free list, and pages of an owner do not return to it. Counted, as
-        `hold`. May be called from any thread. Raises: OwnershipError for a page outside the pool
-        (nothing is withheld).
+        Free pages leave the free list, and owned pages cannot return to it. Each call adds a hold,
+        as `hold` does. May be called from any thread. Raises: OwnershipError for a page outside the
+        pool (nothing is withheld).
         """
         with self._lock:
             pages = self._checked(pages)
@@ -311,9 +310,9 @@ class PageAllocator:
             self._held_calls += pages.size
 
     def owned(self) -> dict[Hashable, int]:
-        """Count the pages of each owner; returning pages stand under `Kept.RETURNING`.
+        """Count the pages of each owner. Returning pages are counted under `Kept.RETURNING`.
 
-        Together with the free and the reserved pages these are the pool.
+        The counts plus the free and the reserved pages add up to the pool.
         """
         found: dict[Hashable, int] = {
             owner: account.count for owner, account in self._accounts.items()
@@ -323,8 +322,10 @@ class PageAllocator:
         return found
 
     def count_by(self, kind: Hashable) -> int:
-        """Count the pages of all owners of one kind: a tuple's first item, a type, or the owner
-        itself.
+        """Count the pages of all owners that match `kind`.
+
+        An owner matches if it equals `kind`, is a tuple that begins with `kind`, or is an instance
+        of the class `kind`.
         """
         total = 0
         for owner, account in self._accounts.items():
@@ -334,8 +335,9 @@ class PageAllocator:
         return total
 
     def pages_of(self, owner: Hashable) -> PageIndices:
-        """Return every page of `owner`, ascending. It walks the pool, so it is for audits and
-        tests.
+        """Return every page of `owner`, ascending.
+
+        The search is linear in the size of the pool: use it in audits and tests only.
         """
         account = self._accounts.get(owner)
         return np.flatnonzero(self._marks == (account.mark if account else _NOBODYS)).astype(
@@ -343,9 +345,7 @@ class PageAllocator:
         )
 
     def at_rest(self) -> bool:
-        """Return True when every page that can be handed out is free, or cached and unread, and no
-        page is held.
-        """
+        """Return True if every page is free, reserved or evictable, and no page is held."""
         return self.available_pages == self.capacity and not self._held_calls
 
     def _account(self, owner: Hashable) -> _Account:
@@ -363,20 +363,21 @@ class PageAllocator:
             self._spare_marks.append(account.mark)
 
     def wake_waiters(self) -> None:
-        """Wake those who wait for pages: some are free now, or `reclaim` may free others than it
-        could. May be called from any thread.
+        """Wake every waiter, because pages became free, or because `reclaim` may now succeed.
+
+        May be called from any thread.
         """
-        # A copy, because a waiter of another thread may come or leave meanwhile.
+        # The loop runs over a copy, because another thread may add or remove a waiter meanwhile.
         for waiter in tuple(self.waiters):
             waiter.wake()
 
     def tell_evictable(self) -> None:
-        """Wake those who wait for pages, if `reclaimables` can give up more than before."""
+        """Wake every waiter, if `reclaimables` can give back more pages than before."""
         for waiter in tuple(self.waiters):
             waiter.evictable()
 
     def _free_now(self, pages: PageIndices, where: Index) -> None:
-        """Put pages on the free list; `where` is the index of `pages`, see `_where`."""
+        """Put pages on the free list. `where` is `_where(pages)[0]`, or `pages` if they are few."""
         top = self._free
         if pages.size == 1:
             page = int(pages[0])
@@ -389,14 +390,14 @@ class PageAllocator:
     def _checked(self, pages: PageIndices) -> PageIndices:
         """Return `pages` as an array of indices in the pool.
 
-        Raises: OwnershipError for an index outside the pool: a negative one would silently mean
-        another page.
+        Raises: OwnershipError for an index outside the pool. numpy would accept a negative index,
+        and count it from the end.
         """
         found: PageIndices = np.asarray(pages, dtype=np.int32)
         if found.ndim != 1:
             raise OwnershipError(f"{self._unit}s have shape {found.shape}, not [n]")
         if found.size:
-            # Seen as unsigned numbers, negative indices are above every page.
+            # Read as unsigned numbers, negative indices are above every page.
             most = int(found[0]) if found.size == 1 else int(found.view(np.uint32).max())
             if not 0 <= most < self._num_pages:
                 low = int(found.min())
@@ -407,8 +408,8 @@ class PageAllocator:
         return found
 
     def _owned_by(self, pages: PageIndices, owner: Hashable) -> tuple[PageIndices, Index]:
-        """Check that each of `pages` is in the pool, named once, and `owner`'s; return them and
-        their index.
+        """Check that `owner` owns each of `pages`, and that each is named once. Returns the pages,
+        and an index of them (see `_where`).
 
         Raises: OwnershipError.
         """
@@ -436,7 +437,7 @@ class PageAllocator:
 
     @staticmethod
     def _named(where: Index, which: NDArray[np.bool_]) -> int:
-        """Return the first page of an index for which `which` is true."""
+        """Return the first page of the index `where` at which `which` is true."""
         first = int(np.argmax(which))
         return where.start + first if isinstance(where, slice) else int(where[first])
 
@@ -451,10 +452,10 @@ class PageAllocator:
 
 
 def _where(pages: PageIndices) -> tuple[Index, bool]:
-    """Return an index of many pages, and True if it names each page once.
+    """Return an index for numpy arrays that selects `pages`, and True if it names each page once.
 
-    The index is a slice, or ascending numbers of the type that numpy would otherwise make of it at
-    every use.
+    The index is a slice, or an ascending array of intp: numpy would convert an int32 array each
+    time that it is used.
     """
     if not ascends(pages):
         index = np.sort(pages).astype(np.intp)

@@ -1,5 +1,5 @@
-"""The memory that this process can still get: what the machine has free, within the limits of its
-control groups.
+"""The memory that this process can still allocate: the machine's free memory, within the limits of
+the process's control groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _V1: _Files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive
 
 
 class Available(msgspec.Struct, frozen=True, order=True):
-    """An amount of memory that can still be had, and what sets that limit."""
+    """An amount of memory that can still be allocated, and a description of what limits it."""
 
     size_bytes: int
     limit: str
@@ -27,9 +27,10 @@ class Available(msgspec.Struct, frozen=True, order=True):
 
 
 def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Available | None:
-    """Return the least of what the machine and each enclosing control group (v1 or v2) have left.
+    """Return the smallest amount that the machine or an enclosing control group (v1 or v2) has
+    left.
 
-    Returns None where neither is known.
+    Returns None if no amount is known.
     """
     return min((*_of_machine(proc), *_of_groups(proc, cgroups)), default=None)
 
@@ -49,8 +50,8 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[Available]:
             root, files = cgroups / "memory", _V1
         else:
             continue
-        # In a container the path may be that of the host. Then only the root of the mount exists,
-        # which is the container's own group.
+        # In a container this may be the path on the host. Then only the root of the mount exists,
+        # and it is the container's own group.
         group = root / path.lstrip("/")
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
             yield from _of_group(folder, files)
@@ -61,7 +62,7 @@ def _of_group(folder: Path, files: _Files) -> Iterator[Available]:
     # A group without a limit has "max" in this file.
     if not limit or not used or not limit[0].isdigit():
         return
-    # The kernel gives back file pages that were not used lately before it refuses memory.
+    # The kernel drops inactive file pages before it refuses memory, so they count as available.
     cached = sum(
         int(line.split()[1])
         for line in _lines(folder / "memory.stat")

@@ -1,7 +1,7 @@
-"""Checksums of pages (XXH3, 64 bits), computed in threads; equal for equal content, however a pool
-is laid out.
+"""Checksums of pages (XXH3, 64 bits), computed in threads.
 
-A checksum that takes too long counts as missing.
+Equal content has an equal checksum, however the pools are laid out. A checksum that takes too long
+counts as failed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from kvflow.protocols.pages.components import in_order
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices, Places, PoolLayout
 
-# Cached plans for what one rank serves: twice as many as a room has ranks, however peers divide it.
+# Cached plans, one for each combination of parts that a rank sends. The ranks of a room need at
+# most half as many.
 SHARES = 128
-# Small blocks are summed with the GIL held: after so many bytes other threads get a turn.
+# `update` holds the GIL for small blocks, so other threads get a turn after this many bytes.
 _BREATH_BYTES = 1 << 20
 
 
 class _Stretch(NamedTuple):
-    """Bytes that lie together in every page, or row: `size_bytes` at `offset` in it, with pages
-    `page_bytes` apart.
+    """A contiguous part of every page, or row: `size_bytes` bytes at `offset`. Pages are
+    `page_bytes` apart in `memory`.
     """
 
     memory: memoryview
@@ -40,7 +41,7 @@ class _Stretch(NamedTuple):
 
 
 class Stores(NamedTuple):
-    """The bytes to sum of each page, and of each row."""
+    """The parts of each page, and of each row, that a checksum covers, in order."""
 
     pages: list[_Stretch]
     rows: list[_Stretch]
@@ -49,16 +50,16 @@ class Stores(NamedTuple):
 class PageChecksums(PageTasks):
     """Checksums over one pool in host memory. Implements `protocols.ports.Checksums`.
 
-    The pool must stay open until `close` returned.
+    The pool must stay open until `close` returns.
     """
 
     def __init__(
         self, pool: PagedPool, layout: PoolLayout | None = None, *, within_s: float = WITHIN_S
     ) -> None:
-        """`layout` describes what is summed of the pool; by default all of it.
+        """`layout` describes the part of the pool that checksums cover; by default the whole pool.
 
-        A checksum takes `within_s` at most. Raises: LayoutError for a pool that is not in host
-        memory.
+        A checksum fails after `within_s` seconds. Raises: LayoutError for a pool that is not in
+        host memory.
         """
         if not pool.on_host:
             raise LayoutError("checksums are for pools in host memory")
@@ -81,9 +82,9 @@ class PageChecksums(PageTasks):
 
 
 class PoolSums:
-    """Checksums of a pool in host memory, over all that it holds or over what one rank sent.
+    """Computes checksums over whole pages of a pool in host memory, or over what one rank sent.
 
-    The pool must stay open.
+    The pool must stay open until `close`.
     """
 
     def __init__(self, layout: PoolLayout) -> None:
@@ -93,10 +94,10 @@ class PoolSums:
     def sum(
         self, places: Places, served: tuple[Served, ...] | None, cancelled: Callable[[], bool]
     ) -> bytes:
-        """Return the checksum that the rank which `served` these places computes; empty if
-        cancelled.
+        """Return the checksum of `places`; empty if cancelled. Runs in a thread.
 
-        Runs in a thread.
+        With `served`, it covers only the parts that one rank sent, in that rank's order of bytes,
+        and so equals the rank's own checksum.
         """
         if served is not None and (gathered := self._gathered(served)) is not None:
             return gathered.sum(places, cancelled)
@@ -104,20 +105,23 @@ class PoolSums:
         return found.digest() if sum_places(found, self._stores, places, cancelled) else b""
 
     def close(self) -> None:
-        """Release the memory."""
+        """Drop every reference to the pool's memory."""
         self._stores = Stores([], [])
         self._gathered.cache_clear()
 
 
 def _gathered(layout: PoolLayout, served: tuple[Served, ...]) -> GatheredSum | None:
-    """Return None where what was served can be summed as it lies."""
+    """Return a plan that gathers what one rank served, or None if whole pages can be summed."""
     return None if is_as_it_lies(layout, served) else GatheredSum(layout, served)
 
 
 def sum_places(
     found: xxh3_64, stores: Stores, places: Places, cancelled: Callable[[], bool]
 ) -> bool:
-    """Add pages and rows, in their order, to `found`; False if cancelled. Runs in a thread."""
+    """Update `found` with pages, then rows, in their order. Returns False if cancelled.
+
+    Runs in a thread.
+    """
     summed_bytes = 0
     for stretches, indices in (
         (stores.pages, places.pages.tolist()),
@@ -132,13 +136,13 @@ def sum_places(
                 return False
             if summed_bytes >= _BREATH_BYTES:
                 summed_bytes = 0
-                # Sleeping for no time lets another thread take the GIL.
+                # `sleep(0)` lets another thread take the GIL.
                 time.sleep(0)
     return True
 
 
 def stores_of(layout: PoolLayout) -> Stores:
-    """Return the bytes to sum of a pool in host memory, which must stay mapped."""
+    """Return what a checksum covers in a pool in host memory. The memory must stay mapped."""
     memories = [
         memoryview((ctypes.c_uint8 * b.size_bytes).from_address(b.address)) for b in layout.buffers
     ]
@@ -148,10 +152,10 @@ def stores_of(layout: PoolLayout) -> Stores:
 
 
 def _stretches(layout: PoolLayout, memories: list[memoryview], *, in_rows: bool) -> list[_Stretch]:
-    """Return what to sum of each page or row, in an order that depends on names and entries only.
+    """Return the parts of each page, or row, in an order that does not depend on the layout.
 
-    In an opaque pool the order is that of the bytes of its page. Neighbours in memory are summed as
-    one.
+    The order follows the names and entries of components; in an opaque pool, the bytes of a page.
+    Parts that are adjacent in memory are merged.
     """
     found: list[_Stretch] = []
     for c in layout.components if layout.tag else in_order(layout.components):

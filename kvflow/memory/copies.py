@@ -1,7 +1,7 @@
-"""Copies of planned blocks between memories: with memmove on the host, with CUDA's copies where one
-side is a device.
+"""Copies of planned blocks, with memmove between two host memories, or by CUDA to and from a
+device.
 
-A copy returns when all of it is done. A copy that fails is over too: no part of it runs on.
+A copy returns when every block is copied. If it fails, no part of it is still running.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 
     from kvflow.memory.block_kernel import BlockKernel
 
-# Bytes copied with the GIL held, some 150 us: handing it over costs more than copying a small
-# block.
+# The GIL is released once per this many bytes (some 150 us), because releasing it costs more than
+# copying a small block.
 _HELD_BYTES = 1 << 20
-SMALL_BYTES = 512  # blocks up to this average size are copied by numpy
-_FEW_BLOCKS = 64  # fewer are not worth a call of numpy
-_HELD_CALLS = 64  # calls queued with the GIL held
+# Blocks up to this average size are copied by numpy, if there are at least `_FEW_BLOCKS`.
+SMALL_BYTES = 512
+_FEW_BLOCKS = 64
+# The GIL is released once per this many calls of cudaMemcpyAsync.
+_HELD_CALLS = 64
 # cudaHostRegisterPortable, cudaHostRegisterMapped, cudaMemcpyDefault.
 _PORTABLE, _MAPPED, _ANY_TO_ANY = 1, 2, 4
 _SAME_ADDRESS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
@@ -42,23 +44,19 @@ for _function in (_copy_holding_gil, _copy_releasing_gil):
 
 
 class Copier(Protocol):
-    """A way to copy blocks, which several threads may use at once."""
+    """A way to copy blocks. Several threads may use one copier at once."""
 
     def copy(self, blocks: Blocks) -> None:
-        """Copy all blocks. Raises: TransferError when a block was not copied."""
+        """Copy all blocks. Raises: TransferError if a block could not be copied."""
 
     def pin(self, pool: PagedPool) -> None:
-        """Pin a pool of host memory until `close`, so that a device can copy to and from it
-        directly.
+        """Pin a pool of host memory until `close`, so that a device can access it directly.
 
-        Raises: LayoutError when that is not possible.
+        Raises: LayoutError if the memory cannot be pinned.
         """
 
     def close(self) -> None:
-        """Unpin the pinned pools; call it before those pools are closed, and when no copy runs.
-
-        Idempotent.
-        """
+        """Unpin all pools. Call it before the pools are closed, while no copy runs. Idempotent."""
 
 
 def copier_for(pool: PagedPool) -> Copier:
@@ -77,9 +75,9 @@ def copy_slices(
     copier: Copier,
     stopped: Callable[[], bool],
 ) -> bool:
-    """Copy places slice by slice; True when all was copied. Runs in a thread.
+    """Copy pages and rows slice by slice, and call `stopped` before each slice. Runs in a thread.
 
-    `stopped` is asked before every slice. Raises: TransferError.
+    Returns False if `stopped` ended the copy. Raises: TransferError.
     """
     blocks = pairing.blocks(
         source.pages, target.pages, source.rows, target.rows, max_block_bytes=slice_bytes
@@ -96,11 +94,10 @@ def copy_slices(
 
 
 def host_layout(layout: PoolLayout, limit_bytes: int, num_rows: int | None = None) -> PoolLayout:
-    """Return the components of `layout` with as many pages and rows as `limit_bytes` of host memory
-    hold.
+    """Return `layout` with as many pages and rows as fit into `limit_bytes` of host memory.
 
-    There are `num_rows` rows, by default as many as the pool has within half of the limit. Raises:
-    MisuseError when the limit holds no page, or no row.
+    By default the rows take at most half of the memory, and are at most as many as in `layout`.
+    Raises: MisuseError if not even one page, or one row, fits.
     """
     page_bytes, row_bytes = layout.page_bytes, layout.row_bytes
     enough = page_bytes + (num_rows or 1) * row_bytes
@@ -120,20 +117,22 @@ def host_layout(layout: PoolLayout, limit_bytes: int, num_rows: int | None = Non
 
 
 def are_small(blocks: Blocks) -> bool:
-    """Return True if `copy_small` is the faster way.
+    """Return True if `copy_small` is faster than one memmove per block.
 
-    That is the case for heads of single slots, where the widths of two pools differ.
+    Blocks are that small if two pools divide heads differently: each block is then one head of one
+    token slot.
     """
     count = blocks.sizes.size
     return count >= _FEW_BLOCKS and int(blocks.sizes.sum()) <= SMALL_BYTES * count
 
 
 def copy_small(blocks: Blocks) -> None:
-    """Copy many small blocks; numpy gathers and scatters all blocks of one size in one call.
+    """Copy many small blocks. numpy gathers and scatters all blocks of one size in one call.
 
-    Scattered blocks of 64, 128, 256, 512 bytes moved at 0.8, 1.4, 1.9, 2.4 GB/s; with a memmove
-    each, at 0.1, 0.3, 0.5, 0.9 (two busy cores). To a plane that takes a block at a time these are
-    tiny: they pass through staging, in another order (`transports.data.slices`).
+    Measured on two busy cores, scattered blocks of 64, 128, 256 and 512 bytes move at 0.8, 1.4, 1.9
+    and 2.4 GB/s, and with one memmove each at 0.1, 0.3, 0.5 and 0.9 GB/s. Data planes that transfer
+    block by block do not send such blocks: they gather them in staging memory first
+    (`transports.data.slices`).
     """
     sizes = np.unique(blocks.sizes).tolist()
     for size in sizes:
@@ -150,8 +149,8 @@ def _of_size(blocks: Blocks, size: int) -> Blocks:
 
 
 class _Memory:
-    """Memory as numpy sees it: `count` elements of `size` bytes, one beginning at each byte from
-    `address` on.
+    """Memory as an array for numpy: `count` overlapping elements of `size` bytes, one at each byte
+    from `address` on.
     """
 
     def __init__(self, address: int, count: int, size: int) -> None:
@@ -165,7 +164,9 @@ class _Memory:
 
 
 def _elements(addresses: Addresses, size: int) -> tuple[NDArray[np.void], Addresses]:
-    """Return memory as elements of `size` bytes, and the indices of the elements at `addresses`."""
+    """Return memory as an array of overlapping elements of `size` bytes, and the indices of those
+    at `addresses`.
+    """
     low = int(addresses.min())
     return np.asarray(_Memory(low, int(addresses.max()) - low + 1, size)), addresses - low
 
@@ -175,7 +176,7 @@ class HostCopier:
 
     @staticmethod
     def copy(blocks: Blocks) -> None:
-        """Copy all blocks; the GIL is handed over after so many bytes, and with the last block."""
+        """Copy all blocks. The GIL is released every `_HELD_BYTES`, and for the last block."""
         if are_small(blocks):
             for start in range(0, blocks.sizes.size, _HELD_BYTES // SMALL_BYTES):
                 copy_small(
@@ -197,22 +198,22 @@ class HostCopier:
                 held = 0
 
     def pin(self, pool: PagedPool) -> None:
-        """Return at once: the CPU copies memory that is not pinned."""
+        """Do nothing: the CPU can copy memory that is not pinned."""
 
     def close(self) -> None:
-        """Return at once: no memory is pinned."""
+        """Do nothing: no memory is pinned."""
 
 
 class CudaCopier:
-    """A copier on its own CUDA stream, beside the model's. Implements `Copier`.
+    """A copier with its own CUDA stream, apart from the model's. Implements `Copier`.
 
-    It uses cudaMemcpyAsync and, where Triton is installed, a kernel for many small blocks.
+    It uses cudaMemcpyAsync and, if Triton is installed, a kernel for many small blocks.
     """
 
     def __init__(self, device: str) -> None:
         """Create a copier for a CUDA device.
 
-        Raises: LayoutError for another kind of device, or without the CUDA runtime.
+        Raises: LayoutError if `device` is not a CUDA device, or torch loaded no CUDA runtime.
         """
         import torch
 
@@ -223,7 +224,7 @@ class CudaCopier:
         self._device = torch.device(device)
         self._stream = torch.cuda.Stream(self._device)
         self._runtime = Runtime(_loaded_library("libcudart.so"))
-        self._pinned: list[tuple[int, int]] = []  # address and size
+        self._pinned: list[tuple[int, int]] = []  # (address, size in bytes)
         same_address = self._runtime.attribute(_SAME_ADDRESS, self._device.index or 0)
         self._kernel = _block_kernel(self._device) if same_address else None
 
@@ -235,14 +236,14 @@ class CudaCopier:
                 else:
                     self._runtime.queue(blocks, self._stream.cuda_stream)
             finally:
-                # Copies that were queued before one that failed are awaited too: no part may run
-                # on.
+                # If a block is refused, those queued before it are awaited too: no part of a copy
+                # may run after this method.
                 self._synchronize()
 
     def takes_kernel(self, blocks: Blocks) -> bool:
         """Return True if the kernel copies these blocks.
 
-        Of host memory it can only read and write what was pinned here.
+        The kernel can only access host memory that this copier pinned.
         """
         if self._kernel is None or not self._kernel.suits(blocks):
             return False
@@ -254,7 +255,7 @@ class CudaCopier:
         )
 
     def _synchronize(self) -> None:
-        """Wait for the stream, without the GIL. Raises: TransferError."""
+        """Wait for the stream, with the GIL released. Raises: TransferError."""
         try:
             self._stream.synchronize()
         except RuntimeError as error:
@@ -279,10 +280,12 @@ class CudaCopier:
 
 
 class Runtime:
-    """Calls of the CUDA runtime that torch does not publish, in the library that torch loaded."""
+    """Functions of the CUDA runtime that torch does not expose, called in the library that torch
+    loaded.
+    """
 
     def __init__(self, path: str | None) -> None:
-        """Open the library at `path`. Raises: LayoutError for None, when torch loaded none."""
+        """Open the library at `path`; None means that torch loaded none. Raises: LayoutError."""
         if path is None:
             raise LayoutError(
                 "torch has loaded no CUDA runtime (libcudart.so): memory of a device cannot be "
@@ -300,9 +303,9 @@ class Runtime:
         self._explain.argtypes, self._explain.restype = [ctypes.c_int], ctypes.c_char_p
 
     def queue(self, blocks: Blocks, stream: int) -> None:
-        """Queue every block in order, and hand the GIL over now and then.
+        """Queue the copy of every block, in order. The GIL is released every `_HELD_CALLS` calls.
 
-        Raises: TransferError at the first block that is refused.
+        Raises: TransferError at the first block that CUDA refuses.
         """
         sources, targets, sizes = (column.tolist() for column in blocks)
         for n, (source, target, size) in enumerate(zip(sources, targets, sizes, strict=True), 1):
@@ -317,7 +320,7 @@ class Runtime:
         return int(self._unregister(address))
 
     def attribute(self, which: int, device: int) -> int:
-        """Return an attribute of a device, by its number; 0 where the runtime does not know it."""
+        """Return the device attribute with number `which`; 0 if the runtime does not know it."""
         value = ctypes.c_int()
         return 0 if self._attribute(ctypes.byref(value), which, device) else value.value
 
@@ -338,7 +341,7 @@ def _typed(function: Any) -> Any:
 
 
 def _block_kernel(device: torch.device) -> BlockKernel | None:
-    """Return the kernel for `device`; None without Triton, which torch's builds for CUDA bring."""
+    """Return the kernel for `device`, or None without Triton (torch's CUDA builds include it)."""
     try:
         from kvflow.memory.block_kernel import BlockKernel
     except ImportError:
@@ -347,14 +350,14 @@ def _block_kernel(device: torch.device) -> BlockKernel | None:
 
 
 def _on(device: torch.device) -> Any:
-    """Return a context with `device` as the thread's current device."""
+    """Return a context manager that makes `device` the thread's current CUDA device."""
     import torch
 
     return torch.cuda.device(device)
 
 
 def _loaded_library(name: str) -> str | None:
-    """Return the path of a library that this process loaded, whatever its version."""
+    """Return the path of a loaded library whose file name starts with `name`, or None."""
     with open("/proc/self/maps", encoding="utf-8") as file:
         for line in file:
             path = line.partition("/")[2].rstrip("\n")

@@ -1,4 +1,4 @@
-"""Memory of a device, allocated by torch, for pools whose buffers the CPU does not read."""
+"""Device memory, allocated by torch, for pools that the CPU does not access."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ HOST = "cpu"
 
 
 def memory_on(device: torch.device | str, size_bytes: int) -> torch.Tensor:
-    """Allocate zeroed bytes [size_bytes] on `device`.
+    """Return `size_bytes` zeroed bytes on `device`, uint8 [size_bytes].
 
-    Raises: LayoutError when there is not enough memory, MisuseError without torch.
+    Raises: LayoutError if there is not enough memory, MisuseError without torch.
     """
     try:
         import torch
@@ -38,7 +38,7 @@ def memory_on(device: torch.device | str, size_bytes: int) -> torch.Tensor:
 
 
 def memory_of(device: torch.device) -> Available:
-    """Return the memory that a CUDA device has left."""
+    """Return the free memory of a CUDA device."""
     import torch
 
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -46,9 +46,9 @@ def memory_of(device: torch.device) -> Available:
 
 
 def stream_in(memory: torch.Tensor, layout: PoolLayout, c: Component) -> torch.Tensor:
-    """Return one component of a pool whose buffers lie in `memory`, shaped as by `PagedPool.array`.
+    """Return a view of one component of a pool in `memory`, in the shape of `PagedPool.array`.
 
-    Raises: LayoutError for a place from which its dtype cannot be read.
+    Raises: LayoutError if the component is not aligned for its dtype.
     """
     import torch
 
@@ -66,7 +66,7 @@ def stream_in(memory: torch.Tensor, layout: PoolLayout, c: Component) -> torch.T
 
 
 def misplaced(c: Component, page_bytes: int) -> LayoutError:
-    """Return the error for a component whose dtype cannot be read from where it lies."""
+    """Return the error for a component that is not aligned for its dtype."""
     return LayoutError(
         f"component {c.name!r}: {c.dtype} cannot lie at {c.offset} in pages of {page_bytes} bytes"
     )

@@ -1,4 +1,4 @@
-"""Pages that an engine's own allocator owns: kvflow counts their uses, and never hands one out."""
+"""A page store for engines with an allocator: kvflow counts uses of pages, and hands out none."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvflow.protocols.pages.layout import MANY_PAGES, PageIndices, ascends
 
 
 class ExternalPages:
-    """A store that counts the uses of pages, and leaves it to the engine to hand them out.
+    """A store that counts the uses of pages, and leaves their allocation to the engine.
 
     Implements `protocols.ports.PageStore`.
 
-    With `node = DecodeNode(pool, plane, pages=ExternalPages(pool.layout.num_pages))`, every room is
-    opened over pages of the engine's (`room(..., pages=mine)`). A page is busy while a peer may
-    write into it, or a write or a checksum reads it; the engine may give it to another owner when
-    it is no longer busy. Pages that an earlier node over the pool lent, and whose writer may still
-    write, are busy from the start. Every method may be called from any thread.
+    With `node = DecodeNode(pool, plane, pages=ExternalPages(pool.layout.num_pages))`, the engine
+    passes its own pages to every room (`room(..., pages=mine)`). A page is busy while a peer may
+    write into it, or a write or a checksum reads it. The engine must not reuse a busy page. If an
+    earlier node over the pool lent pages whose writer may still write, they are busy from the
+    start. Every method may be called from any thread.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -52,10 +52,10 @@ class ExternalPages:
         """Return True when no page is busy."""
         return not self._uses.any()
 
-    # --- what the engine asks
+    # --- called by the engine
 
     def busy(self, pages: Sequence[int] | PageIndices) -> PageIndices:
-        """Return those of `pages` that are still in use, in their order.
+        """Return those of `pages` that are busy, in their order.
 
         Raises: OwnershipError (a page outside the pool).
         """
@@ -63,10 +63,10 @@ class ExternalPages:
         return found[self._uses[found] > 0]
 
     def wait_idle(self, pages: Sequence[int] | PageIndices, timeout_s: float | None = None) -> bool:
-        """Block until no page of `pages` is in use; False when that took longer than `timeout_s`.
+        """Block until no page of `pages` is busy. Returns False after `timeout_s`.
 
-        Never call it on an event loop: the work that it waits for runs there. Raises:
-        OwnershipError (a page outside the pool), MisuseError (what is not a time).
+        Never call it on the node's event loop, which ends the uses that it waits for. Raises:
+        OwnershipError (a page outside the pool), MisuseError (an invalid `timeout_s`).
         """
         found = self._checked(pages)
         if timeout_s is not None:
@@ -74,27 +74,27 @@ class ExternalPages:
         with self._changed:
             return self._changed.wait_for(lambda: not self._uses[found].any(), timeout_s)
 
-    # --- what a node asks
+    # --- called by nodes
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
-        """Return an empty list, for a room that needs no page.
+        """Return an empty array if `count` is 0, because this store hands out no page.
 
-        Raises: CapacityError for a room that was opened without pages.
+        Raises: CapacityError if `count` is not 0: the room was opened without `pages`.
         """
         if count:
             raise ExternalPagesError(count, owner)
         return np.empty(0, dtype=np.int32)
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """Return an empty list, as `take`. Raises: CapacityError."""
+        """Do the same as `take`. Raises: CapacityError."""
         return self.take(count, owner)
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
-        """Refuse: no page is ever taken from here. Raises: OwnershipError."""
+        """Refuse any pages, because this store hands out none. Raises: OwnershipError."""
         self._refuse(pages, "move")
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
-        """Refuse: no page is ever taken from here. Raises: OwnershipError."""
+        """Refuse any pages, because this store hands out none. Raises: OwnershipError."""
         self._refuse(pages, "give back")
 
     def hold(self, pages: PageIndices) -> None:
@@ -109,29 +109,28 @@ class ExternalPages:
     def unhold(self, pages: PageIndices) -> None:
         """End one use of each page.
 
-        Raises: OwnershipError for a page that is not in use (nothing is changed).
+        Raises: OwnershipError for a page that is not busy (no count changes).
         """
         found = self._checked(pages)
         with self._changed:
             counted = self._count(found, -1)
             if (wrong := self._uses[counted] < 0).any():
-                # An error must leave the counts as they were.
+                # After an error the counts must be as before.
                 self._count(found, 1)
                 raise OwnershipError(f"unhold: page {counted[wrong][0]} is not in use")
             self._changed.notify_all()
 
     def withhold(self, pages: PageIndices) -> None:
-        """Count one more use of each page, by a writer of an earlier node.
+        """Count one more use of each page: a writer of an earlier node may still write into it.
 
-        Raises: as `hold`.
+        Raises: OwnershipError (a page outside the pool; nothing is held).
         """
         self.hold(pages)
 
     def _count(self, pages: PageIndices, more: int) -> PageIndices:
-        """Add `more` to the uses of `pages`, and return the pages in the order in which they were
-        counted.
+        """Add `more` to the use count of each page, and return the pages, possibly sorted.
 
-        Many pages are sorted first, because `np.add.at` takes 150 ms for a million.
+        Many pages are sorted first, because `np.add.at` takes 150 ms for a million pages.
         """
         if pages.size >= MANY_PAGES and ascends(ascending := np.sort(pages)):
             self._uses[ascending] += np.int32(more)
@@ -155,7 +154,7 @@ class ExternalPages:
 
 
 class ExternalPagesError(CapacityError):
-    """The error for a room that was opened without pages at a node whose engine owns all pages."""
+    """Raised for a room without `pages`, at a node whose engine owns all pages."""
 
     def __init__(self, count: int, owner: Hashable) -> None:
         super().__init__("pages", count, 0)

@@ -1,4 +1,4 @@
-"""The checksum of what one rank sent, over a pool that holds it in another order, or in several
+"""The checksum of what one rank sent, for a pool that stores it in another order, or in several
 copies.
 """
 
@@ -16,19 +16,20 @@ from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import NO_PLACES, Places, PoolLayout, build_layout
 from kvflow.protocols.pages.plan import Pairing
 
-_BATCH_BYTES = 1 << 20  # brought together, and summed, at a time
+# Bytes that are gathered and summed at a time.
+_BATCH_BYTES = 1 << 20
 
 
 class GatheredSum:
-    """The sum over what a rank served, in the order in which that rank sums it.
+    """Computes the checksum of what one rank served, in that rank's order of bytes.
 
-    A few pages at a time are copied into that order, and summed.
+    A few pages at a time are copied into that order, then summed.
     """
 
     def __init__(self, layout: PoolLayout, served: tuple[Served, ...]) -> None:
         """`layout` describes a pool in host memory, which must stay open.
 
-        Raises: LayoutError for parts that are not in the pool.
+        Raises: LayoutError if the pool lacks a part of `served`.
         """
         kinds, rows = _kinds(layout, served), int(bool(layout.row_bytes))
         self._pairings: list[Pairing] = []
@@ -57,7 +58,8 @@ class GatheredSum:
         ]
         if not all(digests):
             return b""
-        # Copies that differ are not all what was sent: the answer must be a sum that no sender has.
+        # If the copies differ, not all of them are what the rank sent. The result must then match
+        # no rank's checksum.
         return digests[0] if len(set(digests)) == 1 else xxh3_64(b"".join(digests)).digest()
 
     def _sum(self, pairing: Pairing, places: Places, cancelled: Callable[[], bool]) -> bytes:
@@ -77,7 +79,7 @@ class GatheredSum:
         return found.digest()
 
     def _parts(self, places: Places, there: PoolLayout) -> Iterator[Places]:
-        """Yield some pages at a time, then the rows one by one, where they have bytes."""
+        """Yield the pages in batches, then the rows one by one. Empty pages or rows are skipped."""
         for start in range(0, places.pages.size if there.page_bytes else 0, self._batch):
             yield Places(places.pages[start : start + self._batch], NO_PLACES)
         for n in range(places.rows.size if there.row_bytes else 0):
@@ -85,14 +87,17 @@ class GatheredSum:
 
 
 def is_as_it_lies(layout: PoolLayout, served: tuple[Served, ...]) -> bool:
-    """Return True if what was served is the whole pool, and the pool can be summed as it is."""
+    """Return True if one rank served the whole pool, and the pool stores it once.
+
+    Whole pages can then be summed without being gathered.
+    """
     return sends_all(layout, served) and all(
         len(copies) == 1 for copies in copies_of(layout.components)
     )
 
 
 def _kinds(layout: PoolLayout, served: tuple[Served, ...]) -> list[StateKind]:
-    """Return what was served, in the order of `components.in_order`."""
+    """Return the state kinds that a rank served, in the order of `components.in_order`."""
     found, known = [], by_name(layout.components)
     for each in sorted(served, key=lambda each: (len(each.name), each.name, each.start)):
         c = known[each.name][0]

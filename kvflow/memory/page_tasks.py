@@ -1,8 +1,7 @@
-"""Work on pages in threads; each task has an end that can be awaited, and can be cancelled or given
-up.
+"""Tasks that read or copy pages in threads, and that can be awaited and cancelled.
 
-A task that takes too long is given up. Its thread may hang in a read: until it returns, the pages
-stay held and the memory stays mapped.
+A task that takes too long fails. Its thread may hang in a read; until it returns, the pages stay
+held and the memory stays mapped.
 """
 
 from __future__ import annotations
@@ -15,21 +14,23 @@ from collections.abc import Callable
 from kvflow.aio import Job, Threads, run_to_end
 
 THREADS = min(4, os.cpu_count() or 1)
-WITHIN_S = 120.0  # the wait for a thread included; 4 threads sum some TiB in it
+# Time limit of a task, including the wait for a thread. 4 threads sum some TiB within this time.
+WITHIN_S = 120.0
+# `close` waits this long for threads that hang.
 CLOSE_S = 10.0
 log = logging.getLogger("kvflow.memory")
 
 Work = Callable[[Callable[[], bool]], bytes]
-"""Work in a thread. It calls its argument between two slices, and returns an empty result when it
-was cancelled.
+"""Work for a thread. It calls its argument between two slices; if that returns True, the task was
+cancelled, and the work returns an empty result.
 """
 
 
 class PageTasks:
-    """Tasks of one kind over the pages of pools, which must stay open until `close` returned."""
+    """Tasks of one kind on the pages of pools. The pools must stay open until `close` returns."""
 
     def __init__(self, what: str, within_s: float = WITHIN_S) -> None:
-        """`what` names one task in messages ("checksum"). A task takes `within_s` at most."""
+        """`what` names a task in messages ("checksum"). A task fails after `within_s` seconds."""
         self._what, self._within_s = what, within_s
         self._running: set[PageTask] = set()
         self._threads = Threads(what, THREADS)
@@ -39,7 +40,7 @@ class PageTasks:
         return f"<{type(self).__name__}: {len(self._running) - hung} under way, {hung} hung>"
 
     def start(self, work: Work, num_pages: int, mapped_by: tuple[object, ...]) -> PageTask:
-        """Start a task; `mapped_by` keeps the memory mapped as long as the thread may read it."""
+        """Start a task. It refers to `mapped_by`, which keeps the memory mapped for its thread."""
         task = PageTask(self._what, work, num_pages, mapped_by, self._within_s)
         self._running.add(task)
         task.released.add_done_callback(lambda _: self._running.discard(task))
@@ -47,7 +48,7 @@ class PageTasks:
         return task
 
     async def close(self) -> None:
-        """Cancel and drain every task; tasks that hang are left alone after `CLOSE_S`."""
+        """Cancel every task, and wait for their threads for at most `CLOSE_S`."""
         for task in list(self._running):
             task.cancel()
         try:
@@ -92,7 +93,7 @@ class PageTask:
         log.warning(
             "a %s of %d pages took longer than %g s", self._what, self._num_pages, self._within_s
         )
-        # A thread that began is left alone.
+        # The task fails now. If its thread began, `cancel` only asks it to stop.
         self._answer(b"", f"the {self._what} took longer than {self._within_s:g} s")
         self.cancel()
 

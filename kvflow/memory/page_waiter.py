@@ -1,11 +1,13 @@
-"""A waiter for pages, which is woken when there may be pages that were missing before.
+"""A waiter for pages. It is woken when pages that it lacked may be available.
 
-The waiter looks at the pages in one turn of its event loop, and waits if they do not suffice. No
-wake-up is lost, by construction. Pages that become free are announced after the fact, from any
-thread, in a later turn of the loop: a turn that comes before the look changes nothing, because the
-look sees these pages, and a turn that comes after it wakes the waiter. Pages that a cache can give
-up change on the waiter's own loop only, so comparing their number with that of the last look is
-exact; a look that locks cached pages and unlocks them again wakes no other waiter.
+In one turn of its event loop, the waiter checks the pages, and waits if they are too few. No
+wake-up can be lost:
+
+- Pages become free in any thread, which then schedules a wake-up. If the wake-up runs before the
+  check, the check sees these pages. If it runs after the check, it wakes the waiter.
+- The pages that a cache can evict change on the waiter's event loop only. So the waiter compares
+  their number with the number at its last check, and is woken only if there are more. A check that
+  locks and unlocks cached pages therefore wakes no other waiter.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Protocol
 
 
 class Watched(Protocol):
-    """The part of an allocator that a waiter uses."""
+    """The members of an allocator that a waiter uses."""
 
     waiters: set[PageWaiter]
 
@@ -26,11 +28,12 @@ class Watched(Protocol):
 
 
 class PageWaiter:
-    """One waiter for pages of some allocators. Used on one event loop."""
+    """A waiter for pages of one or more allocators. Belongs to one event loop."""
 
     def __init__(self, woken: Callable[[], None], *allocators: Watched | None) -> None:
-        """`woken` is called on the event loop, once for each `wait`. None stands for no allocator,
-        as a pool without rows has one.
+        """`woken` is called on the event loop, at most once for each `wait`.
+
+        An allocator may be None, because a pool without rows has no allocator of rows.
         """
         self._woken = woken
         self._allocators = [allocator for allocator in allocators if allocator is not None]
@@ -39,7 +42,7 @@ class PageWaiter:
         self._seen: list[int] = []
 
     def look(self) -> None:
-        """Begin to look at the pages: call it before that."""
+        """Prepare for a check of the pages. Call it before each check."""
         self._waits = False
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
@@ -47,27 +50,30 @@ class PageWaiter:
                 allocator.waiters.add(self)
 
     def wait(self) -> None:
-        """Ask for a call of `woken`, in the turn of the loop that found too few pages."""
+        """Request a call of `woken`. Call it in the turn of the loop that found too few pages."""
         self._waits, self._seen = True, self._available()
 
     def close(self) -> None:
-        """Wait no more. Idempotent; the next `look` begins anew."""
+        """Stop waiting. Idempotent. The waiter can be used again after another `look`."""
         self._waits, self._loop = False, None
         for allocator in self._allocators:
             allocator.waiters.discard(self)
 
     def wake(self) -> None:
-        """Look again, in a later turn of the event loop. Called from any thread."""
-        # The turn that is scheduled already comes after this moment.
+        """Schedule the call of `woken`, if the waiter waits. May be called from any thread."""
+        # A wake-up that is scheduled but did not run yet serves for this call as well.
         if self._scheduled or (loop := self._loop) is None:
             return
         self._scheduled = True
-        # A loop that is closed has no waiter.
+        # If the loop is closed, no waiter is left to wake.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(self._come_back)
 
     def evictable(self) -> None:
-        """Learn that a cache can perhaps give up more pages. Called on the event loop."""
+        """Wake the waiter, if more pages are available than at its `wait`.
+
+        Caches call it, on the event loop, when the number of evictable pages may have grown.
+        """
         if self._waits and any(
             now > before for now, before in zip(self._available(), self._seen, strict=True)
         ):

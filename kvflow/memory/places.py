@@ -1,4 +1,4 @@
-"""The owners of a pool's pages and rows as one store, in which one list names what a room holds
+"""A store over a pool's pages and rows. One array of indices names the pages and the row of a room
 (see `layout.Places`).
 """
 
@@ -14,8 +14,8 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLa
 class PlaceAllocator:
     """One store over the two allocators of a pool with rows.
 
-    Implements `protocols.ports.PageStore`. The allocators may also be used directly. An operation
-    on pages and rows changes both, or neither.
+    Implements `protocols.ports.PageStore`. The two allocators may also be used directly. An
+    operation that raises changes neither of them.
     """
 
     def __init__(self, layout: PoolLayout, pages: PageAllocator, rows: PageAllocator) -> None:
@@ -29,9 +29,7 @@ class PlaceAllocator:
         return self.pages.free_pages
 
     def at_rest(self) -> bool:
-        """Return True when every page and row that can be handed out is free, and no place is
-        held.
-        """
+        """Return True if both allocators are at rest; see `PageAllocator.at_rest`."""
         return self.pages.at_rest() and self.rows.at_rest()
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
@@ -58,32 +56,34 @@ class PlaceAllocator:
         )
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
-        """Return pages and rows to their free lists. Raises: OwnershipError (nothing is given
-        back).
+        """Return pages and rows to their free lists.
+
+        Raises: OwnershipError (nothing is given back).
         """
         both = self._split(pages)
-        # Moving the rows to the same owner changes no row, but raises for rows that are not the
-        # owner's, before the pages are given back.
+        # This move changes no row. It raises if `owner` does not own the rows, before any page is
+        # given back.
         self.rows.move(both.rows, owner, owner)
         self.pages.give_back(both.pages, owner)
         self.rows.give_back(both.rows, owner)
 
     def hold(self, pages: PageIndices) -> None:
-        """Count a use of pages and rows. Raises: OwnershipError (nothing is held)."""
+        """Hold pages and rows. Raises: OwnershipError (nothing is held)."""
         both = self._split(pages)
         self.pages.hold(both.pages)
         self._or_undo(lambda: self.rows.hold(both.rows), lambda: self.pages.unhold(both.pages))
 
     def unhold(self, pages: PageIndices) -> None:
-        """End a use of pages and rows. Raises: OwnershipError when they were not held (nothing is
-        changed).
+        """End one hold on pages and rows.
+
+        Raises: OwnershipError if one of them is not held (no hold ends).
         """
         both = self._split(pages)
         self.pages.unhold(both.pages)
         self._or_undo(lambda: self.rows.unhold(both.rows), lambda: self.pages.hold(both.pages))
 
     def withhold(self, pages: PageIndices) -> None:
-        """Keep pages and rows from every new owner until they are unheld.
+        """Keep pages and rows from every new owner until `unhold`.
 
         Raises: OwnershipError for a place outside the pool (nothing is withheld).
         """

@@ -1,4 +1,4 @@
-"""A paged pool: memory for every buffer of a layout, and typed views of it that share its bytes."""
+"""A paged pool: the memory of every buffer of a layout, and typed views that share this memory."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _BITS = {
     "float8_e8m0fnu": "uint8",
     OPAQUE: "uint8",
 }
-"""Integer dtypes through which numpy sees the dtypes that it lacks."""
+"""Integer dtypes in which numpy arrays hold the dtypes that numpy lacks."""
 
 
 class PagedPool:
-    """The bytes of one pool, owned (`allocate`, `mapped`) or borrowed (`wrap`).
+    """The memory of one pool, owned (`allocate`, `mapped`) or borrowed (`wrap`).
 
-    `layout.buffers` carry this process's addresses.
+    `layout.buffers` have addresses in this process.
 
-    A decode node that closes leaves in `quarantine` the loans whose end it could not prove, and
-    every node over this pool watches their writers. Until those loans end, no store that a node
-    over this pool uses hands out one of their pages.
+    A decode node that closes leaves its unproven loans in `quarantine`, and every later node over
+    this pool watches their writers. Until these loans end, no store of such a node hands out their
+    pages.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class PagedPool:
         arrays: Mapping[Component, Array] | None = None,
         device: str = HOST,
     ) -> None:
-        """Called by `allocate`, `mapped` and `wrap`. `memory` belongs to the pool and is closed
-        with it; `segment` stays the caller's.
+        """Use `allocate`, `mapped` or `wrap` instead. The pool closes `memory`; the caller closes
+        `segment`.
         """
         self.layout = layout
         self.quarantine = PoolQuarantine(layout)
@@ -77,13 +77,14 @@ class PagedPool:
     def allocate(
         cls, layout: PoolLayout, shared: bool = True, *, device: torch.device | str | None = None
     ) -> PagedPool:
-        """Allocate zeroed memory for every buffer, in one piece.
+        """Allocate zeroed memory for all buffers, in one piece.
 
-        Without a `device` it is a pre-faulted segment, which peers of this machine can open if it
-        is `shared`. With one, it is memory of torch's on that device, whatever `shared` is.
+        Without `device`, the memory is a pre-faulted segment. Peers on this machine can open it if
+        `shared` is True. With `device`, torch allocates the memory on that device, and `shared` has
+        no effect.
 
-        Raises: LayoutError when the layout is invalid or there is not enough memory; MisuseError
-        when a device is named and torch is not installed.
+        Raises: LayoutError if the layout is invalid or there is not enough memory; MisuseError if
+        `device` is given and torch is not installed.
         """
         layout.check()
         offsets: list[int] = []
@@ -101,12 +102,12 @@ class PagedPool:
 
     @classmethod
     def mapped(cls, layout: PoolLayout, segment: SharedSegment) -> PagedPool:
-        """Return a pool that another process allocated, over this process's mapping of its segment.
+        """Return a pool over a segment that another process allocated and this process mapped.
 
-        The mapping belongs to the pool from here on. The addresses in `layout` are those of the
-        other process. Raises: LayoutError when the pool is larger than the segment.
+        The pool closes `segment`. The addresses in `layout` are addresses in the other process.
+        Raises: LayoutError if the buffers do not lie in the segment.
         """
-        # An allocated pool has its first buffer at the beginning of its segment.
+        # `allocate` puts the first buffer at the beginning of the segment.
         first = layout.buffers[0].address
         layout = _placed(layout, [b.address - first for b in layout.buffers], segment.address)
         if any(
@@ -132,26 +133,26 @@ class PagedPool:
         fingerprint: str = "",
         parts: Mapping[str, Fields] | None = None,
     ) -> PagedPool:
-        """Return a pool over an engine's own numpy arrays or torch tensors, which are not copied.
+        """Return a pool over an engine's own numpy arrays or torch tensors, without a copy.
 
         Each array is [num_pages, page_size, *shape]: one contiguous array per stream (layer-first),
         or views into one page-first array. The pool keeps them alive.
 
-        `per_page`: arrays with one unit per page, [num_pages, *shape]; `rows`: arrays with one per
-        request, [num_rows, *shape]. `formats`: formats of streams whose bytes mean more than their
-        dtype; peers compare them as they are. `num_pages`: for a pool of rows only, whose pages
-        only count tokens; other pools have it from their arrays. `segment`: the shared segment in
-        which the arrays lie, so that prefills of this machine can write into them (see
-        `SharedSegment.memory`). It stays the caller's. Without one this pool can send, and receive
-        over other planes. `tag`: the pages are opaque, [num_pages, *any inner layout]; see
-        `protocols.pages.layout`. `fingerprint`: names the model whose KV this is; peers with
-        another fingerprint are refused. `parts`: the part, or copy, that an array is of what
-        several ranks have together, by name and with the fields of
-        `protocols.pages.components.Part`: `{"k": {"start": 4, "whole": 8}}`; by default it is all
-        of it.
+        `per_page`: arrays with one entry per page, [num_pages, *shape]. `rows`: arrays with one
+        entry per request, [num_rows, *shape]. `formats`: labels for streams whose bytes need more
+        than a dtype to be understood; two peers must have equal labels. `num_pages`: required for a
+        pool of rows only, whose pages only count tokens; other pools derive it from their arrays.
+        `segment`: the shared segment that contains the arrays (see `SharedSegment.memory`), so that
+        prefills on this machine can write into them; the caller closes it. Without it the pool can
+        send, and can receive over data planes other than local. `tag`: the pages are opaque,
+        [num_pages, *any inner layout]; see `protocols.pages.layout`. `fingerprint`: identifies the
+        model of the KV; peers with another fingerprint are refused. `parts`: for each array that
+        holds a part, or one copy, of what several ranks hold together, the fields of
+        `protocols.pages.components.Part`, as in `{"k": {"start": 4, "whole": 8}}`; by default an
+        array holds the whole.
 
-        Raises: LayoutError when a page of a stream is not contiguous, shapes disagree, or memory is
-        not the segment's.
+        Raises: LayoutError if a page of a stream is not contiguous, shapes disagree, or an array is
+        not in `segment`.
         """
         streams = streams_of({SLOT: tensors, PAGE: per_page or {}, ROW: rows or {}})
         layout = describe(
@@ -189,20 +190,20 @@ class PagedPool:
 
     @property
     def unproven(self) -> list[UnprovenLoan]:
-        """Loans of nodes that closed, whose end is not proven."""
+        """Loans that earlier nodes left, and whose end is not proven."""
         return self.quarantine.loans
 
     @property
     def pages(self) -> PageAllocator:
-        """Owners of the pages, made when first asked for: nodes made one after the other over one
-        pool share them.
-        """
+        """Allocator of the pages, created on first use. Successive nodes over the pool share it."""
         places = self.places
         return places if isinstance(places, PageAllocator) else places.pages
 
     @property
     def rows(self) -> PageAllocator:
-        """Owners of the rows, as `pages`. Raises: LayoutError for a pool without rows."""
+        """Allocator of the rows, shared like `pages`. Raises: LayoutError for a pool without
+        rows.
+        """
         places = self.places
         if isinstance(places, PageAllocator):
             raise LayoutError("the pool has no rows: none of its streams is kept once per request")
@@ -210,8 +211,8 @@ class PagedPool:
 
     @property
     def places(self) -> PageAllocator | PlaceAllocator:
-        """Owners of what a room holds: `pages`, and where the pool has rows, `pages` and `rows` as
-        one store.
+        """Store from which rooms take places: `pages` or, in a pool with rows, a store over `pages`
+        and `rows`.
         """
         if self._places is None:
             self._pages = self._pages or PageAllocator(self.layout.num_pages)
@@ -224,26 +225,26 @@ class PagedPool:
         return self._places
 
     def places_over(self, pages: PageAllocator) -> PageAllocator | PlaceAllocator:
-        """Return `places`, with `pages` in place of the pool's own owners of pages."""
+        """Return a store like `places` that uses `pages` instead of the pool's own allocator."""
         return PlaceAllocator(self.layout, pages, self.rows) if self.layout.num_rows else pages
 
     @property
     def segment(self) -> SharedSegment | None:
-        """Segment that a peer of this machine can open; None for private memory and for arrays
-        outside any segment.
+        """Segment that peers on this machine can open; None for private memory, and for arrays
+        outside of a segment.
         """
         found = self._memory or self._segment
         return found if found is not None and found.fd >= 0 else None
 
     @property
     def on_host(self) -> bool:
-        """True if the CPU can read every buffer at its address."""
+        """True if the CPU can access every buffer."""
         return self.device == HOST
 
     @property
     def mapped_by(self) -> tuple[object, ...]:
-        """Objects that keep the memory of an open pool mapped as long as they are referred to, also
-        past `close`.
+        """Objects that keep the memory mapped while they are referenced, even after `close`. Read
+        it before `close`.
         """
         return (
             *self._arrays.values(),
@@ -253,17 +254,17 @@ class PagedPool:
     def array(
         self, component_name: str, *, start: int | None = None, replica: int | None = None
     ) -> NDArray[Any]:
-        """Return a numpy view of one component; it is strided for page-first pools.
+        """Return a numpy view of one component; in page-first pools it is strided.
 
-        The view is [num_pages, page_size, *shape]; [num_pages, *shape] for one unit per page, and
-        [num_rows, *shape] for one per row. A dtype that numpy lacks appears as bits: bfloat16 as
-        uint16, float8 as uint8. A component of an opaque pool that was allocated here is
-        [num_pages, size_bytes] of uint8; a wrapped one has the shape in which it was given.
-        `start`, `replica`: select one of several parts or copies of that name; the only one needs
-        neither.
+        The view is [num_pages, page_size, *shape], [num_pages, *shape] for a component with one
+        entry per page, or [num_rows, *shape] for one in rows. A dtype that numpy lacks appears as
+        unsigned integers: bfloat16 as uint16, float8 as uint8. In an opaque pool, a component is
+        uint8 [num_pages, size_bytes] if kvflow allocated it, and has the shape of the engine's
+        array if it was wrapped. `start` and `replica` select among several parts or copies with
+        one name.
 
-        Raises: LayoutError for an unknown name, one that more than one component has, a closed
-        pool, or memory that the CPU cannot read.
+        Raises: LayoutError for an unknown name, if `start` and `replica` match more than one
+        component or none, for a closed pool, or for memory that the CPU cannot access.
         """
         component = self._component(component_name, start, replica)
         given = self._arrays.get(component)
@@ -286,12 +287,11 @@ class PagedPool:
     def tensor(
         self, component_name: str, *, start: int | None = None, replica: int | None = None
     ) -> torch.Tensor:
-        """Return a torch view of one component, selected and shaped as by `array`; it is strided
-        for page-first pools.
+        """Return a torch view of one component, selected and shaped as by `array`.
 
-        Raises: LayoutError for an unknown name, one that more than one component has, a closed
-        pool, or a place in memory from which its dtype cannot be read; MisuseError when torch is
-        not installed.
+        Raises: LayoutError for an unknown name, if `start` and `replica` match more than one
+        component or none, for a closed pool, or for a component that is not aligned for its dtype;
+        MisuseError if torch is not installed.
         """
         which = (component_name, start, replica)
         found = self._tensors.get(which)
@@ -300,13 +300,14 @@ class PagedPool:
         return found
 
     def pages_bytes(self, pages: PageIndices) -> NDArray[np.uint8]:
-        """Return a copy [n, page_bytes] of whole pages, component after component. For tests; CPU
-        memory only.
+        """Return a copy of whole pages, uint8 [n, page_bytes], component after component.
+
+        Meant for tests. Raises: LayoutError for memory that the CPU cannot access.
         """
         return self._bytes(pages, in_rows=False)
 
     def rows_bytes(self, rows: PageIndices) -> NDArray[np.uint8]:
-        """Return a copy [n, row_bytes] of whole rows, as `pages_bytes`."""
+        """Return a copy of whole rows, uint8 [n, row_bytes]; see `pages_bytes`."""
         return self._bytes(rows, in_rows=True)
 
     def _bytes(self, indices: PageIndices, *, in_rows: bool) -> NDArray[np.uint8]:
@@ -328,11 +329,11 @@ class PagedPool:
         return np.concatenate(columns, axis=1)
 
     def close(self) -> None:
-        """Release the memory of every buffer, as soon as the last view of it is gone; a wrapped
-        segment stays open. Idempotent.
+        """Release the memory, which is unmapped once its last view is gone. The segment of a
+        wrapped pool stays open. Idempotent.
 
-        While `unproven` is not empty, close a pool only at the end of the process: a writer that
-        addresses plain memory (mooncake) would reach what is mapped at the same addresses later.
+        While `unproven` is not empty, close a pool only at the end of the process. A writer that
+        uses plain addresses (mooncake) could otherwise write into what is mapped there later.
         """
         self._closed = True
         self._tensors.clear()
@@ -359,7 +360,7 @@ class PagedPool:
         return found[0]
 
     def _view(self, c: Component) -> NDArray[Any]:
-        # Without its own memory a pool has an array for every component.
+        # A pool without its own memory has an array for every component, so it never comes here.
         assert self._memory is not None
         b = self.layout.buffers[c.buffer]
         dtype = np.dtype(_BITS.get(c.dtype, c.dtype))
@@ -389,7 +390,8 @@ class PagedPool:
         if isinstance(given, torch.Tensor):
             return given
         bits = None if c.dtype == OPAQUE else _BITS.get(c.dtype)
-        # torch.from_numpy refuses such dtypes, so the tensor is made over their bits.
+        # torch.from_numpy refuses the dtypes that numpy lacks, so it receives integers, and the
+        # tensor is reinterpreted below.
         seen = self._view(c) if given is None else given if bits is None else given.view(bits)
         itemsize = DTYPE_BYTES.get(c.dtype, 1)
         if any(step % itemsize for step in seen.strides) or seen.ctypes.data % itemsize:
@@ -399,7 +401,7 @@ class PagedPool:
 
 
 def _placed(layout: PoolLayout, offsets: Sequence[int], address: int) -> PoolLayout:
-    """Return the layout with each buffer at its offset from `address`."""
+    """Return `layout` with each buffer at `address` plus its offset."""
     buffers = zip(layout.buffers, offsets, strict=True)
     placed = tuple(msgspec.structs.replace(b, address=address + offset) for b, offset in buffers)
     return msgspec.structs.replace(layout, buffers=placed)

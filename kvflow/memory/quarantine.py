@@ -1,8 +1,8 @@
-"""Unproven loans that outlived the nodes over one pool, and the stores that must not hand out their
-pages.
+"""A pool's quarantine: the unproven loans that closed nodes left, and the stores that must not hand
+out the pages of these loans.
 
-The quarantine belongs to the pool, not to a store of pages, because the next node over the pool may
-have another store.
+The quarantine belongs to the pool and not to a store, because the next node over the pool may use
+another store.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class _Lease:
-    """The pages of one room, the loans on them that did not end, and the stores that withhold
-    them.
-    """
+    """The pages of one room, their loans that did not end, and the stores that withhold them."""
 
     __slots__ = ("loans", "pages", "stores")
 
@@ -40,24 +38,24 @@ class _Lease:
 class PoolQuarantine:
     """The quarantine of one pool. Implements `protocols.ports.Quarantine`.
 
-    One lock guards it, because nodes over one pool may run in several threads.
+    A lock guards it, because the nodes over one pool may run in different threads.
     """
 
     def __init__(self, layout: PoolLayout) -> None:
         self._layout = layout
         self._lock = threading.RLock()
         self.leases: dict[LeaseId, _Lease] = {}
-        # Number of leases that name each place; made with the first lease.
+        # The number of leases that contain each place; allocated for the first lease.
         self._named: NDArray[np.int32] | None = None
-        self._own: list[PageStore] = []  # the stores of the pool itself
-        self._heirs: list[tuple[Heir, PageStore]] = []  # running nodes, with their stores
+        self._own: list[PageStore] = []  # stores of the pool itself
+        self._heirs: list[tuple[Heir, PageStore]] = []  # running nodes with their stores
 
     def __repr__(self) -> str:
         return f"<PoolQuarantine of {len(self.leases)} leases, {len(self._heirs)} nodes>"
 
     @property
     def loans(self) -> list[UnprovenLoan]:
-        """Loans whose end is not proven."""
+        """Loans of earlier nodes whose end is not proven."""
         with self._lock:
             return [loan for lease in self.leases.values() for loan in lease.loans]
 
@@ -70,11 +68,11 @@ class PoolQuarantine:
             ]
 
     def check(self, pages: PageIndices) -> None:
-        """Refuse pages that are in quarantine.
+        """Check that no page is in quarantine.
 
-        Raises: OwnershipError, which names the page, the writer and what to do.
+        Raises: OwnershipError, which names the page, its writer, and a remedy.
         """
-        # Prefill checks every chunk: the common case takes no lock.
+        # Prefill checks every chunk, so the common case takes no lock.
         if not self.leases:
             return
         with self._lock:
@@ -99,9 +97,10 @@ class PoolQuarantine:
     # --- stores
 
     def keep_out_of(self, store: PageStore, *, always: bool = False) -> None:
-        """Let `store`, of which a node is about to hand out pages, withhold those in quarantine.
+        """Make `store` withhold the pages in quarantine.
 
-        With `always` it is the pool's own store, which may be used without a node.
+        Call it before a node takes pages from the store. `always` marks a store of the pool itself,
+        which also withholds later leases while no node uses it.
         """
         with self._lock:
             if always:
@@ -115,9 +114,9 @@ class PoolQuarantine:
         try:
             store.withhold(np.concatenate([lease.pages for lease in fresh]))
         except Exception as error:  # noqa: BLE001
-            # The error is logged, and no other store and no other room is affected. The store knows
-            # fewer pages than the pool has, or it is a user's own and fails: it withholds the pages
-            # of each room that it can, and `check` refuses the others by name.
+            # The store has fewer pages than the pool, or it is a custom store with a bug. It
+            # withholds the leases that it can. `check` still refuses the pages of the others, so
+            # the error is only logged.
             if len(fresh) > 1:
                 for lease in fresh:
                     self._withhold(store, (lease,))
@@ -161,7 +160,7 @@ class PoolQuarantine:
             for store in (lender, *self._own, *(store for _, store in self._heirs)):
                 self._withhold(store, fresh.values())
             heirs = [heir for heir, _ in self._heirs]
-        # Heirs are called without the lock, because they may wait for it in another thread.
+        # The heirs are called without the lock: they may need it in another thread.
         for heir in heirs:
             heir.inherit(self, loans)
 
@@ -176,7 +175,7 @@ class PoolQuarantine:
                 try:
                     store.unhold(found.pages)
                 except Exception:
-                    # The other stores receive their pages all the same.
+                    # The other stores must still receive their pages.
                     log.exception("%r could not take pages back from quarantine", store)
 
     def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:
@@ -185,7 +184,8 @@ class PoolQuarantine:
                 lease.loans = [
                     o for o in lease.loans if (o.incarnation, o.writer) != (incarnation, writer)
                 ]
-                # No node inherited this lease, and no node will: its pages are freed here.
+                # A lease without loans may have no heir that would free it, so it is freed here.
+                # An heir that frees it again causes no harm.
                 if not lease.loans:
                     self.free(name)
             heirs = [heir for heir, _ in self._heirs]

@@ -1,4 +1,4 @@
-"""A request's state, which can leave the device and return: the shell of
+"""The state of a request, which can be copied out to host memory and back: the shell of the machine
 `protocols.machines.residency`.
 """
 
@@ -29,14 +29,14 @@ NOTHING = Places(NO_PLACES, NO_PLACES)
 
 
 class _StoppedError(Exception):
-    """Raised when `close` stopped the copy."""
+    """Raised in a copy that `close` stopped."""
 
 
 class Resident:
-    """Pages and rows of a pool that all belong to `owner`, or a snapshot of them.
+    """The pages and rows that `owner` has in a pool, or a snapshot of them in host memory.
 
-    Used on one event loop. `phase` is RESIDENT, LEAVING (`retract`), AWAY, RETURNING (`resume`), or
-    ENDED (`close`).
+    Belongs to one event loop. `phase` is RESIDENT, LEAVING (during `retract`), AWAY, RETURNING
+    (during `resume`), or ENDED (after `close`).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Resident:
         rows: PageStore | None = None,
         store: SnapshotStore | None = None,
     ) -> None:
-        """`pages` and `rows` are the owners of the pool's places.
+        """`pages` and `rows` are the stores of the pool.
 
         Without a `store` the state can be dropped, but not retracted.
         """
@@ -67,34 +67,34 @@ class Resident:
 
     @property
     def places(self) -> Places:
-        """Places that it owns in the pool. Raises: MisuseError unless it is RESIDENT."""
+        """Pages and rows of the state. Raises: MisuseError unless the phase is RESIDENT."""
         self._expect(P.RESIDENT)
         return self._places
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Numbers of pages and rows that it has, or needs to return."""
+        """Numbers of pages and rows that the state has, or that `resume` will take."""
         return self._sizes
 
     def add(self, pages: PageIndices) -> None:
-        """Add pages that `owner` took. Raises: MisuseError unless it is RESIDENT."""
+        """Add pages that `owner` took. Raises: MisuseError unless the phase is RESIDENT."""
         self._expect(P.RESIDENT)
         self._places = Places(np.concatenate((self._places.pages, pages)), self._places.rows)
         self._sizes = (int(self._places.pages.size), self._sizes[1])
 
     def hand_over(self, count: int) -> None:
-        """Leave the first `count` pages, which stay in the pool, to their new owner.
+        """Remove the first `count` pages, which now belong to another owner.
 
-        Raises: MisuseError unless it is RESIDENT.
+        Raises: MisuseError unless the phase is RESIDENT.
         """
         self._expect(P.RESIDENT)
         self._places = Places(self._places.pages[count:], self._places.rows)
         self._sizes = (int(self._places.pages.size), self._sizes[1])
 
     def needs(self, pages: int) -> None:
-        """Free what was copied out: the state will be computed again, in `pages` pages.
+        """Free the snapshot, because the owner will compute the state again, in `pages` pages.
 
-        Raises: MisuseError unless it is AWAY.
+        Raises: MisuseError unless the phase is AWAY.
         """
         self._expect(P.AWAY)
         self._free_snapshot()
@@ -102,15 +102,15 @@ class Resident:
 
     @property
     def copied(self) -> bool:
-        """True while the state is in host memory."""
+        """True while there is a snapshot of the state in host memory."""
         return self._snapshot is not None
 
     async def retract(self) -> None:
         """Copy all pages and rows out, then give them back.
 
-        It is AWAY afterwards, or ENDED if it was closed; after an error, or a cancellation,
-        RESIDENT as before. The pages must not be written meanwhile. Raises: HostMemoryError,
-        MisuseError without a store or unless it is RESIDENT.
+        The phase is AWAY afterwards, or ENDED if `close` was called meanwhile. After an error or a
+        cancellation it is RESIDENT as before. The pages must not be written meanwhile. Raises:
+        HostMemoryError, MisuseError without a store, or unless the phase is RESIDENT.
         """
         if self._store is None:
             raise MisuseError("there is no host memory to retract to")
@@ -121,17 +121,19 @@ class Resident:
             self._feed(K.COPIED_OUT)
 
     def drop(self) -> None:
-        """Give pages and rows back without a copy. Raises: MisuseError unless it is RESIDENT."""
+        """Give pages and rows back without a copy. Raises: MisuseError unless the phase is
+        RESIDENT.
+        """
         self._expect(P.RESIDENT)
         self._feed(K.DROP)
 
     async def resume(self) -> bool:
-        """Take as many pages and rows as it had, and copy into them what was copied out.
+        """Take pages and rows (see `sizes`), and copy the snapshot into them.
 
-        Returns True if the state returned; the owner computes again what was dropped. It is
-        RESIDENT afterwards, or ENDED if it was closed; after an error, or a cancellation, AWAY as
-        before. Raises: CapacityError when there are too few pages or rows (no page is taken),
-        MisuseError unless it is AWAY.
+        Returns False if there was no snapshot: the owner must then compute the state again. The
+        phase is RESIDENT afterwards, or ENDED if `close` was called meanwhile. After an error or a
+        cancellation it is AWAY as before. Raises: CapacityError if too few pages or rows are free
+        (nothing is taken), MisuseError unless the phase is AWAY.
         """
         self._expect(P.AWAY)
         self._places = self._taken()
@@ -146,9 +148,9 @@ class Resident:
         return True
 
     def close(self) -> None:
-        """Free pages and host memory, as soon as no copy or step uses them.
+        """Free pages and host memory, once no copy or model step uses them.
 
-        Idempotent, in any phase.
+        Idempotent, and valid in every phase.
         """
         self._feed(K.CLOSE)
 
@@ -160,7 +162,7 @@ class Resident:
         try:
             return Places(pages, self._rows.take(rows, self.owner))
         except CapacityError:
-            # Half of a request's places is of no use: it takes all of them, or waits.
+            # A request needs both, so it must not keep pages while it waits for a row.
             self._pages.give_back(pages, self.owner)
             raise
 
@@ -174,9 +176,9 @@ class Resident:
                 raise
 
     async def _ended(self, copying: Coroutine[Any, Any, T], undo: Callable[[T], object]) -> T:
-        """Return the result of `copying`, which is over when this call returns or raises.
+        """Run a copy, and return its result. The copy is over when this call returns or raises.
 
-        Raises: _StoppedError.
+        Raises: _StoppedError if `close` stopped the copy.
         """
         self._copy = copy = asyncio.ensure_future(copying)
         try:

@@ -1,13 +1,14 @@
-"""Shared memory that a process of the same user can open through /proc, and that has no name to
-leak.
+"""Shared memory that processes of the same user can open through /proc. It has no name in a file
+system that could outlive its processes.
 
-A segment is a sealed memfd: it can neither shrink nor grow, so a process that maps it is never hit
-by SIGBUS. Children do not inherit mappings (MADV_DONTFORK) and exec closes the descriptor, so only
-the process that opened a segment can write through its mapping: the death of that process is the
-fence of the local data plane.
+A segment is a sealed memfd. It can neither shrink nor grow, so a process that maps it never
+receives SIGBUS. Children do not inherit its mappings (MADV_DONTFORK), and exec closes its
+descriptor. So only the process that mapped a segment can write through the mapping: the death of
+that process is the fence of the local data plane.
 
-Behind the pool is one page that is not mapped, where the owner of the memory names the nodes whose
-pool it is. A stranger can name the descriptor as his own, but cannot write there.
+The last page of a segment is not mapped. There the owner writes claims: the incarnations of the
+nodes whose pool it is. A peer that passes another node's descriptor off as its own cannot write
+there.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def prefault(address: int, size_bytes: int) -> bool:
-    """Back `size_bytes` at `address` with pages, piece by piece and without the GIL.
+    """Fault in `size_bytes` of memory at `address`, piece by piece, with the GIL released.
 
-    Returns False where the kernel cannot.
+    Returns False if the kernel does not support it.
     """
     for offset in range(0, size_bytes, _PREFAULT_BYTES):
         if _libc.madvise(
@@ -47,27 +48,28 @@ def prefault(address: int, size_bytes: int) -> bool:
 
 
 class SharedSegment:
-    """One mapping of memory: our own (`create`, `private`), or a peer's (`open_peer`).
+    """A mapping of our own memory (`create`, `private`), or of a peer's (`open_peer`).
 
-    `close` releases the descriptor at once, and the mapping as soon as no view of it is left. A
-    segment that is no longer referred to is closed.
+    `close` closes the descriptor at once; the memory is unmapped when its last view is gone. A
+    segment without references is closed.
     """
 
     def __init__(self, mapping: mmap.mmap, fd: int) -> None:
-        """`fd` belongs to the segment from here on; -1 without one."""
+        """The segment takes over `fd`, which is -1 for memory without a descriptor."""
         self._mapping: mmap.mmap | None = mapping
         self._claims: list[int] = []
         self.fd = fd
         self.size_bytes = len(mapping)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        # The descriptor alone keeps all of the memory, even after the mapping is gone.
+        # An open descriptor would keep the memory allocated even without a mapping, so a segment
+        # that is garbage collected must close it.
         self._close_fd = weakref.finalize(self, os.close, fd) if fd >= 0 else None
 
     @classmethod
     def create(cls, size_bytes: int) -> SharedSegment:
-        """Allocate zeroed memory that peers can open, pre-faulted.
+        """Allocate zeroed, pre-faulted memory that peers can open.
 
-        Raises: LayoutError when there is not enough.
+        Raises: LayoutError if there is not enough memory.
         """
         size_bytes = _affordable(_whole_pages(size_bytes))
         fd = os.memfd_create("kvflow-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -82,9 +84,9 @@ class SharedSegment:
 
     @classmethod
     def private(cls, size_bytes: int) -> SharedSegment:
-        """Allocate zeroed memory that no other process can open (`fd` is -1), pre-faulted.
+        """Allocate zeroed, pre-faulted memory that no other process can open (`fd` is -1).
 
-        Raises: LayoutError.
+        Raises: LayoutError if there is not enough memory.
         """
         size_bytes = _affordable(_whole_pages(size_bytes))
         try:
@@ -94,11 +96,12 @@ class SharedSegment:
 
     @classmethod
     def open_peer(cls, pid: int, fd: int, owner: int = 0) -> SharedSegment:
-        """Map descriptor `fd` of process `pid`; slow (it pre-faults), so call it in a thread.
+        """Map descriptor `fd` of process `pid`. Call it in a thread, because pre-faulting is slow.
 
-        The caller checks before and after that `pid` is still the process it means. `owner`: the
-        incarnation whose claim the segment must carry; 0 where the caller knows whose it is.
-        Raises: TransferError when it cannot be opened, is not a sealed segment, or is another's.
+        The caller must check before and after the call that `pid` is still the same process.
+        `owner` is the incarnation whose claim the segment must carry; 0 skips this check. Raises:
+        TransferError if the descriptor cannot be opened, is not a sealed segment, or lacks the
+        claim.
         """
         try:
             ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -122,7 +125,7 @@ class SharedSegment:
             raise TransferError(f"cannot map the pool of process {pid}: {error}") from error
         finally:
             os.close(ours)
-        # If the kernel cannot pre-fault, the first writes fault the pages in.
+        # The result is ignored: if the kernel cannot pre-fault, the first writes do so.
         prefault(segment.address, segment.size_bytes)
         return segment
 
@@ -138,19 +141,19 @@ class SharedSegment:
 
     @property
     def memory(self) -> mmap.mmap:
-        """The mapping as a buffer, for `PagedPool.wrap(..., segment=)`.
+        """The mapping as a buffer.
 
-        `np.frombuffer` and `torch.frombuffer` make arrays in it that share its bytes. Raises:
-        LayoutError after `close`.
+        `np.frombuffer` and `torch.frombuffer` create arrays in it, for
+        `PagedPool.wrap(..., segment=)`. Raises: LayoutError after `close`.
         """
         if self._mapping is None:
             raise LayoutError(f"the segment of {self.size_bytes} bytes is closed")
         return self._mapping
 
     def claim(self, owner: int) -> None:
-        """Claim the segment as the pool of the node `owner`, an incarnation, for peers to check.
+        """Claim the segment for the node with incarnation `owner`, so that peers can check it.
 
-        Raises: LayoutError.
+        Raises: LayoutError if the page of claims is full.
         """
         if len(self._claims) == _CLAIMS_BYTES // _CLAIM.size:
             raise LayoutError(
@@ -160,7 +163,7 @@ class SharedSegment:
         self._write_claims()
 
     def disclaim(self, owner: int) -> None:
-        """Remove the claim of the node `owner`. Idempotent."""
+        """Remove the claim of the node with incarnation `owner`. Idempotent."""
         if owner in self._claims:
             self._claims.remove(owner)
             self._write_claims()
@@ -172,8 +175,8 @@ class SharedSegment:
 
     def close(self) -> None:
         """Release the descriptor and the mapping. Idempotent."""
-        # mmap.close is not an option: a torch tensor keeps the mmap object alive, but does not
-        # count as a user of its buffer.
+        # `mmap.close` would be unsafe: a torch tensor keeps the mmap object alive, but does not
+        # export its buffer, so `close` would unmap memory that the tensor still uses.
         self._mapping = None
         self.fd = -1
         if self._close_fd is not None:
@@ -181,7 +184,7 @@ class SharedSegment:
 
 
 def _read_claims(fd: int, offset: int) -> set[int]:
-    """Return the claims of a sealed segment, which are its last page. Raises: OSError."""
+    """Return the claims in a sealed segment; `offset` is that of its last page. Raises: OSError."""
     return {owner for (owner,) in _CLAIM.iter_unpack(os.pread(fd, _CLAIMS_BYTES, offset)) if owner}
 
 
@@ -192,10 +195,10 @@ def _whole_pages(size_bytes: int) -> int:
 
 
 def _affordable(size_bytes: int) -> int:
-    """Return `size_bytes` if there is as much memory.
+    """Return `size_bytes` if that much memory is available.
 
-    Memory is pre-faulted: without this check, a process that asks for too much is killed, not
-    refused.
+    Memory is pre-faulted, so without this check the kernel would kill a process that asks for too
+    much. Raises: LayoutError.
     """
     available = available_memory()
     if available is not None and size_bytes > available.size_bytes:
@@ -211,6 +214,6 @@ def _map(fd: int, size_bytes: int, flags: int) -> mmap.mmap:
 
 def _own(segment: SharedSegment) -> SharedSegment:
     if not prefault(segment.address, segment.size_bytes):
-        # Older kernels cannot pre-fault: touch our memory, which is zero anyway.
+        # Older kernels cannot pre-fault. The memory is new and zero, so writing zeros is safe.
         ctypes.memset(segment.address, 0, segment.size_bytes)
     return segment

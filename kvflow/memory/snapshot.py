@@ -1,15 +1,14 @@
-"""Snapshots: what a request holds in a pool, copied out to host memory, and restored into any pages
-and rows later.
+"""Snapshots: copies of a request's pages and rows in host memory, which can later be restored into
+any pages and rows.
 
-A snapshot is pages and rows of a second pool, in host memory, that has the components of the first
-(page-first). Copies follow the same plan as a transfer (`protocols.pages.plan`), so no stream,
-scale or row can be left out, and host memory is bounded, counted and freed as pages of any pool
-are.
+A snapshot consists of pages and rows of a second pool in host memory, which has the same components
+(page-first). Copies use the same plan as transfers (`protocols.pages.plan`), so no stream, scale or
+row can be left out. Host memory is bounded and accounted for like the pages of any other pool.
 
 Copies run slice by slice in one thread. Pages and rows are held while a copy reads or writes them
-(I13), so their owner may give them back meanwhile: they become free when the copy ends. A copy that
-fails or is cancelled is drained first. After that, a snapshot that was being made holds no host
-memory, and one that was being restored is whole, and can be restored again.
+(I13). Their owner may give them back meanwhile, and they become free when the copy ends. A copy
+that fails or is cancelled is first drained. An unfinished snapshot then frees its host memory; a
+snapshot whose restore failed is intact, and can be restored again.
 """
 
 from __future__ import annotations
@@ -36,13 +35,14 @@ from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import PageStore
 
 VERSION = 1
-SLICE_BYTES = 8 << 20  # some 2 ms: after a cancel no more than this is still copied
-# Some 0.6 ms over PCIe 5; after each slice the device waits for the next one.
+# A cancelled copy stops after the current slice. This size takes some 2 ms with memmove.
+SLICE_BYTES = 8 << 20
+# Some 0.6 ms over PCIe 5. Between two slices the device is idle, so they must not be small.
 DEVICE_SLICE_BYTES = 32 << 20
 
 
 class Snapshot:
-    """Pages and rows in host memory, owned until `close`; `SnapshotStore.take` makes it."""
+    """A copy of pages and rows in host memory, created by `SnapshotStore.take`."""
 
     version = VERSION
 
@@ -50,7 +50,7 @@ class Snapshot:
         self, store: SnapshotStore, places: Places, num_pages: int, owner: Hashable
     ) -> None:
         self.places, self.owner = places, owner
-        """Both refer to the store's host pool, not to the pool from which they were copied."""
+        """Places in the store's host pool, and their owner there."""
         self.num_pages, self.num_rows = num_pages, int(places.rows.size)
         layout = store.host.layout
         self.size_bytes = (
@@ -71,7 +71,7 @@ class Snapshot:
 
     @property
     def store(self) -> SnapshotStore:
-        """Store in whose host memory the snapshot lies. Raises: MisuseError after `close`."""
+        """Store whose host memory contains the snapshot. Raises: MisuseError after `close`."""
         if self._store is None:
             raise MisuseError("the snapshot is closed: its host memory has been freed")
         return self._store
@@ -84,7 +84,7 @@ class Snapshot:
 
 
 class SnapshotStore:
-    """The snapshots of one pool and their bounded host memory. Used on one event loop."""
+    """The snapshots of one pool, and their bounded host memory. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -96,14 +96,15 @@ class SnapshotStore:
         rows: PageStore | None = None,
         slice_bytes: int | None = None,
     ) -> None:
-        """Allocate the host memory, pre-faulted: make the store in a thread.
+        """Allocate and pre-fault the host memory. Create the store in a thread, because this is
+        slow.
 
-        `limit_bytes` is for pages and `num_rows` rows; by default as many rows as the pool has, or
-        as half of the limit holds. `pages`, `rows`: the owners of the pool's places, if they are
-        not the pool's own.
+        `limit_bytes` bounds the memory of pages and `num_rows` rows together. By default there are
+        as many rows as in the pool, or as fit into half of the limit. `pages` and `rows` are the
+        stores of the pool, by default its own allocators.
 
-        Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's
-        device; MisuseError for a limit that holds no page, or no row.
+        Raises: LayoutError if there is not enough memory, or it cannot be pinned for the pool's
+        device; MisuseError if not even one page, or one row, fits into the limit.
         """
         self.pool, self.limit_bytes = pool, limit_bytes
         self._copier = copier_for(pool)
@@ -130,8 +131,8 @@ class SnapshotStore:
 
     @property
     def used_bytes(self) -> int:
-        """Host memory of open snapshots, those being made included, and of closed ones that a copy
-        still reads.
+        """Bytes of host memory in use: by open and unfinished snapshots, and by closed ones that a
+        copy still reads.
         """
         layout, pages, rows = self.host.layout, self.host.pages, self.host_rows
         used = (pages.num_pages - pages.free_pages) * layout.page_bytes
@@ -144,10 +145,10 @@ class SnapshotStore:
         return len(self._open)
 
     async def take(self, places: Places) -> Snapshot:
-        """Copy pages and rows of the pool out. They may be given back as soon as this began.
+        """Copy pages and rows of the pool out. Their owner may give them back during the copy.
 
         Raises: HostMemoryError (nothing was copied), OwnershipError for pages without an owner,
-        LayoutError for an index outside the pool, MisuseError for what is no `Places`.
+        LayoutError for an index outside the pool, MisuseError if `places` is not a `Places`.
         """
         self._check_open()
         _check_given(places)
@@ -163,12 +164,12 @@ class SnapshotStore:
         return snapshot
 
     async def restore(self, snapshot: Snapshot, places: Places) -> None:
-        """Copy a snapshot, of this pool or of one that fits it, into pages and rows of this pool,
-        in their order.
+        """Copy a snapshot into pages and rows of this pool, in the given order.
 
-        The owner of the places sees the content when this returned; after an error it is undefined.
-        The snapshot stays open. Raises: LayoutError that names the difference, OwnershipError for
-        pages without an owner or named twice, MisuseError for a closed snapshot.
+        The snapshot may come from another pool whose layout fits. It stays open. After an error the
+        content of the places is undefined. Raises: LayoutError that names the difference between
+        the layouts, OwnershipError for a page that has no owner or is named twice, MisuseError for
+        a closed snapshot.
         """
         self._check_open()
         _check_given(places)
@@ -205,7 +206,8 @@ class SnapshotStore:
         try:
             await all_ended(copy.ended for copy in self._copies)
         finally:
-            # Even if this call was cancelled, no copy runs here.
+            # `all_ended` returns or raises only after every copy ended, even if this call is
+            # cancelled. So the memory can be freed.
             self._thread.close()
             for snapshot in list(self._open):
                 snapshot.close()
@@ -213,7 +215,7 @@ class SnapshotStore:
             self.host.close()
 
     def forget(self, snapshot: Snapshot) -> None:
-        """Give back the host memory of a snapshot; `Snapshot.close` calls it once."""
+        """Give back the host memory of a snapshot. Only `Snapshot.close` calls it."""
         self._open.remove(snapshot)
         self.host.pages.give_back(snapshot.places.pages, snapshot.owner)
         if self.host_rows is not None:
@@ -244,12 +246,12 @@ class SnapshotStore:
     ) -> None:
         """Run a copy in the thread, until it ends or is drained.
 
-        `other` is the store whose host memory is copied from, or this one.
+        `other` is the store of the snapshot that is copied; it may be this store.
         """
         copy = self._thread.start(
             copy_slices, pairing, source, target, self._slice_bytes, self._copier
         )
-        # Closing either store must stop the copy: it uses the memory of both.
+        # The copy uses the memory of both stores, so closing either one must stop it.
         both = (self._copies, other._copies)
         for copies in both:
             copies.add(copy)
@@ -258,7 +260,7 @@ class SnapshotStore:
         except asyncio.CancelledError as error:
             if must_pass(error):
                 raise
-            # A store was closed before the copy began.
+            # A store was closed before the thread began the copy.
             whole = False
         finally:
             for copies in both:
@@ -280,8 +282,8 @@ def _check_given(places: Places) -> None:
 
 
 def _with_bytes(places: Places, layout: PoolLayout) -> Places:
-    """Leave out the pages of a pool whose pages hold no bytes: host memory has no place for
-    them.
+    """Return `places`, without the pages if pages of the pool have no bytes: the host pool has no
+    memory for them.
     """
     pages = places.pages if layout.page_bytes else NO_PLACES
     return Places(np.asarray(pages, dtype=np.int32), np.asarray(places.rows, dtype=np.int32))

@@ -1,15 +1,15 @@
-"""Host memory beside a pool, which a data plane reads and writes where it cannot reach the pool.
+"""Staging: a second pool in host memory, which a data plane reads and writes instead of a pool that
+it cannot reach.
 
-It is a second pool with the components of the first, page-first, in memory that peers of this
-machine can open, and pinned where the pool is on a device. Copies between the two follow the same
-plan as a transfer.
+The staging has the components of the pool, page-first. Peers on this machine can open its memory,
+which is pinned if the pool is on a device. Copies between the two use the same plan as transfers.
 
-Where two pools differ in width, the bytes of the staging have another order, in which slices lie
-together (`pages.arrange`).
+If the pools of prefill and decode divide heads differently, the staging stores bytes in another
+order, in which the bytes for one peer are contiguous (`pages.arrange`).
 
-At decode, rooms lend pages of the staging: a late or lost writer reaches no other memory. A chunk
-counts as landed once it is copied to the room's own pages (`StagedArrivals`). At prefill, each
-slice passes through the staging (`transports.data.staged`).
+At decode, rooms lend pages of the staging, so a late or lost writer can reach no other memory. A
+chunk counts as landed once it is copied to the room's own pages (`StagedArrivals`). At prefill,
+each slice passes through the staging (`transports.data.staged`).
 """
 
 from __future__ import annotations
@@ -32,32 +32,34 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLa
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import PageStore
 
-# Some 0.2 ms over PCIe, 1 ms of memmove: no more than this is still copied after a cancel.
+# A cancelled copy stops after the current slice, which takes some 0.2 ms over PCIe, or 1 ms with
+# memmove.
 SLICE_BYTES = 4 << 20
 _BROUGHT = b"brought"
 _SCRATCH_BYTES = 1 << 20
 
 
 class Staging:
-    """The host memory beside one pool.
+    """The staging of one pool.
 
-    It must stay open until the nodes and planes that use it are closed.
+    It must stay open until the nodes and data planes that use it are closed.
     """
 
     def __init__(
         self, pool: PagedPool, size_bytes: int = 0, *, shared: bool = True, shards: int = 1
     ) -> None:
-        """Allocate the memory, pre-faulted: make the staging in a thread.
+        """Allocate and pre-fault the memory. Create the staging in a thread, because this is slow.
 
-        `size_bytes` is for pages and rows; 0, or more than the pool has, means as many as the pool
-        has. `shared` lets peers of this machine open it.
+        `size_bytes` bounds the memory of pages and rows. With 0, or more than the size of the pool,
+        the staging is as large as the pool. With `shared`, peers on this machine can open it.
 
-        `shards`, at decode: the number of shards of the prefills. What each of them sends of a page
-        then lies in one stretch, while in the pool it is a slice of every token slot. Prefills of
-        another width are served as well, in smaller blocks.
+        `shards` is for decode: the number of shards into which a prefill divides its heads. The
+        bytes that one shard sends of a page are then contiguous, whereas in the pool they are a
+        slice of every token slot. A prefill with another number of shards also works, in smaller
+        blocks.
 
-        Raises: LayoutError when there is not enough memory, or it cannot be pinned; MisuseError for
-        a size that holds no page, or no row, and for `shards` below 1.
+        Raises: LayoutError if there is not enough memory, or it cannot be pinned; MisuseError if
+        not even one page, or one row, fits into `size_bytes`, or if `shards` is below 1.
         """
         if shards < 1:
             raise MisuseError(f"staging for prefills of {shards} shards: there is at least 1")
@@ -78,7 +80,7 @@ class Staging:
 
     @property
     def mapped_by(self) -> tuple[object, ...]:
-        """Objects that keep both pools mapped; see `PagedPool.mapped_by`."""
+        """Objects that keep the memory of both pools mapped; see `PagedPool.mapped_by`."""
         return (*self.pool.mapped_by, *self.host.mapped_by)
 
     def copy_out(
@@ -88,10 +90,11 @@ class Staging:
         stopped: Callable[[], bool],
         out: Pairing | None = None,
     ) -> bool:
-        """Copy places of the pool into staging; True when all was copied. Runs in a thread.
+        """Copy places of the pool into the staging, and call `stopped` before each slice. Runs in a
+        thread.
 
-        Indices of both number rows after the pages (`layout.Places`). `out` brings the bytes of the
-        pages into another order (`pages.arrange`). `stopped` is asked before every slice. Raises:
+        Returns False if `stopped` ended the copy. In both index arrays the rows follow the pages
+        (`layout.Places`). `out` copies the bytes into another order (`pages.arrange`). Raises:
         TransferError.
         """
         source, target = self.pool.layout.split(places), self.host.layout.split(staged)
@@ -104,10 +107,10 @@ class Staging:
         stopped: Callable[[], bool],
         served: tuple[Served, ...] | None = None,
     ) -> bool:
-        """Copy places of the staging into the pool, as `copy_out`.
+        """Copy places of the staging into the pool; see `copy_out`.
 
-        Only what one rank has `served` is copied, whose chunk landed: what other ranks send may
-        still be on its way.
+        With `served`, only the parts of that rank are copied, because its chunk landed. Writes of
+        other ranks may still be running.
         """
         into = self._into
         if served is not None and not sends_all(self.pool.layout, served):
@@ -116,7 +119,7 @@ class Staging:
         return copy_slices(into, source, target, SLICE_BYTES, self._copier, stopped)
 
     def close(self) -> None:
-        """Free the memory, when no copy runs. Idempotent."""
+        """Free the memory. Call it when no copy runs. Idempotent."""
         self._copier.close()
         self.host.close()
 
@@ -126,10 +129,10 @@ def _share(host: PoolLayout, pool: PoolLayout, served: tuple[Served, ...]) -> Pa
 
 
 class StagedArrivals(PageTasks):
-    """Copies of chunks from staging to the pool. Implements `protocols.ports.Arrivals`."""
+    """Copies chunks from the staging to the pool. Implements `protocols.ports.Arrivals`."""
 
     def __init__(self, staging: Staging, *, verify: bool) -> None:
-        """With `verify`, the answer for a chunk is the checksum of what landed in staging."""
+        """With `verify`, the result of each copy is the checksum of what landed in the staging."""
         super().__init__("copy from staging")
         self._staging, self._verify = staging, verify
         self._sums, self._mapped_by = PoolSums(staging.host.layout), staging.mapped_by
@@ -157,14 +160,17 @@ class StagedArrivals(PageTasks):
 
 
 class StagedChecksums(PageTasks):
-    """Checksums of a prefill's pool that the CPU cannot read.
+    """Checksums over a prefill's pool that the CPU cannot access.
 
-    Implements `protocols.ports.Checksums`. Each thread copies some pages out at a time, and sums
-    what is sent of the copy.
+    Implements `protocols.ports.Checksums`. Each thread copies a few pages at a time to host memory,
+    and sums the parts that prefill sends.
     """
 
     def __init__(self, pool: PagedPool) -> None:
-        """Allocate host memory for each thread. Raises: LayoutError, as `Staging`."""
+        """Allocate host memory for each thread.
+
+        Raises: LayoutError if there is not enough memory, or it cannot be pinned.
+        """
         super().__init__("checksum")
         layout = pool.layout
         largest = layout.page_bytes + layout.row_bytes
@@ -177,14 +183,14 @@ class StagedChecksums(PageTasks):
         self._layout, self._mapped_by = layout, pool.mapped_by
 
     def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> PageTask:
-        """Sum what prefill itself sends of `pages`, whatever `served` is."""
+        """Sum what this prefill sends of `pages`. `served` is ignored."""
         return self.start(functools.partial(self._sum, pages), len(pages), self._mapped_by)
 
     async def close(self) -> None:
         try:
             await super().close()
         finally:
-            # A task that still runs is hung, and its thread may read this memory.
+            # The thread of a task that hangs may still read this memory.
             if not self._running:
                 for scratch in self._made:
                     scratch.close()
@@ -208,7 +214,7 @@ class StagedChecksums(PageTasks):
 
 
 def _parts(places: Places, host: PoolLayout) -> Iterator[Places]:
-    """Yield pieces that fit into `host`: pages first, in the order in which they are summed."""
+    """Yield parts of `places` that fit into `host`: the pages, then the rows one by one."""
     for start in range(0, len(places.pages), host.num_pages):
         yield Places(places.pages[start : start + host.num_pages], NO_PLACES)
     for n in range(len(places.rows)):

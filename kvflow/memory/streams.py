@@ -1,4 +1,4 @@
-"""The layout of a pool over an engine's own arrays (numpy, or torch where it is loaded)."""
+"""Derives the layout of a pool from an engine's own arrays (numpy, or torch if it is loaded)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     Array = NDArray[Any] | torch.Tensor
 
 Fields = Mapping[str, SupportsIndex]
-"""Some of the fields of a `Part`."""
+"""Fields of a `Part`, by name; missing fields have their default."""
 
 
 class Stream(NamedTuple):
-    """One array as memory.
+    """One array, described as memory.
 
-    `strides` are in bytes; `start` and `end` bound the allocation of which it is a view.
+    `strides` are in bytes; `start` and `end` bound the allocation that contains the array.
     """
 
     name: str
@@ -50,19 +50,20 @@ class Stream(NamedTuple):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, or row."""
+        """Size of one page, or row, in bytes."""
         return math.prod(self.shape[1:]) * self.item_bytes
 
     @property
     def step(self) -> int:
-        """Bytes from one page, or row, to the next."""
+        """Distance from one page, or row, to the next, in bytes."""
         return self.strides[0] if self.shape[0] > 1 else self.page_bytes
 
 
 def streams_of(by_unit: Mapping[str, Mapping[str, Array]]) -> list[Stream]:
-    """Return the memory of each array, unit by unit.
+    """Describe each array; the keys of `by_unit` are SLOT, PAGE and ROW.
 
-    Raises: LayoutError for what is not an array, or has no memory that a peer can write.
+    Raises: LayoutError for a value that is not an array, an array without writable memory, or
+    arrays on different devices.
     """
     found: list[Stream] = []
     for unit, arrays in by_unit.items():
@@ -94,9 +95,9 @@ def describe(
     num_pages: SupportsIndex | None = None,
     parts: Mapping[str, Fields] | None = None,
 ) -> PoolLayout:
-    """Return the layout over `streams`, checked; streams whose pages interleave share a buffer.
+    """Return the layout of a pool over `streams`. Streams whose pages interleave share a buffer.
 
-    `num_pages` is for pools of rows only. Raises: LayoutError.
+    `num_pages` is only for pools of rows. Raises: LayoutError if the streams form no valid pool.
     """
     slots = whole_number("page_size", page_size)
     if not 1 <= slots <= MAX_PAGE_SIZE:
@@ -146,7 +147,7 @@ def _num_pages(streams: Sequence[Stream], given: SupportsIndex | None) -> int:
             raise LayoutError(
                 f"num_pages is for pools of nothing but rows: stream {paged.name!r} has pages"
             )
-        return 1  # until the streams are counted
+        return 1  # replaced once the streams are counted
     if given is None:
         raise LayoutError(
             "a pool of nothing but rows needs num_pages: its pages count the tokens of its requests"
@@ -163,10 +164,9 @@ def _component(s: Stream, number: int, buffer: Buffer, opaque: bool) -> Componen
 
 
 def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
-    """Group the streams whose pages lie between each other's, as views into one page-first array
-    do.
+    """Group streams whose pages interleave, such as views into one page-first array.
 
-    Every other stream is a group alone.
+    Any other stream forms its own group.
     """
     groups: list[list[Stream]] = []
     for s in sorted(streams, key=lambda s: s.address):
@@ -185,11 +185,11 @@ def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
 def _buffer(group: list[Stream], num_pages: int) -> Buffer:
     """Return the buffer of a group.
 
-    It starts at the first stream, or earlier, so that its whole last page is real memory.
+    It starts at the first stream, or earlier, so that its last page does not exceed the allocation.
     """
     first, size_bytes = group[0], group[0].step * num_pages
-    # A view may know less of its allocation than its neighbour does: torch.from_numpy knows only
-    # the view.
+    # The views of one allocation may report different bounds: a tensor made by torch.from_numpy
+    # knows only the memory of its array.
     low, high = min(s.start for s in group), max(s.end for s in group)
     start = min(first.address, high - size_bytes)
     unit = ROW if first.in_rows else PAGE
@@ -206,7 +206,7 @@ def _kind(value: object) -> str:
 
 
 def _stream(name: str, array: Array) -> Stream:
-    # A caller that has a tensor has torch loaded, so there is no need to import it.
+    # Torch need not be imported: a caller that passes a tensor has loaded it.
     torch = sys.modules.get("torch")
     if isinstance(array, np.ndarray):
         return _of_numpy(name, array)
@@ -232,7 +232,7 @@ def _of_numpy(name: str, array: NDArray[Any]) -> Stream:
 
 
 def _allocation(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the first array of a chain of views: the whole memory that the chain may reach."""
+    """Return the array that owns the memory of a chain of views."""
     owner: Any = array
     while (owner := getattr(owner, "base", None)) is not None:
         if isinstance(owner, np.ndarray):
@@ -287,7 +287,7 @@ def _check(s: Stream, first: Stream, page_size: int, *, typed: bool) -> None:
             "pages of another inner layout need a tag"
         )
     inner = list(zip(s.shape[1:], s.strides[1:], strict=True))
-    # In an opaque page the dimensions may have any order.
+    # The dimensions of an opaque page may be in any order in memory.
     if not typed:
         inner.sort(key=lambda dimension: dimension[1], reverse=True)
     if not _dense(inner, s.item_bytes):
@@ -303,9 +303,9 @@ def _check(s: Stream, first: Stream, page_size: int, *, typed: bool) -> None:
 
 
 def _dense(dimensions: list[tuple[int, int]], item_bytes: int) -> bool:
-    """Return True if the dimensions leave no gap and no overlap.
+    """Return True if the elements are contiguous, without gaps or overlaps.
 
-    Each is (length, stride in bytes), outermost first.
+    A dimension is (length, stride in bytes); the outermost comes first.
     """
     expected = item_bytes
     for length, stride in reversed(dimensions):
