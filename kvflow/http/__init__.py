@@ -1,1 +1,1 @@
-"""The parts that all HTTP servers of kvflow share: listening, keys, limits, errors, metrics."""
+"""Parts that all HTTP servers of kvflow share: listening, keys, limits, errors and metrics."""

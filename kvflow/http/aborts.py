@@ -1,5 +1,7 @@
-"""POST /abort_request, as SGLang has it: it ends running requests by their id or X-Request-ID, and
-each answers with the tokens that it has.
+"""POST /abort_request, compatible with SGLang.
+
+It ends running requests by their id or X-Request-ID. Each of them responds with the tokens that it
+generated so far.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from aiohttp import web
 from kvflow.http.bodies import decoded
 from kvflow.http.responses import json_response
 
-ABORT = "abort"  # as a finish reason
+ABORT = "abort"  # the finish reason of an aborted choice
 PATH = "/abort_request"
 
 
 class AbortRequest(msgspec.Struct, frozen=True):
-    """The body: one id, or all running requests. With neither the request does nothing, as in
-    SGLang.
+    """Body of an abort request: the id of a request, or `abort_all`. With neither, no request is
+    aborted, as in SGLang.
     """
 
     rid: str | None = None
@@ -29,10 +31,10 @@ class AbortRequest(msgspec.Struct, frozen=True):
 
 
 class RunningChoices:
-    """The choices that are being generated, and the function that stops each."""
+    """The choices that are being generated, each with a function that stops it."""
 
     def __init__(self) -> None:
-        # By id, then by a number that is unique, because clients may use one id several times.
+        # Keyed by id, then by a unique number, because clients may use one id several times.
         self._stops: dict[str, dict[int, Callable[[], None]]] = {}
         self._numbers = itertools.count()
 
@@ -43,9 +45,10 @@ class RunningChoices:
     def listed(
         self, request_id: str, ids: Sequence[str], stop: Callable[[int], None]
     ) -> Iterator[None]:
-        """List the choices of one request, by its id and by theirs, until the block ends.
+        """List the choices of one request until the block ends, under the request's id and under
+        their own `ids`.
 
-        Ids need not be unique.
+        Ids need not be unique. `stop` receives the index of the choice to stop.
         """
         listed = [(name, i) for i, one in enumerate(ids) for name in {one, request_id or one}]
         numbers = [next(self._numbers) for _ in ids]
@@ -60,9 +63,9 @@ class RunningChoices:
                     del self._stops[one]
 
     def abort(self, request: AbortRequest) -> int:
-        """Stop the choices with this id, or all. Return their number."""
+        """Stop the choices with the id of `request`, or all choices. Return their number."""
         ids = list(self._stops) if request.abort_all else [request.rid or ""]
-        # By number, because a choice that is listed under several ids is stopped and counted once.
+        # Keyed by number, so that a choice under several ids is stopped and counted once.
         stops = {number: stop for one in ids for number, stop in self._stops.get(one, {}).items()}
         for stop in stops.values():
             stop()

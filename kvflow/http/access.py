@@ -1,4 +1,4 @@
-"""The id of each request, echoed in its answer, and the access log with one line per request."""
+"""Request ids, which responses echo, and the access log with one line per request."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ POLLED_PATHS = frozenset(
         *("/get_loads", "/workers"),
     }
 )
-CLIENT_GONE_STATUS = 499  # in log lines only: the client cannot read it any more
+# The status appears in log lines only, because a client that disconnected receives no response.
+CLIENT_GONE_STATUS = 499
 MAX_PATH = 256
 _log = logging.getLogger("kvflow.access")
 
 
 @contextmanager
 def traced(request: web.Request) -> Iterator[RequestTrace]:
-    """Make a trace for this request, which all code that it calls finds until the block ends."""
+    """Make the trace of this request the current one (`CURRENT`) until the block ends."""
     trace = RequestTrace(clean_request_id(request.headers.get(REQUEST_ID_HEADER, "")))
     token = CURRENT.set(trace)
     try:
@@ -45,20 +46,22 @@ def traced(request: web.Request) -> Iterator[RequestTrace]:
 
 
 async def echo_request_id(_: web.Request, response: web.StreamResponse) -> None:
-    """Add the request id to an answer. The application calls this before it sends the headers,
-    which for a stream happens while its handler runs.
+    """Add the request id to the headers of a response.
+
+    The application calls this before it sends the headers. For a stream, that is while the handler
+    still runs.
     """
     if (trace := CURRENT.get()) is not NO_REQUEST:
         response.headers[REQUEST_ID_HEADER] = trace.request_id
 
 
 def shown_path(request: web.Request) -> str:
-    """Return the path as it was sent, without its query, cut to a length that suits a log line."""
+    """Return the raw path without the query, truncated to `MAX_PATH` characters."""
     return request.rel_url.raw_path[:MAX_PATH]
 
 
 def log_access(request: web.Request, status: int, started: float, trace: RequestTrace) -> None:
-    """Log the line of one request that ended. `started` is its start by `time.perf_counter`."""
+    """Log one request that ended. `started` is the value of `time.perf_counter` at its start."""
     path = shown_path(request)
     level = logging.DEBUG if path in POLLED_PATHS and status < 400 else logging.INFO
     if not _log.isEnabledFor(level):

@@ -1,5 +1,7 @@
-"""The aiohttp application around the routes: request ids, errors as bodies, bearer keys, metrics,
-and time-outs for bodies.
+"""The aiohttp application around the routes of a server.
+
+Its middlewares handle request ids, error bodies, bearer keys, metrics, and time-outs of request
+bodies.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from kvflow.telemetry.requests import RequestTrace
 
 MAX_BODY_BYTES = 8 << 20  # a million tokens; see large_bodies.py
 BODY_TIMEOUT_S = 60.0
-# The time for which a connection may stay open without a complete request head. It is longer than
-# routers keep idle connections.
+# A connection without a complete request head is closed after this time. It is longer than routers
+# keep idle connections, so that no router sends a request on a connection that is being closed.
 IDLE_TIMEOUT_S = 120.0
-# When many requests arrive at once, only so many continue in one turn of the event loop, so that
-# running streams are not held up.
+# If many requests arrive at once, this many continue in one turn of the event loop, so that running
+# streams are not delayed.
 BODIES_PER_TURN = 4
 _log = logging.getLogger("kvflow.http")
 
@@ -50,10 +52,10 @@ def build_app(
     *,
     max_body_bytes: int = MAX_BODY_BYTES + MAX_ADDED_BYTES,
 ) -> web.Application:
-    """Return the application with the middlewares that every role has.
+    """Return an application for `routes`, with the middlewares of every role.
 
-    Web pages of `origins` may call it ("*": all pages). By default a worker accepts a body as large
-    as a router accepts, plus the fields that the router adds.
+    Web pages of `origins` may call it ("*" stands for all origins). The default of `max_body_bytes`
+    fits a worker: the router's limit, plus room for the fields that a router adds.
     """
     between = [*([cross_origin(origins)] if origins else []), authorized(keys)]
     middlewares = [_answered(metrics), *between, _with_body(Turnstile(BODIES_PER_TURN))]
@@ -67,15 +69,15 @@ def build_app(
 
 
 async def _livez(_: web.Request) -> web.StreamResponse:
-    """Answer that this process's event loop turns. /health reports whether it can serve
+    """Report that the event loop of this process runs. /health reports whether it can serve
     requests.
     """
     return json_response({"status": "ok"})
 
 
 def _answered(metrics: HttpMetrics) -> Middleware:
-    """Return the middleware that turns every error into a body, and counts and logs every answer
-    under its request's id.
+    """Return the middleware that converts errors to responses, and counts and logs every
+    response.
     """
 
     @web.middleware
@@ -89,8 +91,8 @@ def _answered(metrics: HttpMetrics) -> Middleware:
                 response = await _response(request, handler, trace)
                 status = response.status
                 if not response.prepared:
-                    # The headers of a prepared answer were sent already, with the id
-                    # (`echo_request_id`).
+                    # The headers of a prepared response are already sent; `echo_request_id` added
+                    # the id to them.
                     response.headers[REQUEST_ID_HEADER] = trace.request_id
             except (asyncio.CancelledError, ConnectionError):
                 metrics.client_gone()
@@ -108,7 +110,7 @@ def _answered(metrics: HttpMetrics) -> Middleware:
 async def _response(
     request: web.Request, handler: Handler, trace: RequestTrace
 ) -> web.StreamResponse:
-    """Return the handler's answer, or its error as an answer."""
+    """Return the handler's response, or the response for the error that it raises."""
     headers: dict[str, str] = {}
     try:
         return await handler(request)
@@ -138,8 +140,8 @@ async def _response(
 
 
 def _with_body(turnstile: Turnstile) -> Middleware:
-    """Return the middleware that reads the body before the handler runs; it answers 408 when the
-    body does not arrive in time.
+    """Return the middleware that reads the body before the handler runs. It responds with 408 if
+    the body does not arrive in time.
     """
 
     @web.middleware
@@ -154,8 +156,8 @@ def _with_body(turnstile: Turnstile) -> Middleware:
             raise web.HTTPBadRequest(
                 text=f"the request body cannot be read: {str(error)[:200]}"
             ) from None
-        # This includes an abort: the requests that arrived before it must begin first, because it
-        # can only stop running ones.
+        # An abort waits here as well. It can only stop running requests, so those that arrived
+        # before it must begin first.
         if body:
             await turnstile.passed()
         return await handler(request)
@@ -164,8 +166,8 @@ def _with_body(turnstile: Turnstile) -> Middleware:
 
 
 class _MalformedRequestFilter(logging.Filter):
-    """A filter that drops the tracebacks for bytes that are not HTTP/1 (an HTTP/2 preface, TLS).
-    Such a connection gets a 400.
+    """Drops log records about bytes that are not HTTP/1, such as an HTTP/2 preface or TLS. aiohttp
+    responds to them with 400.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -174,7 +176,7 @@ class _MalformedRequestFilter(logging.Filter):
 
 
 def silence_malformed_requests() -> None:
-    """Keep aiohttp from printing a traceback for every malformed request."""
+    """Keep aiohttp from logging a traceback for every malformed request."""
     server_log = logging.getLogger("aiohttp.server")
     if not any(isinstance(f, _MalformedRequestFilter) for f in server_log.filters):
         server_log.addFilter(_MalformedRequestFilter())

@@ -1,9 +1,9 @@
 """Access to routes: clients have one key, the operator of the servers has another.
 
-Every route of every role stands in one class of `ROUTES`; an application with a route outside them
-is not built. The levels are SGLang's, with one difference: where there is an API key and no
-operator's key, SGLang accepts the API key for both, while here no caller is the operator. The
-operator's key also opens the routes of clients.
+`ROUTES` assigns every route of every role to a class of access. `build_app` refuses an application
+with any other route. The classes are those of SGLang, with one difference. If a server has an API
+key and no operator's key, SGLang accepts the API key on the routes of `Access.CONTROL`, and kvflow
+refuses every caller there. The operator's key also opens the routes of clients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvflow.http.errors import Failure
 
 
 class Access(Enum):
-    """Callers that a route admits."""
+    """The callers that a route admits."""
 
     OPEN = "everybody, for probes and scrapers"
     CLIENT = "who has the API key, or everybody where there is none"
@@ -29,15 +29,15 @@ class Access(Enum):
 
 
 class Keys(NamedTuple):
-    """The bearer keys of a server. An empty text means that there is no such key."""
+    """The bearer keys of a server. An empty string means that the server has no such key."""
 
     api: str = ""
     admin: str = ""
 
     @property
     def of_operator(self) -> str:
-        """The key that an operator sends: the operator's, or the API key where there is no
-        other.
+        """The key that an operator sends: the operator's key, or the API key if there is no
+        operator's key.
         """
         return self.admin or self.api
 
@@ -56,7 +56,7 @@ ROUTES: dict[Access, frozenset[str]] = {
                 "GET /get_model_info",
                 "GET /version",
             ),
-            # Routers and decodes hold the clients' key only, and use these routes.
+            # Routers and decodes use these routes, and have only the clients' key.
             *(
                 "GET /server_info",
                 "GET /get_server_info",
@@ -81,7 +81,7 @@ ROUTES: dict[Access, frozenset[str]] = {
     ),
     Access.CONTROL: frozenset(
         {
-            # A worker that joins receives clients' requests, so joining is for operators.
+            # A worker that joins receives the requests of clients, so only operators may add one.
             *("POST /workers", "DELETE /workers/{worker_id}"),
             *("POST /switch_role", "POST /peers/{incarnation}/declare_dead"),
         }
@@ -91,13 +91,13 @@ _ACCESS_OF = {route: access for access, routes in ROUTES.items() for route in ro
 
 
 def bearer(key: str) -> dict[str, str]:
-    """Return the header of a caller that has `key`; an empty dictionary where the key is empty."""
+    """Return the request header that carries `key`; empty if `key` is empty."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def authorized(keys: Keys) -> Middleware:
-    """Return the middleware that answers 401 without the key of the route's class, and 403 where no
-    key could open the route.
+    """Return the middleware that responds with 401 if a request lacks the key for its route, and
+    with 403 if no key opens the route.
     """
 
     @web.middleware
@@ -118,16 +118,14 @@ def check_routes(app: web.Application) -> None:
 
 
 def routes_of(app: web.Application) -> Iterable[str]:
-    """Yield the routes of an application as `ROUTES` names them. HEAD is part of GET."""
+    """Yield the routes of an application in the form of `ROUTES`. HEAD counts as GET."""
     for route in app.router.routes():
         if route.resource is not None and route.method != "HEAD":
             yield f"{route.method} {route.resource.canonical}"
 
 
 def _refusal(request: web.Request, keys: Keys) -> Failure | None:
-    """Return the answer to a request without the key that its route needs; None where the request
-    may pass.
-    """
+    """Return the refusal of a request without the key for its route; None if it may pass."""
     access = _access(request)
     if access is Access.OPEN or (access is not Access.CONTROL and not any(keys)):
         return None
@@ -152,9 +150,9 @@ def _refusal(request: web.Request, keys: Keys) -> Failure | None:
 
 
 def _access(request: web.Request) -> Access:
-    """Return the class of a request's route.
+    """Return the access class of a request's route.
 
-    A path without a class needs a client's key, as most routes do.
+    An unknown path needs a client's key.
     """
     resource = request.match_info.route.resource
     method = "GET" if request.method == "HEAD" else request.method
@@ -164,10 +162,7 @@ def _access(request: web.Request) -> Access:
 
 
 def _has_one_of(request: web.Request, *keys: str) -> bool:
-    """Return True for a request with one of these keys.
-
-    A comparison takes as long for a wrong key as for the right one.
-    """
+    """Return True if the request carries one of these keys. Comparisons take constant time."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     token = _bytes_of(given) if scheme.lower() == "bearer" else b""
     # All keys are compared, so that the time does not reveal which of them matched.
@@ -176,7 +171,7 @@ def _has_one_of(request: web.Request, *keys: str) -> bool:
 
 
 def _bytes_of(key: str) -> bytes:
-    """Return a key as bytes, for any text; different keys have different bytes."""
-    # Bytes that are not UTF-8 become surrogates in a command line and in a header, and a plain
-    # `encode` refuses those.
+    """Encode a key, which may be any string. Different keys have different bytes."""
+    # Python decodes bytes that are not UTF-8, in a command line or a header, to surrogates. A plain
+    # `encode` refuses these.
     return key.encode("utf-8", "surrogatepass")

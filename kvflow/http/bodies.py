@@ -1,4 +1,4 @@
-"""JSON bodies of requests: their decoding, and the limits of their size."""
+"""Decoding of JSON request bodies, with limits on their size."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ import msgspec
 
 from kvflow.http.errors import RequestError
 
-# The limit of Python objects that a body may create, which hold the event loop for some 3 ms. It
-# allows 5,000 messages of a chat.
+# Most lists, objects and fields in a body. Decoding them blocks the event loop for some 3 ms. A
+# chat of 5,000 messages stays below this limit.
 MAX_STRUCTURE = 1 << 14
-MAX_COMPLETIONS = 256  # of one body: prompts times n
+# Most completions that one body may request: prompts times n.
+MAX_COMPLETIONS = 256
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-_PLACE = re.compile(r" - at `([^`]+)`$")  # the place that msgspec names in an error
+_PLACE = re.compile(r" - at `([^`]+)`$")  # the path of the field, at the end of msgspec's errors
 
 S = TypeVar("S")
 
 
 def decoded(raw: bytes, kind: type[S]) -> S:
-    """Return the body of any request as `kind`.
+    """Decode a request body to `kind`.
 
-    Fields that `kind` does not name are only checked to be JSON.
+    Fields that `kind` lacks are ignored, but must be valid JSON.
 
-    Raises: RequestError (400) naming the field.
+    Raises: RequestError (400), with the name of the field.
     """
     if len(raw) > MAX_STRUCTURE and _structure(raw) > MAX_STRUCTURE:
-        # Texts contain such characters too. They are removed only now, because that is slower than
-        # the first count.
+        # The characters that were counted may be inside of strings. Removing the strings is slower
+        # than the first count, so it is done only if the first count is too high.
         found = _structure(_STRING.sub(b"", raw))
         if found > MAX_STRUCTURE:
             raise RequestError(
@@ -47,7 +48,10 @@ def whole_number(value: object) -> int | None:
 
 
 def read_json(raw: bytes, kind: Any) -> Any:
-    """Return `raw` as `kind`, whatever its size. Raises: RequestError (400) naming the field."""
+    """Decode `raw` to `kind`, without a limit on its size.
+
+    Raises: RequestError (400), with the name of the field.
+    """
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -61,5 +65,5 @@ def read_json(raw: bytes, kind: Any) -> Any:
 
 
 def _structure(raw: bytes) -> int:
-    """Return an upper bound of the lists, objects and fields in `raw`."""
+    """Return an upper bound on the number of lists, objects and fields in `raw`."""
     return sum(map(raw.count, (b"[", b"{", b":")))

@@ -1,4 +1,4 @@
-"""Cross-origin requests of browsers (CORS), for the origins that --allowed-origins names."""
+"""Cross-origin requests from browsers (CORS), for the origins in --allowed-origins."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PREFLIGHT_AGE_S = 600
 
 
 def cross_origin(origins: Collection[str]) -> Middleware:
-    """Return the middleware that answers preflights, which carry no key. `AllowOrigin` marks the
-    other answers.
+    """Return the middleware that responds to preflight requests, which carry no key. `AllowOrigin`
+    adds the headers to all other responses.
     """
 
     @web.middleware
@@ -36,7 +36,7 @@ def cross_origin(origins: Collection[str]) -> Middleware:
 
 
 class AllowOrigin:
-    """The signal handler that allows a web page to read the answer, including a streamed one."""
+    """The signal handler that adds the CORS headers to a response, even to a streamed one."""
 
     def __init__(self, origins: Collection[str]) -> None:
         self._origins = origins
@@ -45,14 +45,14 @@ class AllowOrigin:
         if origin := _allowed(request, self._origins):
             response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Access-Control-Expose-Headers"] = REQUEST_ID_HEADER
-            # The answer depends on the origin here, so a cache must not give it to another one.
+            # The response depends on the origin, so a cache must not serve it to another origin.
             if origin != ANY:
                 response.headers["Vary"] = "Origin"
 
 
 def _allowed(request: web.Request, origins: Collection[str]) -> str:
-    """Return the value of Access-Control-Allow-Origin; empty for a request without an origin, or
-    from one that is not allowed.
+    """Return the value of Access-Control-Allow-Origin; empty if the request has no origin, or one
+    that is not allowed.
     """
     origin = request.headers.get("Origin", "")
     if not origin:

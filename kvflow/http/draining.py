@@ -1,4 +1,4 @@
-"""Draining: a server stops accepting requests and waits for the running ones."""
+"""Draining: a server refuses new requests while it waits for the running ones."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from kvflow.protocols.errors import AbortedError, Code
 
 ROLE_HEADER = "X-Kvflow-Role"
-"""The header of a router's leg that names the role in which the router uses this worker.
+"""Header in which a router states the role that it expects of a worker.
 
-A worker that changed its role since then refuses the request.
+A worker that meanwhile changed its role refuses the request.
 """
 _SHUTTING_DOWN = "this server is shutting down"
 
 
 class Drainable:
-    """A completion pipeline or a router that can be drained: it counts its running requests and may
-    refuse new ones.
+    """Base class of servers that can be drained: it counts running requests, and refuses new ones
+    while draining.
 
-    A drain lasts until the process ends (`stop`), or for a while (`pause`, `resume`).
+    A drain lasts until the process ends (`stop`), or from `pause` to `resume`.
     """
 
     def __init__(self) -> None:
@@ -32,29 +32,29 @@ class Drainable:
         self.idle.set()
 
     def refuse_when_draining(self) -> None:
-        """Refuse a request while draining. Raises: AbortedError."""
+        """Raise AbortedError while draining."""
         if self.draining:
             raise refusal(self.draining_reason)
 
     def stop(self) -> None:
-        """Accept no more requests, permanently."""
+        """Refuse new requests permanently."""
         self.draining = self.stopping = True
         self.draining_reason = _SHUTTING_DOWN
 
     def pause(self, reason: str) -> None:
-        """Accept no requests until `resume`."""
+        """Refuse new requests until `resume`."""
         self.draining = True
         if not self.stopping:
             self.draining_reason = reason
 
     def resume(self) -> None:
-        """Accept requests again, unless this server stops."""
+        """Accept requests again, unless `stop` was called."""
         self.draining = self.stopping
         self.draining_reason = _SHUTTING_DOWN
 
     def end_requests(self) -> None:
-        """End the running requests, each with an error that gives the reason: their time to finish
-        is over.
+        """End each running request with an error that gives the reason. Called when the time for
+        the drain is over.
         """
         raise NotImplementedError
 
@@ -74,6 +74,6 @@ class Drainable:
 def refusal(reason: str) -> AbortedError:
     """Return the error for a request that another worker may serve."""
     error = AbortedError(reason)
-    # This code, unlike that of an abort, allows a router to try another pair.
+    # With this code, unlike that of an abort, a router tries another pair.
     error.code = Code.SHUTDOWN
     return error

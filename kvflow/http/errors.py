@@ -1,11 +1,10 @@
-"""Errors as HTTP: one form of body for all of them, one status per cause.
+"""Errors as HTTP responses: one form of body, and one status for each code.
 
     {"error": {"type": ..., "code": ..., "param": ..., "message": ...}}
 
-The statuses follow from the reactions of routers, sglang_router among them: 408, 429, 500, 502, 503
-and 504 are retried with a new room, 400 and 404 never, and only 5xx count against a worker's
-circuit breaker. An error in the request is therefore 4xx, and an error that may not happen again is
-5xx.
+The statuses suit routers such as sglang_router. Routers retry 408, 429, 500, 502, 503 and 504 with
+a new room, but never 400 and 404, and only 5xx count against a worker's circuit breaker. An error
+in the request is therefore 4xx, and an error that a retry may avoid is 5xx.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from aiohttp import web
 from kvflow.protocols.errors import MAX_CAUSE_TEXT, CapacityError, Code, KvflowError, MisuseError
 
 RETRY_AFTER_S = 1
-MAX_SUMMARY = 300  # characters of a message in a log line
+MAX_SUMMARY = 300  # longest `Failure.summary`, in characters
 # OpenAI's code, by which clients recognize that they must shorten the prompt.
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 STATUS_OF_CODE: dict[Code, int] = {
-    # The client of the other leg left, so this answer has no reader, and circuit breakers ignore
-    # 4xx.
+    # The client of the other leg left, so no client reads this response. As a 4xx it does not
+    # count against a circuit breaker.
     Code.CLIENT_GONE: 499,
-    Code.ABORTED: 499,  # in log lines and metrics; both legs answer with what they have
+    # The status appears in log lines and metrics only: both legs respond with what they have.
+    Code.ABORTED: 499,
     Code.DEADLINE: 504,
     Code.RENDEZVOUS: 504,
     Code.CAPACITY: 503,
@@ -60,8 +60,8 @@ _TYPE_OF_STATUS = {
 
 
 class RequestError(MisuseError):
-    """A request that cannot be served as it is. The text is what the client has to change, `param`
-    the name of the field.
+    """A request that the client must change. The text says how, and `param` is the name of the
+    field.
     """
 
     status = 400
@@ -73,7 +73,7 @@ class RequestError(MisuseError):
 
 
 class UnknownModelError(RequestError):
-    """A request for a model that is not served here."""
+    """A request for a model that this server does not serve."""
 
     status = 404
 
@@ -83,7 +83,7 @@ class UnknownModelError(RequestError):
 
 
 class ConflictError(RequestError):
-    """An operator's request that conflicts with the state of this server. The text is the
+    """An operator's request that conflicts with the state of this server. The text gives the
     reason.
     """
 
@@ -94,7 +94,7 @@ class ConflictError(RequestError):
 
 
 class OverloadError(CapacityError):
-    """A request to a server that already runs as many requests as it accepts."""
+    """A request beyond the number that the server accepts at once."""
 
 
 class _ErrorFields(msgspec.Struct):
@@ -130,9 +130,11 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, status: int, body: bytes) -> Self:
-        """Read an error body of another server, its message cut to 2048 characters. A body of any
-        other form is not repeated. Where `status` is 0, as for an event of a stream, the status
-        follows from the code.
+        """Read an error body of another server. Its message is truncated to `MAX_CAUSE_TEXT`
+        characters.
+
+        A body that is not an error body is not passed on. If `status` is 0, as for an event in a
+        stream, the status follows from the code.
         """
         try:
             told = msgspec.json.decode(body, type=_ErrorBody).error
@@ -140,7 +142,7 @@ class Failure(msgspec.Struct, frozen=True):
             return cls(status or 500, "", "no reason given")
         code = str(told.code or "")
         known = STATUS_OF_CODE[Code(code)] if code in _CODES else 500
-        # vLLM and others send the status as the code.
+        # Some servers, vLLM among them, send the status as the code.
         if code in _ERROR_STATUSES:
             known = int(code)
         return cls(status or known, code, told.message[:MAX_CAUSE_TEXT], told.param)
@@ -154,14 +156,14 @@ class Failure(msgspec.Struct, frozen=True):
 
     @property
     def summary(self) -> str:
-        """Code and message, as log lines show them."""
+        """Code and message, for a log line."""
         text = (
             self.message if self.message.startswith(self.code) else f"{self.code}: {self.message}"
         )
         return text[:MAX_SUMMARY]
 
     def response(self) -> web.Response:
-        """Return the error as a complete answer."""
+        """Return the error as an HTTP response."""
         headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
         body = msgspec.json.encode(self.body)
         return web.Response(
@@ -170,17 +172,18 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def bounded_code(code: str) -> str:
-    """Return a code for a metric's label: one of kvflow's own, or an HTTP status, which other
-    servers use; "other" for the rest.
+    """Return `code` as the label of a metric.
+
+    Codes of kvflow and HTTP statuses stay as they are; any other code becomes "other".
     """
-    # Another server chooses the code: without a bound each new one would add a time series.
+    # Another server may send any code, and each new one would add a time series.
     if code in _KNOWN_CODES or (len(code) == 3 and code.isascii() and code.isdigit()):
         return code
     return "other"
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return status, code and message of any error that a handler may raise."""
+    """Return the failure for any exception that a handler raises."""
     if isinstance(error, RequestError):
         return Failure(error.status, error.reason, str(error)[:MAX_CAUSE_TEXT], error.param)
     if isinstance(error, KvflowError):

@@ -1,4 +1,4 @@
-"""Prometheus families made from plain numbers."""
+"""Builders of Prometheus metric families from plain numbers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ REQUEST_SECONDS = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80),
     *(100, 200, 400, 600, 1200, 1800, 2400),
 )
-"""Upper bounds, in seconds, of the buckets for durations of up to a whole request."""
+"""Upper bounds of histogram buckets, in seconds, for durations up to that of a whole request."""
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 Figure = tuple[str, str] | tuple[str, str, str]
-"""The end of a metric's name, its help, and the field with its value if that has another name."""
+"""(suffix of the metric's name, help) or (suffix, help, field). `field` is the attribute with the
+value; by default it is the suffix.
+"""
 V = TypeVar("V", bound=tuple[str, ...])
 
 
 class FamiliesOf(Collector):
-    """A collector for a registry: calls `make` at each scrape."""
+    """A Prometheus collector that calls `make` at each scrape."""
 
     def __init__(self, make: Callable[[], Iterator[Metric]]) -> None:
         self._make = make
@@ -38,14 +40,18 @@ class FamiliesOf(Collector):
 
 
 def labelled(family: F, counts: Mapping[str, float]) -> F:
-    """Add a sample per value of the one label of `family`. Return `family`."""
+    """Add one sample for each label value in `counts` to `family`, which has one label. Return
+    `family`.
+    """
     for label, count in counts.items():
         family.add_metric([label], count)
     return family
 
 
 def each(family: type[F], prefix: str, found: object, *figures: Figure) -> Iterator[F]:
-    """Yield one family without labels for each of some figures of `found`."""
+    """Yield one family without labels for each of `figures`, with values from attributes of
+    `found`.
+    """
     for name, text, *field in figures:
         yield family(f"{prefix}{name}", text, value=getattr(found, *field or [name]))
 
@@ -59,10 +65,10 @@ def histograms(
     bounds: Sequence[float] | None = None,
     unit: float = 1.0,
 ) -> HistogramMetricFamily:
-    """Return a family of histograms by their label values.
+    """Return a family of histograms; the keys of `found` are label values.
 
-    `bounds` selects some of the histograms' bounds, given in the unit of the family; by default all
-    are used. `unit` is the size of that unit in the histograms' unit.
+    `unit` is the family's unit, measured in that of the histograms. `bounds` selects some bounds of
+    the histograms, in the family's unit; by default all are used.
     """
     family = HistogramMetricFamily(name, text, labels=labels)
     for values, histogram in found.items():

@@ -1,9 +1,9 @@
-"""JSON that grows: a cumulative stream repeats all that it sent before, but encodes every token
-once.
+"""JSON values that grow. In a cumulative stream each event repeats the text so far; with these
+values every token is encoded only once.
 
-An answer may contain a `GrowingText` or a `GrowingArray` anywhere. It is encoded to pieces, which
-include the full blocks of those two without a copy: an event of n bytes is never joined, and is
-written in steps of a bounded size.
+A body may contain a `GrowingText` or a `GrowingArray` anywhere. `encode` returns pieces, and the
+full blocks of a growing value are pieces that are not copied. `write` then sends the pieces in
+steps of bounded size, so a large event is never joined to one string.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-BLOCK_BYTES = 1 << 17  # written at a time: some 50 us of the event loop
-# The mark at the place of a growing value. JSON text never contains this byte, because strings
-# escape it.
+# Most bytes that are written at a time, which blocks the event loop for some 50 us.
+BLOCK_BYTES = 1 << 17
+# A placeholder for a growing value. JSON never contains this byte, because strings escape it.
 _CUT = b"\0"
 _RAW_CUT = msgspec.Raw(_CUT)
 
@@ -30,7 +30,7 @@ class _Growing:
         self._open = bytearray()
 
     def pieces(self) -> list[bytes]:
-        """Return the encoded value so far. At most one block of it is copied."""
+        """Return the encoded value so far, in pieces. At most one block is copied."""
         return [self.edges[:1], *self._blocks, bytes(self._open), self.edges[1:]]
 
     def _grow(self, encoded: bytes) -> None:
@@ -39,7 +39,7 @@ class _Growing:
             self.close_block()
 
     def close_block(self) -> None:
-        """Close the open block, so that its bytes are not copied again."""
+        """Close the open block, so that `pieces` no longer copies its bytes."""
         if self._open:
             self._blocks.append(bytes(self._open))
             self._open.clear()
@@ -51,7 +51,7 @@ class GrowingText(_Growing):
     edges = b'""'
 
     def followed_by(self, text: str) -> GrowingText:
-        """Return a longer string that shares the beginning with this one, without a copy of it."""
+        """Return this string plus `text`, as a new value that shares the encoded blocks."""
         self.close_block()
         longer = GrowingText()
         longer._blocks = self._blocks.copy()
@@ -74,12 +74,12 @@ class GrowingArray(_Growing):
         self._grow(msgspec.json.encode(element))
 
     def only(self) -> _Growing:
-        """Return the one element of this array as a separate value."""
+        """Return the only element of this array as a value."""
         return _Element(self)
 
 
 class _Element(_Growing):
-    """The text between the brackets of an array."""
+    """The only element of an array: what is encoded between the brackets."""
 
     def __init__(self, array: GrowingArray) -> None:
         self._array = array
@@ -89,7 +89,7 @@ class _Element(_Growing):
 
 
 def encode(answer: Any) -> list[bytes]:
-    """Return `answer` as JSON, in pieces: one piece, unless a part of it grows."""
+    """Encode `answer` as JSON, in pieces. Without a growing value there is only one piece."""
     growing: list[_Growing] = []
 
     def cut_out(value: Any) -> msgspec.Raw:
@@ -107,9 +107,7 @@ def encode(answer: Any) -> list[bytes]:
 
 
 async def write(response: web.StreamResponse, pieces: Iterable[bytes]) -> None:
-    """Write `pieces`, one block at a time; other tasks get their turn of the event loop in
-    between.
-    """
+    """Write `pieces`, one block at a time. Other tasks can run in between."""
     steps = _steps(pieces)
     await response.write(next(steps, b""))
     for step in steps:
@@ -118,8 +116,8 @@ async def write(response: web.StreamResponse, pieces: Iterable[bytes]) -> None:
 
 
 def _steps(pieces: Iterable[bytes]) -> Iterator[bytes | memoryview]:
-    """Yield the same bytes with small pieces joined and large ones cut. Two consecutive steps have
-    more than a block together, so the number of steps is bounded.
+    """Yield the bytes of `pieces` in steps of at most a block: small pieces are joined, large ones
+    are cut. Two consecutive steps together exceed a block, which bounds the number of steps.
     """
     small: list[bytes | memoryview] = []
     size = 0

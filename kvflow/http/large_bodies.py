@@ -1,10 +1,10 @@
-"""Large JSON bodies, decoded in steps: decoding 8 MiB at once holds up the event loop for up to 80
-ms.
+"""Decoding of large JSON bodies in steps. Decoding 8 MiB at once would block the event loop for up
+to 80 ms.
 
-A thread would not help, since the decoder keeps the interpreter lock. Long strings and long arrays
-of token ids are decoded in steps, between which other tasks get their turn of the loop, and a
-marker takes their place in the body. The small rest is then decoded as every body is, and
-`LongValues.put_back` replaces the markers.
+A thread would not help, since the decoder holds the GIL. Long strings and long arrays of token ids
+are decoded in steps, between which other tasks can run. A marker replaces each of them in the body.
+The small rest is then decoded like any other body, and `LongValues.put_back` replaces the markers
+with the values.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from kvflow.http.errors import RequestError
 
 LARGE_BYTES = 1 << 16  # bodies from this size on are decoded in steps
 LONG_BYTES = 1 << 8  # strings and arrays from this size on are cut out
-MAX_REST_BYTES = 1 << 19  # of all shorter values, decoded at once: some 4 ms
-# The limit of what a router adds to a body: the rooms of as many completions as one body may ask
-# for, and the address of their prefill.
+# Most bytes outside of long values. They are decoded at once, in some 4 ms.
+MAX_REST_BYTES = 1 << 19
+# Most bytes that a router adds to a body: the rooms of all completions that one body may request,
+# and the address of their prefill.
 MAX_ADDED_BYTES = 1 << 13
-# The limit of strings and lists in a large body, because each costs a step of Python. No prompt
-# that fits a model comes near it.
+# Most strings and lists in a large body, because the scan handles each one in Python. No prompt
+# that fits into a model's context comes near this limit.
 MAX_VALUES = 1 << 18
 PROMPTS = frozenset({"input_ids", "prompt", "tokens"})
 _STEP_BYTES = 1 << 15  # some 200 us
 _STEP_VALUES = 256
-# The inside of a string in whole units, so that every prefix is a valid string: escapes, and both
-# halves of a surrogate pair, are not split.
+# Matches the inside of a string up to a position at which it can be split: never within an escape,
+# nor between the two escapes of a surrogate pair.
 _UNITS = re.compile(
     rb'(?:[^"\\]++|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|'
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\[^u])*+"
@@ -46,8 +47,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class LongValues:
-    """The values that were cut out of a body, with a marker for each. A client cannot guess a
-    marker, because it is drawn at random for each body.
+    """The values that were cut out of a body. Each has a marker that a client cannot guess, because
+    markers are random for each body.
     """
 
     def __init__(self) -> None:
@@ -56,8 +57,8 @@ class LongValues:
         self._found: list[str | NDArray[np.uint32]] = []
 
     def marker(self, value: str | NDArray[np.uint32]) -> bytes:
-        """Return the marker for `value` in the body: a string for a string, a list of token ids for
-        an array.
+        """Store `value`, and return its marker as JSON: a string for a string, a list of integers
+        for an array.
         """
         self._found.append(value)
         index = len(self._found) - 1
@@ -66,9 +67,9 @@ class LongValues:
         )
 
     def put_back(self, body: S) -> S:
-        """Return a decoded body with every value in its place.
+        """Return a decoded body with every marker replaced by its value.
 
-        A long prompt is then an array, uint32 [n].
+        In the fields of `PROMPTS` a long array of token ids stays an array, uint32 [n].
 
         Raises: RequestError for a body that is nested too deep.
         """
@@ -90,8 +91,8 @@ class LongValues:
             if value[:4] == self._numbers:
                 ids: Any = self._found[value[4]]
                 return ids if as_array else ids.tolist()
-            # A flat list of numbers contains no marker, and may be long: it is not copied element
-            # by element.
+            # A flat list of numbers contains no marker. It may be long, so its elements are not
+            # visited.
             if as_array:
                 flat = bool(value) and isinstance(value[0], int)
             else:
@@ -103,10 +104,10 @@ class LongValues:
 
 
 async def take_apart(raw: bytes, added_bytes: int = 0) -> tuple[bytes, LongValues]:
-    """Return `raw` with markers in place of its long values.
+    """Return `raw` with a marker in place of each long value, and these values.
 
-    Text that is not JSON stays as it is: decoding the result reports it. `added_bytes` is how many
-    of the bytes a router may have added.
+    Invalid JSON is not reported here, but stays in the result, whose decoding reports it. A router
+    may have added up to `added_bytes`, which do not count against the limit.
 
     Raises: RequestError for more strings and lists than MAX_VALUES, or more bytes outside long
     values than MAX_REST_BYTES.
@@ -127,8 +128,8 @@ async def take_apart(raw: bytes, added_bytes: int = 0) -> tuple[bytes, LongValue
 class _Body:
     """One pass over a body.
 
-    `_kept` has the pieces of the condensed body so far, with markers; `_done` is the position in
-    the body up to which they reach.
+    `_kept` contains the pieces of the condensed body so far, markers included. They cover the body
+    up to position `_done`.
     """
 
     def __init__(self, raw: bytes) -> None:
@@ -144,8 +145,7 @@ class _Body:
         while (quote := self._raw.find(b'"', at)) >= 0:
             await self._between_strings(at, quote)
             end = await self._string(quote)
-            # The string does not end, so this is not JSON: the rest stays as it is, and decoding it
-            # reports the error.
+            # The string has no end, so the body is not JSON. Decoding the rest reports the error.
             if not end:
                 return
             at = end
@@ -164,7 +164,7 @@ class _Body:
             at = close + 1
 
     async def _string(self, quote: int) -> int:
-        """Return the position after the string that begins at `quote`; 0 when it does not end.
+        """Return the position after the string that begins at `quote`; 0 if the string is invalid.
 
         A long string is cut out.
         """
@@ -172,11 +172,11 @@ class _Body:
         await self._count()
         parts: list[bytes] = []
         while True:
-            # The pattern matches the empty text too, so there always is a match.
+            # The pattern also matches the empty string, so there is always a match.
             end = _UNITS.match(raw, at, at + _STEP_BYTES).end()  # type: ignore[union-attr]
             if raw[end : end + 1] == b'"':
                 break
-            # The cut must not be inside a UTF-8 character.
+            # A part must not end within a UTF-8 character.
             while end > at and raw[end : end + 1] and raw[end] & 0xC0 == 0x80:
                 end -= 1
             if end == at:
@@ -197,7 +197,7 @@ class _Body:
         return end + 1
 
     async def _ids(self, start: int, end: int) -> NDArray[np.uint32] | None:
-        """Return the token ids of a flat array; None where it has other elements."""
+        """Return the token ids of a flat array; None if an element is not a token id."""
         parts: list[NDArray[np.uint32]] = []
         at = start
         while at <= end:

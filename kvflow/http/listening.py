@@ -1,4 +1,4 @@
-"""Listening sockets: bound before a model is loaded, served until a block ends."""
+"""Listening sockets. A server binds its socket before it loads a model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _BACKLOG = 1024
 
 
 def bound_socket(host: str, port: int, flag: str) -> socket.socket:
-    """Return a bound TCP socket. Binding early reports a taken port before a model is loaded.
+    """Return a bound TCP socket, so that a taken port is reported before a model is loaded.
 
-    Raises: MisuseError, one line.
+    Raises: MisuseError, which names `flag` as the remedy.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
@@ -39,14 +39,15 @@ def _cannot_listen(error: OSError, host: str, port: int, flag: str) -> MisuseErr
 
 
 def url_of(made: socket.socket, host: str) -> str:
-    """Return the URL under which this machine reaches a bound socket."""
+    """Return the URL of a bound socket, as clients on this machine reach it."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, bracketed(host))
     return f"http://{shown}:{made.getsockname()[1]}"
 
 
 def reachable(host: str) -> str:
-    """Return the address by which peers reach a role that listens on `host`; for "every interface",
-    the address of the default route.
+    """Return the address at which peers reach a server that listens on `host`.
+
+    If it listens on every interface, this is our address on the default route.
     """
     if host not in ("0.0.0.0", "::"):
         return host
@@ -55,8 +56,8 @@ def reachable(host: str) -> str:
     )
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            # Connecting a datagram socket sends no packet; it only makes the kernel choose a route.
-            # The address is one reserved for documentation.
+            # Connecting a datagram socket sends no packet. It only makes the kernel choose a route,
+            # here to an address that is reserved for documentation.
             probe.connect((outside, 9))
         except OSError:
             return "127.0.0.1" if family == socket.AF_INET else "::1"
@@ -71,8 +72,8 @@ async def listening_on(app: web.Application, made: socket.socket) -> AsyncGenera
     await runner.setup()
     try:
         try:
-            # The socket listens before the site starts, because uvloop hides the error when another
-            # process listens already.
+            # If another process already listens on the port, uvloop hides the error. So `listen` is
+            # called here, before the site starts.
             made.listen(_BACKLOG)
         except OSError as error:
             raise _cannot_listen(error, host, port, "--port") from None

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one process that answers over HTTP."""
+"""Prometheus metrics of one HTTP server."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 
 
 class HttpMetrics:
-    """Counts of requests, answers and refusals, and the families of the server behind them."""
+    """Metrics of requests and responses, together with the metrics of the server behind them."""
 
     def __init__(
         self, families: Callable[[Tally[str]], Iterable[Metric]] = lambda refusals: ()
     ) -> None:
-        """`families` yields further families at each scrape. It gets the requests refused here, by
-        code, and adds those that were refused elsewhere.
+        """`families` yields further metric families at each scrape.
+
+        It receives the counts of refused requests by code, and adds those that other parts of the
+        process refused.
         """
         self._families = families
         self.registry = CollectorRegistry()
-        self._refusals: Tally[str] = Tally()  # by code, of requests that never had a room
+        # Requests that ended before they had a room, by the code of their error.
+        self._refusals: Tally[str] = Tally()
         self._requests = Counter(
             "kvflow_requests", "Requests answered.", ("route", "status"), registry=self.registry
         )
@@ -74,13 +77,12 @@ class HttpMetrics:
         self._gone.inc()
 
     def response(self) -> web.Response:
-        """Return the exposition in text format 0.0.4."""
+        """Return all metrics in Prometheus text format 0.0.4."""
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return web.Response(body=generate_latest(self.registry), headers=headers)
 
     def _collect(self) -> Iterator[Metric]:
-        # A copy, because `families` adds to it: otherwise every scrape would count those refusals
-        # again.
+        # `families` adds to a copy. Otherwise each scrape would count the same refusals again.
         refusals = Tally(self._refusals)
         yield from self._families(refusals)
         refused = "Requests that ended before they had a room, by the code of their error."

@@ -1,8 +1,8 @@
-"""Fields of a body that decide which tokens a prompt has, and with which prompts it shares cached
-pages.
+"""The fields of a request body that determine a prompt's tokens, and the prompts with which it can
+share cached pages.
 
-A worker and the router in front of it read them alike, so that the router finds the worker whose
-cache has the prompt.
+Workers and the router interpret them with the same code, so that the router finds the worker whose
+cache contains the prompt.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from kvflow.protocols.cache.hashes import Namespace
 
 PromptIds = NDArray[np.uint32]
-"""A prompt's token ids, from the moment it is read or encoded. With an array, each check and the
-digest take microseconds, not milliseconds.
+"""The token ids of a prompt, uint32 [n]. On an array, checks and the digest take microseconds; on a
+list they would take milliseconds.
 """
 
 
 class TemplateFields(Protocol):
-    """Fields of a chat that its template reads beside the messages."""
+    """The fields of a chat request that its template receives in addition to the messages."""
 
     @property
     def reasoning_effort(self) -> Any: ...
@@ -31,13 +31,13 @@ class TemplateFields(Protocol):
 
 
 def template_variables(body: TemplateFields) -> dict[str, Any]:
-    """Return the variables of the chat template, beside the messages."""
+    """Return the variables of the chat template, without the messages."""
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     return {**effort, **(body.chat_template_kwargs or {})}
 
 
 def namespace_of(salt: str, extra_key: str) -> Namespace:
-    """Return the namespace for a request's `cache_salt` and `extra_key`, each "" where it has
-    none.
+    """Return the cache namespace for a request's `cache_salt` and `extra_key`; a missing one is an
+    empty string.
     """
     return Namespace(salt=f"{salt}\0{extra_key}" if extra_key else salt)

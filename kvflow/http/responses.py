@@ -1,4 +1,4 @@
-"""Answers that several routes give."""
+"""Responses that several routes share."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from aiohttp import web
 
 from kvflow.http.growing import BLOCK_BYTES, encode, write
 
-# The time that a client has to read an answer that is larger than the buffers on the way to it.
+# Time in which a client must read a response that exceeds the buffers on the way to it.
 READ_TIMEOUT_S = 60.0
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
-    """Return `body` as a JSON answer."""
+    """Return `body` as a JSON response."""
     return web.Response(
         body=msgspec.json.encode(body), status=status, content_type="application/json"
     )
 
 
 async def long_json_response(http: web.Request, body: Any) -> web.StreamResponse:
-    """Return `body`, a part of which may have grown large, as a JSON answer. A large answer is sent
-    before this returns.
+    """Return `body` as a JSON response; it may contain growing values. A large response is already
+    sent when this returns.
 
-    Raises: ConnectionError when the client disconnects, or does not read.
+    Raises: ConnectionError if the client disconnects, or does not read the response in time.
     """
     pieces = encode(body)
     size = sum(map(len, pieces))
@@ -40,7 +40,7 @@ async def long_json_response(http: web.Request, body: Any) -> web.StreamResponse
             await write(response, pieces)
             await response.write_eof()
     except TimeoutError:
-        # Closing the transport would wait for the buffered bytes that the client does not read.
+        # `close` would wait until the client reads the buffered bytes, so the transport is aborted.
         if http.transport is not None:
             http.transport.abort()
         raise ConnectionResetError(

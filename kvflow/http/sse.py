@@ -1,5 +1,5 @@
-"""Server-sent events: data lines, empty lines during silence, and one error event when a started
-stream fails.
+"""Server-sent events. While a stream is silent it sends empty lines, and if it fails after its
+start, its last event is the error.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvflow.http.growing import encode, write
 
 T = TypeVar("T")
 
-# An empty event, which every client skips. The standard would allow a comment as well, but clients
-# that read line by line (sglang.bench_serving) take every line that is not empty for JSON.
+# An empty event, which every client skips. The standard would also allow a comment, but clients
+# that read line by line (sglang.bench_serving) parse every non-empty line as JSON.
 KEEPALIVE = b"\n\n"
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {
@@ -30,9 +30,9 @@ _HEADERS = {
 
 
 class EventStream:
-    """One response as an event stream.
+    """One response that is a stream of events.
 
-    Every write raises ConnectionError after the client disconnected.
+    After the client disconnected, every write raises ConnectionError.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -44,20 +44,20 @@ class EventStream:
         return self._response
 
     async def start(self) -> None:
-        """Prepare the response. Status and headers leave with the next write: from here on an error
-        can only be an event.
+        """Prepare the response. Its status and headers are fixed from now on, and leave with the
+        next write; a later error can only be an event.
         """
         await self._response.prepare(self._request)
 
     async def send(self, *events: Any) -> None:
-        """Send JSON events, in one write unless they are large."""
+        """Send `events` as JSON, in one write unless they are large."""
         pieces: list[bytes] = []
         for event in events:
             pieces += (b"data: ", *encode(event), b"\n\n")
         await write(self._response, pieces)
 
     async def keepalive(self) -> None:
-        """Send an empty event: only a write makes a proxy notice that its client disconnected."""
+        """Send an empty event. A proxy notices only at a write that its client disconnected."""
         await self._response.write(KEEPALIVE)
 
     async def fail(self, failure: Failure) -> None:
@@ -71,14 +71,15 @@ class EventStream:
 
 
 class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
-    """Items of all `sources` with the index of their source, in batches: a batch has all that
-    arrived since the last one.
+    """Merges `sources` into one iterator of batches. A batch contains all items that arrived since
+    the previous one, each with the index of its source.
 
-    After `silence_s` without an item the batch is empty. The first error is raised after the items
-    before it. A slow reader gets larger batches. An item costs neither a task nor a timer: each
-    source has one task, and all of them share one timer. Use it as an async context manager:
-    leaving closes all sources and returns only after that, even when leaving is cancelled, once or
-    repeatedly.
+    If the reader waits for `silence_s` without an item, it receives an empty batch. The first error
+    of a source is raised after the items before it. A slow reader receives larger batches. An item
+    needs no task or timer: each source has one task, and all sources share one timer.
+
+    Use it as an async context manager. Leaving it closes all sources, and returns only after that,
+    even if it is cancelled repeatedly.
     """
 
     def __init__(
@@ -100,8 +101,8 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         self._tasks = [
             asyncio.create_task(self._pump(i, source)) for i, source in enumerate(self._sources)
         ]
-        # A done callback, not code in the task: a task that is cancelled before its first step
-        # never runs.
+        # `_ended` is a done callback and not the end of `_pump`, because a task that is cancelled
+        # before its first step runs no code.
         for task in self._tasks:
             task.add_done_callback(self._ended)
         if self._silence_s is not None:
@@ -140,14 +141,15 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         return batch
 
     def has_begun(self, index: int) -> bool:
-        """Return True after the source began to run. It is False in the turn of the event loop in
-        which this object was entered: a source that is closed in that turn never runs.
+        """Return True once the source began to run.
+
+        Sources begin in the turn of the event loop after `__aenter__`. A source that is stopped
+        before then never runs.
         """
         return index in self._begun
 
     def stop(self, index: int, last: T) -> None:
-        """Close one source. `last` becomes its last item, and its further items and errors are
-        dropped.
+        """Close one source, with `last` as its last item. Its later items and errors are dropped.
 
         The other sources continue.
         """
@@ -183,13 +185,13 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         self._timer = asyncio.get_running_loop().call_later(after_s, self._look, silence_s)
 
     def _look(self, silence_s: float) -> None:
-        """Wake the reader if it waited in silence.
-
-        A reader that is busy, because its client is slow, is left alone.
+        """Wake the reader if `silence_s` passed since it began to wait, so that it receives an
+        empty batch.
         """
         left_s = self._asked_at_s + silence_s - asyncio.get_running_loop().time()
         if left_s <= 0:
             self._silent = True
             self._wake()
-        # The timer is set again only here, not for each item: that would cost more than the item.
+        # The timer is restarted only here. To restart it for each item would cost more than the
+        # item.
         self._look_in(left_s if left_s > 0 else silence_s, silence_s)
