@@ -1,5 +1,5 @@
-"""A prefill or a decode node over your own paged pool: endpoint, shell, pages, data plane and
-control link together.
+"""Prefill and decode nodes over your own paged pool. A node combines endpoint, shell, page store,
+data plane and control link.
 
 async with DecodeNode(pool, plane="local") as decode:
     # ranks: each prefill node's `info`

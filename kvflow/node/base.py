@@ -1,6 +1,4 @@
-"""The base of both nodes: identity, pool, page owners, data plane, and how a node starts and
-ends.
-"""
+"""The base class of prefill and decode nodes."""
 
 from __future__ import annotations
 
@@ -38,8 +36,8 @@ S = TypeVar("S", PrefillShell, DecodeShell)
 
 
 class Node(Generic[S]):
-    """A node of either role: identity, pool, page owners, data plane, and how it starts and
-    ends.
+    """A node of either role: its identity, pool, page store and data plane, and its life from
+    `start` to `close`.
     """
 
     role = ""
@@ -66,7 +64,7 @@ class Node(Generic[S]):
             raise MisuseError(f"{staging!r} is not for {pool!r}")
         self.pool, self.staging, self._now = pool, staging, now
         self.reached = pool if staging is None else staging.host
-        """Memory that the data plane reads and writes."""
+        """The pool that the data plane reads and writes: `pool` or, with staging, its host pool."""
         self.plane: DataPlane = plane_for(
             self.reached, plane, receives=self.role == "decode", host=host
         )
@@ -74,7 +72,7 @@ class Node(Generic[S]):
         self.pages: PageStore = pages or pool.places
         pool.quarantine.keep_out_of(self.pages)
         self.timing, self.bounds = timing or Timing(), bounds or Bounds()
-        # Odd, and so never 0, which as the owner of an address means that its owner is not checked.
+        # The number is odd and so never 0: an owner of 0 in an address skips the check of claims.
         self.incarnation = Incarnation(
             secrets.randbits(63) | 1 if incarnation is None else incarnation
         )
@@ -90,17 +88,17 @@ class Node(Generic[S]):
 
     @staticmethod
     def _moved(layout: PoolLayout) -> PoolLayout:
-        """Return the part of a pool that peers write, or receive."""
+        """Return the part of `layout` that this node transfers."""
         return layout
 
     def _sums(self) -> Checksums | None:
-        """Return the checksums over the pool's pages, for transfers that are verified."""
+        """Return an object that computes checksums of the pool's pages, to verify transfers."""
         return PageChecksums(self.pool, self._moved(self.pool.layout))
 
     @property
     def _stores(self) -> list[tuple[Quarantine, PageStore]]:
-        """Stores that this node hands out pages of, and lends or sends from, each with the
-        quarantine of its pool.
+        """Stores from which this node takes pages, each with the quarantine of its pool. With
+        staging there are two, and the staging is the last one.
         """
         found: list[tuple[Quarantine, PageStore]] = [(self.pool.quarantine, self.pages)]
         if self.staging is not None:
@@ -135,9 +133,9 @@ class Node(Generic[S]):
 
     @property
     def _open_shell(self) -> S:
-        """The shell, for work that begins now.
+        """The shell, for new work.
 
-        Raises: MisuseError once the node is closed; while it closes, the endpoint refuses.
+        Raises: MisuseError once the node is closed. While it closes, the endpoint refuses new work.
         """
         if self._closing is not None and self._closing.done():
             raise MisuseError(f"the {self.role} node is closed")
@@ -148,70 +146,74 @@ class Node(Generic[S]):
             raise MisuseError(f"the {self.role} node was started before: make a new one")
 
     def rooms_by_phase(self) -> dict[str, int]:
-        """Count the open rooms by the name of their phase."""
+        """Return the number of open rooms in each phase, by the phase's name in lower case."""
         return dict(
             Counter(record.phase.name.lower() for record in self.shell.endpoint.rooms.values())
         )
 
     @property
     def control(self) -> str:
-        """Address at which decodes reach this node, "tcp://host:port"; empty for a node that binds
-        no port.
+        """Address at which decodes reach this node, "tcp://host:port"; empty if it binds no
+        port.
         """
         return ""
 
     @property
     def quarantined_pages(self) -> int:
-        """Pages that ended rooms, or earlier nodes over this pool, lent, and that a peer may still
-        write into.
+        """Number of pages in quarantine: their room, or the node that lent them, ended, and a peer
+        may still write into them.
         """
         return self.shell.endpoint.core.ledger.quarantined_pages
 
     @property
     def overdue_pages(self) -> int:
-        """Pages in quarantine whose writer is in doubt, or left an Abort unanswered until it was
-        repeated.
+        """Number of pages in quarantine whose writer is in doubt, or did not answer an Abort before
+        it was repeated.
         """
         return self.shell.endpoint.core.ledger.overdue_pages
 
     @property
     def quarantine_limit(self) -> int:
-        """Bound of `overdue_pages`: above it a decode opens no room, and either role reports itself
+        """Limit of `overdue_pages`. Above it a decode opens no room, and a node of either role is
         unavailable.
         """
         return self.shell.endpoint.core.ledger.quarantine_limit
 
     @property
     def staging_at_rest(self) -> bool:
-        """True while no page of the staging is lent, or read by a copy."""
+        """True while no page of the staging is lent or used by a copy."""
         return True
 
     @property
     def staging_waits(self) -> Waits | None:
-        """Rooms of a decode that wait for pages of its staging; None for a node that lends none."""
+        """Figures of the rooms that wait for pages of the staging; None for a node that lends no
+        staging.
+        """
         return None
 
     @property
     def pinned_pages(self) -> int:
-        """Pages that writes of ended rooms still read."""
+        """Number of pages that writes of ended rooms still read."""
         return 0
 
     @property
     def pinned_limit(self) -> int:
-        """Bound of `pinned_pages` for one decode: above it no room of that decode begins."""
+        """Limit of `pinned_pages` for each decode. Above it, new rooms of that decode are
+        refused.
+        """
         return 0
 
     @property
     def unavailable_reason(self) -> str:
-        """Reason why this node cannot serve; empty when it can."""
+        """Reason why this node cannot serve; empty if it can."""
         return ""
 
     def peers(self) -> list[dict[str, Any]]:
-        """Return one line for each node that this one knows: incarnation, phase, when its last
-        message arrived, what is open with it.
+        """Return a record for each node that this one knows, with its incarnation, its phase, the
+        time since its last message, and its open rooms or loans.
 
-        Prefills that owe loans of nodes that closed over this pool are in the phase "earlier": no
-        link leads to them.
+        A prefill that owes loans of an earlier node over this pool has the phase "earlier", and no
+        link.
         """
         raise NotImplementedError
 
@@ -233,12 +235,12 @@ class Node(Generic[S]):
         return lines
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """Declare, on an operator's word, that a prefill incarnation writes no more: the only end
-        of a loan without proof.
+        """Declare, on an operator's word, that a prefill process can write no more. No other call
+        ends a loan without proof.
 
-        Its rooms end, its pages leave quarantine, and it is never linked again. If the word is
-        wrong, what that process still writes corrupts the pages' next owner. Raises: MisuseError
-        (not linked here and without a loan, or seen to run on this host).
+        The rooms of this incarnation end, its loans leave quarantine, and it is never linked again.
+        If the process still writes, it corrupts the pages of their next owner. Raises: MisuseError
+        if the incarnation has neither a link nor a loan here, or runs on this host.
         """
         self.shell.declare_dead(incarnation, why)
 
@@ -246,27 +248,26 @@ class Node(Generic[S]):
         return dict(Counter(str(line["phase"]) for line in self.peers()))
 
     async def start(self) -> None:
-        """Start the node; once only. Raises: MisuseError."""
+        """Start the node. Raises: MisuseError on a second call."""
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Open no room from here on, and end all with `Code.SHUTDOWN`; `close` waits for what
-        follows.
+        """Refuse new rooms, and end every open one with `Code.SHUTDOWN`. Idempotent.
 
-        Idempotent.
+        `close` then waits for running writes and for the proofs of loans.
         """
         if self._shell is not None:
             self._shell.leave()
 
     async def close(self) -> Sequence[UnprovenLoan]:
-        """End and drain every room, then the data plane; idempotent. The pool stays the caller's.
+        """End and drain every room, then close the data plane. Idempotent. The caller closes the
+        pool.
 
-        Returns the loans whose end could not be proven, this node's own and those of earlier nodes
-        over its pool. Their pages must not be used: every node over this pool withholds them, and
-        watches their writers until there is proof (`PagedPool.unproven`).
+        Returns the unproven loans of this node, and of earlier nodes over its pool. Their pages
+        must not be used. Every node over this pool withholds them, and watches their writers until
+        there is proof (`PagedPool.unproven`).
 
-        Cancelling it, once or several times, does not stop it: the cancellation is passed on when
-        the work ended (I12).
+        A cancellation does not stop the work. It is raised only when the node is closed (I12).
         """
         if self._closing is None:
             self.leave()
@@ -278,10 +279,9 @@ class Node(Generic[S]):
         raise NotImplementedError
 
     async def _close_memory(self) -> None:
-        """Close the data plane, the checksums and the copies: after it, this node no longer touches
-        the pool.
+        """Close everything that accesses the pool: the data plane, the checksums and the copies.
 
-        Raises: what the data plane raises, when all else is closed.
+        An error of the data plane is raised after the others are closed.
         """
         try:
             await self.plane.close()

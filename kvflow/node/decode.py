@@ -1,4 +1,4 @@
-"""The library's decode node."""
+"""The decode node, on asyncio."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ from kvflow.transports.control.zmq import connect_dealer
 
 log = logging.getLogger(__name__)
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
-"""Resolves the word by which a user names a prefill to the ranks of all its groups, in rank order.
+"""Resolves a prefill's name to the ranks of all its groups, in rank order. The user chooses what a
+name means.
 
 Raises: LostError.
 """
 
 
 class DecodeNode(Node[DecodeShell]):
-    """A decode node: it lends pages of its pool to prefill ranks, room by room."""
+    """A decode node. For each room it lends pages of its pool to prefill ranks."""
 
     role = "decode"
 
@@ -72,19 +73,19 @@ class DecodeNode(Node[DecodeShell]):
         connect: Connect = connect_dealer,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """Make a node over `pool`; `start` begins its work.
+        """Create a node over `pool`. It does no work before `start`.
 
-        `plane` is a data plane, or the name of one that prefills reach at `host`. `resolve` turns
-        the word by which a room names its prefill into ranks; a registry's client is one. `pages`
-        knows who owns which page of the pool (by default the pool's own allocator).
+        `plane` is a data plane, or the name of one, which prefills then reach at `host`. `resolve`
+        is needed for rooms that give their prefill by name; the client of a registry provides one.
+        `pages` is the store of the pool's pages, by default the pool's own allocator.
 
-        `verify_transfers`: a chunk counts as landed once its checksum equals prefill's, which must
-        send one. A room whose pages differ fails, and prefill is notified. After the last chunk
-        prefill is not notified, because its room ended in success before.
+        `verify_transfers`: a chunk counts as landed only if its checksum equals the one that
+        prefill sent. Prefill must verify as well. A room with a mismatch fails, and prefill is
+        notified, except for the last chunk: prefill's half has then already succeeded.
 
-        `staging`: host memory beside the pool, which peers write in its place; a chunk counts as
-        landed once it is copied to the pool. The staging stays the caller's. Rooms wait for its
-        pages as long as their deadline permits.
+        `staging`: peers write into this host memory instead of the pool, and a chunk counts as
+        landed once it is copied to the pool. Rooms wait for its pages until their deadline. The
+        caller closes the staging.
         """
         super().__init__(
             pool,
@@ -101,7 +102,7 @@ class DecodeNode(Node[DecodeShell]):
         self._arrivals = (
             None if staging is None else StagedArrivals(staging, verify=verify_transfers)
         )
-        # Other nodes over the staging return pages, too.
+        # Other nodes over the same staging may return pages for which rooms of this node wait.
         self._returned: PageWaiter | None = None
         self._verify = verify_transfers
         self._resolve, self._connect = resolve, connect
@@ -109,7 +110,7 @@ class DecodeNode(Node[DecodeShell]):
         self._asking: dict[str, asyncio.Future[Sequence[RankInfo]]] = {}
 
     def _sums(self) -> Checksums | None:
-        # The sums of a node with staging are made by its `StagedArrivals`, where pages land.
+        # With staging, `StagedArrivals` computes the checksums, over the memory where pages land.
         return super()._sums() if self.staging is None else None
 
     @property
@@ -124,7 +125,7 @@ class DecodeNode(Node[DecodeShell]):
 
     @property
     def unavailable_reason(self) -> str:
-        """Reason why this decode opens no room: its quarantine is above the limit. Empty when it
+        """Reason why this decode opens no rooms, namely a quarantine above its limit; empty if it
         can.
         """
         return self.shell.endpoint.core.ledger.excess
@@ -147,7 +148,7 @@ class DecodeNode(Node[DecodeShell]):
         self._check_start()
         address, layout = self.exported
         if self.reached.segment is not None:
-            # Peers of this machine check the claim when they map the segment.
+            # Peers on this machine check the claim when they map the segment.
             self.reached.segment.claim(self.incarnation)
         self._shell = DecodeShell(
             DecodeEndpoint(
@@ -192,15 +193,15 @@ class DecodeNode(Node[DecodeShell]):
     ) -> DecodeRoom:
         """Open a room at `prefill` for a prompt of token ids.
 
-        `prefill` is a word that `resolve` understands, or the ranks themselves. The room is open
-        once it is awaited or entered. The deadline covers everything, linking included.
-        `prefix_tokens`: decode has that many first tokens of the prompt already, a whole number of
-        pages or all of them. `pages`: pages of your own allocator for the rest of the prompt; they
-        are yours again after `released()`. `dp_rank`: the group of a data-parallel prefill that
-        serves the room; `room % dp_size` by default.
+        Await or enter the returned room to wait until it is open. `prefill` is a name for
+        `resolve`, or the ranks themselves. The deadline covers the whole room, linking included.
+        `prefix_tokens` is the number of leading tokens that decode already has: whole pages, or the
+        whole prompt. `pages` are pages of your own allocator for the rest of the prompt; you may
+        reuse them after `released()`. `dp_rank` selects the group of a data-parallel prefill, by
+        default `room % dp_size`.
 
-        Raises: MisuseError. Awaiting the room raises LostError (no answer), RefusedError (the pools
-        do not fit), CapacityError, AbortedError while shutting down.
+        Raises: MisuseError. Awaiting the room raises LostError (prefill does not answer),
+        RefusedError (the pools do not fit), CapacityError, or AbortedError while shutting down.
         """
         return self._open(
             room, prefill, prompt, deadline_s, prefix_tokens, pages, dp_rank, held_back=False
@@ -217,10 +218,10 @@ class DecodeNode(Node[DecodeShell]):
         pages: Sequence[int] | PageIndices | None = None,
         dp_rank: int | None = None,
     ) -> DecodeRoom:
-        """Announce a room whose pages are not there yet.
+        """Announce a room before its pages are available.
 
-        Prefill's half waits, and no page is taken until `offer()`. Closing the room instead sends
-        prefill the cause. Arguments and errors: as `room`.
+        Prefill's half waits for this room, and the room takes no pages before `offer()`. If the
+        room is closed instead, prefill receives the cause. For arguments and errors, see `room`.
         """
         return self._open(
             room, prefill, prompt, deadline_s, prefix_tokens, pages, dp_rank, held_back=True
@@ -234,10 +235,10 @@ class DecodeNode(Node[DecodeShell]):
         *,
         dp_rank: int | None = None,
     ) -> None:
-        """Refuse a request: its prefill ranks receive the cause at once.
+        """Refuse a request. Its prefill ranks receive the cause at once.
 
-        If no group has the number `dp_rank`, the ranks of every group receive it. Raises:
-        MisuseError.
+        If no group has the number `dp_rank`, the ranks of all groups receive it. Raises:
+        MisuseError for an invalid argument.
         """
         shell, number = self._open_shell, room_id(room)
         check_dp_rank(dp_rank)
@@ -247,7 +248,7 @@ class DecodeNode(Node[DecodeShell]):
         else:
             every = check_infos(prefill, "prefill")
         groups: list[Sequence[RankInfo]] | None = None
-        # When the registry was last asked, it knew no rank of the group.
+        # The known ranks may lack some of the group. Then `_refuse_at` resolves the name again.
         with suppress(LostError):
             groups = None if every is None else groups_to_tell(every, number, dp_rank)
         if isinstance(prefill, str) and not (groups and self._all_linked(groups)):
@@ -314,15 +315,15 @@ class DecodeNode(Node[DecodeShell]):
             else:
                 shell.open(handle, ranks or (), agreed, at_s, announce=held_back)
         except BaseException:
-            # If the caller brought pages, the room holds them by now.
+            # If the caller gave pages, the room already holds them.
             if handle.record is None:
                 handle.holding.feed(PageKind.FREE)
             raise
         return handle
 
     def _known(self, prefill: str, room: int, dp_rank: int | None) -> Sequence[RankInfo] | None:
-        """Return the ranks of a room's group if all of them are linked; None if the registry must
-        be asked.
+        """Return the ranks of a room's group if all of them are linked; None if they must be
+        resolved.
         """
         if (every := self._ranks.get(prefill)) is None:
             return None
@@ -334,31 +335,30 @@ class DecodeNode(Node[DecodeShell]):
         return group_for(await self._ask(prefill), room, dp_rank)
 
     async def _ask(self, prefill: str) -> Sequence[RankInfo]:
-        """Resolve once for all rooms that wait for the same word."""
+        """Resolve a name, once for all rooms that wait for the same name."""
         task = self._asking.get(prefill)
         if task is None:
             task = self._asking[prefill] = asyncio.ensure_future(self._answer(prefill))
             task.add_done_callback(functools.partial(self._answered, prefill))
-        # Other rooms wait for the same answer: cancelling one of them must not cancel it.
+        # Other rooms may wait for the same task, so cancelling one room must not cancel it.
         ranks = self._ranks[prefill] = await asyncio.shield(task)
         return ranks
 
     def _answered(self, prefill: str, task: asyncio.Future[Sequence[RankInfo]]) -> None:
         self._asking.pop(prefill, None)
         if not task.cancelled():
-            # Retrieving the error keeps asyncio from logging it where every room that waited
-            # already ended.
+            # If every room that waited has ended, asyncio would log the error as never retrieved.
             task.exception()
 
     async def _answer(self, prefill: str) -> Sequence[RankInfo]:
-        """Check the answer of the user's `resolve`, which may raise and return anything."""
+        """Call the user's `resolve`, and check what it returns."""
         assert self._resolve is not None
         return check_infos(await self._resolve(prefill), f"what resolve({prefill!r}) returns")
 
     async def _close(self) -> None:
-        """Close the node; lent pages return where a living prefill can prove them.
+        """Close the node. Lent pages return if a living prefill proves the end of their loans.
 
-        The others stay with the pool, unproven.
+        The pool keeps the other loans in its quarantine.
         """
         if self._shell is not None:
             await self._shell.close()

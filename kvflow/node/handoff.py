@@ -1,8 +1,8 @@
-"""The hand-over from prefill to decode besides the pages (I9): bytes to the room, a struct to the
-two engines.
+"""The hand-over from prefill to decode, which accompanies the pages (I9). A room carries it as
+bytes; the two engines use it as a struct.
 
-Every field is a copy, not a view of the message that it was read from: the struct lives as long as
-the request that keeps it, whatever is handed over later.
+Every field is a copy and not a view of the message, so a request can keep the struct for as long as
+it likes.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import MisuseError, WireError
 from kvflow.protocols.wire.codec import UNDECODABLE
 
-MAX_HIDDEN_BYTES = 1 << 19  # 32 tokens of 8,192 bfloat16; the whole hand-over is at most 1 MiB
+# 32 tokens of 8,192 bfloat16. The whole hand-over is at most 1 MiB.
+MAX_HIDDEN_BYTES = 1 << 19
 MAX_DRAFT_ENTRIES = 1 << 12
 
 
 class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
-    """The first token, sampled by prefill from the prompt's last logits, the prompt's token counts,
-    and its log-probabilities where they were asked for.
+    """The first token, which prefill sampled from the prompt's last logits, the prompt's token
+    counts, and log-probabilities if the request asks for them.
 
-    `sampling` is the `SamplingParams.first_token_digest` of the request for which the token was
-    chosen, if the engine sends it. A room pairs two halves by id and prompt only; the digest shows
+    `sampling` is the `SamplingParams.first_token_digest` of prefill's request, if the engine sends
+    it. A room matches its two halves by id and prompt only, so decode compares this digest to check
     that both halves ask for the same sampling.
 
-    The other fields are for engines that decode speculatively, and optional. `hidden_states`
-    [tokens, hidden] are floating-point numbers, the model's last hidden states at the last `tokens`
-    of the prompt. `draft_probabilities` float32 and `draft_token_ids` int32 or int64 have one
-    shape, [k] or [steps, k]: the candidates that follow the first token.
+    The last three array fields are optional, for engines that decode speculatively. `hidden_states`
+    [tokens, hidden], floating-point, are the model's last hidden states for the last `tokens`
+    tokens of the prompt. `draft_probabilities` (float32) and `draft_token_ids` (int32 or int64)
+    have the same shape, [k] or [steps, k]: they are the candidates after the first token.
     """
 
     first_token: int
@@ -45,9 +46,9 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
     sampling: bytes = b""
 
     def encode(self) -> bytes:
-        """Return the bytes that the room carries.
+        """Return the bytes for the room.
 
-        Raises: MisuseError naming the field whose dtype, shape or size is wrong.
+        Raises: MisuseError that names a field with a wrong dtype, shape or size.
         """
         if fault := self._fault():
             raise MisuseError(f"the hand-over's {fault}")
@@ -55,9 +56,10 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
 
     @staticmethod
     def decode(data: bytes) -> HandOff:
-        """Read a hand-over; the size limit of messages bounds its fields.
+        """Decode a hand-over. The size limit of messages also bounds its fields.
 
-        Raises: WireError for bytes that are not a hand-over, or naming the field that is wrong.
+        Raises: WireError for bytes that are not a hand-over, or for a field with a wrong dtype,
+        shape or size.
         """
         try:
             found = _DECODER.decode(data)
@@ -70,10 +72,10 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
     def check_fits(
         self, prompt_tokens: int, vocabulary: int, hidden_size: int | None = None
     ) -> None:
-        """Check that the hand-over is for a prompt of `prompt_tokens`, and for a model of this
-        vocabulary and, where given, this hidden size.
+        """Check that the hand-over fits a prompt of `prompt_tokens` tokens, and a model with this
+        vocabulary size and, if given, this hidden size.
 
-        Raises: WireError.
+        Raises: WireError if it does not fit.
         """
         if self.prompt_tokens != prompt_tokens:
             text = (
@@ -101,7 +103,9 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
             raise WireError(f"{text}, those of the model of {hidden_size}")
 
     def _fault(self) -> str:
-        """Return what is wrong with the arrays, by name; empty when they are well-formed."""
+        """Return the name of a malformed array and what is wrong with it; empty if there is
+        none.
+        """
         for name in ("hidden_states", "draft_probabilities", "draft_token_ids"):
             packed: PackedArray | None = getattr(self, name)
             if packed is not None and packed.fault:
@@ -149,7 +153,7 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
         given = probabilities.array()
         if given.size > MAX_DRAFT_ENTRIES:
             return f"draft_probabilities: {given.size} entries, limit {MAX_DRAFT_ENTRIES}"
-        # The comparison is false for NaN too.
+        # NaN fails this check too, because every comparison with it is false.
         if not bool(((given >= 0) & (given <= 1)).all()):
             return "draft_probabilities: a number is outside 0..1"
         return "draft_token_ids: a token id is below 0" if int(ids.array().min()) < 0 else ""

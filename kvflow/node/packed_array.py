@@ -1,7 +1,4 @@
-"""Arrays of a hand-over, packed as bytes.
-
-The module imports torch only when a tensor is asked for.
-"""
+"""Arrays in a hand-over, packed as bytes. Only `PackedArray.tensor` imports torch."""
 
 from __future__ import annotations
 
@@ -24,8 +21,9 @@ MAX_DIMENSIONS = 4
 
 
 class PackedArray(msgspec.Struct, frozen=True):
-    """`shape` elements of `dtype` (float32, float16, bfloat16, int32 or int64), row by row,
-    little-endian.
+    """An array of `shape` and `dtype` (float32, float16, bfloat16, int32 or int64).
+
+    `data` has the elements in row-major order, little-endian.
     """
 
     dtype: str
@@ -34,9 +32,9 @@ class PackedArray(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(array: NDArray[Any] | torch.Tensor) -> PackedArray:
-        """Copy a numpy array or a torch tensor, on any device and in any memory order.
+        """Pack a copy of a numpy array or a torch tensor, on any device and in any memory order.
 
-        Raises: MisuseError for a dtype that is not one of the five.
+        Raises: MisuseError for any other dtype.
         """
         found = getattr(array, "dtype", type(array))
         dtype = found.name if isinstance(found, np.dtype) else str(found).removeprefix("torch.")
@@ -55,7 +53,7 @@ class PackedArray(msgspec.Struct, frozen=True):
 
     @property
     def fault(self) -> str:
-        """Description of what is wrong with the array; empty when it is well-formed."""
+        """Description of what is wrong with the array; empty if it is well-formed."""
         if self.dtype not in _ITEM_BYTES:
             return f"its dtype {self.dtype[:40]!r} is not one of {', '.join(_ITEM_BYTES)}"
         if not 1 <= len(self.shape) <= MAX_DIMENSIONS or min(self.shape) < 1:
@@ -68,13 +66,13 @@ class PackedArray(msgspec.Struct, frozen=True):
         return ""
 
     def array(self) -> NDArray[Any]:
-        """Return a read-only numpy view; bfloat16 appears as its bits, uint16."""
+        """Return a read-only numpy view. bfloat16 elements appear as uint16."""
         return np.frombuffer(self.data, _IN_NUMPY[self.dtype]).reshape(self.shape)
 
     def floats(self) -> NDArray[np.float32]:
         """Return the elements as float32, bfloat16 included."""
         found = self.array()
-        # The upper half of a float32 is a bfloat16, so a shift converts it exactly.
+        # A bfloat16 is the upper half of a float32, so a shift converts it exactly.
         if self.dtype == "bfloat16":
             return (found.astype("<u4") << 16).view("<f4")
         return found.astype("<f4")

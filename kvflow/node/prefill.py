@@ -1,4 +1,4 @@
-"""The library's prefill node."""
+"""The prefill node, on asyncio."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvflow.transports.data.staged import StagedPlane
 from kvflow.transports.host.address import bracketed
 
 Bind = Callable[[str, int], tuple[ControlSocket, int]]
-"""Binds prefill's end of the control link: (host, port or 0) -> the socket and its port.
+"""Binds prefill's end of the control link: (host, port) -> (socket, port). Port 0 binds a free one.
 
-Raises: MisuseError (port taken).
+Raises: MisuseError if the port is taken.
 """
 
 
 class PrefillNode(Node[PrefillShell]):
-    """One prefill rank: it binds the control ROUTER and writes rooms into decodes' pools."""
+    """One prefill rank. It binds a ROUTER socket for control, and writes KV into decodes' pools."""
 
     role = "prefill"
 
@@ -59,18 +59,19 @@ class PrefillNode(Node[PrefillShell]):
         bind: Bind = bind_router,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """Make a node over `pool`; `start` binds its control socket on `host`.
+        """Create a node over `pool`. `start` binds its control socket to `host` and `port`.
 
-        With `port` 0 it is bound to a free one. Decodes reach it at `advertise`, by default `host`.
+        Port 0 binds a free port. Decodes reach the node at `advertise`, by default `host`.
 
-        `plane` is a data plane, or the name of one. `pages` knows who owns which page of the pool
-        (by default the pool's own allocator). `verify_transfers`: send a checksum with every chunk,
-        for decodes that verify. `staging`: host memory beside the pool, through which every write
-        passes; it stays the caller's.
+        `plane` is a data plane, or the name of one. `pages` is the store of the pool's pages, by
+        default the pool's own allocator. `verify_transfers`: send a checksum with every chunk, for
+        decodes that verify. `staging`: host memory through which every write passes; the caller
+        closes it.
 
-        `rank` is one of `world_size` that serve each room together; each sends what only it has of
-        decode's pool, and its share of what several have (`PoolLayout.served`). `dp_rank` is the
-        number of this group of ranks, out of `dp_size` groups.
+        `rank` is the number of this rank among the `world_size` ranks that serve each room
+        together. A rank sends what only it has, and its share of what several ranks have
+        (`PoolLayout.served`). `dp_rank` is the number of this group of ranks among `dp_size`
+        groups.
         """
         super().__init__(
             pool,
@@ -101,7 +102,7 @@ class PrefillNode(Node[PrefillShell]):
         return layout.served
 
     def _sums(self) -> Checksums | None:
-        # The CPU cannot read a pool on a device, so its sums are made over copies in host memory.
+        # The CPU cannot read a pool on a device, so its pages are copied to host memory first.
         return super()._sums() if self.pool.on_host else StagedChecksums(self.pool)
 
     @property
@@ -116,8 +117,9 @@ class PrefillNode(Node[PrefillShell]):
         return RankInfo(*me, *where, self._model, self.shape, *self._group)
 
     async def start(self) -> None:
-        """Start the node. Raises: MisuseError when the control port is taken, or on a second
-        call.
+        """Start the node.
+
+        Raises: MisuseError if the control port is taken, or on a second call.
         """
         self._check_start()
         self._socket, self._port = self._bind(self._host, self._port)
@@ -143,12 +145,12 @@ class PrefillNode(Node[PrefillShell]):
         deadline_s: float | None = None,
         rendezvous_s: float | None = None,
     ) -> PrefillRoom:
-        """Open the engine's half of a room; synchronous, so that a refusal is known before any
-        work.
+        """Open the engine's half of a room.
 
-        It waits `rendezvous_s` (the node's timing by default) for a decode that did not announce
-        the room, and for one that did as long as that decode lives. Raises: MisuseError (room in
-        use, empty prompt, not a room id ...).
+        The method is synchronous, so that the caller learns of a refusal before it does any work.
+        If decode did not announce the room, its half must arrive within `rendezvous_s` (by default
+        the node's timing). An announced room waits for as long as that decode lives. Raises:
+        MisuseError (room in use, empty prompt, invalid room id, ...).
         """
         shell, (tokens, digest) = self._open_shell, check_prompt(prompt)
         if deadline_s is None:
@@ -160,10 +162,10 @@ class PrefillNode(Node[PrefillShell]):
         return shell.open(room, tokens, digest, rendezvous_s=rendezvous_s, deadline_at_s=at_s)
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """Refuse a room whose engine's half will never arrive: decode receives the cause, now or
-        when its half arrives.
+        """Refuse a room instead of opening the engine's half.
 
-        Raises: MisuseError for what is not a room id.
+        Decode receives the cause now, or when its half arrives. Raises: MisuseError if `room` is
+        not a room id, or `cause` is not a Cause.
         """
         self._open_shell.refuse(room, check_cause(cause))
 
@@ -177,8 +179,10 @@ class PrefillNode(Node[PrefillShell]):
 
     @property
     def unavailable_reason(self) -> str:
-        """Reason why this node cannot serve, also while more of its pool is in quarantine than its
-        limit: prompts are computed in what is left.
+        """Reason why this node cannot serve; empty if it can.
+
+        One reason is a quarantine above its limit, because prompts are computed in the remaining
+        pages.
         """
         endpoint = self.shell.endpoint
         endpoint.note_stall(self.plane.stalled_s)
@@ -205,10 +209,10 @@ class PrefillNode(Node[PrefillShell]):
             await shell.drain(self.timing.lost_after_s)
             drained = not shell.endpoint.rooms
             if drained:
-                # Goodbye names the grants that are unproven, so it waits for the end of the writes:
-                # before the plane closes if they drained, and otherwise after it.
+                # Goodbye names the unproven grants, so it is sent only after every write ended. The
+                # writes have drained here; otherwise they end when the plane closes.
                 await shell.part()
-            # The writes that a frozen peer holds up end here, unproven.
+            # Writes that a frozen peer blocks end here, as unproven.
             await self._close_memory()
             if not drained:
                 await shell.part()

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, packed for the hand-over. Does not import torch."""
+"""Log-probabilities of a prompt's tokens, packed for the hand-over, without torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 from kvflow.protocols.errors import WireError
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 
-MAX_BYTES = MAX_HANDOFF_BYTES - (1 << 16)  # the rest is for the first token
+# The remaining bytes are for the other fields of the hand-over.
+MAX_BYTES = MAX_HANDOFF_BYTES - (1 << 16)
 _FLOATS, _IDS = np.dtype("<f4"), np.dtype("<i4")
 
 
 class ScoredToken(NamedTuple):
-    """One token of a prompt; `logprob` is None for the first of the tokens asked for, as in
-    SGLang's answers.
+    """One token of a prompt with its log-probabilities.
+
+    `logprob` is None for the first requested token, as in SGLang's responses.
     """
 
     token_id: int
@@ -28,11 +30,12 @@ class ScoredToken(NamedTuple):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of the tokens after position `start`, each given all before it.
+    """Log-probabilities of the prompt tokens after position `start`, each given all tokens before
+    it.
 
-    `logprobs` is float32 [tokens]. `top_ids` int32 [tokens, top] and `top_logprobs` float32
-    [tokens, top] are the most likely tokens in descending order. `asked` float32 [tokens, ids]
-    belongs to the tokens that were asked for by id.
+    `logprobs` is float32 [tokens]. `top_ids`, int32 [tokens, top], and `top_logprobs`, float32
+    [tokens, top], are the most likely tokens at each position, in descending order. `asked`,
+    float32 [tokens, ids], are the log-probabilities of the ids that the request names.
     """
 
     start: int
@@ -58,9 +61,10 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
         )
 
     def check(self, start: int, tokens: int, top: int, asked: int, vocabulary: int) -> None:
-        """Check that the start, the sizes and the ids are those asked for.
+        """Check that the log-probabilities are those that were requested: `start`, `tokens`
+        positions, `top` and `asked` entries at each, and ids within the vocabulary.
 
-        Raises: WireError.
+        Raises: WireError if they are not.
         """
         sizes = (len(self.logprobs), len(self.top_ids), len(self.top_logprobs), len(self.asked))
         if self.start != start or sizes != tuple(
@@ -79,9 +83,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     def tokens(
         self, prompt: Sequence[int] | NDArray[np.integer], asked_ids: Sequence[int] = ()
     ) -> Iterator[ScoredToken]:
-        """Yield the tokens of `prompt` from `start` on."""
+        """Yield the tokens of `prompt` from `start` on, with their log-probabilities."""
         ids: list[int] = np.asarray(prompt[self.start :]).tolist()
-        # The token at `start` is not scored: the scores begin with the one after it.
+        # The token at `start` has no log-probability: they begin with the next token.
         yield ScoredToken(ids[0], None, [], [])
         logprobs = np.frombuffer(self.logprobs, _FLOATS)
         shape = (len(logprobs), -1) if len(logprobs) else (0, 0)

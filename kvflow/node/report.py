@@ -1,4 +1,4 @@
-"""The report of a node about its state, cheap enough to be taken every second."""
+"""A report of a node's state. It is cheap enough to be made every second."""
 
 from __future__ import annotations
 
@@ -13,37 +13,42 @@ from kvflow.telemetry.counters import TransferMeasures
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages, rooms, peers and transfers of one node, whatever engine it serves."""
+    """Figures about the pages, rooms, peers and transfers of one node, with any engine."""
 
     incarnation: int
     control_endpoint: str
     data_plane: str
-    fingerprint: str = ""  # that of the model whose KV the pool holds
+    fingerprint: str = ""  # identifies the model of the KV in the pool
     pool: PoolShape
-    pool_bytes: int  # rows included
+    pool_bytes: int  # including rows
     pool_dtype: str
     pool_device: str
     pages_free: int
     pages_total: int
     pages_by_kind: dict[str, int] = {}
-    pages_at_rest: bool  # rows and lent staging included
+    # True while every page and row of the pool and the staging is free or evictable.
+    pages_at_rest: bool
     rows_free: int = 0
-    rows_total: int = 0  # 0: the model keeps no state once per request
+    # 0 if the model has no state per request.
+    rows_total: int = 0
     rows_by_kind: dict[str, int] = {}
     staging_waits: Waits | None = None
     quarantine_pages: int = 0
     quarantine_overdue_pages: int = 0
-    quarantine_limit_pages: int = 0  # with more overdue, new requests are refused
+    # With more overdue pages than this, new requests are refused.
+    quarantine_limit_pages: int = 0
     pinned_pages: int = 0
-    pinned_limit_pages: int = 0  # above it for one decode, its requests are refused
+    # New rooms of a decode are refused while it pins more pages than this.
+    pinned_limit_pages: int = 0
     peers_by_phase: dict[str, int] = {}
     peers_declared_dead: int = 0
     rooms_by_state: dict[str, int] = {}
     rooms_ended: dict[str, int] = {}
-    # The key is the stage ("bootstrap", "transfer", "engine") and the cause's code.
+    # Keys are the stage ("bootstrap", "transfer" or "engine") and the code of the cause.
     rooms_failed: dict[tuple[str, str], int] = {}
-    requests_refused: dict[str, int] = {}  # refused before they had a room, by the cause's code
-    # The live object, which is filled further after the report.
+    # Requests that were refused before they had a room, by the code of the cause.
+    requests_refused: dict[str, int] = {}
+    # The node's live object: it keeps changing after the report is made.
     transfers: TransferMeasures | None = None
     bytes_moved: int = 0
     chunks_mismatched: int = 0
@@ -58,9 +63,10 @@ def node_report(
     pages_by_kind: Mapping[str, int],
     at_rest: bool,
 ) -> NodeReport:
-    """Report on `node`; call it on the node's own loop.
+    """Return a report on `node`. Call it on the node's event loop.
 
-    The engine passes what only it knows: which pages are free, and whose the others are.
+    The engine passes what only it knows: the number of free pages, the pages of each kind of owner,
+    and whether its stores are at rest.
     """
     return NodeReport(
         incarnation=node.incarnation,

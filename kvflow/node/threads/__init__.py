@@ -1,3 +1,3 @@
-"""Nodes for engines without an event loop: the node runs on a loop in its own thread, and any
-thread may use it.
+"""Nodes for engines without an event loop. A node runs on an event loop in a thread of its own, and
+any thread may use it.
 """

@@ -44,12 +44,12 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         make_thread: MakeThread = LoopThread,
         **options: Any,
     ) -> None:
-        """Make a node over `pool`; `start` starts it in a thread.
+        """Create a node over `pool`; `start` runs it in a thread.
 
-        `options` are those of `DecodeNode`: host, resolve, timing, bounds, verify_transfers ...
+        `options` are arguments of `DecodeNode`: host, resolve, timing, bounds, verify_transfers ...
 
-        `loop_factory` is for example `uvloop.new_event_loop`, where uvloop is installed.
-        `make_thread` makes the loop's thread; the simulator passes one of virtual time.
+        `loop_factory` creates the event loop, for example `uvloop.new_event_loop`. `make_thread`
+        creates the loop's thread; the simulator passes a thread with virtual time.
         """
         super().__init__(pool, pages, loop_factory, make_thread)
         self._resolves = options.get("resolve") is not None
@@ -67,9 +67,10 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         dp_rank: int | None = None,
         context: Any = None,
     ) -> DecodeThreadRoom:
-        """Lend `pages`, those of the prompt after its first `prefix_tokens`, to `prefill`.
+        """Open a room at `prefill`, and lend it `pages` for the prompt after `prefix_tokens`.
 
-        See `DecodeNode.room`. Raises: MisuseError. Every other refusal is a failed event.
+        See `DecodeNode.room`. Raises: MisuseError. Any other refusal is reported by a "failed"
+        event.
         """
         handle, opened = self._prepare(
             room, prefill, prompt, prefix_tokens, deadline_s, dp_rank, context
@@ -91,10 +92,10 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         dp_rank: int | None = None,
         context: Any = None,
     ) -> DecodeThreadRoom:
-        """Announce a room whose pages are not there yet.
+        """Announce a room before its pages are available.
 
-        Prefill's half waits until `offer` brings them, or `close` sends the reason why they will
-        not come. Arguments as for `open`. Raises: MisuseError.
+        Prefill's half waits until the room's `offer` lends pages, or its `close` sends prefill the
+        cause. For arguments see `open`. Raises: MisuseError.
         """
         handle, opened = self._prepare(
             room, prefill, prompt, prefix_tokens, deadline_s, dp_rank, context
@@ -105,7 +106,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     def offer_pages(
         self, room: DecodeThreadRoom, pages: Sequence[int] | PageIndices, prefix_tokens: int | None
     ) -> None:
-        """Lend the pages of an announced room; rooms call it.
+        """Lend pages for an announced room. `DecodeThreadRoom.offer` calls it.
 
         The pages are busy when it returns, unless the room ended.
         """
@@ -139,7 +140,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         cause: Cause,
         dp_rank: int | None = None,
     ) -> None:
-        """Refuse a request before any page is there: its prefill receives the cause.
+        """Refuse a request without a room: its prefill ranks receive the cause.
 
         See `DecodeNode.refuse`. Raises: MisuseError.
         """
@@ -161,10 +162,10 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         dp_rank: int | None,
         context: Any,
     ) -> tuple[DecodeThreadRoom, Callable[..., DecodeRoom]]:
-        """Check the arguments of a room on the caller's thread.
+        """Check the arguments of a room, in the caller's thread.
 
-        Returns the room, and a function that calls a method of the node with the arguments on the
-        loop.
+        Returns the room, and a function for the loop's thread, which calls the method of the node
+        that it receives with these arguments.
         """
         self._running()
         number, checked = room_id(room), check_prompt(prompt)
@@ -190,8 +191,8 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     def _prefill(
         self, prefill: str | Sequence[RankInfo], dp_rank: int | None
     ) -> str | Sequence[RankInfo]:
-        """Refuse here what `DecodeNode` would refuse on the loop, so that the caller receives the
-        error.
+        """Check `prefill` and `dp_rank` as `DecodeNode` does, so that the error is raised in the
+        caller's thread.
         """
         check_dp_rank(dp_rank)
         if not isinstance(prefill, str):
@@ -207,6 +208,6 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
             self._tell(RoomEvent("begun", room))
         await handle.opened()
         self._tell(RoomEvent("opened", room))
-        # The pages belong to the engine: there is nothing to keep.
+        # `keep` is not needed, because the pages belong to the engine.
         room.handoff = await handle.landed()
         self._tell(RoomEvent("landed", room, handoff=room.handoff))

@@ -1,6 +1,6 @@
 """An event loop that runs in a thread.
 
-Calls are posted to it in bursts: one wake-up serves all that wait.
+Other threads post calls to it. One wake-up of the loop runs all calls posted so far.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """A thread with an event loop; it runs until `stop`.
+    """A thread with an event loop. It runs until `stop`.
 
-    It is a daemon thread: a process that exits without stopping it is not kept alive by it.
+    It is a daemon thread, so it does not keep the process alive.
     """
 
     def __init__(
         self, name: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     ) -> None:
-        """Start the thread at once. `loop_factory` makes the loop; `uvloop.new_event_loop` is an
+        """Start the thread. `loop_factory` creates the event loop; `uvloop.new_event_loop` is an
         example.
         """
         self.name = name
@@ -57,7 +57,7 @@ class LoopThread:
             except BaseException as error:
                 if started:
                     raise
-                # `_begin` waits for the start, and raises it there.
+                # `_begin` waits for `ready`, and raises this error in the caller's thread.
                 started.append(error)
                 ready.set()
             finally:
@@ -70,24 +70,24 @@ class LoopThread:
             raise started[0]
 
     def post(self, call: Callable[[], None]) -> bool:
-        """Run `call` on the loop, after all calls posted before; False when the loop stopped, and
-        it never will.
+        """Run `call` on the loop, after all calls that were posted before.
+
+        Returns False if the loop stopped; `call` then never runs.
         """
         with self._lock:
             if self._stopped:
                 return False
             self._posted.append(call)
-            # The loop is woken once for a burst of calls: later ones join those that wait.
+            # The loop is woken only once for all calls that it did not run yet.
             if not self._woken:
                 self._woken = True
                 self._loop.call_soon_threadsafe(self._run_posted)
         return True
 
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work` on the loop, after what was posted, and wait for its result.
+        """Run `work` on the loop, after all posted calls, and wait for its result.
 
-        Raises: what `work` raises; MisuseError when the loop stopped, or from the loop's own
-        thread.
+        Raises: any error of `work`; MisuseError if the loop stopped, or in the loop's own thread.
         """
         self.check_not_within()
         with self._lock:
@@ -102,12 +102,12 @@ class LoopThread:
         return future.result()
 
     def check_not_within(self) -> None:
-        """Refuse a call from the loop's own thread. Raises: MisuseError."""
+        """Raise MisuseError in the loop's own thread, where a blocking call would deadlock."""
         if threading.current_thread() is self._thread:
             raise MisuseError(f"this would block {self.name}, the thread that has to do the work")
 
     def stop(self) -> None:
-        """End the loop, and wait for its thread; idempotent. Tasks that are left are cancelled."""
+        """Stop the loop, cancel its tasks, and wait for its thread to end. Idempotent."""
         with self._lock:
             if not self._stopped:
                 self._stopped = True
@@ -115,7 +115,7 @@ class LoopThread:
         self._thread.join()
 
     def _end(self) -> None:
-        """Fail the calls that still wait, after the loop ended for any reason."""
+        """Fail every pending `call`, after the loop ended for any reason."""
         with self._lock:
             self._stopped = True
         for future in list(self._asked):
@@ -130,6 +130,6 @@ class LoopThread:
             try:
                 call()
             except Exception:
-                # The calls behind it belong to other rooms.
+                # The following calls belong to other rooms, and must still run.
                 self.errors += 1
                 log.exception("a call that was posted to %s failed", self.name)

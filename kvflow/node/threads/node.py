@@ -1,5 +1,4 @@
-"""The base of the two nodes for engines without an event loop: thread, pages, rooms that are not
-released, events.
+"""The base class of nodes for engines without an event loop.
 
 with kvflow.DecodeThread(pool, "local") as node:
     room = node.open(7, prefill=ranks, prompt=ids, pages=mine)     # pages of your own allocator
@@ -7,8 +6,9 @@ with kvflow.DecodeThread(pool, "local") as node:
         for event in node.poll(timeout_s=0.001):                   # landed, failed, released ...
             ...
 
-Each method returns at once, unless its name or its timeout shows otherwise. Misuse is raised where
-it happens; whatever happens later is an event. The node runs on an event loop in another thread.
+The node runs on an event loop in another thread. Methods return at once, except `start`, `close`,
+`ask`, and those with a timeout. They raise MisuseError for misuse; all that happens later is
+reported by events.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MakeThread = Callable[[str, LoopFactory | None], LoopThread]
 
 
 class NodeThread(Generic[N, A, R]):
-    """A node of either role in a thread: the thread, the pages, the rooms that are not released,
-    and the events.
+    """A node of either role in a thread, with its page store, its rooms that are not released, and
+    its events.
     """
 
     role = ""
@@ -60,19 +60,19 @@ class NodeThread(Generic[N, A, R]):
         self._loop_factory, self._make_thread = loop_factory, make_thread
         self._thread: LoopThread | None = None
         self._node: N | None = None
-        # Held around start and close, which several threads may call at once.
+        # `start` and `close` hold this lock, because several threads may call them at once.
         self._life = threading.Lock()
-        # Guards fields of rooms where a check and a change belong together.
+        # Guards the fields of rooms that are checked and changed in one step.
         self._lock = threading.Lock()
-        # A value is None until the loop opened the room. The caller's thread adds rooms; all else
-        # is written on the loop.
+        # A value is None until the loop opened the room. Callers' threads add rooms; only the loop
+        # changes and removes them.
         self._rooms: dict[R, A | None] = {}
-        self._tasks: dict[asyncio.Task[None], A] = {}  # awaiting tasks, each with its room
+        self._tasks: dict[asyncio.Task[None], A] = {}  # tasks that wait for events of a room
         self._events: deque[RoomEvent[R]] = deque()
         self._news = threading.Condition()
         self._unproven: Sequence[UnprovenLoan] = ()
         self._closing = self._closed = False
-        self._over = False  # closed, and no event can follow
+        self._over = False  # the node is closed, and no event can follow
 
     def __repr__(self) -> str:
         state = "closed" if self._closing else "new" if self._thread is None else "running"
@@ -83,7 +83,7 @@ class NodeThread(Generic[N, A, R]):
     def start(self) -> Self:
         """Start the thread and the node.
 
-        Raises: what the node raises when it is made or started; on a second call, MisuseError.
+        Raises: any error of creating or starting the node; MisuseError on a second call.
         """
         with self._life:
             if self._thread is not None or self._closing:
@@ -98,11 +98,11 @@ class NodeThread(Generic[N, A, R]):
         return self
 
     def close(self) -> Sequence[UnprovenLoan]:
-        """End and drain every room, then the node, then the thread, and wait for all of it.
+        """End and drain every room, close the node, and end the thread. Waits for all of it.
 
-        Idempotent; any number of threads may call it. Returns the loans whose end could not be
-        proven; their pages stay busy. Events of the time until then can still be polled. Raises:
-        MisuseError from the node's own thread, which has to do the work.
+        Idempotent; any thread may call it. Returns the unproven loans, whose pages stay busy.
+        Earlier events can still be polled. Raises: MisuseError in the node's own thread, which must
+        do the work.
         """
         if self._thread is not None:
             self._thread.check_not_within()
@@ -123,13 +123,13 @@ class NodeThread(Generic[N, A, R]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- what the engine asks
+    # --- called by the engine
 
     def poll(self, timeout_s: float = 0.0) -> list[RoomEvent[R]]:
         """Return the events since the last call, in order.
 
         Waits up to `timeout_s` for the first one, unless the node is closed. Raises: MisuseError
-        (what is not a time).
+        for an invalid `timeout_s`.
         """
         check_time("timeout_s", timeout_s)
         with self._news:
@@ -142,15 +142,15 @@ class NodeThread(Generic[N, A, R]):
     def wait_released(
         self, pages: Sequence[int] | PageIndices, timeout_s: float | None = None
     ) -> bool:
-        """Block until nothing touches `pages` (of any room): no peer may write into them, and no
-        write and no checksum reads them.
+        """Block until `pages`, of any room, are not busy: no peer may write into them, and no write
+        or checksum reads them.
 
-        Returns False when that took longer than `timeout_s`: ask again, or do not use the pages.
+        Returns False after `timeout_s`. The pages must then not be used yet.
         """
         return self.pages.wait_idle(pages, timeout_s)
 
     def ask(self, question: Callable[[N], T]) -> T:
-        """Block for the answer to `question(node)`, which runs on the node's own thread:
+        """Call `question(node)` in the node's thread, and wait for its result, as in
         `ask(lambda node: node.peers())`.
         """
 
@@ -159,8 +159,8 @@ class NodeThread(Generic[N, A, R]):
             try:
                 return question(self._node), None
             except BaseException as problem:  # noqa: BLE001
-                # The error is raised on the caller's thread below: on the loop it might end the
-                # node's thread.
+                # The error is raised in the caller's thread below. On the loop, one such as
+                # SystemExit would end the node's thread.
                 return None, problem
 
         found, error = self._running().call(answer)
@@ -169,9 +169,9 @@ class NodeThread(Generic[N, A, R]):
         return cast("T", found)
 
     def close_room(self, room: R, cause: Cause) -> None:
-        """Close a room; rooms call it."""
+        """Close a room. The room's `close` calls it."""
         if self._thread is not None:
-            # A stopped thread ended every room before.
+            # The result is ignored: if the thread is stopped, every room has already ended.
             self._thread.post(partial(self._close_room, room, cause))
 
     # --- on the caller's thread
@@ -179,9 +179,9 @@ class NodeThread(Generic[N, A, R]):
     def check_places(self, pages: PageIndices, *, last: bool = True) -> None:
         """Check that `pages` may be lent or sent.
 
-        Raises: LayoutError unless a pool's row, where it has rows, is the last place of a room;
-        OwnershipError for pages that a writer of an earlier node over the pool may still write
-        into.
+        In a pool with rows, the last place must be the room's row, and a chunk that is not the
+        `last` must have no row. Raises: LayoutError otherwise; OwnershipError for pages that a
+        writer of an earlier node over the pool may still write into.
         """
         if (layout := self.pool.layout).num_rows:
             layout.check_places(pages, last=last)
@@ -194,7 +194,7 @@ class NodeThread(Generic[N, A, R]):
             )
         if self._closing:
             raise MisuseError(f"the {self.role} thread is closed")
-        # Another thread is in start().
+        # Another thread is still in `start`.
         if self._node is None:
             raise MisuseError(
                 f"the {self.role} thread is still starting: wait until start() has returned"
@@ -202,8 +202,9 @@ class NodeThread(Generic[N, A, R]):
         return self._thread
 
     def _post_open(self, room: R, opened: Callable[[N], A], pages: PageIndices) -> None:
-        """Post the opening of a room. `pages` are busy from here on: the node holds them itself
-        once it opened the room.
+        """Post a call that opens a room.
+
+        `pages` are busy from now on. Once the node opened the room, it holds them itself.
         """
         thread = self._running()
         self.pages.hold(pages)
@@ -229,9 +230,9 @@ class NodeThread(Generic[N, A, R]):
         unproven = await self._node.close()
         self._closed = True
         while due := [task for task, handle in self._tasks.items() if handle.when_released.given]:
-            # The next `due` may only be computed when each of these tasks appended its last event.
+            # A task appends the last event of its room when it ends. Another task may be due then.
             await asyncio.wait(due)
-        # The rooms of these tasks have unproven loans: they are never released.
+        # The rooms of the remaining tasks have unproven loans, so they are never released.
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -249,49 +250,47 @@ class NodeThread(Generic[N, A, R]):
         else:
             self._spawn(handle, self._follow(room, handle), partial(self._followed, room, handle))
         finally:
-            # The node holds the pages of a room that it opened; this hold was for the time until
-            # then.
+            # This ends the hold of `_post_open`. If the node opened the room, it has its own hold.
             self.pages.unhold(pages)
 
     def _act(self, act: Callable[[N], None]) -> None:
-        """Call the node, unless it is closed: then its connections are closed too."""
+        """Call `act` with the node, unless the node is closed."""
         if not self._closed:
             assert self._node is not None
             act(self._node)
 
     def _pass_on(self, room: R, pages: PageIndices, use: Callable[[A], None]) -> None:
-        """Pass pages on to the node, if it opened their room; it holds them itself from then on."""
+        """Call `use` with the node's room, if the node opened it, then end the caller's hold on
+        `pages`. The node holds the pages that it uses itself.
+        """
         handle = self._rooms.get(room)
         try:
             if handle is not None:
                 use(handle)
         except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
-            # The room's own error arrives as an event. Any other ends the room, such as that of
-            # pages which entered quarantine since the engine offered them.
+            # The room's own error is reported by an event. Any other error ends the room, for
+            # example if a page entered quarantine after the engine offered it.
             assert handle is not None
             handle.close(self._explained(error, room).cause())
         finally:
             self.pages.unhold(pages)
 
     def _follow(self, room: R, handle: A) -> Coroutine[Any, Any, None]:
-        """Turn what happens to a room into events, until it succeeds.
+        """Report what happens to a room by events, until the room succeeds.
 
-        Raises: whatever else ends the room.
+        Raises: any error that ends the room.
         """
         raise NotImplementedError
 
     def _followed(self, room: R, handle: A, error: BaseException | None) -> None:
-        """Add the last events of a room, whatever ended it: that it failed, if it did, and that it
-        is released.
-        """
+        """Add the last events of a room that ended: "failed", if it failed, and "released"."""
         if error is not None:
             failed = self._explained(error, room)
             handle.close(failed.cause())
             self._fail(room, failed)
 
         def released(problem: BaseException | None) -> None:
-            # Any problem here means that this thread closes, and that the room's loans are
-            # unproven.
+            # An error occurs here only if the node closes while the room has unproven loans.
             if problem is None:
                 self._release(room)
 
@@ -313,7 +312,7 @@ class NodeThread(Generic[N, A, R]):
         task.add_done_callback(report)
 
     def _explained(self, error: BaseException, room: R) -> KvflowError:
-        """Turn what ended a room into the error of its event."""
+        """Convert the exception that ended a room into the error of its "failed" event."""
         assert self._node is not None
         return self._node.shell.explained(error, f"room {room.room} of the {self.role} thread")
 

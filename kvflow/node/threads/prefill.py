@@ -41,26 +41,26 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         make_thread: MakeThread = LoopThread,
         **options: Any,
     ) -> None:
-        """Make a node over `pool`; `start` starts it in a thread.
+        """Create a node over `pool`; `start` runs it in a thread.
 
-        `options` are those of `PrefillNode`: host, port, rank, timing, bounds, verify_transfers
+        `options` are arguments of `PrefillNode`: host, port, rank, timing, bounds, verify_transfers
         ...
 
-        `registry_port` (0: a free one) serves a registry of this rank alone, so that decodes find
-        it at `registry`, "host:port". `loop_factory` is for example `uvloop.new_event_loop`, where
-        uvloop is installed. `make_thread` makes the loop's thread; the simulator passes one of
-        virtual time.
+        With `registry_port` (0: a free port) the node serves a registry of this rank only, so that
+        decodes can find it. `registry` is then the address, "host:port". `loop_factory` creates the
+        event loop, for example `uvloop.new_event_loop`. `make_thread` creates the loop's thread;
+        the simulator passes a thread with virtual time.
         """
         super().__init__(pool, pages, loop_factory, make_thread)
         self._make = partial(PrefillNode, pool, plane, pages=self.pages, **options)
         self._host, self._registry_port = options.get("host", "127.0.0.1"), registry_port
-        self._numbers: set[int] = set()  # numbers of rooms that are not released
+        self._numbers: set[int] = set()  # ids of rooms that are not released
         self._stack = AsyncExitStack()
         self.registry = ""
 
     @property
     def info(self) -> RankInfo:
-        """Description by which decodes find this rank; available once the node is started."""
+        """Description of this rank for a registry; available once the node is started."""
         return self.ask(lambda node: node.info)
 
     def open(
@@ -86,8 +86,8 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
             in_use = number in self._numbers
             self._numbers.add(number)
         if in_use:
-            # Decode's half of the second room may arrive when the first one is drained: it receives
-            # the refusal, as from the node itself.
+            # Decode's half of the second room may arrive after the first one ends. It must then
+            # receive the refusal, so the node refuses the room as well.
             error = RoomInUseError(f"room {number} is in use")
             why = error.cause()
             thread.post(partial(self._act, lambda node: node.refuse(number, why)))
@@ -104,27 +104,28 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         return handle
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """Refuse a room whose engine's half will never arrive: decode receives the cause. Raises:
-        MisuseError.
+        """Refuse a room instead of opening the engine's half: decode receives the cause.
+
+        See `PrefillNode.refuse`. Raises: MisuseError.
         """
         number, thread, why = room_id(room), self._running(), check_cause(cause)
         thread.post(partial(self._act, lambda node: node.refuse(number, why)))
 
     def begin_room(self, room: PrefillThreadRoom) -> None:
-        """Report that a room's engine has a place for it; rooms call it."""
+        """Report that the engine has a place for a room. `PrefillThreadRoom.begin` calls it."""
         self._running().post(partial(self._begin, room))
 
     def send_chunk(
         self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes
     ) -> None:
-        """Queue a chunk; rooms call it. The pages are busy when it returns."""
+        """Queue a chunk. `PrefillThreadRoom.send` calls it. The pages are busy when it returns."""
 
         def send(handle: PrefillRoom) -> None:
             if not handle.ended:
                 handle.send(pages, last=last, handoff=handoff)
 
-        # The check and the change are one step, because several threads may send chunks of one
-        # room.
+        # The lock makes the check and the change one step, because several threads may send chunks
+        # of the same room.
         with self._lock:
             room.check_chunk(self.pool.layout, pages, last, len(handoff))
             self.check_places(pages, last=last)

@@ -1,7 +1,7 @@
-"""Rooms as an engine's threads hold them, and the events that report on them.
+"""The room handles of nodes in threads, and the events of these rooms.
 
-The loop's thread writes the fields of a room, and any thread reads them: each field changes once,
-from "not yet" to its value.
+Any thread may read the fields of a room. Fields that report on a room, such as `error`, are written
+in the loop's thread, and change only once.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
 
 class ThreadRoom:
-    """The part that both kinds of room share. `context` belongs to the engine: its request, for
-    example.
+    """The base class of both kinds of rooms. `context` is any object of the engine, for example its
+    request.
     """
 
     def __init__(self, room: int, context: Any) -> None:
         self.room, self.context = room, context
-        self.error: KvflowError | None = None  # the error that ended the room; None after success
-        self.released = False  # nothing touches its pages any more
+        self.error: KvflowError | None = None  # why the room failed; None while open or successful
+        self.released = False  # True once the room's pages are not in use any more
 
 
 R = TypeVar("R", bound=ThreadRoom)
 
 
 class RoomEvent(msgspec.Struct, Generic[R], frozen=True):
-    """One thing that happened to a room.
+    """An event of a room.
 
-    begun     decode, for a room that was announced: prefill has a place for the whole prompt
-    opened    decode: every rank is registered and the pages are lent
-    landed    decode: every page is there; `handoff` is prefill's, and the pages may be read
-    matched   prefill: decode's half is here, send() may be called; decode has the first
-              `prefix_tokens` of the prompt
+    begun     decode, announced rooms only: prefill has a place for the whole prompt
+    opened    decode: every rank is registered, and the pages are lent
+    landed    decode: every page landed and may be read; `handoff` is prefill's hand-over
+    matched   prefill: decode's half arrived, and send() may be called; decode already has the first
+              `prefix_tokens` tokens of the prompt
     done      prefill: every write landed
-    failed    either: the room ended, and `error` is the reason; its pages may still be in use
-    released  either: nothing touches the room's pages any more; the last event of a room
+    failed    either: the room failed with `error`; its pages may still be in use
+    released  either: the room's pages are not in use any more; always the last event
     """
 
     kind: Literal["begun", "opened", "landed", "matched", "done", "failed", "released"]
@@ -57,7 +57,7 @@ class RoomEvent(msgspec.Struct, Generic[R], frozen=True):
 
 
 class DecodeSide(Protocol):
-    """The node thread as a decode room uses it."""
+    """The methods of a node thread that a decode room uses."""
 
     def offer_pages(
         self, room: DecodeThreadRoom, pages: Sequence[int] | PageIndices, prefix_tokens: int | None
@@ -73,11 +73,11 @@ class DecodeThreadRoom(ThreadRoom):
         self, side: DecodeSide, room: int, tokens: int, num_pages: int, context: Any
     ) -> None:
         super().__init__(room, context)
-        # `tokens` is the length of the prompt, `num_pages` what the room needs for it.
+        # `tokens` is the length of the prompt; `num_pages` is the number of pages to offer for it.
         self._side, self.tokens, self.num_pages = side, tokens, num_pages
         self.pages: PageIndices = NO_PAGES
-        self.offered = False  # its pages are lent, or will be
-        self.handoff: bytes | None = None  # prefill's, once it landed
+        self.offered = False  # True once the engine gave the room its pages
+        self.handoff: bytes | None = None  # prefill's hand-over, once every page landed
 
     def __repr__(self) -> str:
         if self.released:
@@ -92,30 +92,30 @@ class DecodeThreadRoom(ThreadRoom):
 
     @property
     def landed(self) -> bool:
-        """True when every page is there."""
+        """True once every page landed."""
         return self.handoff is not None
 
     def offer(
         self, pages: Sequence[int] | PageIndices, *, prefix_tokens: int | None = None
     ) -> None:
-        """Bring the pages of a room that was announced.
+        """Lend pages for an announced room.
 
-        `pages` are `num_pages` pages of the engine's own, busy from here on; fewer, if the engine
-        found the first `prefix_tokens` of the prompt meanwhile. No effect on a room that ended.
-        Raises: MisuseError.
+        `pages` are `num_pages` of the engine's own pages, or fewer if the engine meanwhile has the
+        first `prefix_tokens` tokens of the prompt. They are busy from now on. No effect on a room
+        that ended. Raises: MisuseError.
         """
         self._side.offer_pages(self, pages, prefix_tokens)
 
     def close(self, cause: Cause | None = None) -> None:
-        """Abort the room, unless it ended; may be called any number of times.
+        """Abort the room. No effect if it ended, and on further calls.
 
-        Its pages belong to the engine again when the room is released.
+        The engine may use the pages again once the room is released.
         """
         self._side.close_room(self, check_cause(cause))
 
 
 class PrefillSide(Protocol):
-    """The node thread as a prefill room uses it."""
+    """The methods of a node thread that a prefill room uses."""
 
     num_pages: int
 
@@ -131,14 +131,16 @@ class PrefillSide(Protocol):
 class PrefillThreadRoom(ThreadRoom):
     """One room at prefill.
 
-    Its engine sends its own pages, which are busy until the write ends.
+    The engine sends its own pages. A page is busy until its write ends.
     """
 
     def __init__(self, side: PrefillSide, room: int, context: Any) -> None:
         super().__init__(room, context)
         self._side = side
-        self.prefix_tokens: int | None = None  # how much of the prompt decode has, once matched
-        self.left = 0  # pages still to be sent, once matched
+        # Tokens of the prompt that decode already has; None before the room is matched.
+        self.prefix_tokens: int | None = None
+        # Pages that the engine must still send; 0 before the room is matched.
+        self.left = 0
         self.last_sent = self.done = False
 
     def __repr__(self) -> str:
@@ -150,7 +152,7 @@ class PrefillThreadRoom(ThreadRoom):
 
     @property
     def matched(self) -> bool:
-        """True when decode's half is here: send() may be called."""
+        """True once decode's half arrived, so that send() may be called."""
         return self.prefix_tokens is not None
 
     def begin(self) -> None:
@@ -162,9 +164,10 @@ class PrefillThreadRoom(ThreadRoom):
     ) -> None:
         """Queue one chunk, and return at once. See `PrefillRoom.send`.
 
-        Raises: MisuseError (before matched, after the last chunk, more or fewer pages than are
-        left, a page outside the pool, a hand-over before the last chunk): nothing was queued; the
-        room's own error once it ended.
+        Raises: MisuseError, and queues no chunk, if the room is not matched, its last chunk is
+        already queued, the chunk has more pages than decode still expects (or fewer, if it is the
+        last), a page is outside the pool, or `handoff` comes before the last chunk. After the room
+        failed: its error.
         """
         self._side.send_chunk(
             self,
@@ -176,10 +179,10 @@ class PrefillThreadRoom(ThreadRoom):
     def check_chunk(
         self, layout: PoolLayout, pages: PageIndices, last: bool, handoff_bytes: int
     ) -> None:
-        """Check a chunk as `PrefillEndpoint.check_chunk` does.
+        """Check a chunk in the caller's thread, as `PrefillEndpoint.check_chunk` does.
 
-        The endpoint cannot check it in time: chunks that are on their way to its thread are unknown
-        to it.
+        The endpoint does not yet know the chunks that are posted to its thread, so it cannot
+        perform this check.
         """
         if self.error is not None:
             raise self.error
@@ -190,8 +193,8 @@ class PrefillThreadRoom(ThreadRoom):
         check_chunk(self.room, layout, pages, self.left, last, handoff_bytes)
 
     def close(self, cause: Cause | None = None) -> None:
-        """End the room, unless it ended; may be called any number of times.
+        """End the room. No effect if it ended, and on further calls.
 
-        Its pages belong to the engine again when the room is released.
+        The engine may use the pages again once the room is released.
         """
         self._side.close_room(self, check_cause(cause))
