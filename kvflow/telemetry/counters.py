@@ -16,9 +16,10 @@ from kvflow.telemetry.histogram import (
     Histogram,
 )
 
-# These endings are not failures: the client no longer wants the result.
+# Rooms that ended for these causes did not fail: the client no longer wanted the result.
 _WANTED = frozenset({Code.CLIENT_GONE, Code.ABORTED})
-# The halves of such a room did not meet, or did not fit, even if decode offered its pages before.
+# In rooms that ended for these causes the halves did not meet, or did not fit, even if decode had
+# already offered its pages.
 _NEVER_MET = frozenset(
     {
         *(Code.RENDEZVOUS, Code.REFUSED, Code.PROMPT_MISMATCH, Code.ROOM_IN_USE, Code.STALE_GRANT),
@@ -30,9 +31,10 @@ _NEVER_MET = frozenset(
 class TransferMeasures:
     """Histograms over ended rooms.
 
-    `bootstrap`: the time until the other side was ready. `allocation`: from then until decode had
-    its pages. `transfer` and those after it: for rooms that succeeded, from the first chunk to the
-    last; at decode from the offer of its pages, so that the model's steps at prefill are included.
+    `bootstrap_seconds` is the time until the other side was ready, and `allocation_seconds` the
+    time from then until decode offered its pages. The `transfer_*` histograms cover rooms that
+    succeeded. At prefill a transfer lasts from the first chunk to the last. At decode it begins
+    with the offer of pages, so it includes the model's steps at prefill.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class TransferMeasures:
         self.transfer_bytes_per_second = Histogram(TRANSFER_BYTES_PER_SECOND)
 
     def observe(self, rooms: Sequence[tuple[RoomEnding, float, int]]) -> None:
-        """Add rooms, each with the time of its end and the bytes that it moved."""
+        """Add rooms, as (ending, time of the end, size in bytes)."""
         bootstrap: list[float] = []
         allocation: list[float] = []
         transfer: list[float] = []
@@ -72,7 +74,7 @@ def failed_in(ending: RoomEnding) -> str:
     """Return the stage in which a room failed: "engine" (a model step), "bootstrap" (the sides did
     not meet, or did not fit together) or "transfer".
 
-    Returns an empty text for a success, and where a client left or aborted its request.
+    Returns an empty string if the room succeeded, or if its client left or aborted the request.
     """
     if ending.cause is None or ending.cause.code in _WANTED:
         return ""
@@ -98,9 +100,11 @@ class Counts:
         self.ended: list[tuple[RoomEnding, float]] = []
         self._endings: Counter[tuple[IntEnum, Code | None]] = Counter()
         self._failures: Counter[tuple[str, Code]] = Counter()
-        self.refusals: Counter[Code] = Counter()  # requests that ended before they had a room
+        # Requests that ended before they had a room.
+        self.refusals: Counter[Code] = Counter()
         self._transfers = TransferMeasures()
-        self.bytes_written = 0  # those of a prefill's writes, also of rooms that failed
+        # Bytes that prefill's writes moved, including those of rooms that failed.
+        self.bytes_written = 0
         self._bytes_received = 0
         self.mismatched = 0
         self.malformed = 0
@@ -121,8 +125,8 @@ class Counts:
 
     @property
     def failures(self) -> Counter[tuple[str, Code]]:
-        """Failures by `failed_in` and the code of their cause: rooms, and requests that failed
-        after their room succeeded.
+        """Failed rooms, and requests that failed after their room succeeded, by the stage
+        (`failed_in`) and the code of the cause.
         """
         self.count_ended()
         return self._failures
@@ -134,14 +138,14 @@ class Counts:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that landed: all that prefill wrote; at decode, those of rooms that succeeded."""
+        """Bytes that landed. At decode only rooms that succeeded count."""
         self.count_ended()
         return self.bytes_written + self._bytes_received
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Messages that changed nothing, by reason: not decodable, another peer's, too late, no
-        peer to deliver them to.
+        """Dropped messages, by reason: not decodable, for another incarnation, too late, or without
+        a peer that could receive them.
         """
         return {
             "malformed": self.malformed,
@@ -166,7 +170,7 @@ class Counts:
         self.ended.clear()
 
     def room_refused(self, cause: Cause) -> None:
-        """Count a request that ended before the endpoint knew its room."""
+        """Count a request that ended before its room reached the endpoint."""
         if cause.code not in _WANTED:
             self.refusals[cause.code] += 1
 

@@ -1,4 +1,4 @@
-"""A histogram for one thread: an observation costs a bisection, and no lock."""
+"""A histogram for use in a single thread. An observation costs a bisection, and takes no lock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-# The buckets of SGLang's queue time, which dashboards for SGLang read.
+# The buckets of SGLang's queue time, so that dashboards for SGLang work.
 QUEUE_SECONDS = (
     *(0.0, 0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 10, 15, 20, 30, 40, 50, 60, 70),
     *(80, 90, 100, 200, 300, 400, 500, 600, 700, 800, 900, 1000, 1200, 1400, 1600, 1800, 2000),
@@ -23,13 +23,13 @@ TRANSFER_BYTES_PER_SECOND = tuple(
 
 
 class Histogram:
-    """Counts of observed values up to each of `bounds` (ascending), their number, and their sum."""
+    """A histogram with ascending upper `bounds` of its buckets, and the sum of all values."""
 
     __slots__ = ("bounds", "buckets", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
-        self.buckets = [0] * (len(self.bounds) + 1)  # the last counts what is above every bound
+        self.buckets = [0] * (len(self.bounds) + 1)  # the last one is for values above all bounds
         self.sum = 0.0
 
     @property
@@ -37,7 +37,7 @@ class Histogram:
         return sum(self.buckets)
 
     def observe(self, value: float, times: int = 1) -> None:
-        # `bisect_left` puts a value that equals a bound into the bucket of that bound.
+        # `bisect_left` puts a value that equals a bound into the bucket below that bound.
         self.buckets[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
@@ -49,5 +49,5 @@ class Histogram:
         self.sum += sum(values)
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """Return, for each bound, how many values were not above it; the last bound is infinity."""
+        """Return (bound, number of values up to it) for each bound; the last bound is infinity."""
         return list(zip((*self.bounds, float("inf")), accumulate(self.buckets), strict=True))

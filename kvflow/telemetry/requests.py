@@ -1,7 +1,8 @@
-"""The request that the current task serves: its id, its rooms, and what its access line reports.
+"""The trace of the request that the current task serves: its id, its rooms, and the values for its
+access log line.
 
-A context variable carries it into every coroutine, task and room that the request starts, so that
-log lines name it.
+A context variable carries the trace into every coroutine, task and room that the request starts, so
+that their log lines name the request.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=@~-]")
 class RequestTrace:
     """One HTTP request while it is served.
 
-    `error` is the reason of its failure, even if its status was sent before.
+    `error` is the reason why it failed, even if its status was already sent.
     """
 
     __slots__ = ("completion_tokens", "error", "prompt_tokens", "request_id", "rooms")
@@ -48,10 +49,11 @@ def name_error(summary: str) -> None:
 
 
 def clean_request_id(given: str) -> str:
-    """Return the id that a client gave, safe in a header and a log line; a new one if no usable
-    character is left.
+    """Return a client's request id in a form that is safe in a header and a log line, or a new id
+    if no usable character is left.
 
-    Cut to `MAX_REQUEST_ID` characters; what is no letter, digit or one of `._:/+=@~-` becomes `_`.
+    The id is truncated to `MAX_REQUEST_ID` characters. Every character other than letters, digits
+    and `._:/+=@~-` becomes `_`.
     """
     cleaned = _UNSAFE.sub("_", given[:MAX_REQUEST_ID])
     return cleaned if cleaned.strip("_") else uuid.uuid4().hex
