@@ -1,1 +1,3 @@
-"""Parts for tests, yours too: a pair of nodes over fakes, fixtures, and a suite for data planes."""
+"""Tools for tests of kvflow and of your own code: a pair of nodes over fakes, pytest fixtures, and
+a conformance suite for data planes.
+"""

@@ -1,15 +1,15 @@
-"""Cancellation of a coroutine at one chosen wait, so that a test can try every wait there is.
+"""Cancels a coroutine at a chosen wait, so that a test can try each of its waits.
 
     for at in itertools.count():
-        # Steps(work, 3, 4): again at the next wait, in the clean-up
+        # Steps(work, 3, 4) would cancel twice: at wait 3, and at the next one, in the clean-up.
         steps = Steps(node.close(), at)
         await asyncio.gather(steps.task(), return_exceptions=True)
-        ...                                         # nothing may be left behind
+        ...                                         # check that nothing is left behind
         if steps.waits <= at:
-            break                                   # it had fewer waits than that: all were tried
+            break                                   # the coroutine ended before wait number `at`
 
-Only waits that give the event loop a turn count: an `await` of a result that is ready cannot be
-cancelled. `stepping` does the same to a task that the code under test starts.
+A wait is an `await` that suspends the task. An `await` of a result that is ready is not a wait, and
+cannot be cancelled. `stepping` does the same to a task that the code under test starts.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 
 class Steps(Generic[T]):
-    """Drives a coroutine in the task that awaits this object, and cancels that task in its waits
-    number `at` (from 0).
+    """Drives a coroutine in the task that awaits this object, and cancels that task in the waits
+    with the numbers `at`, counted from 0.
 
-    The cancel comes when a wait begins, or when it has lasted for `after_s`.
+    The task is cancelled when such a wait begins, or `after_s` later.
     """
 
     def __init__(self, work: Coroutine[Any, Any, T], *at: int, after_s: float = 0.0) -> None:
         self._work, self._at, self._after_s = work, frozenset(at), after_s
-        self.waits = 0  # begun so far
+        self.waits = 0  # waits that began
 
     def task(self) -> asyncio.Task[T]:
         """Return a task that drives the coroutine."""
@@ -55,7 +55,7 @@ class Steps(Generic[T]):
                 error = None
             except BaseException as caught:  # noqa: BLE001 - all of it belongs to the coroutine
                 error = caught
-            # The wait ended before its cancel was due: the next wait must not receive it.
+            # If the wait ended before its cancellation was due, the next wait must not receive it.
             if late is not None:
                 late.cancel()
 
@@ -70,10 +70,10 @@ class Steps(Generic[T]):
 
 @contextmanager
 def stepping(name: str, *at: int, nth: int = 0) -> Iterator[list[Steps[Any]]]:
-    """Drive one new task whose coroutine is called `name` ("PrefillHandlers._serve"): the first
-    one, or the one that `nth` others precede.
+    """Drive a task that the block starts, and cancel it in its waits `at`.
 
-    The yielded list then holds the `Steps` that drive it.
+    `name` is the qualified name of its coroutine function ("Shell.consume"). `nth` selects one of
+    several such tasks, counted from 0. The yielded list then contains the `Steps` of the task.
     """
     found: list[Steps[Any]] = []
     loop = asyncio.get_running_loop()

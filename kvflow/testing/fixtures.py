@@ -1,9 +1,8 @@
-"""Fixtures for tests of code that stands on kvflow: `pytest_plugins = ["kvflow.testing.fixtures"]`
-in a test module.
+"""Fixtures for tests of code that uses kvflow.
 
-`kvflow_pair` is a prefill and a decode node in this process (see `testing.pair`). At its end both
-must be at rest, with no task left and no exception raised into the event loop; otherwise the test
-fails.
+Enable them with `pytest_plugins = ["kvflow.testing.fixtures"]` in a test module. `kvflow_pair` is a
+prefill and a decode node in this process (see `testing.pair`). The test fails unless both nodes are
+at rest when it ends, no task is left, and the event loop caught no exception.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ async def kvflow_clean_loop() -> AsyncIterator[None]:
     before = asyncio.all_tasks()
     yield
     for _ in range(3):
-        # Callbacks of objects that were just closed run first.
+        # Objects that were just closed may have scheduled callbacks, which run first.
         await asyncio.sleep(0)
     left = [
         task for task in asyncio.all_tasks() - before - {asyncio.current_task()} if not task.done()
@@ -37,10 +36,10 @@ async def kvflow_clean_loop() -> AsyncIterator[None]:
 
 @pytest_asyncio.fixture
 async def kvflow_pair(kvflow_clean_loop: None) -> AsyncIterator[Pair]:
-    """Yield a prefill and a decode on a network in memory, at rest again when the test ends."""
+    """Yield a prefill and a decode on an in-memory network, and check at the end that they rest."""
     async with pair() as made:
         yield made
-        # A test may end with the network cut and with writes held, which is not a leak.
+        # A test may end while the network is cut or writes are held. This is not a leak.
         made.network.mend()
         for node in made.nodes:
             made.plane(node).release()

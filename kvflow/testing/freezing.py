@@ -1,7 +1,7 @@
-"""Freezing of a process, for tests in which a peer stands still.
+"""Freezes a process, for tests of a peer that hangs.
 
-SIGSTOP is asynchronous: `kill` returns at once, and on a busy machine a thread of the process may
-run on for milliseconds, long enough to answer the test's next message.
+SIGSTOP is asynchronous: `kill` returns at once. On a busy machine, a thread of the process may
+still run for milliseconds, long enough to answer the test's next message.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ STOPPED = {"T", "t"}
 
 
 async def freeze(pid: int, *, within_s: float = 20.0) -> None:
-    """Stop process `pid`, and return when every thread of it stands still.
+    """Stop process `pid`, and return when all its threads are stopped.
 
-    `os.kill(pid, signal.SIGCONT)` thaws it.
+    `os.kill(pid, signal.SIGCONT)` continues it.
 
     Raises: ProcessLookupError if there is no such process, AssertionError if a thread is not
     stopped after `within_s`.
@@ -35,10 +35,11 @@ async def freeze(pid: int, *, within_s: float = 20.0) -> None:
 
 
 def is_frozen(pid: int) -> bool:
-    """Return True when every thread of the process is stopped.
+    """Return True if every thread of the process is stopped.
 
-    A thread may start while the states of others are read. After one of them stops no thread
-    starts, so a second look that finds the same threads covers all of them.
+    A running thread may start another one while the states are read. So the threads are listed
+    again: if all that were read are stopped and no other one appeared, no thread is left to start
+    one.
     """
     states = thread_states(pid)
     return (
@@ -49,17 +50,18 @@ def is_frozen(pid: int) -> bool:
 
 
 def thread_states(pid: int) -> dict[str, str]:
-    """Return the state letter of every thread by its id (source: proc_pid_stat(5)).
+    """Return the state letter of each thread, by thread id; empty if the process is gone.
 
-    Empty when the process is gone.
+    See proc_pid_stat(5).
     """
     states = {}
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
-            # The name before the state stands in brackets and may itself hold brackets and blanks.
+            # The thread's name precedes the state. It is in brackets, and may contain brackets and
+            # blanks.
             stat = Path(f"/proc/{pid}/task/{task}/stat").read_text()
             states[task] = stat.rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        # A thread ended meanwhile: the caller looks again.
+        # A thread ended meanwhile. The empty result makes the caller try again.
         return {}
     return states

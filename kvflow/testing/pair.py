@@ -1,5 +1,5 @@
-"""Two nodes in one process: prefill ranks and a decode on a network in memory and fake data planes,
-with real bytes between them.
+"""Prefill ranks and a decode in one process, on an in-memory network. Fake data planes copy real
+bytes between their pools.
 
     async with pair() as p:
         source, target = await p.open(7, prompt=range(40))
@@ -7,7 +7,7 @@ with real bytes between them.
         p.send_all(source)
         assert await target.landed() == b"handoff"
         p.decode.pages.give_back(target.keep("me"), "me")
-        await p.rest()  # every page home, every table empty; the error names what is left
+        await p.rest()  # raises unless every page is free and every table empty
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PAGE_SIZE = 4
 QUICK = Timing(
     heartbeat_s=0.02, lost_after_s=60, repeat_after_s=0.02, rendezvous_s=60, register_s=60
 )
-"""Timing that repeats messages at once, and loses patience only when the test moves a `Clock`."""
+"""Repeats messages quickly. The long time-outs expire only when the test advances a `Clock`."""
 
 
 class Clock:
-    """Monotonic seconds that a test can move forward."""
+    """A monotonic clock, in seconds, that a test can advance."""
 
     def __init__(self) -> None:
         self._ahead_s = 0.0
@@ -51,18 +51,18 @@ class Clock:
         return monotonic() + self._ahead_s
 
     def advance(self, seconds: float) -> None:
-        """Move time forward, and wake every watcher."""
+        """Advance the clock, and call every watcher."""
         self._ahead_s += seconds
         for wake in self._watching:
             wake()
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake` whenever time is moved: a timer of the event loop does not notice."""
+        """Call `wake` at each `advance`, because timers of the event loop do not notice it."""
         self._watching.append(wake)
 
 
 def small_layout(num_pages: int = 64, *, page_size: int = PAGE_SIZE) -> PoolLayout:
-    """Return a layout of two streams, page-first, some 100 bytes a page."""
+    """Return a page-first layout with two streams, and some 100 bytes per page."""
     streams: list[tuple[str, str, tuple[int, ...]]] = [
         ("0.k", "uint8", (8,)),
         ("0.v", "uint8", (16,)),
@@ -71,9 +71,9 @@ def small_layout(num_pages: int = 64, *, page_size: int = PAGE_SIZE) -> PoolLayo
 
 
 class Pair:
-    """The nodes of a test, and the steps that it takes with them.
+    """The nodes of a test, and helpers to drive them.
 
-    Every byte of source page p is p % 255 + 1; target pages hold 0.
+    Every byte of page p at prefill is p % 255 + 1, and every byte at decode is 0.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class Pair:
         ranks: int,
         open_plane: Callable[[PagedPool], DataPlane] | None = None,
     ) -> None:
-        """`open_plane` makes a data plane for each pool, in the place of a fake one."""
+        """`open_plane` creates the data plane of each node; by default planes are fake."""
         self.network, self.planes = Network(), FakeNetwork()
         self._open_plane = open_plane
         self.timing, self._layouts, self._world_size = timing, layouts, ranks
         self.prefills: list[PrefillNode] = []
         self.decodes: list[DecodeNode] = []
         self.clocks: dict[int, Clock] = {}  # by incarnation
-        self.patience_s = 5.0  # how long `rest` waits
+        self.patience_s = 5.0  # time limit of `rest`
         self._pools: list[PagedPool] = []
 
     @property
@@ -119,10 +119,10 @@ class Pair:
     async def add_prefill(
         self, port: int = 0, *, alone: bool = False, staging_bytes: int | None = None
     ) -> PrefillNode:
-        """Add a rank, or the next life of one that was closed or crashed.
+        """Add a rank, or restart one that was removed.
 
-        A next life has the old port. With `alone` it is another prefill, of one rank. With
-        `staging_bytes` it sends from host memory beside the pool.
+        To restart a rank, pass its old `port`. With `alone` it is another prefill, with a single
+        rank. With `staging_bytes` it sends through staging of that size.
         """
         taken = set() if alone else {node.info.rank for node in self.prefills}
         rank = min(set(range(self._world_size + 1)) - taken)
@@ -146,7 +146,7 @@ class Pair:
         self.clocks[node.incarnation] = clock
         await node.start()
         clock.watch(node.shell.wake)
-        # Each source page has its own byte, so that a test recognises a page at the target.
+        # Each source page has its own byte value, by which a test recognises the page at decode.
         for page in range(pool.layout.num_pages):
             fill(pool, [page], page % 255 + 1)
         self.prefills.insert(len(self.prefills) if alone else rank, node)
@@ -161,8 +161,8 @@ class Pair:
     ) -> DecodeNode:
         """Add a decode.
 
-        With `staging_bytes` prefill writes into host memory beside the pool (0: as much as the pool
-        has). `over` is the staging of an earlier node, over whose pool the new one runs.
+        With `staging_bytes` it lends staging of that size (0: the size of the pool). To run over
+        the pool and the staging of an earlier node, pass its staging as `over`.
         """
         if over is None:
             pool = self._pool(layout or self._layouts[1])
@@ -188,7 +188,7 @@ class Pair:
         return node
 
     async def open(self, room: int, prompt: TokenIds) -> tuple[PrefillRoom, DecodeRoom]:
-        """Open both halves of a room on rank 0, prefill's first."""
+        """Open both halves of a room, prefill's half at rank 0 first."""
         source = self.prefill.room(room, prompt)
         return source, await self.decode.room(room, "sim", prompt)
 
@@ -200,9 +200,9 @@ class Pair:
         node: PrefillNode | None = None,
         handoff: bytes = b"handoff",
     ) -> PageIndices:
-        """Take source pages for the whole room, and send them in `chunks` pieces.
+        """Take pages at prefill for the whole room, and send them in `chunks` chunks.
 
-        The pages return when the room ends.
+        The pages are given back when the room ends. Returns the pages.
         """
         node = node or self.prefill
         count = source.bytes_total // node.pool.layout.page_bytes
@@ -216,18 +216,18 @@ class Pair:
         return pages
 
     async def crash(self, node: PrefillNode | DecodeNode) -> None:
-        """End a node as its death would: no goodbye arrives, no write lands any more, fences
+        """End a node as if its process died: no goodbye arrives, no further write lands, and fences
         resolve.
         """
-        # While the node closes only the cut applies, so that no rule of the test lets a goodbye
-        # through.
+        # The network is cut and the test's rules are suspended while the node closes, so that no
+        # rule lets a goodbye through.
         rules = self.network.rules
         self.network.rules = []
         self.network.cut()
         self.plane(node).die()
         closing = asyncio.create_task(node.close())
         await asyncio.sleep(0)
-        # A decode that closes waits for its peers' proof; the lapse of time ends that.
+        # A decode that closes waits for proofs of its peers, until this time-out.
         self.clock(node).advance(1e9)
         await closing
         self.network.rules = rules
@@ -237,7 +237,7 @@ class Pair:
             self.decodes.remove(node)
 
     def left(self) -> list[str]:
-        """Return what is not at rest, in words; empty when everything is (I1, I5)."""
+        """Return a description of each part that is not at rest; empty if all are (I1, I5)."""
         found: list[str] = []
         for prefill in self.prefills:
             name, endpoint = f"prefill {prefill.info.rank}", prefill.shell.endpoint
@@ -269,7 +269,7 @@ class Pair:
         return found
 
     async def rest(self) -> None:
-        """Wait until everything is at rest. Raises: TimeoutError that names what is left."""
+        """Wait until all nodes are at rest. Raises: TimeoutError that names what is not."""
         try:
             await until(lambda: not self.left(), self.patience_s)
         except TimeoutError:
@@ -277,7 +277,7 @@ class Pair:
 
     async def close(self) -> None:
         for node in self.nodes:
-            # A node's close waits for its writes, which a test may have held.
+            # `close` waits for the node's writes, and a test may have held them.
             if isinstance(node.plane, FakePlane):
                 node.plane.release()
             await node.close()
@@ -289,7 +289,7 @@ class Pair:
 
     @property
     def _shared(self) -> bool:
-        """True when pools lie in shared memory, as planes between processes may need."""
+        """True if pools are in shared memory, which a real data plane may need."""
         return self._open_plane is not None
 
     def _new_plane(self, pool: PagedPool) -> DataPlane:
@@ -312,10 +312,11 @@ async def pair(
     source_staging_bytes: int | None = None,
     open_plane: Callable[[PagedPool], DataPlane] | None = None,
 ) -> AsyncIterator[Pair]:
-    """Start `ranks` prefill nodes and one decode node (see `Pair.add_decode`), and yield them.
+    """Start `ranks` prefill nodes and one decode node, and yield them as a `Pair`.
 
-    At the end every held write lands and every node is closed. `open_plane` makes the data plane of
-    each node, for its pool, or for the staging beside it.
+    At the end every held write is released and every node is closed. `open_plane` creates the data
+    plane of each node, for its pool or its staging. For the other arguments see `Pair.add_prefill`
+    and `Pair.add_decode`.
     """
     made = Pair(
         timing,
@@ -333,7 +334,7 @@ async def pair(
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
-    """Let the event loop run until `condition()` is true. Raises: TimeoutError."""
+    """Wait until `condition()` is true. Raises: TimeoutError after `timeout_s`."""
     deadline = monotonic() + timeout_s
     while not condition():
         if monotonic() > deadline:
@@ -342,7 +343,7 @@ async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None
 
 
 def fill(pool: PagedPool, pages: Sequence[int] | PageIndices, value: int) -> None:
-    """Set every byte of `pages` (of a page-first pool) to `value`."""
+    """Set every byte of `pages` to `value`. The pool must be page-first."""
     (buffer,) = (b for b in pool.layout.buffers if not b.in_rows)
     for page in pages:
         ctypes.memset(buffer.address + int(page) * buffer.page_bytes, value, buffer.page_bytes)

@@ -1,4 +1,4 @@
-"""Shares of a pool: a decode has the whole of it, and each of several prefill ranks a part."""
+"""Layouts of prefill ranks that each hold a part of what decode's pool holds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from kvflow.protocols.pages.layout import Order, PoolLayout, build_layout
 def shard_layout(
     layout: PoolLayout, rank: int, ranks: int, order: Order = "page_first"
 ) -> PoolLayout:
-    """Return the same pages and rows with one rank's share of each component along its axis.
+    """Return a layout with as many pages and rows, and one rank's share of each component along its
+    axis.
 
-    Shares are as even as can be; where there are fewer entries than ranks, some ranks have the same
-    one.
+    Shares are as even as possible. If a component has fewer entries than there are ranks, several
+    ranks hold copies of one entry.
     """
     if ranks == 1:
         return layout
@@ -35,7 +36,7 @@ def shard_layout(
 def _share(c: Component, rank: int, ranks: int) -> StateKind:
     count = c.shape[c.axis]
     if count < ranks:
-        # Ranks with the same entry are numbered as copies of it.
+        # Ranks that share an entry hold numbered copies of it.
         firsts = [each * count // ranks for each in range(ranks)]
         twins = [each for each in range(ranks) if firsts[each] == firsts[rank]]
         start, share, copy, copies = firsts[rank], 1, twins.index(rank), len(twins)
@@ -48,7 +49,7 @@ def _share(c: Component, rank: int, ranks: int) -> StateKind:
 
 
 def placed_at_zero(layout: PoolLayout) -> PoolLayout:
-    """Return the layout with every buffer at address 0, so that planned addresses are offsets."""
+    """Return `layout` with every buffer at address 0, so that planned addresses are offsets."""
     return msgspec.structs.replace(
         layout, buffers=tuple(msgspec.structs.replace(b, address=0) for b in layout.buffers)
     )

@@ -1,5 +1,5 @@
-"""A subscriber of cache events that relies on the contract alone, and hashes that are computed
-without kvflow's code.
+"""A subscriber to cache events that assumes only their contract, and an independent implementation
+of the hashes in them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from kvflow.protocols.cache.events import Cleared, Event, Stored, Tier
 
 
 def digests_of_prompt(tokens: Iterable[int], page_size: int) -> list[bytes]:
-    """Return the digest of every whole page: SHA-256 of the one before it and the page's tokens."""
+    """Return the digest of every full page: SHA-256 of the previous digest and the page's tokens.
+
+    The tokens are hashed as little-endian uint32.
+    """
     ids, found, previous = list(tokens), list[bytes](), b""
     for start in range(0, len(ids) - page_size + 1, page_size):
         page = struct.pack(f"<{page_size}I", *ids[start : start + page_size])
@@ -22,20 +25,20 @@ def digests_of_prompt(tokens: Iterable[int], page_size: int) -> list[bytes]:
 
 
 def block_hash(digest: bytes) -> int:
-    """Return the number by which events name a page."""
+    """Return the number that identifies a page in events: its first 8 bytes, signed, big-endian."""
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
 class Subscriber:
-    """Blocks in each tier: a map from a block's hash to its parent's."""
+    """The blocks in each tier, as a map from a block's hash to the hash of its parent."""
 
     def __init__(self) -> None:
         self.blocks: tuple[dict[int, int | None], ...] = ({}, {}, {})
 
     def replay(self, events: Iterable[Event]) -> None:
-        """Apply events in their order.
+        """Apply events in order.
 
-        Raises: AssertionError for what a stream must not do (I10).
+        Raises: AssertionError if they violate I10.
         """
         for event in events:
             if isinstance(event, Cleared):

@@ -1,5 +1,5 @@
-"""A suite that proves a data plane: what `protocols.ports.DataPlane` promises, shown by experiment,
-on planes that ship and on yours.
+"""A conformance suite for data planes. It tests the promises of `protocols.ports.DataPlane` by
+experiment, on the planes of kvflow and on your own.
 
     python -m kvflow.testing.conformance --plane local
     python -m kvflow.testing.conformance --plane my_package.planes:MyAdapter --rooms 10000
@@ -10,8 +10,8 @@ An adapter opens a plane, and states what it can do:
         def open(self, pool, rate_bytes_per_s):
             return MyPlane(pool.segment, rate_bytes_per_s)
 
-Peers are processes of this machine, which are killed and frozen. As tests, with pytest and an
-asyncio plugin:
+Peers are processes on this machine, which the suite kills and freezes. To run the checks as tests,
+with pytest and an asyncio plugin:
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
     async def test_it_conforms(check):
@@ -20,9 +20,9 @@ asyncio plugin:
         except NotRunError as error:
             pytest.skip(str(error))
 
-A check that fails raises `NotConformingError`, an AssertionError. One that cannot run raises
-`NotRunError`, with the reason. Two things the suite cannot show, and the author has to find out:
-what the engine's own documents leave open, and how other hardware behaves.
+A check that fails raises `NotConformingError`, an AssertionError. A check that cannot run raises
+`NotRunError`, with the reason. The suite cannot test two things: what the documentation of the
+transfer engine leaves undefined, and how other hardware behaves.
 """
 
 from kvflow.testing.conformance import closings, losses, rooms, writes

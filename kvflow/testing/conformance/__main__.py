@@ -1,4 +1,4 @@
-"""The command line of the suite: see the package."""
+"""The command line of the conformance suite; see the package for examples."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ OK, FAILED, NOT_RUN = "ok", "FAILED", "not run"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the suite; return the exit status.
+    """Run the suite, and return the exit status.
 
-    It is 0 when no check failed, 1 when one did, 2 for a plane that does not exist.
+    It is 0 if no check failed, 1 if a check failed, and 2 for an unknown plane.
     """
     names = ", ".join(check.name for check in CHECKS)
     parser = argparse.ArgumentParser(
@@ -63,9 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
 async def prove(
     plane: str, checks: list[Check], seed: int, rooms: int, *, quiet: bool
 ) -> dict[str, dict[str, Any]]:
-    """Run the checks one after the other; return {check: {"status", "detail", "seconds"}}.
+    """Run the checks one after the other.
 
-    Raises: MisuseError (no such plane).
+    Returns {name of the check: {"status", "detail", "seconds"}}. Raises: MisuseError for an unknown
+    plane.
     """
     unavailable = Bench(plane).adapter.unavailable_reason()
     report: dict[str, dict[str, Any]] = {}
@@ -90,7 +91,7 @@ async def _run(check: Check, bench: Bench) -> tuple[str, str]:
     except NotRunError as error:
         return NOT_RUN, str(error)
     except Exception as error:  # noqa: BLE001
-        # A plane may raise anything; the other checks are still to run.
+        # A plane may raise any exception. The other checks must still run.
         return FAILED, f"{type(error).__name__}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""Adapters, which open planes of one kind for the suite, and state what it may expect of them."""
+"""Adapters. An adapter opens data planes of one kind for the suite, and states what they can do."""
 
 from __future__ import annotations
 
@@ -18,58 +18,61 @@ QUESTIONS = ("What status means landed?", "Can a write outlive its error?", "Wha
 
 
 class NotRunError(Exception):
-    """A check cannot run on this plane, or on this machine; the text gives the reason."""
+    """Raised by a check that cannot run on this plane, or on this machine. The text is the
+    reason.
+    """
 
 
 class Adapter:
-    """A base of adapters: override `open`, and whatever else differs."""
+    """The base class of adapters. Override `open`, and each default that is wrong for the plane."""
 
     name = ""
-    host = "127.0.0.1"  # the address at which others reach its planes
+    host = "127.0.0.1"  # the address at which peers reach its planes
     between_processes = True
-    """True if its planes reach other processes of this machine: peers are then processes, which are
-    killed and frozen.
+    """True if its planes reach other processes on this machine. The peers in checks are then
+    processes, which the suite kills and freezes.
     """
     death_is_proof = True
-    """True if `fence` returns some time after the death of a writer of this machine.
+    """True if `fence` returns after a writer on this machine died.
 
-    If it is False, `fence` must refuse at once: pages that such a writer leaves in doubt then stay
-    in quarantine.
+    If it is False, `fence` must raise TransferError at once. Unproven pages of a dead writer then
+    stay in quarantine.
     """
     limits_rate = True
-    """True if its planes keep to the rate that `open` receives."""
+    """True if its planes obey the rate that `open` receives."""
 
     def unavailable_reason(self) -> str:
-        """Return why its planes cannot run here; empty when they can."""
+        """Return the reason why its planes cannot run here; empty if they can."""
         return ""
 
     def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
-        """Open a plane for `pool`, whose layout the suite exports.
+        """Open a plane for `pool`. The suite calls `export` itself.
 
-        The pool lies in shared memory (`pool.segment`). With a rate the plane sends so many bytes a
-        second at most. Called in each process, also before its event loop runs.
+        The pool is in shared memory (`pool.segment`). `rate_bytes_per_s` limits what the plane
+        sends. Called in each process, and possibly before its event loop runs.
         """
         raise NotImplementedError
 
     def under_way(self, plane: DataPlane) -> Mapping[str, int]:
-        """Return what the plane and its engine keep for writes: handles, descriptors,
-        notifications.
+        """Return the numbers of resources that the plane and its transfer engine keep for writes,
+        by name: handles, descriptors, notifications.
 
-        All 0 at rest.
+        Each must be 0 when no write runs.
         """
         return dict(getattr(plane, "under_way", {}))
 
     def kill(self, plane: DataPlane) -> None:
-        """Stop a plane as the death of its process does, for planes within one process.
+        """Stop a plane as if its process died. Called only if `between_processes` is False.
 
-        Raises: NotRunError.
+        Raises: NotRunError if the plane does not support it.
         """
         raise NotRunError("its planes live within one process, which would die too")
 
     def answers(self, plane: DataPlane) -> dict[str, str]:
         """Return the plane's answers to the three `QUESTIONS`, from the docstring of its module.
 
-        The questions stand there in one paragraph; the answer to one that is missing is empty.
+        One paragraph of the docstring must contain the questions, each with its answer. The answer
+        to a missing question is empty.
         """
         written = inspect.getdoc(inspect.getmodule(type(plane))) or ""
         text = next(
@@ -79,14 +82,14 @@ class Adapter:
 
 
 def _answer(question: str, text: str) -> str:
-    # An answer ends where another question begins.
+    # The answer ends at the next question.
     others = "|".join(re.escape(other) for other in QUESTIONS if other != question)
     found = re.search(rf"{re.escape(question)} +(.+?)(?: (?:{others})|$)", text)
     return found[1].strip() if found else ""
 
 
 class NamedAdapter(Adapter):
-    """An adapter for a plane that ships, by its name."""
+    """An adapter for a plane of kvflow, by its name."""
 
     def __init__(self, name: str) -> None:
         self.name, self.death_is_proof = name, name not in UNFENCED
@@ -103,7 +106,7 @@ class NamedAdapter(Adapter):
 
 
 class FakeAdapter(Adapter):
-    """An adapter for `kvflow.transports.data.fake`, the plane for tests of code above a plane."""
+    """An adapter for `kvflow.transports.data.fake`, a plane for tests within one process."""
 
     name = "fake"
     between_processes = False
@@ -127,7 +130,7 @@ class FakeAdapter(Adapter):
 
 
 class _SlowFake(FakePlane):
-    """A fake plane that copies page by page, each write at `rate` bytes/s."""
+    """A fake plane that copies page by page, at `rate` bytes/s for each write."""
 
     def __init__(self, network: FakeNetwork, rate: float) -> None:
         super().__init__(network)
@@ -145,10 +148,10 @@ class _SlowFake(FakePlane):
 
 
 def load_adapter(text: str) -> Adapter:
-    """Return the adapter of a plane that ships, by name (`local`, `fake`, ...), or of
+    """Return an adapter for a plane of kvflow, by name (`local`, `fake`, ...), or for your own, by
     "module:factory".
 
-    The factory, an `Adapter` class for one, is called without arguments. Raises: MisuseError.
+    The factory is called without arguments; an `Adapter` class is one. Raises: MisuseError.
     """
     if text == FakeAdapter.name:
         return FakeAdapter()

@@ -1,4 +1,4 @@
-"""Tools of the checks: sides and peers of the plane under test, and the error of a check."""
+"""Tools for checks: the sides and peers of the plane under test, and the error for a failure."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from kvflow.testing.conformance.adapter import NotRunError, load_adapter
 from kvflow.testing.conformance.peer import ObjectPeer, Peer, spawned
 from kvflow.testing.conformance.station import NUM_PAGES, Side
 
-WITHIN_S = 20.0  # limit for everything that ends at all
-SETTLE_S = 0.3  # bytes that can still arrive do so within this time
-RATE = 4_000_000  # bytes/s: all pages take 2.6 s, so a check can act in the middle
+# Time limit for anything that must end.
+WITHIN_S = 20.0
+# Late bytes, if there are any, arrive within this time.
+SETTLE_S = 0.3
+# Bytes/s. A write of all pages takes 2.6 s, so that a check can act in the middle of it.
+RATE = 4_000_000
 EVERYTHING: PageIndices = np.arange(NUM_PAGES, dtype=np.int32)
 
 
 class NotConformingError(AssertionError):
-    """A promise is broken; the text describes what the plane did."""
+    """Raised when a plane breaks a promise. The text describes what the plane did."""
 
 
 def require(holds: object, text: str) -> None:
-    """Check that a promise holds. Raises: NotConformingError when it does not."""
+    """Check that a promise holds. Raises: NotConformingError with `text` if it does not."""
     if not holds:
         raise NotConformingError(text)
 
 
 class Bench:
-    """The plane under test, by a name that `load_adapter` takes."""
+    """The plane under test, by a name for `load_adapter`."""
 
     def __init__(self, plane: str, seed: int = 0, rooms: int = 200) -> None:
         self.plane, self.adapter, self.seed, self.rooms = plane, load_adapter(plane), seed, rooms
@@ -43,7 +46,7 @@ class Bench:
     async def side(
         self, order: Order = "page_first", rate: float | None = None
     ) -> AsyncIterator[Side]:
-        """Yield a pool and a plane in this process, closed at the end."""
+        """Yield a pool and a plane in this process, and close them at the end."""
         side = Side(self.adapter.open, order, rate)
         try:
             yield side
@@ -54,7 +57,7 @@ class Bench:
     async def peer(
         self, order: Order = "page_first", rate: float | None = None
     ) -> AsyncIterator[Peer]:
-        """Yield the other side: a process, for planes that reach one."""
+        """Yield the other side: a process if the plane reaches other processes, else an object."""
         if not self.adapter.between_processes:
             async with self.side(order, rate) as side:
                 yield ObjectPeer(self.adapter, side)
@@ -63,7 +66,7 @@ class Bench:
                 yield peer
 
     def only_between_processes(self) -> None:
-        """Skip the check for planes within one process. Raises: NotRunError."""
+        """Raise NotRunError, which skips the check, for planes within one process."""
         if not self.adapter.between_processes:
             raise NotRunError("its planes live within one process")
 
@@ -79,7 +82,7 @@ async def let_write(peer: Peer, side: Side) -> None:
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until `condition()` is true. Raises: NotConformingError when that takes too long."""
+    """Wait until `condition()` is true. Raises: NotConformingError after `WITHIN_S`."""
     try:
         async with asyncio.timeout(WITHIN_S):
             while not condition():  # noqa: ASYNC110 - what is observed may be another process
@@ -89,7 +92,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 class Resources(NamedTuple):
-    """Descriptors, threads and memory that this process has."""
+    """The open descriptors, the threads and the resident memory of this process."""
 
     descriptors: int
     threads: int
@@ -102,9 +105,9 @@ class Resources(NamedTuple):
         return cls(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident)
 
     async def returned(self) -> Resources:
-        """Wait until this process has no more descriptors and no more threads than these.
+        """Wait until this process has at most this many descriptors and threads.
 
-        Returns what it has then. Raises: NotConformingError.
+        Returns its resources at that time. Raises: NotConformingError after `WITHIN_S`.
         """
 
         def are_there() -> bool:
@@ -118,9 +121,9 @@ class Resources(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One promise to check.
+    """A check of one promise.
 
-    `run` returns what it observed, in words; it raises NotConformingError, or NotRunError.
+    `run` returns a description of what it observed, or raises NotConformingError or NotRunError.
     """
 
     name: str

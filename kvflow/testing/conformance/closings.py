@@ -1,4 +1,4 @@
-"""Checks of a plane's end and rest: it closes in every state, and gives back what it took."""
+"""Checks of closing and of leaks: a plane can be closed in every state, and frees what it used."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from kvflow.testing.conformance.bench import (
 from kvflow.testing.conformance.peer import Peer
 from kvflow.testing.conformance.station import Side, pages
 
-# Rounds that count, and rounds before them: an engine keeps what it opens for its first writes.
+# Measured rounds, and warm-up rounds. A transfer engine keeps some resources after its first
+# writes.
 _ROUNDS, _WARM = 40, 6
 _STATES = ("new", "exported", "connected", "used")
 _GROWTH_BYTES = 8 << 20
 
 
 async def closed_while_writing(bench: Bench) -> str:
-    """Closing ends every write; bytes that were not submitted never arrive, and no route takes a
-    write any more.
+    """`close` ends every write. Bytes that were not submitted never arrive, and routes accept no
+    further write.
     """
     async with bench.peer() as peer:
         side = Side(bench.adapter.open, rate=RATE)
@@ -55,15 +56,15 @@ async def closed_while_writing(bench: Bench) -> str:
 
 
 async def closed_in_every_state(bench: Bench) -> str:
-    """Closing is idempotent.
+    """`close` is idempotent and works in every state.
 
-    A plane may be closed before it is exported or connected, when it is closed already, and twice
-    at once; a route twice, and after its plane.
+    A plane may be closed before `export` or `connect`, a second time, and twice concurrently. A
+    route may be closed twice, and after its plane.
     """
     async with bench.peer() as peer:
         for state in _STATES:
             side = Side(bench.adapter.open)
-            # A side exports its plane at once, so "new" needs a second plane over the pool.
+            # `Side` exports its plane at once, so the state "new" needs a second plane.
             if state != "new":
                 planes = [side.plane]
             else:
@@ -99,11 +100,11 @@ def _check_closed(route: Route) -> None:
 
 
 async def at_rest(bench: Bench) -> str:
-    """Routes and writes, landed and cancelled, keep no resources on either side; an open route goes
-    on.
+    """Closed routes and ended writes keep no resources on either side, and do not affect an open
+    route.
     """
     async with bench.side("layer_first") as side, bench.peer() as peer:
-        # Every other page, so that a write has several blocks.
+        # Every other page is written, so that a write has several blocks.
         some = EVERYTHING[:18:2].copy()
         kept = await side.plane.connect(peer.address, peer.layout)
         before, theirs = Resources.now(), 0
@@ -146,9 +147,9 @@ async def _two_routes(side: Side, peer: Peer, some: PageIndices) -> None:
 
 
 async def planes_come_and_go(bench: Bench) -> str:
-    """A plane that is closed and dropped gives back its descriptors and threads."""
+    """A closed plane frees its descriptors and threads."""
     async with bench.side():
-        # Load the plane's library first, which keeps some resources from then on.
+        # The first plane loads the plane's library, which keeps some resources.
         pass
     gc.collect()
     before = Resources.now()

@@ -1,5 +1,5 @@
-"""Checks with a peer that is killed or frozen: a plane claims only bytes that are there, and gives
-proof only of what is true.
+"""Checks with a peer that is killed or frozen. A plane must claim only bytes that landed, and its
+fence must return only if the writer can write no more.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from kvflow.testing.conformance.peer import Peer
 from kvflow.testing.conformance.station import Side, pages
 
 _CANARY = 0x5A
-_SHOWN_S = 0.3  # a fence that does not return in this time counts as waiting
+# A fence or a write that does not end within this time counts as waiting.
+_SHOWN_S = 0.3
 
 
 async def killed_receiver(bench: Bench) -> str:
-    """A write to a peer that is killed ends, and the next one ends or is refused."""
-    # The rate makes the write last, so that the kill comes in the middle of it.
+    """A write to a killed peer ends. A later write ends, or is refused."""
+    # The rate slows the write down, so that the peer is killed in the middle of it.
     async with bench.side(rate=4 * RATE) as side, bench.peer() as peer:
         side.fill(1)
         route = await side.plane.connect(peer.address, peer.layout)
@@ -60,10 +61,10 @@ async def killed_receiver(bench: Bench) -> str:
 
 
 async def frozen_receiver(bench: Bench) -> str:
-    """A plane claims only bytes that are in the memory of a frozen peer.
+    """A plane claims only bytes that landed in the memory of a frozen peer.
 
-    The claim stays true when the peer thaws, whatever the source holds by then. Writes to another
-    peer go on meanwhile.
+    After the peer thaws, the claim is still true, even if the source pages were overwritten. A
+    frozen peer does not delay writes to another peer.
     """
     bench.only_between_processes()
     async with bench.side() as side, bench.peer() as peer, bench.peer() as other:
@@ -84,12 +85,12 @@ async def frozen_receiver(bench: Bench) -> str:
         ended = write.done.done()
         told = write.landed_bytes
         if ended:
-            # The write ended, so it reads the source no more: these bytes must not reach the peer.
+            # A write that ended must no longer read the source: these bytes must not arrive.
             side.fill(2)
         peer.thaw()
         outcome = await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
         await asyncio.sleep(SETTLE_S)
-        # Late bytes have arrived by now, so the count is final.
+        # Late bytes would have arrived by now, so the count is final.
         there = np.frombuffer(await bytes_of(peer, EVERYTHING), np.uint8)
         found = int(np.count_nonzero(there))
         require(
@@ -108,7 +109,7 @@ async def frozen_receiver(bench: Bench) -> str:
 
 
 async def fence_of_the_dead(bench: Bench) -> str:
-    """A fence waits for a writer that lives; after it returns, no byte of the dead one arrives."""
+    """A fence waits while its writer lives. After it returned, no byte of the writer arrives."""
     async with bench.side() as side, bench.peer(rate=RATE) as peer:
         await _begin(peer, side)
         fence = asyncio.ensure_future(side.plane.fence(peer.address))
@@ -127,12 +128,13 @@ async def fence_of_the_dead(bench: Bench) -> str:
         finally:
             fence.cancel()
         landed = side.landed_bytes()
-        # The pages could have another owner now: any other byte is the dead writer's.
+        # The pages may have another owner now. A byte that differs from the canary is from the dead
+        # writer.
         side.wipe(_CANARY)
         await asyncio.sleep(SETTLE_S)
         foreign = side.foreign_bytes(_CANARY)
         require(not foreign, f"{foreign} bytes of a writer arrived after the fence had returned")
-        # A second fence for a dead writer returns as well.
+        # A second fence for the dead writer must return as well.
         await asyncio.wait_for(side.plane.fence(peer.address), WITHIN_S)
         require(not side.plane.sees_alive(peer.address), "a dead writer is said to be alive")
         return (
@@ -150,7 +152,7 @@ def _refused(fence: asyncio.Future[None]) -> str:
 
 
 async def fence_of_the_frozen(bench: Bench) -> str:
-    """A fence waits for a frozen writer, which may go on, and then its bytes arrive."""
+    """A fence waits while its writer is frozen, because the writer can thaw and continue."""
     bench.only_between_processes()
     async with bench.side() as side, bench.peer(rate=RATE) as peer:
         await _begin(peer, side)
@@ -169,8 +171,8 @@ async def fence_of_the_frozen(bench: Bench) -> str:
 
 
 async def fence_elsewhere(bench: Bench) -> str:
-    """A writer on another host cannot be observed: the fence refuses at once, and the plane does
-    not report it as alive.
+    """The fence of a writer on another host raises TransferError at once, and `sees_alive` is False
+    for it, because this host cannot observe that writer.
     """
     bench.only_between_processes()
     async with bench.side() as side:
@@ -185,7 +187,9 @@ async def fence_elsewhere(bench: Bench) -> str:
 
 
 async def _begin(peer: Peer, side: Side) -> None:
-    """Make the peer write all of its pages slowly into ours; return when some bytes are there."""
+    """Make the peer write all its pages slowly into ours, and return after the first bytes
+    landed.
+    """
     await peer.ask("fill", 6)
     await let_write(peer, side)
     await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())

@@ -1,4 +1,4 @@
-"""The other side of a check: a process that can be killed and frozen, or, for planes within one
+"""The other side of a check: a process that can be killed and frozen or, for planes within one
 process, an object.
 """
 
@@ -31,19 +31,22 @@ class Peer(Protocol):
     layout: PoolLayout
 
     async def ask(self, *command: Any) -> Any:
-        """Run a command of `station.Station` there, and return its answer."""
+        """Run a command of `station.Station` at the peer, and return its result."""
 
     async def kill(self) -> None:
-        """Kill it as kill -9 does; return when it is dead. Raises: NotRunError."""
+        """Kill the peer as with SIGKILL, and return when it is dead. Raises: NotRunError."""
 
     async def freeze(self) -> None:
-        """Stop it as SIGSTOP does; return when no thread of it runs. Raises: NotRunError."""
+        """Stop the peer as with SIGSTOP, and return when all its threads are stopped.
+
+        Raises: NotRunError.
+        """
 
     def thaw(self) -> None: ...
 
 
 class ProcessPeer:
-    """Implements `Peer` with a process."""
+    """A peer in another process. Implements `Peer`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -51,15 +54,15 @@ class ProcessPeer:
         self.layout: PoolLayout
 
     async def start(self) -> None:
-        """Wait until it exports its pool. Raises: LostError when it ends instead."""
+        """Wait until the process exports its pool. Raises: LostError if it ends instead."""
         self.address, self.layout = msgspec.json.decode(
             await self._line(), type=tuple[PlaneAddress, PoolLayout]
         )
 
     async def ask(self, *command: object) -> Any:
-        """Run a command there, and return its answer.
+        """Run a command of `station.Station` in the process, and return its result.
 
-        Raises: LostError when it ends instead of answering; its standard error shows why.
+        Raises: LostError if the process ends instead; its standard error shows why.
         """
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -83,7 +86,7 @@ class ProcessPeer:
 
 
 class ObjectPeer:
-    """Implements `Peer` with an object in this process."""
+    """A peer in this process. Implements `Peer`."""
 
     def __init__(self, adapter: Adapter, side: Side) -> None:
         self.address, self.layout = side.address, side.layout
@@ -111,12 +114,13 @@ async def spawned(
     prefix: Sequence[str] = (),
     host: str = "127.0.0.1",
 ) -> AsyncIterator[ProcessPeer]:
-    """Run a station in a process, and yield it.
+    """Run a station in another process, and yield the peer.
 
-    `plane` is a name that `load_adapter` takes; `prefix` a command that runs the process; `host`
-    the address at which others reach it.
+    `plane` is a name for `load_adapter`. `prefix` is a command that runs the process, such as `ip
+    netns exec NAME`. `host` is the address at which others reach its plane.
     """
-    # Free garbage engines before the fork: a child cannot free one, because it lacks the threads.
+    # Garbage transfer engines are freed before the fork. A child could not free them, because it
+    # lacks their threads.
     gc.collect()
     process = await asyncio.create_subprocess_exec(
         *(
@@ -130,11 +134,11 @@ async def spawned(
             str(rate or 0),
             host,
         ),
-        # The process imports whatever this one can, the adapter's module included.
+        # The process can import what this one can, including the adapter's module.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        # One line may carry a whole pool in base 64.
+        # A line may contain a whole pool in base 64.
         limit=1 << 26,
     )
     try:
@@ -143,10 +147,10 @@ async def spawned(
         yield peer
     finally:
         assert process.stdin is not None
-        # This also ends a child that the process may have forked.
+        # A child that the process forked ends with the input (see `Station.do_fork`).
         process.stdin.close()
         if process.returncode is None:
             process.kill()
         await process.wait()
-        # Otherwise uvloop warns when a child still holds a pipe.
+        # Without this, uvloop warns if a child still holds a pipe.
         process._transport.close()  # type: ignore[attr-defined]

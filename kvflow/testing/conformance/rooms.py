@@ -1,8 +1,8 @@
-"""Thousands of rooms of every ending over a plane, success included: afterwards neither side keeps
-anything of them.
+"""Checks that run thousands of rooms with every kind of ending over a plane. Afterwards neither
+side may keep any resource of these rooms.
 
-Both nodes live in this process, on a control link in memory: endings are many and quick, and what
-remains is counted exactly.
+Both nodes run in this process, with an in-memory control link. So rooms end quickly, and leftovers
+can be counted exactly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvflow.testing.pair import Pair, pair
 from kvflow.transports.data.route import PlannedRoute
 from kvflow.transports.data.staged import StagedPlane
 
-# A room has up to 96 KiB: some are copied at once, some by the plane's thread.
+# A room has up to 96 KiB. Planes copy small rooms at once, and larger ones in their thread.
 _LANES, _MOST_PAGES, _PAGE_SIZE = 24, 24, 4
 _SOON_S = 0.02
 _GROWTH_KIB = 64 << 10
@@ -44,7 +44,7 @@ _FULL = Cause(Code.CAPACITY, "full on purpose")
 
 
 class _Room:
-    """One room of the mix: its number, and a prompt that fills so many pages."""
+    """One room, whose prompt fills `num_pages` pages. Each public method is one kind of ending."""
 
     def __init__(self, p: Pair, number: int, num_pages: int) -> None:
         self._pair, self._number = p, number
@@ -87,7 +87,7 @@ class _Room:
             self._pair.prefill.pages.give_back(pages, self._number)
 
     async def prompts_differ(self) -> None:
-        # Only prefill's half has this prompt.
+        # Only prefill's half is opened with this prompt.
         self._prompt += 1
         self._open_source()
         self._prompt -= 1
@@ -141,7 +141,7 @@ class _Room:
         return self._target
 
     async def finish(self) -> None:
-        """End the halves that are open, and wait until nothing touches their pages."""
+        """Close both halves, and wait until their pages are released."""
         for side in (self._source, self._target):
             if side is not None:
                 side.close()
@@ -167,7 +167,7 @@ ENDINGS: dict[str, Callable[[_Room], Awaitable[None]]] = {
 
 
 async def rooms(bench: Bench) -> str:
-    """Run as many rooms of every ending as the bench asks for."""
+    """Run `bench.rooms` rooms, divided among all endings."""
     return await _run(bench, bench.rooms)
 
 
@@ -197,12 +197,12 @@ async def _run(bench: Bench, count: int, staging_bytes: int | None = None) -> st
             p.patience_s = WITHIN_S
             stagings += [node.staging for node in p.nodes if node.staging is not None]
             lanes = Lanes(p, plan, told)
-            # One room opens a route, which shows whether the plane can write from staging.
+            # The first room opens a route, which shows whether the plane can write from staging.
             await lanes.run(1, ["succeeds"])
             routes = list(p.prefill.shell.routes.values())
             if stagings and not (routes and isinstance(routes[0], PlannedRoute)):
                 raise NotRunError("its routes cannot write from staging")
-            # Start every thread before resources are counted.
+            # These rooms start every thread before resources are counted.
             await lanes.run(_LANES, [*ENDINGS] * _LANES)
             await p.rest()
             before = Resources.now()
@@ -235,7 +235,9 @@ async def _run(bench: Bench, count: int, staging_bytes: int | None = None) -> st
 
 
 async def _rest(bench: Bench, p: Pair, before: Resources) -> tuple[dict[str, int], Resources]:
-    """Wait until neither node keeps anything of a room; return the counts and resources then."""
+    """Wait until no node keeps anything of a room, and return the counts and this process's
+    resources.
+    """
     try:
         await p.rest()
     except TimeoutError as error:
@@ -260,16 +262,16 @@ async def _rest(bench: Bench, p: Pair, before: Resources) -> tuple[dict[str, int
 
 
 class Lanes:
-    """Runs the rooms of a plan, some at a time."""
+    """Runs the rooms of a plan, several at a time."""
 
     def __init__(self, p: Pair, plan: list[tuple[str, int]], told: dict[str, Counter[str]]) -> None:
         self._pair, self._plan, self._told = p, plan, told
         self.run_rooms = 0
 
     async def run(self, at_once: int, only: list[str] | None = None) -> None:
-        """Run the plan, or one room for each ending in `only`, `at_once` of them at a time.
+        """Run the plan, or one room for each ending in `only`, with `at_once` rooms at a time.
 
-        Raises: NotConformingError for a room that does not end.
+        Raises: NotConformingError if a room does not end within `WITHIN_S`.
         """
         plan = iter([(name, _MOST_PAGES) for name in only] if only else self._plan)
         await asyncio.gather(*(self._lane(plan) for _ in range(at_once)))
@@ -288,7 +290,7 @@ class Lanes:
 
 
 async def _ended(name: str, room: _Room) -> str:
-    """Run a room to its end, and return the code of its error, or "success"."""
+    """Run a room to its end, and return "success" or the code of its error."""
     try:
         await ENDINGS[name](room)
     except KvflowError as error:

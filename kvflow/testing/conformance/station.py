@@ -1,4 +1,4 @@
-"""A pool and a plane that carry out commands: in this process, or line by line in another one
+"""A pool and a plane that execute commands of a check, in this process or in another one
 (`process`).
 """
 
@@ -26,7 +26,7 @@ STREAMS: list[tuple[str, str, tuple[int, ...]]] = [
     ("1.k", "bfloat16", (4, 64)),
     ("1.v", "uint8", (8,)),
 ]
-NUM_PAGES, PAGE_SIZE = 512, 16  # 20,608 bytes a page
+NUM_PAGES, PAGE_SIZE = 512, 16  # a page has 20,608 bytes
 Open = Callable[[PagedPool, float | None], DataPlane]
 
 
@@ -35,7 +35,7 @@ def pages(*indices: int) -> PageIndices:
 
 
 class Side:
-    """A pool and a plane, exported."""
+    """A pool, and the plane that exports it."""
 
     def __init__(
         self, open_plane: Open, order: Order = "page_first", rate: float | None = None
@@ -50,7 +50,9 @@ class Side:
         ]
 
     def fill(self, seed: int) -> None:
-        """Fill the pool with bytes 1..255: a zero is a byte that never arrived."""
+        """Fill the pool with random bytes from 1 to 255, so that a 0 at the target means that the
+        byte never arrived.
+        """
         for column in self.memory:
             column[:] = np.random.default_rng(seed).integers(1, 256, column.size, dtype=np.uint8)
 
@@ -59,11 +61,11 @@ class Side:
             column[:] = value
 
     def landed_bytes(self) -> int:
-        """Return how many bytes are not 0."""
+        """Return the number of bytes that are not 0."""
         return sum(int(np.count_nonzero(column)) for column in self.memory)
 
     def foreign_bytes(self, value: int) -> int:
-        """Return how many bytes are not `value`."""
+        """Return the number of bytes that are not `value`."""
         return sum(int(np.count_nonzero(column != value)) for column in self.memory)
 
     async def close(self) -> None:
@@ -72,7 +74,7 @@ class Side:
 
 
 class Station:
-    """The commands, over one side; each returns a value that JSON can carry."""
+    """The commands, executed on one side. Each result can be encoded as JSON."""
 
     def __init__(self, side: Side) -> None:
         self.side = side
@@ -91,7 +93,7 @@ class Station:
         return base64.b64encode(self.side.pool.pages_bytes(pages(*which)).tobytes()).decode()
 
     async def do_digest(self, which: list[int]) -> str:
-        """Return a digest, equal for equal bytes of these pages, in this order."""
+        """Return a digest of the bytes of these pages, in the given order."""
         return hashlib.sha256(self.side.pool.pages_bytes(pages(*which)).tobytes()).hexdigest()
 
     async def do_landed(self) -> int:
@@ -107,7 +109,7 @@ class Station:
         return "started"
 
     async def do_done(self) -> list[Any]:
-        # The plane owns this future: a cancelled command must not cancel it.
+        # The future belongs to the plane, so cancelling this command must not cancel it.
         outcome: WriteOutcome = await asyncio.shield(self._write.done)
         return [outcome.value, self._write.landed_bytes]
 
@@ -115,14 +117,17 @@ class Station:
         return len(os.listdir("/proc/self/fd"))
 
     async def do_fork(self) -> int:
-        """Fork a child that outlives us, until our input ends: it must not have our mappings."""
+        """Fork a child that lives until our standard input ends, even if we are killed.
+
+        The child must not have our mappings, or it could keep writing after our death.
+        """
         if child := os.fork():
             self.children.append(child)
             return child
-        # Our reader waits for the end of our output, which the child must not hold open.
+        # The process that reads our output waits for its end, so the child must not hold it open.
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         hang_up = select.poll()
-        # Only the end of the input is awaited: the commands in it are the parent's.
+        # The child polls only for the end of the input, because the commands are for its parent.
         hang_up.register(0, 0)
         hang_up.poll()
         os._exit(0)

@@ -1,4 +1,6 @@
-"""Checks of writes: landed means every byte, a cancel is drained, and no other byte is touched."""
+"""Checks of writes: LANDED means every byte, a cancelled write drains, and no other byte
+changes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ ORDERS: tuple[Order, ...] = ("page_first", "layer_first")
 
 
 async def questions(bench: Bench) -> str:
-    """The docstring of the plane's module answers the three questions."""
+    """The docstring of the plane's module answers all `QUESTIONS`."""
     async with bench.side() as side:
         answers = bench.adapter.answers(side.plane)
     missing = [question for question, answer in answers.items() if not answer]
@@ -41,7 +43,9 @@ async def questions(bench: Bench) -> str:
 
 
 async def landed(bench: Bench) -> str:
-    """LANDED means every byte, whatever the order of either pool; other pages keep their bytes."""
+    """LANDED means that every byte arrived, for pools of either order. Other pages do not
+    change.
+    """
     moved = 0
     for theirs in ORDERS:
         async with bench.peer(theirs) as peer:
@@ -53,7 +57,7 @@ async def landed(bench: Bench) -> str:
 
 
 async def _land_scattered(bench: Bench, side: Side, peer: Peer, which: str) -> int:
-    """Write 1, 2 and 200 scattered pages; return how many bytes they had."""
+    """Write 1, 2 and 200 scattered pages, and return their total size in bytes."""
     rng, moved = np.random.default_rng(bench.seed), 0
     route = await side.plane.connect(peer.address, peer.layout)
     for count in (1, 2, 200):
@@ -85,7 +89,7 @@ async def _land_scattered(bench: Bench, side: Side, peer: Peer, which: str) -> i
 
 
 async def many_at_once(bench: Bench) -> str:
-    """Each of many writes lands on the pages that it names."""
+    """Many concurrent writes land, each on its own pages."""
     async with bench.side() as side, bench.peer() as peer:
         side.fill(3)
         route = await side.plane.connect(peer.address, peer.layout)
@@ -101,8 +105,8 @@ async def many_at_once(bench: Bench) -> str:
 
 
 async def cancelled(bench: Bench) -> str:
-    """A cancel takes effect in the middle, and its count of bytes is exact: no more arrive,
-    whatever the source holds later.
+    """A write can be cancelled midway. Its number of landed bytes is exact: no byte arrives after
+    its end, even if the source pages change.
     """
     async with bench.side(rate=RATE) as side, bench.peer() as peer:
         side.fill(4)
@@ -128,7 +132,7 @@ async def cancelled(bench: Bench) -> str:
             found == write.landed_bytes,
             f"{write.landed_bytes} bytes are said to have landed, {found} have",
         )
-        # The source is free again: bytes that are sent from now on would be different ones.
+        # The source may change now. A byte that was sent later would differ.
         side.fill(5)
         await asyncio.sleep(SETTLE_S)
         there = await peer.ask("digest", EVERYTHING.tolist())
@@ -142,7 +146,7 @@ async def cancelled(bench: Bench) -> str:
 
 
 async def rate_limit(bench: Bench) -> str:
-    """A plane sends at most one slice more than rate x time."""
+    """A plane sends at most rate x time bytes, plus one slice."""
     if not bench.adapter.limits_rate:
         raise NotRunError("it takes no rate limit")
     loop, some = asyncio.get_running_loop(), EVERYTHING[:40]
@@ -154,7 +158,7 @@ async def rate_limit(bench: Bench) -> str:
             await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
         sent, took_s = sum(write.landed_bytes for write in writes), loop.time() - began
         require(
-            # One slice is 5 ms worth of the rate; the 8 KiB are a margin.
+            # A slice takes 5 ms at this rate. The 8 KiB are a margin.
             sent <= RATE * (took_s + 0.005) + 8192,
             f"{sent} bytes in {took_s:.3f} s, at {RATE} bytes/s",
         )
@@ -162,7 +166,7 @@ async def rate_limit(bench: Bench) -> str:
 
 
 async def bad_lists(bench: Bench) -> str:
-    """Wrong page lists start no write, and pools that do not fit are refused."""
+    """A write with an invalid page list is refused, and so is a pool that does not fit."""
     wrong = [
         ((0,), (NUM_PAGES,)),
         ((-1,), (0,)),
@@ -191,7 +195,7 @@ async def bad_lists(bench: Bench) -> str:
 
 
 async def unreachable(bench: Bench) -> str:
-    """A peer that is gone, or of another plane, cannot be reached: TransferError, in time."""
+    """`connect` to a dead peer, or to an unknown address, raises TransferError in time."""
     async with bench.side() as side:
         async with bench.peer() as peer:
             address, layout = peer.address, peer.layout
