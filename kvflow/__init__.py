@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# A table beside the imports above, because a type checker needs those and must not run them.
+# The table repeats the imports above, which only a type checker reads.
 _ERRORS = "kvflow.protocols.errors"
 _HOMES = {
     "AbortedError": _ERRORS,
@@ -113,14 +113,14 @@ _HOMES = {
 }
 __all__ = list(_HOMES)
 
-# With a visible `__getattr__`, a type checker would accept any name of the module.
+# If a type checker saw `__getattr__`, it would accept every attribute of the module.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         home, _, there = _HOMES.get(name, "").partition(":")
         if not home:
             raise AttributeError(f"module 'kvflow' has no attribute {name!r}")
-        # The next use finds the name in the module and does not call this function.
+        # The name is stored in the module, so that its next use does not call this function.
         found = globals()[name] = getattr(import_module(home), there or name)
         return found
 

@@ -1,5 +1,6 @@
-"""The `kvflow` script, and `python -m kvflow`: runs the command line, or prints one line that names
-the missing extra.
+"""Entry point of the `kvflow` script and of `python -m kvflow`.
+
+It runs the command line, or prints one line that names the missing extra.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from kvflow.extras import missing_extra
 
 
 def main() -> None:
-    """Run the command line. The exit status is 2 when a package of an extra is missing."""
-    # Libraries such as `multiprocessing` start Python processes too, which would otherwise import
-    # modules from the working directory.
+    """Run the command line. The exit status is 2 if a package of an extra is missing."""
+    # Python processes that libraries such as `multiprocessing` start would otherwise import modules
+    # from the working directory.
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         from kvflow.cli import main as run

@@ -1,9 +1,11 @@
-"""Helpers for asyncio: run work in threads, and await it to its end, since the cancellation of a
-coroutine does not stop the thread (I12); divide long work, and bursts of arrivals, into turns of
+"""Helpers for asyncio.
+
+Cancelling a coroutine does not stop the thread that it waits for (I12), so these helpers run work
+in threads and wait until it ends. Others divide long work, and bursts of arrivals, into turns of
 the event loop.
 
-`Threads` is the only way in which kvflow runs work in a thread for an event loop. Its threads are
-daemons, so a call that hangs delays neither the end of the process nor any other kind of work.
+An event loop runs work in a thread only by `Threads`. Its threads are daemons, so a call that hangs
+delays neither the end of the process nor other kinds of work.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 T = TypeVar("T")
 ENDS_PROCESS = (KeyboardInterrupt, SystemExit)
-TURN_S = 0.001  # long work holds the event loop for this long at a time
+# Long work runs for this long in one turn of the event loop.
+TURN_S = 0.001
 
 
 def must_pass(error: BaseException) -> bool:
-    """Return True if a task must let `error` pass, which came from something that it awaits: the
-    process ends, or another task cancelled this one.
+    """Return True if the current task must not handle `error`, because the process ends or the task
+    itself was cancelled.
     """
-    # Without a request to cancel this task, the awaited future itself was cancelled. For the task
-    # this is an error like any other.
+    # A CancelledError may also mean that the awaited future was cancelled. If the task was not
+    # asked to cancel, this is an error like any other.
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
@@ -41,12 +44,12 @@ async def run_to_end(
     within_s: float | None = None,
     stop: Callable[[], object] = lambda: None,
 ) -> T:
-    """Await a thread's work to its end, and return its result.
+    """Wait until a thread's work ends, and return its result.
 
-    A cancellation is raised only after the end; a second one has no effect. `stop` is called at a
-    cancellation and when the time is over: it may end the work, or make it end sooner.
+    A cancellation is raised only after the work ends; further ones have no effect. `stop` is called
+    at each cancellation and at a time-out. It may cancel the work, or make it end sooner.
 
-    Raises: TimeoutError, or the cancellation, when the work does not end `within_s` from now.
+    Raises: TimeoutError, or the earlier cancellation, if the work does not end within `within_s`.
     """
     loop = asyncio.get_running_loop()
     until_s = None if within_s is None else loop.time() + within_s
@@ -62,7 +65,7 @@ async def run_to_end(
             cancelled = error
             stop()
     if cancelled is not None:
-        # asyncio logs an exception that is never retrieved.
+        # The exception is retrieved, because asyncio would otherwise log it.
         if not running.cancelled():
             running.exception()
         raise cancelled
@@ -72,8 +75,8 @@ async def run_to_end(
 async def all_ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Wait until all of `tasks` end, with a result, an error or a cancellation.
 
-    A cancellation of this coroutine is raised only then, so that no task still runs when the caller
-    continues.
+    A cancellation of this coroutine is raised only after that, so that no task still runs when the
+    caller continues.
     """
     if waited := list(tasks):
         await run_to_end(asyncio.ensure_future(asyncio.wait(waited)))
@@ -84,14 +87,14 @@ async def wait_or_cancel(
 ) -> None:
     """Wait until `running` ends, with a result, an error or a cancellation.
 
-    A cancellation of this coroutine is passed on to `running`, and raised when it ends. If it ends
-    with a result nevertheless, `undo` receives it.
+    A cancellation of this coroutine cancels `running`, and is raised when `running` ends. If
+    `running` still ends with a result, `undo` receives it.
     """
     try:
         await asyncio.wait([running])
     except asyncio.CancelledError:
         running.cancel()
-        # The first cancellation is raised below, whatever happens during this wait.
+        # The first cancellation is raised below, so errors and further ones are suppressed here.
         with suppress(Exception, asyncio.CancelledError):
             await run_to_end(running)
         if not running.cancelled() and running.exception() is None:
@@ -100,7 +103,7 @@ async def wait_or_cancel(
 
 
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield `items` for a loop with a quick body, and let other tasks run every `TURN_S`."""
+    """Yield `items`, and let other tasks run every `TURN_S`. The body of the loop must be quick."""
     turn_ends = time.perf_counter() + TURN_S
     for item in items:
         yield item
@@ -110,10 +113,10 @@ async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 class Turnstile:
-    """A gate that lets at most `per_turn` coroutines pass in a turn of the event loop, in order of
+    """A gate that at most `per_turn` coroutines pass in one turn of the event loop, in order of
     arrival.
 
-    A coroutine that arrives alone does not wait.
+    A coroutine waits only if others used up the turn.
     """
 
     def __init__(self, per_turn: int) -> None:
@@ -125,7 +128,7 @@ class Turnstile:
         if not self._counting:
             self._counting = True
             asyncio.get_running_loop().call_soon(self._next_turn)
-        # Places are left only while the queue is empty, so no coroutine is passed here.
+        # Places are left only while the queue is empty, so this coroutine overtakes no other.
         if self._left:
             self._left -= 1
             return
@@ -150,25 +153,27 @@ class Job(Generic[T]):
     """Work that `Threads.start` queued for a thread."""
 
     ended: asyncio.Future[T]
-    """Resolves, on the event loop, when no thread does the work any more: with its result or its
-    error. It is cancelled if the work was cancelled before it began. Await it through `run_to_end`:
-    cancelling this future would not stop the thread.
+    """Resolves with the result or the error when the thread finished the work. It is cancelled if
+    the work was cancelled before it began. Await it with `run_to_end`: cancelling this future does
+    not stop the thread.
     """
 
     def __init__(self, work: Callable[..., T], arguments: tuple[Any, ...]) -> None:
         self.work, self.arguments = work, arguments
-        # Acquired once, by the thread that begins the work or by `cancel`, whichever is first.
+        # A thread acquires the lock to begin the work, and `cancel` to prevent that. It is never
+        # released, so only the first of them succeeds.
         self._begun = threading.Lock()
         self._cancelled = False
 
     def is_cancelled(self) -> bool:
-        """Return True when the work should stop. The work asks between two slices."""
+        """Return True if the work should stop. The work calls it between two slices."""
         return self._cancelled
 
     def cancel(self) -> bool:
-        """Let the work never begin, or else stop where it asks `is_cancelled`. Idempotent.
+        """Prevent the work from beginning or, if it began, ask it to stop (`is_cancelled`).
+        Idempotent.
 
-        Return True, once, if the work never begins. The job then holds none of its arguments.
+        Return True if this call prevented it. The job then drops its references to the arguments.
         """
         self._cancelled = True
         if not self._begun.acquire(blocking=False):
@@ -178,11 +183,11 @@ class Job(Generic[T]):
         return True
 
     def begin(self) -> bool:
-        """Begin the work, in its thread; False if it was cancelled before."""
+        """Mark the work as begun, in its thread. Returns False if it was cancelled before."""
         return self._begun.acquire(blocking=False)
 
     def run(self) -> T | None:
-        """Do the work, in its thread."""
+        """Do the work, in its thread, unless it was cancelled before."""
         if not self.begin():
             return None
         try:
@@ -192,15 +197,16 @@ class Job(Generic[T]):
 
     def _forget(self) -> None:
         # The job may outlive its work, and must not keep the memory mapped that the work used.
+        # So it drops its references.
         del self.work, self.arguments
 
 
 class Threads:
-    """At most `limit` threads for one kind of blocking work, started as work comes, in the order in
-    which it comes. Used by any event loop.
+    """A pool of at most `limit` threads for one kind of blocking work. Threads start on demand, and
+    work begins in the order of its arrival. Any event loop may use it.
 
-    A call that never returns keeps its thread, so it delays the work behind it, but no other kind
-    of work, no caller longer than it wants to wait, and not the end of the process.
+    A call that never returns occupies its thread. It delays later work of the same kind, but not
+    other kinds of work, nor a caller with a time limit, nor the end of the process.
     """
 
     _all: ClassVar[weakref.WeakSet[Threads]] = weakref.WeakSet()
@@ -209,9 +215,9 @@ class Threads:
         threads = _DaemonThreads(f"kvflow-{name}", limit)
         self._name, self._limit = name, limit
         self.executor: Executor = threads
-        """The same threads, for a caller that is a thread itself."""
-        self.hung = 0  # calls that are no longer waited for
-        # Threads that have no more work end with the last reference to this object.
+        """The same threads, for callers outside of an event loop."""
+        self.hung = 0  # abandoned calls that did not return yet
+        # The threads end, after the queued work, when this object is garbage collected.
         weakref.finalize(self, threads.shutdown).atexit = False
         self._all.add(self)
 
@@ -225,26 +231,26 @@ class Threads:
         self.close()
 
     def close(self) -> None:
-        """Take no more work, and let the threads end after the work that waits. Idempotent.
+        """Refuse new work, and end the threads after the queued work. Idempotent.
 
-        It waits for no thread.
+        The method does not wait for the threads.
         """
         self.executor.shutdown(wait=False)
 
     @classmethod
     def close_all(cls) -> None:
-        """Close all threads of the process, which is about to end."""
+        """Close every `Threads` of the process, before the process ends."""
         for threads in list(cls._all):
             threads.close()
 
     def start(self, work: Callable[..., T], *arguments: Any) -> Job[T]:
-        """Queue `work`. Its last argument, after `arguments`, is `Job.is_cancelled`.
+        """Queue a call of `work` with `arguments`, followed by `Job.is_cancelled`.
 
-        Raises: RuntimeError when the system has no thread, or after `close`.
+        Raises: RuntimeError if no thread can be started, or after `close`.
         """
         job = Job(work, arguments)
-        # The event loop hands the work to the threads, because the loop of the simulators does it
-        # in virtual time instead.
+        # The work goes through the event loop, because the simulators' loop runs it in virtual time
+        # instead.
         job.ended = asyncio.get_running_loop().run_in_executor(
             self.executor,
             job.run,  # type: ignore[arg-type]
@@ -258,11 +264,13 @@ class Threads:
         *,
         within_s: float | None = None,
     ) -> T:
-        """Run `work` and return its result, but wait at most `within_s`, the wait for a thread
-        included; then abandon the thread. If the work is abandoned or cancelled, `undo` receives
-        its result. Work that did not begin by then never begins.
+        """Run `work` in a thread, and return its result.
 
-        Raises: TimeoutError; RuntimeError when the system has no thread; every error of `work`.
+        After `within_s`, which includes the wait for a thread, the work is abandoned: it never
+        begins, or its thread is left running. If the work was abandoned or the caller cancelled,
+        `undo` receives the result.
+
+        Raises: TimeoutError; RuntimeError if no thread can be started; any error of `work`.
         """
         job = self.start(_whole, work)
         try:
@@ -275,10 +283,12 @@ class Threads:
             raise
 
     async def ask(self, work: Callable[[], T]) -> T:
-        """Run `work` and return its result. A caller that is cancelled leaves at once, so nothing
-        may depend on the end of the work.
+        """Run `work` in a thread, and return its result.
 
-        Raises: as `run`.
+        A cancelled caller returns at once while the work may still run, so use this only for work
+        without side effects.
+
+        Raises: RuntimeError if no thread can be started; any error of `work`.
         """
         job = self.start(_whole, work)
         try:
@@ -291,7 +301,7 @@ class Threads:
 
 
 def _whole(work: Callable[[], T], _: Callable[[], bool]) -> T:
-    """Do work that cannot be stopped between its beginning and its end."""
+    """Do work that cannot be stopped once it began, so it ignores `is_cancelled`."""
     return work()
 
 
@@ -301,8 +311,8 @@ def _undo(undo: Callable[[T], object], ended: asyncio.Future[T]) -> None:
 
 
 class _DaemonThreads(Executor):
-    """An executor of daemon threads, for which the end of the process does not wait, as it does for
-    those of `ThreadPoolExecutor`.
+    """An executor of daemon threads. Unlike `ThreadPoolExecutor`, it does not make the process wait
+    for its threads at exit.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -313,12 +323,13 @@ class _DaemonThreads(Executor):
         self._changed = threading.Condition()
 
     def submit(self, work: Callable[..., T], /, *args: Any, **more: Any) -> Future[T]:
-        """Queue `work`. Raises: RuntimeError when no thread can be started, or after `shutdown`."""
+        """Queue `work`. Raises: RuntimeError if no thread can be started, or after `shutdown`."""
         future: Future[T] = Future()
         with self._changed:
             if self._closed:
                 raise RuntimeError("no work is taken after shutdown")
-            # Each idle thread is going to take one piece of the work that waits already.
+            # Each idle thread will take one item of the queue, so a new thread is needed only if
+            # the queue is at least as long.
             if self._idle <= len(self._waiting) and self._threads < self._limit:
                 self._start_thread()
             self._waiting.append((future, functools.partial(work, *args, **more)))
@@ -326,7 +337,7 @@ class _DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the threads end after the work that waits; never wait for them."""
+        """End the threads after the queued work. Both arguments are ignored: it never waits."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -336,7 +347,7 @@ class _DaemonThreads(Executor):
         try:
             threading.Thread(target=self._serve, name=name, daemon=True).start()
         except RuntimeError:
-            # One thread is enough to do the work, if the system has no more.
+            # If the system has no more threads, the existing ones do the work.
             if not self._threads:
                 raise
         else:
@@ -350,8 +361,8 @@ class _DaemonThreads(Executor):
                     future.set_result(work())
                 except BaseException as error:  # noqa: BLE001 - whoever awaits it gets it
                     future.set_exception(error)
-            # The thread may wait long for its next work, and must not keep the memory of this one
-            # mapped.
+            # The thread may wait long for its next work. Meanwhile these references would keep
+            # memory mapped that this work used.
             del next_one, future, work
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
@@ -366,8 +377,9 @@ _SHARED = Threads("shared", 8)
 
 
 async def in_thread(work: Callable[[], T], undo: Callable[[T], object] = lambda _: None) -> T:
-    """Run `work`, which is short, in a thread that all callers share, to its end, and return its
-    result. If this coroutine is cancelled meanwhile, `undo` receives the result.
+    """Run short `work` in one of the threads that all callers share, and return its result.
+
+    A cancellation is raised only after the work ends, and `undo` then receives the result.
     """
     ended = _SHARED.start(_whole, work).ended
     try:

@@ -1,9 +1,9 @@
 """The command line: kvflow prefill | decode | router | up | demo | bench | sim | doctor | keygen |
 declare-dead.
 
-Options are made from the fields of `config.settings.Settings`, so flags, environment and file
-cannot drift apart. Heavy imports are inside the commands: `kvflow --help` loads neither torch nor
-transformers.
+Options are generated from the fields of `config.settings.Settings`, so that flags, environment and
+file always agree. Commands import heavy modules only when they run: `kvflow --help` loads neither
+torch nor transformers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 
 def _option(name: str, role: str) -> Any:
-    """Return the typer option of one setting. Values stay text, so that `config` checks those of
-    flags, environment and file alike.
+    """Return the typer option for one setting.
+
+    Values stay strings, because `config` checks the values of flags, environment and file in the
+    same way.
     """
     kind = catalog.base_type(name)
     default = catalog.default_of(name, role)
@@ -62,7 +64,7 @@ def _option(name: str, role: str) -> Any:
 
 
 def _shown(default: Any) -> str:
-    """Return a default as a user would write it."""
+    """Return a default value as a user would write it."""
     if isinstance(default, bool):
         return "on" if default else "off"
     return f"{default:g}" if isinstance(default, float) else str(default)
@@ -71,8 +73,10 @@ def _shown(default: Any) -> str:
 def _with_settings(
     role: str,
 ) -> Callable[[Callable[[dict[str, Any], str | None], None]], Callable[..., None]]:
-    """Return a decorator that makes a command whose options are the settings of `role`; the
-    decorated function receives the given ones and the path of the config file.
+    """Return a decorator that makes a command with the settings of `role` as options.
+
+    The decorated function receives the values of all options, None for those not given, and the
+    path of the config file.
     """
 
     def decorate(function: Callable[[dict[str, Any], str | None], None]) -> Callable[..., None]:
@@ -111,11 +115,11 @@ def _run(
     role: Literal["prefill", "decode", "router"], given: Mapping[str, Any], path: str | None
 ) -> None:
     settings = resolve(role, given, config=path)
-    # This must precede the imports below, which may load torch.
+    # The limit has an effect only before torch is imported, which the imports below may do.
     _limit_threads(settings.threads)
     from kvflow.serve.launch import process
 
-    # The router's process never imports `roles`, which would load the engine.
+    # The router must not import `roles`, which would load the engine.
     if role == "router":
         from kvflow.serve.launch.router import run_router
 
@@ -131,8 +135,9 @@ def _run(
 
 
 def _limit_threads(threads: int) -> None:
-    """Limit the threads of torch, which spin against each other when roles share cores. It has an
-    effect only before torch is imported.
+    """Limit the threads of torch, because roles that share cores slow each other down by spinning.
+
+    It has an effect only before torch is imported.
     """
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -299,8 +304,8 @@ def declare_dead(
     declare_dead(url, admin_api_key, incarnation, why)
 
 
-# The command passes its words to a Typer app of another module unparsed. So the module is loaded
-# only when the user names the command, and the app prints its own help.
+# These commands pass their arguments unparsed to a Typer app in another module. The module is then
+# loaded only if the user runs the command, and its app prints its own help.
 _GROUP = {
     "add_help_option": False,
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},

@@ -1,6 +1,4 @@
-"""The optional packages, by the extra of the distribution that installs them. Their versions are in
-pyproject.toml.
-"""
+"""The optional packages, by the extra that installs them. pyproject.toml has their versions."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ CORE = ("msgspec", "numpy", "xxhash", "zmq")
 
 
 def missing_extra(error: ModuleNotFoundError) -> str:
-    """Return one line that names the extra with the missing module; empty if no extra has it."""
+    """Return one line that names the extra to install; empty if no extra has the module."""
     missing = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if missing in modules:

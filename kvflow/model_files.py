@@ -1,4 +1,6 @@
-"""The files of a model, and digests of their content, by which engines compare their models."""
+"""The files of a model, and digests of their content. Engines compare digests to check that they
+serve the same model.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from zipfile import is_zipfile
 
 from kvflow.protocols.errors import MisuseError
 
-# The digest reads this many stretches of each weight, spread evenly: another fine-tune of the model
-# differs in some of them.
+# The digest reads this many samples of each weight, evenly spaced. They are enough to tell two
+# fine-tunes of a model apart.
 STRETCHES, STRETCH_BYTES = 16, 64
-# Keys of config.json about the file, about generation and about training, which do not change the
-# KV of a prompt. Engines compare the dtype as it was loaded.
+# Keys of config.json that do not change the KV of a prompt: they describe the file, generation or
+# training. The dtypes are among them, because engines compare the dtype that they loaded.
 _IRRELEVANT = frozenset(
     {
         *(
@@ -43,8 +45,9 @@ _IRRELEVANT = frozenset(
 
 
 def folder_of(source: str) -> Path:
-    """Return the folder with the files of a model that was loaded from `source`, a folder or a name
-    on a hub.
+    """Return the local folder of the model `source`, which is a folder or a name on a hub.
+
+    A model on a hub must be downloaded already.
     """
     from huggingface_hub import snapshot_download
 
@@ -53,8 +56,9 @@ def folder_of(source: str) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files that transformers loads: safetensors if there are any, in one file or
-    in several that an index names.
+    """Return the weight files that transformers would load; empty if there are none.
+
+    Safetensors take precedence. Weights are in one file, or in several files that an index lists.
     """
     for whole in ("model.safetensors", "pytorch_model.bin"):
         if (folder / whole).is_file():
@@ -69,17 +73,16 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """Return 8 hex digits over the relevant keys of a config.json, independent of their order."""
+    """Return a digest of 8 hex digits over the relevant keys of a config.json, in any order."""
     return hashlib.sha256(
         json.dumps(_relevant(config), sort_keys=True, default=str).encode()
     ).hexdigest()[:8]
 
 
 def weights_digest(name: str) -> str:
-    """Return 12 hex digits over name, type, shape and some bytes of every weight. Little is read,
-    however large the model is.
+    """Return a digest of 12 hex digits over name, type, shape and some bytes of every weight.
 
-    Raises: MisuseError.
+    It reads little data, even of a large model. Raises: MisuseError if the model has no weights.
     """
     folder = folder_of(name)
     files = weight_files(folder)
@@ -97,8 +100,9 @@ def weights_digest(name: str) -> str:
 
 
 def _of_safetensors(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name of every weight with the bytes that identify it."""
-    # Single reads at random places, since the kernel would read ahead in a mapped file.
+    """Yield the name of every weight, and the bytes that go into the digest."""
+    # `pread` with POSIX_FADV_RANDOM reads only the samples. In a mapped file, the kernel would read
+    # ahead.
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         header_bytes = int.from_bytes(file.read(8), "little")
@@ -127,7 +131,7 @@ def _of_pickle(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _places(size: int) -> list[tuple[int, int]]:
-    """Return offset and length of the stretches to read of a weight of `size` bytes."""
+    """Return the (offset, length) of each sample of a weight of `size` bytes."""
     if size <= STRETCHES * STRETCH_BYTES:
         return [(0, size)]
     return [

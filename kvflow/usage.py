@@ -1,8 +1,7 @@
-"""Help pages for a terminal of 80 columns: options in groups, and flags, values and words that are
-never broken at the end of a line.
+"""Help pages for terminals of 80 columns. Options are grouped, and no flag, value or word is broken
+across lines.
 
-At that width the pages of rich truncate long flags, and the plain pages of click break
-`--num-pages` after its hyphens.
+At this width, rich truncates long flags, and click breaks `--num-pages` after a hyphen.
 """
 
 from __future__ import annotations
@@ -15,15 +14,17 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-FLAGS_WIDTH = 24  # a longer flag stands alone on its line
+# The width of the column for flags. The text of a longer flag begins on the next line.
+FLAGS_WIDTH = 24
 _GAP = 2
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class App(typer.Typer):
-    """A Typer with these help pages.
+    """A Typer app with the help pages of this module.
 
-    The group of an option is its `rich_help_panel`; groups are in the order of their first options.
+    Options are grouped by their `rich_help_panel`. The groups are in the order of their first
+    options.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -81,7 +82,7 @@ def _write_options(formatter: Any, params: Iterable[Any], ctx: Any) -> None:
         if record is not None:
             heading = "Arguments" if param.param_type_name == "argument" else "Options"
             groups.setdefault(getattr(param, "rich_help_panel", None) or heading, []).append(record)
-    # All groups have one width, so that the texts of a page line up.
+    # All groups use the same width, so that the texts of a page are aligned.
     width = max((len(flags) for records in groups.values() for flags, _ in records), default=0)
     for heading, records in groups.items():
         _write_section(formatter, heading, records, min(width, FLAGS_WIDTH))
@@ -93,7 +94,7 @@ def _write_section(
     indent = " " * (2 + width + _GAP)
     with formatter.section(heading):
         for first, text in rows:
-            # The text begins beside its flags where they fit into the column, else below them.
+            # The text begins on the line of its flags if they fit into the column.
             lines = _wrapped(text, formatter.width - len(indent))
             beside = lines.pop(0) if len(first) <= width and lines else ""
             *above, last = _wrapped(first, formatter.width - 2)
