@@ -130,7 +130,7 @@ class RoomPages:
         self._owner: Hashable = ("room", room)
         self._staging_owner: Hashable = self._owner
         self._grant = GrantId(0)
-        self.over = False  # the room ended, and only its pages are left
+        self.over = False  # True once the room ended
 
     @property
     def claimed(self) -> bool:

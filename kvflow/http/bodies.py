@@ -40,9 +40,10 @@ def decoded(raw: bytes, kind: type[S]) -> S:
 
 
 def whole_number(value: object) -> int | None:
-    """Return a whole number of a JSON document; None for any other value.
+    """Return `value` if it is an integer, else None.
 
-    To Python `true` and `false` are numbers too, so `isinstance` would take them for 1 and 0.
+    JSON's `true` and `false` are rejected. `isinstance` would accept them, because bool is a
+    subclass of int.
     """
     return value if type(value) is int else None
 
