@@ -46,7 +46,7 @@ class Batch:
         masks: dict[torch.dtype, torch.Tensor] | None = None,
         place: Place = torch.from_numpy,
     ) -> None:
-        """Build a batch of rows with these numbers of keys, in ascending order.
+        """`lengths` are the numbers of keys in each row, in ascending order.
 
         There is space for `more` keys after those of the longest row. Successive steps over the
         same rows share `masks`, since the padding does not change.

@@ -80,7 +80,7 @@ def have_rows(layers: Layers) -> bool:
 
 
 def with_rings(layers: Layers) -> Layers:
-    """Return `layers`, with the K and V of every layer that has a window in a ring."""
+    """Return `layers`, but with K and V in a ring for every layer that has a window."""
     return tuple(_in_ring(layer) if layer and layer.window else layer for layer in layers)
 
 

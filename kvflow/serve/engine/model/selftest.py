@@ -51,7 +51,8 @@ class Reference(NamedTuple):
 
     `logits` [prompts, vocabulary] follow the last token of each prompt, if the prompt is fed
     `chunk` tokens at a time and the last token alone. `noise` is the difference from the logits of
-    prompts fed in another way. `whole` is True if prompts must be computed in one chunk.
+    the same prompts when fed in another way. `whole` is True if prompts must be computed in one
+    chunk.
     """
 
     prompts: list[list[int]]

@@ -54,7 +54,7 @@ class Sequence:
 
     @property
     def places(self) -> Places:
-        """The pages and the row that the sequence owns; see `pages`."""
+        """The pages that the sequence owns (a view, like `pages`), and its row."""
         return Places(self._pages[self.shared : self.page_count], self.rows)
 
     @property

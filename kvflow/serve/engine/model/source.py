@@ -1,7 +1,6 @@
-"""Locating a model: in a folder, whose files are checked, on a hub, or in the cache of the hub's
-client.
+"""Locating a model: in a local folder, on a hub, or in the cache of the hub's client.
 
-Every fault becomes a one-line error.
+The files of a folder are checked, and every fault becomes a one-line error.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def _no_answer(name: str) -> str:
 
     Returns an empty string if the hub answers, even with an error.
 
-    Raises: MisuseError if no hub could have a model with this name.
+    Raises: MisuseError if `name` is not a valid name on a hub.
     """
     try:
         request = urllib.request.Request(hf_hub_url(name, "config.json"), method="HEAD")

@@ -12,7 +12,10 @@ from kvflow.serve.engine.scheduler.rooms import PrefillRoomPort
 
 
 class FollowedRoom(PrefillRoomPort, Protocol):
-    """The room of a request at such a rank. `prefix_tokens` is known after the match."""
+    """The room of a request at a rank that follows the first one.
+
+    `prefix_tokens` is known after the match.
+    """
 
     @property
     def prefix_tokens(self) -> int: ...

@@ -31,7 +31,7 @@ _Between = wire.Drop | wire.Preempt | wire.Keep | wire.Find | wire.Flush
 
 
 class _GenerationOverError(Exception):
-    """Raised to leave work for a generation that ended."""
+    """Raised to abandon work for a generation that ended."""
 
 
 class StepFollower:
@@ -411,7 +411,7 @@ class StepFollower:
             self.steps.send(request)
         except KvflowError as error:
             request.room.close(error.cause())
-        # An error of one room must not end the others.
+        # An error in one room must not end the others.
         except Exception as error:
             self.failed_steps += 1
             log.exception("sending pages failed")

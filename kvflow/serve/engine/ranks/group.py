@@ -116,8 +116,8 @@ class PrefillGroup:
         prompt begins with the tokens that all of them have cached under `namespace`. A cancellation
         ends the request on all ranks.
 
-        Raises: MisuseError, CapacityError, or LostError while a rank is missing, and decode's half
-        is refused; later, the error with which the group ended the request.
+        Raises: MisuseError, CapacityError, or LostError while a rank is missing; decode's half is
+        then refused. Later, the error with which the group ended the request.
         """
         try:
             self._check(prompt, params)
@@ -254,7 +254,7 @@ class PrefillGroup:
             self._engine.agreed(asked.computing, tokens)
 
     def broken(self, cause: Cause) -> None:
-        """End the requests that steps of the generation that ended may have named."""
+        """End all requests that may have taken part in the generation that just ended."""
         for asked in list(self._asked.values()):
             computing = asked.computing
             if computing is not None and (asked.started or self._engine.has_places(computing)):

@@ -77,7 +77,7 @@ class StepLeader:
         self._on_broken = on_broken
         self._on_agreed, self._on_ready, self._on_unusable = on_agreed, on_ready, on_unusable
         self._hits = HitVotes(world_size)
-        self._hellos: dict[int, wire.Hello] = {}  # by rank; of ranks that are ready or take part
+        self._hellos: dict[int, wire.Hello] = {}  # by rank, for ranks that are ready or take part
         self._ranks: dict[bytes, int] = {}  # rank by routing id
         self._generation = self._step = 0
         # By ticket: the last step before its latest preemption.
@@ -218,7 +218,7 @@ class StepLeader:
         self._on_ready()
 
     def _end(self, cause: Cause, failed: int | None = None) -> None:
-        """End the generation. `failed` is the rank whose step failed, if one did.
+        """End the generation. `failed` is the rank whose step failed, if that is the reason.
 
         The shards of this stage run the announced step to its end together, unless it failed at one
         of them.

@@ -136,7 +136,7 @@ class ShardLeader:
         return len(self._told)
 
     def lost(self, number: int, why: str) -> None:
-        """Report that the process of a shard ended. Callable from any thread."""
+        """Report that the process of a shard ended. Any thread may call this."""
         self._lose(LostError(f"shard {number} of the model is gone: {why}"))
 
     # --- Followers

@@ -1,7 +1,7 @@
-"""Messages between the first shard of a decode and the others, which announce every step and report
-its end.
+"""Messages between the first shard of a decode and the other shards: announcements of steps, and
+reports of their end.
 
-The first shard has a socket pair with each of the others, which no other process can use. Both ends
+A socket pair that no other process can use connects the first shard with each other one. Both ends
 block. The thread that runs a step announces it, so no step runs unannounced.
 """
 

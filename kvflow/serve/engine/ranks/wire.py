@@ -45,7 +45,10 @@ class RankLife(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
-    """Reports that this rank is ready for a generation. `pages` and `rows` count its pool's."""
+    """Reports that this rank is ready for a generation.
+
+    `pages` and `rows` are the numbers of pages and rows in its pool.
+    """
 
     member: Life
     rank: RankNumber
@@ -166,7 +169,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True,
 class Find(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=17):
     """Asks how many of the first `tokens` tokens of a prompt are cached.
 
-    The rank locks them for the request until a step, `Drop` or `Preempt` names it, or the
+    The rank locks them for the request until a step, `Drop` or `Preempt` names that request, or the
     generation ends. The answer repeats `number`.
     """
 

@@ -114,7 +114,8 @@ class Admission:
         self.covered = pages
 
     def has(self, pages: int) -> None:
-        """Promise `pages` fewer pages, because the request has that many without taking them.
+        """Promise `pages` fewer pages, because the request has that many without taking them, such
+        as cached ones.
 
         A negative number means that it lost them, so that they are promised again.
         """

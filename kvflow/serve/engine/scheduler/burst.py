@@ -32,8 +32,8 @@ from kvflow.serve.engine.scheduler.sampling import Choice, Draw, choose
 DELIVER_EVERY_S = 0.01
 
 
-# The number of tokens that one step computes again for retracted requests. It is limited because
-# the rest of the batch waits for them.
+# One step computes about this many tokens again for retracted requests, at most, because the rest
+# of the batch waits for them.
 RECOMPUTED_PER_STEP = 512
 
 

@@ -35,7 +35,7 @@ class Growth:
         """Take pages for the next steps; return the requests that have them, and the number of
         steps.
 
-        This is one step if the pages do not suffice for `most_steps` of all requests.
+        It is one step if there are too few pages for `most_steps` steps of all requests.
         """
         self.short = {}
         needed = [request.pages_missing(most_steps) for request in batch]
@@ -60,7 +60,7 @@ class Growth:
     def fail_stuck(self, *, may_come: bool) -> None:
         """End the requests in `short`, if the shortage lasts.
 
-        `may_come` is True if steps or copies will free pages. Otherwise the missing pages are in
+        `may_come` is True if steps or copies may free pages. Otherwise the missing pages are in
         quarantine.
         """
         self.stuck_in_s = None

@@ -39,7 +39,7 @@ def urgency(request: EarlyRequest) -> int:
 
 
 class OptimisticStarts(Generic[R]):
-    """The requests of one prefill whose rooms are not matched yet, and which may begin early.
+    """The requests of one prefill whose rooms are not matched yet, if they may begin early or did.
 
     `first` is the next request to begin, in order of priority and arrival. A request begins early
     at most `tries` times.

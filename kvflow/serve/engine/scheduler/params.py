@@ -102,8 +102,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     model, unaffected by these parameters.
 
     `logprob_token_ids` are tokens whose log-probabilities are returned at every position, in
-    addition to those above. `prompt_logprobs_from` also asks for the log-probabilities of the
-    prompt's tokens after this position. Prefill chooses one token for every prompt; if
+    addition to that of the chosen token. `prompt_logprobs_from` asks for the log-probabilities of
+    the prompt's tokens after this position. Prefill chooses one token for every prompt; if
     `max_new_tokens` is 0, the caller drops it.
 
     `hidden_states` asks for the last hidden state from which each token was chosen.
@@ -280,8 +280,8 @@ class EngineRetractions(msgspec.Struct, frozen=True, kw_only=True):
 
     retracts: int = 0  # retractions: pages given back before the request ended
     resumes: int = 0  # retracted requests that run again, with their state from host memory
-    recomputes: int = 0  # retracted requests that run again, with their state computed once more
-    retracted_now: int = 0  # requests that are retracted now
+    recomputes: int = 0  # retracted requests that run again, with their state computed again
+    retracted_now: int = 0  # requests that wait to return
     host_bytes_used: int = 0  # host memory that holds the state of retracted requests
     host_bytes_limit: int = 0
     # The share of an admitted request's new tokens for which it is promised pages.

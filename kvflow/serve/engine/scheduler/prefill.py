@@ -442,7 +442,7 @@ class PrefillEngine(EngineLoop):
         return np.concatenate([request.prefix.pages, *(s.pages[: s.shared] for s in matched)])
 
     def _preempt(self, requests: list[PrefillRequest]) -> None:
-        """Take their places away from early requests, here and on the other ranks."""
+        """Take the places of early requests away, here and on the other ranks."""
         for request in requests:
             del self._running[id(request)], self._placed[id(request)]
             self._beginnings.forget(request)

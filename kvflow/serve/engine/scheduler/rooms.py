@@ -26,7 +26,7 @@ class PrefillRoomPort(Protocol):
         """
 
     async def done(self) -> None:
-        """Return when every write landed."""
+        """Wait until every write landed."""
 
     def close(self, cause: Cause | None = None) -> None:
         """Close the room. Idempotent, in any state.

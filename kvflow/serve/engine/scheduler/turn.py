@@ -87,7 +87,7 @@ class Loads:
             self._on_ended(request)
 
     async def close(self) -> None:
-        """Stop all loads, and return when no copy runs (I12)."""
+        """Stop all loads, and wait until no copy runs (I12)."""
         self._running.clear()
         for task in self._tasks:
             task.cancel()

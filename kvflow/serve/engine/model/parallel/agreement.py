@@ -57,7 +57,7 @@ class Agreement:
         self.store.set(f"process/{part.rank}", msgspec.json.encode(mine).decode())
 
     def wait_for_weights(self) -> None:
-        """Block until all shards of this stage have their weights loaded, in this attempt.
+        """Block until every shard of this stage loaded its weights in the current attempt.
 
         Raises: OtherRankError, LostError.
         """

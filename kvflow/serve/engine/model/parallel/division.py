@@ -1,5 +1,5 @@
-"""Finding the part of each stream that a shard keeps, by comparing a forward before the layers are
-divided with one after that.
+"""Finding the part of each stream that a shard keeps, by comparing forwards from before and after
+the layers are divided.
 
 The number of shards alone does not determine which K/V heads a shard has. Some plans divide
 attention, others leave it whole on every shard, and latents and states are whole on all shards.

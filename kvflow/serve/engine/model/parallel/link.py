@@ -103,7 +103,7 @@ class _End:
     """A DEALER socket on which one thread can wait until another thread aborts the wait."""
 
     def __init__(self, address: str, *, bind: bool) -> None:
-        """Bind or connect a socket. Raises: MisuseError."""
+        """Bind or connect a socket. Raises: MisuseError if that fails."""
         check_address(address)
         self.dropped = 0  # invalid or outdated messages
         self.generation, self.step, self.call = 0, -1, 0

@@ -49,7 +49,7 @@ class Followers(Protocol):
 
 
 class Neighbours:
-    """The neighbours of one part of a model.
+    """The stages and shards around one part of a model.
 
     While a step runs, other threads may call only `abort`.
     """
