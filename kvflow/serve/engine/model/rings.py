@@ -110,8 +110,8 @@ class Rings:
         raise NotImplementedError
 
     def kept(self, stream: Hashable) -> torch.Tensor | None:
-        """Return the states of `stream`, [keys, heads * dim], if an earlier step gathered them, or
-        None.
+        """Return the states of `stream`, [keys, heads * dim], if an earlier step gathered them,
+        else None.
 
         The states of this step are not yet among them.
         """

@@ -73,7 +73,7 @@ class StepFollower:
         self._owner = owner
         self.requests: dict[int, Followed] = {}  # by ticket
         self._loads = Loads(steps, prefetch, self._answer)
-        # By ticket, for requests that load: the number of the question that their answer names.
+        # The number of the first rank's question, by ticket, for requests that still load.
         self._questions: dict[int, int] = {}
         self.failed_steps = self.dropped = 0
         # Tickets that the first rank dropped before they were opened here.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Agreed(NamedTuple):
-    """The agreement that every rank has locked the first `tokens` tokens of request `ticket`."""
+    """The result of a question: every rank locked the first `tokens` tokens of request `ticket`."""
 
     ticket: int
     tokens: int

@@ -215,7 +215,7 @@ class GroupPrompt(msgspec.Struct, frozen=True, array_like=True, tag=21):
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
     params: SamplingParams
     deadline_s: Annotated[float, Meta(gt=0)]
-    namespace: Namespace = ANY  # namespace of its cached prefixes
+    namespace: Namespace = ANY  # namespace of the prompt's cached prefixes
 
     @property
     def tokens(self) -> np.ndarray[Any, np.dtype[np.uint32]]:

@@ -414,9 +414,9 @@ class DecodeEngine(EngineLoop):
         self._wake.set()
 
     def _keep(self, request: DecodeRequest) -> None:
-        """Hand over the computed full pages of a request that ended without an error to the cache.
+        """Hand over to the cache the full pages of a request that ended without an error.
 
-        A step that still runs writes only behind them.
+        A step that still runs writes only after these pages.
 
         A model with states may compute other values for a generated token than prefill would
         (nemotron_h: K differs by 0.05 of 8). For such a model, the cache keeps only pages of the

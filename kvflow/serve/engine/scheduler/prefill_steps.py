@@ -97,7 +97,7 @@ class PrefillRequest:
         self.agreed: int | None = None
         # True while the request has places, but no step may name it until the ranks agree.
         self.is_asking = False
-        # The cached pages with which the request begins, locked; None while none are locked.
+        # The locked cached pages with which the request begins; None while none are locked.
         self.prefix: Prefix | None = None
         self.fewest_tokens = fewest_tokens
         # Slots of the state store that the request owns, by the number of tokens that each state
@@ -269,7 +269,7 @@ class PrefillSteps:
         self._give_back(request, request.sequence.places)
 
     def keep(self, request: PrefillRequest) -> None:
-        """Hand the whole pages of a request over to the cache, after its room succeeded."""
+        """Hand over the full pages of a request to the cache, after its room succeeded."""
         s, prefix = request.sequence, request.prefix
         if self.cache is not None and prefix is not None and s.page_count:
             tokens = s.tokens[: s.prompt_length]

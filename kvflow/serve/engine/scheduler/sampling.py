@@ -34,8 +34,8 @@ class Draw(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A chosen token, with the requested log-probabilities of the raw distribution (before
-    temperature).
+    """A chosen token, with the requested log-probabilities under the model's distribution, before
+    temperature and other changes.
     """
 
     token_id: int
