@@ -10,7 +10,7 @@ hand-overs        HandOff, PackedArray
 data planes       open_plane, LocalPlane, MooncakePlane, NixlPlane
 errors            KvflowError and the subclasses that callers need to distinguish; Cause, Code
 
-Each name is imported when it is first used: `import kvflow` alone loads neither numpy nor a socket
+Each name is imported on first use, so `import kvflow` alone loads neither numpy nor a socket
 library.
 """
 

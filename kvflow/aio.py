@@ -4,8 +4,8 @@ Cancelling a coroutine does not stop the thread that it waits for (I12), so thes
 in threads and wait until it ends. Others divide long work, and bursts of arrivals, into turns of
 the event loop.
 
-An event loop runs work in a thread only by `Threads`. Its threads are daemons, so a call that hangs
-delays neither the end of the process nor other kinds of work.
+kvflow runs work from an event loop in threads only by means of `Threads`. These threads are
+daemons, so a call that hangs delays neither the end of the process nor other kinds of work.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Turnstile:
 
 
 class Job(Generic[T]):
-    """Work that `Threads.start` queued for a thread."""
+    """A call that `Threads.start` queued for a thread."""
 
     ended: asyncio.Future[T]
     """Resolves with the result or the error when the thread finished the work. It is cancelled if
@@ -196,8 +196,7 @@ class Job(Generic[T]):
             self._forget()
 
     def _forget(self) -> None:
-        # The job may outlive its work, and must not keep the memory mapped that the work used.
-        # So it drops its references.
+        # The job may outlive its work. Its references would keep memory mapped that the work used.
         del self.work, self.arguments
 
 
@@ -285,8 +284,8 @@ class Threads:
     async def ask(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread, and return its result.
 
-        A cancelled caller returns at once while the work may still run, so use this only for work
-        without side effects.
+        A cancelled caller returns at once, while the work may still run. Use it only for work whose
+        end does not matter.
 
         Raises: RuntimeError if no thread can be started; any error of `work`.
         """

@@ -25,7 +25,7 @@ Connect = Callable[[str, int], ControlSocket]
 
 Raises: MisuseError for an address it cannot connect to.
 """
-# Interval at which the lockout reason of every socket is read.
+# Interval, in seconds, at which the lockout reason of every socket is read.
 POLL_S = 0.1
 
 

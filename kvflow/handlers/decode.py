@@ -84,9 +84,9 @@ class DecodeShell(Shell):
         self._lends_later = False
         # The value of `staging_can_come_back` that `run` saw last.
         self._could_come_back = 0
-        # Rooms whose prefill is being resolved.
+        # Rooms that wait for the ranks of their prefill, each with its task.
         self.opening: dict[DecodeRoom, asyncio.Task[None]] = {}
-        # Open rooms, and ended rooms whose pages are not free.
+        # Open rooms, and ended rooms whose pages are not yet free.
         self.rooms: dict[GrantId, DecodeRoom] = {}
         # Only open rooms have a verifier.
         self._verifiers: dict[GrantId, ChunkVerifier] = {}
@@ -196,7 +196,7 @@ class DecodeShell(Shell):
             )
 
     def _refused(self, room: DecodeRoom, error: KvflowError) -> None:
-        """End a room that never reached the endpoint, and that has no pages."""
+        """End a room that did not reach the endpoint, and so has lent no pages."""
         if room.refused is None:
             room.refused = error.cause()
             self.counts.room_refused(room.refused)

@@ -71,7 +71,7 @@ class GroupRequest:
 
 
 class LeaderShell(Shell):
-    """One group leader on the event loop."""
+    """The shell of a group leader."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class LeaderShell(Shell):
 
 
 class RankRequest:
-    """One request at one rank."""
+    """One request at one rank, with this rank's half of its room."""
 
     def __init__(self, key: TicketKey, room: PrefillRoom, request: bytes) -> None:
         self.key, self.room, self.request = key, room, request
@@ -211,7 +211,7 @@ class RankRequest:
 
 
 class MemberShell(Shell):
-    """One rank's membership of the group on the event loop."""
+    """The shell of one rank's membership in its group."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ class MemberShell(Shell):
         self._log_refusal()
 
     def _log_refusal(self) -> None:
-        """Log each new refusal once: a rank that is refused keeps asking."""
+        """Log each new refusal once, because a refused rank repeats its request."""
         if (refusal := self.member.refusal) == self._refusal:
             return
         self._refusal = refusal

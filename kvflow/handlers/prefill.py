@@ -143,7 +143,7 @@ class ChecksummedWrite:
 
 def _is_short(error: BaseException | None) -> bool:
     """Return True if the error, or one of its causes, is a shortage of descriptors, memory or
-    staging. Closing the route of another decode may end such a shortage.
+    staging. Such a shortage may end when the route of another decode is closed.
     """
     while error is not None:
         if isinstance(error, CapacityError) or (
@@ -224,7 +224,7 @@ class PrefillShell(Shell):
     ) -> PrefillRoom:
         """Open the engine's half of a room.
 
-        Raises: MisuseError when the id is in use, AbortedError while shutting down.
+        Raises: MisuseError if the id is in use, AbortedError while shutting down.
         """
         record = self.endpoint.open_room(
             room,
@@ -247,7 +247,8 @@ class PrefillShell(Shell):
     def send_chunk(self, room: PrefillRoom, pages: PageIndices, last: bool, handoff: bytes) -> None:
         """Queue a chunk, and hold its pages.
 
-        The hold comes first: it refuses pages without an owner, which no write may wait for.
+        The hold comes first, because it refuses pages without an owner: no write may be queued for
+        such pages.
         """
         self.endpoint.check_chunk(room.record, pages, last, len(handoff))
         self.quarantine.check(pages)
@@ -504,7 +505,7 @@ class PrefillShell(Shell):
 
     def _released(self, command: c.RoomReleased) -> None:
         room = self.rooms.pop(command.serial, None)
-        # The engine's half may never have arrived.
+        # There is no handle if the engine's half never arrived.
         if room is not None:
             room.over = True
             if not room.readers:

@@ -125,7 +125,7 @@ class RoomPages:
         self._stores, self._room, self._settled = stores, room, settled
         self.state = Ownership(staging=None if stores.staging is None else PagePhase.NONE)
         self.pages: PageIndices = NO_PLACES
-        # The same as `pages`; with staging, as many places of the staging.
+        # What prefill writes into: `pages` or, with staging, as many places of the staging.
         self.lent: PageIndices = NO_PLACES
         self._owner: Hashable = ("room", room)
         self._staging_owner: Hashable = self._owner
@@ -368,8 +368,8 @@ class DecodeRoom:
         return await self.when_landed.get()
 
     async def released(self) -> None:
-        """Wait until the room's pages are untouched: every loan ended, and no checksum or copy
-        runs.
+        """Wait until the room's pages are not in use any more: every loan ended, and no checksum or
+        copy runs.
         """
         await self.when_released.get()
 
@@ -441,7 +441,7 @@ class PrefillSide(Protocol):
 
 
 class PrefillRoom:
-    """One room at prefill: its writes and their outcome.
+    """One room at prefill: it sends pages to decode, and reports the outcome.
 
     Close it, or use it as an async context manager.
     """

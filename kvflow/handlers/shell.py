@@ -135,7 +135,7 @@ class Shell:
                 except ENDS_PROCESS:
                     raise
                 except BaseException:
-                    # The commands that follow belong to other rooms.
+                    # The commands that follow belong to other rooms, and must still run.
                     self.counts.handler_errors += 1
                     log.exception("%r failed", command)
         finally:
@@ -272,7 +272,7 @@ class Shell:
         return task
 
     def cancel(self, watch: asyncio.Task[None] | None) -> None:
-        """Cancel a watch over a process, if there is one."""
+        """Cancel the task that watches a process, if there is one."""
         # A watch may reach this method in its own task, after it reported a death. It is about to
         # return, so it is not cancelled.
         if watch is not None and watch is not asyncio.current_task():

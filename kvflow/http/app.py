@@ -33,7 +33,8 @@ from kvflow.http.responses import json_response
 from kvflow.protocols.errors import KvflowError
 from kvflow.telemetry.requests import RequestTrace
 
-MAX_BODY_BYTES = 8 << 20  # a million tokens; see large_bodies.py
+# A prompt of a million tokens fits; see large_bodies.py.
+MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
 # A connection without a complete request head is closed after this time. It is longer than routers
 # keep idle connections, so that no router sends a request on a connection that is being closed.

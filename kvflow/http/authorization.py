@@ -2,8 +2,8 @@
 
 `ROUTES` assigns every route of every role to a class of access. `build_app` refuses an application
 with any other route. The classes are those of SGLang, with one difference. If a server has an API
-key and no operator's key, SGLang accepts the API key on the routes of `Access.CONTROL`, and kvflow
-refuses every caller there. The operator's key also opens the routes of clients.
+key and no operator's key, SGLang accepts the API key on the operator's routes, and kvflow refuses
+every caller there. The operator's key also opens the routes of clients.
 """
 
 from __future__ import annotations
@@ -109,7 +109,10 @@ def authorized(keys: Keys) -> Middleware:
 
 
 def check_routes(app: web.Application) -> None:
-    """Check that `ROUTES` has a class for every route of `app`. Raises: AssertionError."""
+    """Check that `ROUTES` has a class for every route of `app`.
+
+    Raises: AssertionError with the routes that it lacks.
+    """
     missing = [route for route in routes_of(app) if route not in _ACCESS_OF]
     if missing:
         raise AssertionError(

@@ -18,7 +18,7 @@ from kvflow.protocols.errors import MAX_CAUSE_TEXT, CapacityError, Code, KvflowE
 
 RETRY_AFTER_S = 1
 MAX_SUMMARY = 300  # longest `Failure.summary`, in characters
-# OpenAI's code, by which clients recognize that they must shorten the prompt.
+# OpenAI's code for a prompt that is too long; clients react to it.
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 STATUS_OF_CODE: dict[Code, int] = {

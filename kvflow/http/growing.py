@@ -46,7 +46,7 @@ class _Growing:
 
 
 class GrowingText(_Growing):
-    """A JSON string that grows."""
+    """A JSON string to which text can be appended."""
 
     edges = b'""'
 
@@ -64,7 +64,7 @@ class GrowingText(_Growing):
 
 
 class GrowingArray(_Growing):
-    """A JSON array that grows."""
+    """A JSON array to which elements can be appended."""
 
     edges = b"[]"
 

@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 
 from kvflow.http.errors import RequestError
 
-LARGE_BYTES = 1 << 16  # bodies from this size on are decoded in steps
-LONG_BYTES = 1 << 8  # strings and arrays from this size on are cut out
+# Bodies of at least this size are decoded in steps.
+LARGE_BYTES = 1 << 16
+# Strings and arrays of at least this size are cut out.
+LONG_BYTES = 1 << 8
 # Most bytes outside of long values. They are decoded at once, in some 4 ms.
 MAX_REST_BYTES = 1 << 19
 # Most bytes that a router adds to a body: the rooms of all completions that one body may request,
@@ -32,7 +34,8 @@ MAX_ADDED_BYTES = 1 << 13
 # that fits into a model's context comes near this limit.
 MAX_VALUES = 1 << 18
 PROMPTS = frozenset({"input_ids", "prompt", "tokens"})
-_STEP_BYTES = 1 << 15  # some 200 us
+# Decoding this many bytes takes some 200 us.
+_STEP_BYTES = 1 << 15
 _STEP_VALUES = 256
 # Matches the inside of a string up to a position at which it can be split: never within an escape,
 # nor between the two escapes of a surrogate pair.

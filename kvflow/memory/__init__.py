@@ -1,3 +1,3 @@
-"""Memory that holds KV pages: paged pools, page owners, shared segments, copies, checksums and
-snapshots.
+"""The memory of KV pages: paged pools, page allocators, shared segments, copies, checksums, staging
+and snapshots.
 """

@@ -160,7 +160,7 @@ class PageAllocator:
                 raise CapacityError(f"{self._unit}s", count, self._free)
             top = self._free
             pages: PageIndices = self._stack[top - count : top][::-1].copy()
-            # Ascending pages make few, large writes.
+            # Ascending pages can be written in a few large blocks.
             if count >= MANY_PAGES and not ascends(pages):
                 pages.sort()
             if count:

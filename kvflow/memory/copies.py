@@ -60,9 +60,9 @@ class Copier(Protocol):
 
 
 def copier_for(pool: PagedPool) -> Copier:
-    """Return a copier between `pool` and host memory.
+    """Return a copier for copies between `pool` and host memory.
 
-    Raises: LayoutError for a device whose memory cannot be copied.
+    Raises: LayoutError if the memory of the pool's device cannot be copied.
     """
     return HostCopier() if pool.device == HOST else CudaCopier(pool.device)
 
@@ -119,8 +119,8 @@ def host_layout(layout: PoolLayout, limit_bytes: int, num_rows: int | None = Non
 def are_small(blocks: Blocks) -> bool:
     """Return True if `copy_small` is faster than one memmove per block.
 
-    Blocks are that small if two pools divide heads differently: each block is then one head of one
-    token slot.
+    Blocks are that small if two pools divide heads differently. Each block then contains a few
+    heads of one token slot.
     """
     count = blocks.sizes.size
     return count >= _FEW_BLOCKS and int(blocks.sizes.sum()) <= SMALL_BYTES * count
@@ -130,8 +130,8 @@ def copy_small(blocks: Blocks) -> None:
     """Copy many small blocks. numpy gathers and scatters all blocks of one size in one call.
 
     Measured on two busy cores, scattered blocks of 64, 128, 256 and 512 bytes move at 0.8, 1.4, 1.9
-    and 2.4 GB/s, and with one memmove each at 0.1, 0.3, 0.5 and 0.9 GB/s. Data planes that transfer
-    block by block do not send such blocks: they gather them in staging memory first
+    and 2.4 GB/s, and with one memmove each at 0.1, 0.3, 0.5 and 0.9 GB/s. For data planes that
+    transfer block by block, such blocks should be gathered in staging first
     (`transports.data.slices`).
     """
     sizes = np.unique(blocks.sizes).tolist()
@@ -172,7 +172,10 @@ def _elements(addresses: Addresses, size: int) -> tuple[NDArray[np.void], Addres
 
 
 class HostCopier:
-    """A copier on the host: memmove, and numpy for many small blocks. Implements `Copier`."""
+    """A copier between host memories, with memmove or, for many small blocks, numpy.
+
+    Implements `Copier`.
+    """
 
     @staticmethod
     def copy(blocks: Blocks) -> None:
@@ -262,7 +265,7 @@ class CudaCopier:
             raise TransferError(f"copies on {self._device} failed: {error}") from error
 
     def pin(self, pool: PagedPool) -> None:
-        # All buffers of a host pool lie in one allocation, which is pinned as a whole.
+        # All buffers of a host pool are in one allocation, which is pinned as a whole.
         first, last = pool.layout.buffers[0], pool.layout.buffers[-1]
         address, size_bytes = first.address, last.address + last.size_bytes - first.address
         with _on(self._device):

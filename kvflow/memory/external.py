@@ -26,7 +26,7 @@ class ExternalPages:
     """
 
     def __init__(self, num_pages: int) -> None:
-        """Count the uses of `num_pages` pages. Raises: MisuseError."""
+        """Count the uses of `num_pages` pages. Raises: MisuseError if `num_pages` is below 1."""
         if num_pages < 1:
             raise MisuseError(f"num_pages {num_pages} is below 1")
         self._uses: NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)
@@ -49,7 +49,7 @@ class ExternalPages:
         return int(np.count_nonzero(self._uses))
 
     def at_rest(self) -> bool:
-        """Return True when no page is busy."""
+        """Return True if no page is busy."""
         return not self._uses.any()
 
     # --- called by the engine

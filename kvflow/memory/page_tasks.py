@@ -63,7 +63,7 @@ class PageTasks:
 
 
 class PageTask:
-    """One task. Implements `protocols.ports.ChecksumTask`."""
+    """One task in a thread, with a time limit. Implements `protocols.ports.ChecksumTask`."""
 
     def __init__(
         self, what: str, work: Work, num_pages: int, mapped_by: tuple[object, ...], within_s: float

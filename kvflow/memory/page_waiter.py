@@ -72,7 +72,7 @@ class PageWaiter:
     def evictable(self) -> None:
         """Wake the waiter, if more pages are available than at its `wait`.
 
-        Caches call it, on the event loop, when the number of evictable pages may have grown.
+        The allocator calls it, on the event loop, when a cache may have more evictable pages.
         """
         if self._waits and any(
             now > before for now, before in zip(self._available(), self._seen, strict=True)

@@ -99,7 +99,7 @@ class PlaceAllocator:
         return found
 
     def count_by(self, kind: Hashable) -> int:
-        """Count the pages and rows of all owners of one kind; see `PageAllocator.count_by`."""
+        """Count the pages and rows of owners that match `kind`; see `PageAllocator.count_by`."""
         return self.pages.count_by(kind) + self.rows.count_by(kind)
 
     def _split(self, indices: PageIndices) -> Places:

@@ -63,7 +63,7 @@ class PagedPool:
         self.layout = layout
         self.quarantine = PoolQuarantine(layout)
         self.device = device
-        """Device of every buffer: "cpu", or a device as torch names it ("cuda:0")."""
+        """Device of every buffer: "cpu", or the name of a torch device ("cuda:0")."""
         self._memory, self._segment = memory, segment
         self._arrays: dict[Component, Array] = dict(arrays or {})
         self._tensors: dict[tuple[str, int | None, int | None], torch.Tensor] = {}

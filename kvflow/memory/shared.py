@@ -26,7 +26,8 @@ from kvflow.protocols.errors import LayoutError, TransferError
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module of Python 3.11 does not name it
+# Linux has it since 5.14. The mmap module of Python 3.11 lacks it.
+_MADV_POPULATE_WRITE = 23
 _PREFAULT_BYTES = 16 << 20
 _CLAIMS_BYTES = mmap.PAGESIZE
 _CLAIM = struct.Struct("<Q")
@@ -180,7 +181,8 @@ class SharedSegment:
         self._mapping = None
         self.fd = -1
         if self._close_fd is not None:
-            self._close_fd()  # only the first call has an effect
+            # A finalizer runs only once, so a second `close` has no effect.
+            self._close_fd()
 
 
 def _read_claims(fd: int, offset: int) -> set[int]:

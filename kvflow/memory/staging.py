@@ -53,10 +53,9 @@ class Staging:
         `size_bytes` bounds the memory of pages and rows. With 0, or more than the size of the pool,
         the staging is as large as the pool. With `shared`, peers on this machine can open it.
 
-        `shards` is for decode: the number of shards into which a prefill divides its heads. The
-        bytes that one shard sends of a page are then contiguous, whereas in the pool they are a
-        slice of every token slot. A prefill with another number of shards also works, in smaller
-        blocks.
+        `shards` is for decode: the number of tensor-parallel shards of a prefill. The bytes that
+        one shard sends of a page are then contiguous, whereas in the pool they are a slice of every
+        token slot. A prefill with another number of shards also works, in smaller blocks.
 
         Raises: LayoutError if there is not enough memory, or it cannot be pinned; MisuseError if
         not even one page, or one row, fits into `size_bytes`, or if `shards` is below 1.

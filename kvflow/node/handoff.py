@@ -27,10 +27,11 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
     it. A room matches its two halves by id and prompt only, so decode compares this digest to check
     that both halves ask for the same sampling.
 
-    The last three array fields are optional, for engines that decode speculatively. `hidden_states`
-    [tokens, hidden], floating-point, are the model's last hidden states for the last `tokens`
-    tokens of the prompt. `draft_probabilities` (float32) and `draft_token_ids` (int32 or int64)
-    have the same shape, [k] or [steps, k]: they are the candidates after the first token.
+    `hidden_states` and the `draft_*` fields are for engines that decode speculatively, and
+    optional. `hidden_states`, floating-point [tokens, hidden], are the model's last hidden states
+    for the last `tokens` tokens of the prompt. `draft_probabilities` (float32) and
+    `draft_token_ids` (int32 or int64) have the same shape, [k] or [steps, k]: they are the
+    candidates after the first token.
     """
 
     first_token: int

@@ -111,7 +111,7 @@ class PrefillNode(Node[PrefillShell]):
 
     @property
     def info(self) -> RankInfo:
-        """Description of this rank for the bootstrap registry."""
+        """Description of this rank for a registry, from which decodes learn of it."""
         me = (self._rank, self._world_size, self.incarnation)
         where = (self.control, self.plane.name)
         return RankInfo(*me, *where, self._model, self.shape, *self._group)

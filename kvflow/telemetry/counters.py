@@ -88,12 +88,12 @@ def failed_in(ending: RoomEnding) -> str:
 class Counts:
     """Counters of one node. Implements `protocols.ports.Observer`.
 
-    They cover rooms, how they ended and how long they took, pages and bytes that landed, chunks
-    whose checksum differed, and dropped messages by reason.
+    They cover rooms with their endings and durations, bytes that landed, chunks whose checksum
+    differed, and dropped messages.
     """
 
     def __init__(self, page_bytes: int = 0, row_bytes: int = 0) -> None:
-        """`row_bytes` is for a pool with rows, in which the last page of every room is its row."""
+        """`row_bytes` is for pools with rows, in which the last page of every room is its row."""
         self._page_bytes = page_bytes
         self._last_differs = row_bytes - page_bytes if row_bytes else 0
         self.rooms_opened = 0
@@ -116,7 +116,9 @@ class Counts:
 
     @property
     def endings(self) -> dict[str, int]:
-        """Rooms by their terminal phase and, unless they succeeded, the code of their cause."""
+        """Number of ended rooms by their terminal phase and, unless they succeeded, the code of the
+        cause, as in "failed:rendezvous".
+        """
         self.count_ended()
         return {
             phase.name.lower() if code is None else f"{phase.name.lower()}:{code}": count

@@ -227,7 +227,7 @@ class Pair:
         self.plane(node).die()
         closing = asyncio.create_task(node.close())
         await asyncio.sleep(0)
-        # A decode that closes waits for proofs of its peers, until this time-out.
+        # A decode that closes waits for proofs from its peers. Advancing its clock ends the wait.
         self.clock(node).advance(1e9)
         await closing
         self.network.rules = rules

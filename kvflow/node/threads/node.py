@@ -230,7 +230,8 @@ class NodeThread(Generic[N, A, R]):
         unproven = await self._node.close()
         self._closed = True
         while due := [task for task, handle in self._tasks.items() if handle.when_released.given]:
-            # A task appends the last event of its room when it ends. Another task may be due then.
+            # A task that follows a room starts, when it ends, the task that reports the room's
+            # release. So `due` is computed again.
             await asyncio.wait(due)
         # The rooms of the remaining tasks have unproven loans, so they are never released.
         for task in self._tasks:

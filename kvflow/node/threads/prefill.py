@@ -74,7 +74,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
     ) -> PrefillThreadRoom:
         """Open the engine's half of a room; see `PrefillNode.room`.
 
-        Raises: MisuseError (room in use, empty prompt ...).
+        Raises: MisuseError (room in use, empty prompt, ...).
         """
         thread = self._running()
         number, checked = room_id(room), check_prompt(prompt)

@@ -25,7 +25,7 @@ from kvflow.testing.freezing import freeze
 
 
 class Peer(Protocol):
-    """The other side of a check."""
+    """The other side of a check, with its own pool and plane."""
 
     address: PlaneAddress
     layout: PoolLayout
