@@ -207,7 +207,7 @@ class DecodeShell(Shell):
             self.call_back_later(room.callbacks)
 
     def _fail(self, room: DecodeRoom, error: KvflowError | Cause) -> None:
-        """Make every present and later wait of the room's users raise `error`."""
+        """Report `error` to the room's users, whether they wait now or later."""
         if room.held_back:
             room.when_begun.give(None, error)
         room.when_opened.give(None, error)
@@ -248,7 +248,7 @@ class DecodeShell(Shell):
     def declare_dead(self, incarnation: int, why: str) -> None:
         """Declare a prefill dead; see `DecodeEndpoint.declare_dead`.
 
-        Raises: also MisuseError if the process runs on this host.
+        Raises: the errors of that method, and MisuseError if the process runs on this host.
         """
         for peer in self.endpoint.peers:
             if peer.key.incarnation == incarnation and peer.address is not None:

@@ -275,9 +275,8 @@ class PrefillShell(Shell):
     def declare_dead(self, incarnation: int, why: str) -> None:
         """Declare dead a prefill to which an earlier node over this pool lent pages.
 
-        See `PrefillEndpoint.declare_dead`.
-
-        Raises: also MisuseError if the process runs on this host.
+        See `PrefillEndpoint.declare_dead`. Raises: the errors of that method, and MisuseError if
+        the process runs on this host.
         """
         self.earlier.check_unseen(incarnation)
         log_declared(incarnation, why, self.endpoint.declare_dead(Incarnation(incarnation)))

@@ -252,7 +252,7 @@ class DecodeRoom:
         """
         self._shell = shell
         self.room, self.tokens, self.num_pages = room, tokens, num_pages
-        self.prefix_tokens: int | None = None  # the argument of the same name of `offer`
+        self.prefix_tokens: int | None = None  # as passed to `offer`
         self.grant = GrantId(0)
         self.record: DecodeRoomRecord | None = None
         # The cause of the end of a room that never reached the endpoint.
@@ -388,8 +388,8 @@ class DecodeRoom:
     def close(self, cause: Cause | None = None) -> None:
         """End the room; valid in every state, any number of times.
 
-        Before the pages landed this is an abort: whoever waits for the room receives the error at
-        once, and lent pages return when their loans end. Raises: MisuseError if `cause` is not a
+        Before the pages landed this is an abort. Callers that wait for the room receive the error
+        at once, and lent pages return when their loans end. Raises: MisuseError if `cause` is not a
         Cause.
         """
         self._shell.close_room(self, _CLIENT_GONE if cause is None else check_cause(cause))

@@ -60,7 +60,7 @@ _TYPE_OF_STATUS = {
 
 
 class RequestError(MisuseError):
-    """A request that the client must change. The text says how, and `param` is the name of the
+    """A request that the client must change. The text explains how; `param` is the name of the
     field.
     """
 

@@ -109,8 +109,8 @@ class LongValues:
 async def take_apart(raw: bytes, added_bytes: int = 0) -> tuple[bytes, LongValues]:
     """Return `raw` with a marker in place of each long value, and these values.
 
-    Invalid JSON is not reported here, but stays in the result, whose decoding reports it. A router
-    may have added up to `added_bytes`, which do not count against the limit.
+    Invalid JSON stays in the result, and decoding the result reports it. A router may have added up
+    to `added_bytes`, which do not count against the limit.
 
     Raises: RequestError for more strings and lists than MAX_VALUES, or more bytes outside long
     values than MAX_REST_BYTES.

@@ -66,9 +66,9 @@ class PageAllocator:
     def __init__(self, num_pages: int, reserved: int = 0, unit: str = "page") -> None:
         """The first `reserved` pages are never handed out (engines keep a null page there).
 
-        `unit` is the word for a page in error texts; the allocator of a pool's rows passes "row".
+        `unit` is the word for a page in error texts; for a pool's rows it is "row".
 
-        Raises: MisuseError.
+        Raises: MisuseError if `num_pages` or `reserved` is out of range.
         """
         if num_pages < 1:
             raise MisuseError(f"num_{unit}s {num_pages} is below 1")

@@ -26,7 +26,7 @@ from kvflow.protocols.errors import LayoutError, TransferError
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
-# Linux has it since 5.14. The mmap module of Python 3.11 lacks it.
+# Available since Linux 5.14, but missing in the mmap module of Python 3.11.
 _MADV_POPULATE_WRITE = 23
 _PREFAULT_BYTES = 16 << 20
 _CLAIMS_BYTES = mmap.PAGESIZE

@@ -72,7 +72,8 @@ class Node(Generic[S]):
         self.pages: PageStore = pages or pool.places
         pool.quarantine.keep_out_of(self.pages)
         self.timing, self.bounds = timing or Timing(), bounds or Bounds()
-        # The number is odd and so never 0: an owner of 0 in an address skips the check of claims.
+        # The number is odd and so never 0. With an owner of 0, a peer that maps our segment would
+        # skip the check of claims.
         self.incarnation = Incarnation(
             secrets.randbits(63) | 1 if incarnation is None else incarnation
         )

@@ -1,8 +1,8 @@
 """The hand-over from prefill to decode, which accompanies the pages (I9). A room carries it as
 bytes; the two engines use it as a struct.
 
-Every field is a copy and not a view of the message, so a request can keep the struct for as long as
-it likes.
+Every field is a copy and not a view of the message, so the struct stays valid for as long as a
+request keeps it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters. An adapter opens data planes of one kind for the suite, and states what they can do."""
+"""Adapters, which open data planes of one kind for the suite, and state what the planes can do."""
 
 from __future__ import annotations
 
