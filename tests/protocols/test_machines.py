@@ -13,10 +13,11 @@ import pytest
 
 from kvflow.proof.walk import run
 from kvflow.proof.walk.acts import Acts
-from kvflow.proof.walk.decode_side import Decode, DecodeSide, Pages
+from kvflow.proof.walk.decode_side import Decode, DecodeSide
 from kvflow.proof.walk.plants import PLANTS
 from kvflow.proof.walk.prefill_side import PrefillSide
 from kvflow.proof.walk.world import Act, Bounds, Price
+from kvflow.protocols.machines.ownership import PagePhase
 from tests.protocols.joined import Joined, State, is_fault, meddle
 
 WALKS, STEPS = 15, 40
@@ -54,14 +55,14 @@ def test_every_walk_is_safe_and_comes_to_rest(seed: int, ranks: int) -> None:
 def test_walks_come_to_every_ending(ranks: int) -> None:
     """The same walks each time: those of one seed may miss the rarer endings."""
     endings = Counter(ending(random.Random(f"{ranks} {n}"), ranks) for n in range(3 * WALKS))
-    assert endings[Pages.KEPT] and endings[Pages.FREE] and endings["dead"], endings
+    assert endings[PagePhase.LANDED] and endings[PagePhase.FREED] and endings["dead"], endings
 
 
 def ending(rng: random.Random, ranks: int) -> Any:
     """A walk and what became of its room's pages."""
     joined = JOINED[ranks]
     decode = joined.settle(walk(joined, rng), rng).decode
-    return decode.grants[-1].pages if decode.grants else "dead"
+    return decode.grants[-1].pages.target if decode.grants else "dead"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -79,7 +80,7 @@ def test_without_faults_every_room_succeeds(seed: int, ranks: int) -> None:
                 acts or [step for step in joined.steps(state) if not is_fault(step[0])]
             )
             joined.check(act, state)
-        assert state.decode.grants[0].pages is Pages.KEPT
+        assert state.decode.grants[0].pages.target is PagePhase.LANDED
 
 
 @pytest.mark.parametrize(
