@@ -114,7 +114,7 @@ class Station(Worker):
         """The part of a room's pages that has arrived."""
         session = self.sessions[room]
         assert isinstance(session, DecodeRoom)
-        foreign = self.lent.foreign_bytes(session.lent, word_of(room))
+        foreign = self.lent.foreign_bytes(session.holding.lent, word_of(room))
         return {"moved": float(np.mean(foreign == 0))}
 
     async def adopt(self, *, room: int) -> dict[str, Any]:
