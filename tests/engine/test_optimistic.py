@@ -433,8 +433,8 @@ class Held:
         self.params = SamplingParams()
 
 
-def holding(*requests: Any) -> OptimisticStarts[Any]:
-    starts: OptimisticStarts[Any] = OptimisticStarts(tries=1)
+def holding(*requests: Any, tries: int = 1) -> OptimisticStarts[Any]:
+    starts: OptimisticStarts[Any] = OptimisticStarts(tries)
     for one in requests:
         starts.add(one)
         starts.began(one)
@@ -455,3 +455,15 @@ def test_of_two_that_are_not_both_needed_the_one_that_has_computed_more_stays() 
     pages = np.arange(6, dtype=np.int32)
     least, more, most = Held(pages[:1]), Held(pages[1:3]), Held(pages[3:])
     assert holding(least, more, most).give_way(4, 0, 0, pages[:0]) == [least, most]
+
+
+def test_a_request_that_is_added_again_waits_once_and_takes_places_once() -> None:
+    """A rank's word that a request is open there may come a second time."""
+    request = Held(np.arange(3, dtype=np.int32))
+    starts = holding(request, tries=2)
+    starts.add(request)
+    assert starts.first is None and starts.holds(request)
+    assert starts.give_way(3, 0, 0, request.sequence.pages[:0]) == [request]
+    starts.add(request)
+    starts.began(request)
+    assert starts.first is None

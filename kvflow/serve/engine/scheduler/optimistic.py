@@ -72,7 +72,12 @@ class OptimisticStarts(Generic[R]):
         return EngineLoad(running, unmatched - len(self._holding) + waiting)
 
     def add(self, request: R) -> None:
-        """Queue a request whose room is not matched, unless it lost its places too often."""
+        """Queue a request whose room is not matched, unless it lost its places too often.
+
+        Has no effect on a request that waits or has places.
+        """
+        if request in self._waiting or self.holds(request):
+            return
         if self._losses.get(id(request), 0) < self._tries:
             bisect.insort_right(self._waiting, request, key=urgency)
 

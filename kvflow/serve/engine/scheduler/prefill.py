@@ -212,7 +212,7 @@ class PrefillEngine(EngineLoop):
     def may_begin(self, request: PrefillRequest) -> None:
         """Let a request begin before its room is matched.
 
-        Call this at most once. It has no effect after the match or after `drop`.
+        A repeated call has no effect, and neither has one after the match or after `drop`.
         """
         if id(request) in self._unmatched:
             self._early.add(request)
