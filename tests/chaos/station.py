@@ -131,12 +131,13 @@ class Station(Worker):
         if len(pages):
             self.canary.mark(pages, whole=True)
             self.reused.append(pages)
+        free = 0
         if self.lent is not self.canary and (free := self.node.reached.pages.free_pages):
             self.reused_lent.append(
                 self.node.reached.pages.take(free, ("reused", len(self.reused_lent)))
             )
             self.lent.mark(self.reused_lent[-1], whole=True)
-        return {"pages": len(pages)}
+        return {"pages": len(pages), "staging": free}
 
     async def let_go(self) -> dict[str, Any]:
         """Give back what `reuse` has taken."""
