@@ -147,8 +147,9 @@ class AbortWorker(Worker):
         return found
 
     async def look(self, *, after_s: float) -> dict[str, Any]:
-        """Wait, check and release every page that is still watched, and return the counts of all
-        aborts.
+        """Wait `after_s` seconds, then check and free all pages that are still watched.
+
+        Returns the totals over all aborts.
         """
         await asyncio.sleep(after_s)
         while self._watched:

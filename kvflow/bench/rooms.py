@@ -105,8 +105,10 @@ def compare(
     polled: dict[tuple[float, int], list[Row]],
     planes: tuple[str, ...],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the peer's medians at its best polling interval, chosen separately for rooms/s and for
-    CPU, and the medians of kvflow's ratios round by round.
+    """Return the peer's medians, and the medians of kvflow's per-round ratios to the peer.
+
+    They belong to the peer's fastest polling interval. CPU is also reported, and compared, at the
+    interval that uses least of it.
     """
     best: dict[str, Any] = {}
     ratios: dict[str, Any] = {plane: {} for plane in planes}

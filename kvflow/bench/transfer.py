@@ -84,8 +84,8 @@ async def bench_plane(
 async def bench_verified(
     plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say
 ) -> dict[str, Any]:
-    """Measure the cost of `--verify-transfers`: goodput with checksums as a ratio to the same rooms
-    without, interleaved.
+    """Measure the cost of `--verify-transfers`, as the ratio of goodput with checksums to goodput
+    without. Runs with and without checksums alternate.
     """
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}

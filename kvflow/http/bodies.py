@@ -12,7 +12,7 @@ from kvflow.http.errors import RequestError
 # Most lists, objects and fields in a body. Decoding them blocks the event loop for some 3 ms. A
 # chat of 5,000 messages stays below this limit.
 MAX_STRUCTURE = 1 << 14
-# Most completions that one body may request: prompts times n.
+# Maximum number of completions that one body may request (prompts times n).
 MAX_COMPLETIONS = 256
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _PLACE = re.compile(r" - at `([^`]+)`$")  # the path of the field, at the end of msgspec's errors

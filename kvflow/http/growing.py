@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-# Most bytes that are written at a time, which blocks the event loop for some 50 us.
+# Maximum number of bytes that are written at a time, which blocks the event loop for some 50 us.
 BLOCK_BYTES = 1 << 17
 # A placeholder for a growing value. JSON never contains this byte, because strings escape it.
 _CUT = b"\0"

@@ -25,13 +25,13 @@ from kvflow.http.errors import RequestError
 LARGE_BYTES = 1 << 16
 # Strings and arrays of at least this size are cut out.
 LONG_BYTES = 1 << 8
-# Most bytes outside of long values. They are decoded at once, in some 4 ms.
+# Maximum number of bytes outside of long values. They are decoded at once, in some 4 ms.
 MAX_REST_BYTES = 1 << 19
-# Most bytes that a router adds to a body: the rooms of all completions that one body may request,
-# and the address of their prefill.
+# Maximum number of bytes that a router adds to a body: the rooms of all completions that one body
+# may request, and the address of their prefill.
 MAX_ADDED_BYTES = 1 << 13
-# Most strings and lists in a large body, because the scan handles each one in Python. No prompt
-# that fits into a model's context comes near this limit.
+# Maximum number of strings and lists in a large body, because the scan handles each one in Python.
+# No prompt that fits into a model's context comes near this limit.
 MAX_VALUES = 1 << 18
 PROMPTS = frozenset({"input_ids", "prompt", "tokens"})
 # Decoding this many bytes takes some 200 us.

@@ -72,8 +72,8 @@ class Node(Generic[S]):
         self.pages: PageStore = pages or pool.places
         pool.quarantine.keep_out_of(self.pages)
         self.timing, self.bounds = timing or Timing(), bounds or Bounds()
-        # The number is odd and so never 0. With an owner of 0, a peer that maps our segment would
-        # skip the check of claims.
+        # Setting the lowest bit keeps a random incarnation from being 0. A peer that maps our
+        # segment checks that this incarnation claims it, and skips the check for 0.
         self.incarnation = Incarnation(
             secrets.randbits(63) | 1 if incarnation is None else incarnation
         )

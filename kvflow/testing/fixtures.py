@@ -25,7 +25,7 @@ async def kvflow_clean_loop() -> AsyncIterator[None]:
     before = asyncio.all_tasks()
     yield
     for _ in range(3):
-        # Objects that were just closed may have scheduled callbacks, which run first.
+        # Closing an object may schedule callbacks. Let them run before looking for leaks.
         await asyncio.sleep(0)
     left = [
         task for task in asyncio.all_tasks() - before - {asyncio.current_task()} if not task.done()

@@ -50,7 +50,7 @@ from kvflow.protocols.arguments import prompt_digest
 from kvflow.protocols.errors import Code, KvflowError
 
 STEPS_MIN = 200
-# Most probe rooms at one node at a time, so that they fit even when the quarantine is full.
+# Maximum number of probe rooms at one node at a time. They fit even when the quarantine is full.
 PROBES_OF_NODE = 12
 
 

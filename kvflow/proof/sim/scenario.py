@@ -92,7 +92,7 @@ class Switch(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """Everything that one seed plays. `groups` has the number of ranks of each group.
+    """A complete run, as drawn from one seed. `groups` holds the number of ranks in each group.
 
     Each group is a prefill, except that the groups in `data_parallel` form one prefill together, in
     the order of their `dp_rank`.

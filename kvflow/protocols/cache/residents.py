@@ -192,8 +192,8 @@ class Residents:
         while wanted > 0 and queue:
             key, _, node = heapq.heappop(queue)
             node.queued &= ~(1 << tier)
-            # The node is in use or has children here. The call that ends the use or removes the
-            # last child offers it again.
+            # Skip a node that may not leave this tier now, because it is in use or other nodes
+            # depend on it. The call that changes this puts the node back into the queue.
             if not node.evictable(tier):
                 continue
             if self._key(node) != key:

@@ -118,7 +118,10 @@ R = TypeVar("R")
 
 
 class Announcements:
-    """Announced grants whose pages are not offered yet, with their rooms, in order of grants."""
+    """Announced grants whose pages decode has not offered yet.
+
+    Maps each grant to its room, and keeps the grants sorted.
+    """
 
     def __init__(self) -> None:
         self.rooms: dict[GrantId, RoomId] = {}

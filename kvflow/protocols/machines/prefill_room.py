@@ -60,8 +60,8 @@ class PrefillCommand(IntEnum):
 class PrefillEvent(msgspec.Struct, frozen=True, gc=False):
     """One event for a room.
 
-    `kind` is None for the end of a write; `step` then derives the kind from `outcome` and from the
-    writes that still run. `last` belongs to a queued chunk.
+    When a write ends, `kind` is None, and `step` derives it from `outcome` and the state of the
+    room. `last` is used only with CHUNK_QUEUED, and is True for the room's last chunk.
     """
 
     kind: PrefillKind | None

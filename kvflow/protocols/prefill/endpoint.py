@@ -482,7 +482,7 @@ def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: f
 def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, now: float) -> None:
     withdrawn = peer.grants.settle(message.settled_below, message.settled)
     if withdrawn is None:
-        # It settles grants that this decode never sent here, so it cannot be genuine.
+        # The heartbeat settles grants that this decode never sent, so it cannot be genuine.
         core.observer.message_dropped("foreign")
         return
     core.end_withdrawn(peer, withdrawn)

@@ -29,8 +29,8 @@ class StorageTier:
         This returns once the store no longer reads the pages, which takes long if the store hangs.
         Do not cancel it before the store is closed.
         """
-        # The caller frees the pages when this returns. A call that was given up completes `done`
-        # while it may still read them, so `released` is awaited too.
+        # The caller frees the pages when this returns. If the store stalls, `done` completes while
+        # the store may still read the pages, so `released` is awaited too.
         call = self.store.put(keys, self._buffers(pages))
         stored = await asyncio.shield(call.done)
         await asyncio.shield(call.released)

@@ -251,8 +251,9 @@ async def _completions(
 
 
 def _long_prompt(done: list[Streamed], most: int) -> list[int]:
-    """Return token ids that the model generated, as a prompt long enough for a transfer that can be
-    measured.
+    """Build a long prompt by repeating the generated token ids, up to `most` tokens.
+
+    Its transfer takes long enough to measure.
     """
     ids = [token for streamed in done for token in streamed.output_ids]
     count = min(LONG_PROMPT_TOKENS, most)

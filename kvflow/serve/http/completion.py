@@ -72,11 +72,11 @@ async def detokenize(
     *,
     prompt_only: bool,
 ) -> AsyncGenerator[Delta, None]:
-    """Yield the deltas of one choice, and close the engine's iterator when a stop string is
-    complete.
+    """Yield the deltas of one choice, and stop when a stop string is complete.
 
-    A token whose id ends the completion adds no text, unless the text is to include its end. The
-    prompt's log-probabilities are passed to `scored` before the first delta.
+    The engine's iterator is closed in every case. A token that ends the completion adds no text
+    unless the detokenizer includes stop strings. `scored` receives the prompt's log-probabilities
+    before the first delta.
     """
     async with aclosing(tokens) as source:
         try:

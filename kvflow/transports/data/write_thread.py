@@ -41,7 +41,10 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.00005, 0.01
 
 
 class WriteJob(Protocol):
-    """The work of a back end for one write. Only the plane's thread uses it."""
+    """A back end's job for one write.
+
+    Only the plane's thread advances it; the event loop may read `landed_bytes`.
+    """
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
         """Submit at most `max_bytes` (but at least one block, unless 0), and follow what is under

@@ -16,8 +16,8 @@ from kvflow.protocols.pages.kinds import DTYPE_BYTES, ROW, StateKind
 from kvflow.serve.engine.model.parallel.stage import is_stage
 
 _TOKENS = 2
-# Suffix for the names of streams in rings. It is the name of the setting that peers may have set
-# differently.
+# Suffix of the stream names of layers that keep their state in rings. It equals the name of a
+# setting, so that an error about different streams shows which setting differs between the peers.
 RINGS = "sliding_window_rows"
 # Tensors of transformers' cache layers that are constants, not state of a request.
 _CONSTANTS = frozenset({"_sliding_window_tensor"})

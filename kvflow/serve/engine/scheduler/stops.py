@@ -8,7 +8,8 @@ from typing import Self
 from kvflow.protocols.errors import MisuseError
 
 MAX_STOPS = 64
-# The automaton has a state for every character: at this limit it takes 0.5 ms to build, and 0.5 MB.
+# The automaton has up to one state per character. At this limit it takes 0.5 ms to build and uses
+# 0.5 MB of memory.
 MAX_STOP_CHARACTERS = 2048
 
 
