@@ -61,9 +61,7 @@ class WorkerSides:
     ) -> Self:
         """Make the pool over vLLM's cache, and start its sides and the status server.
 
-        `bootstrap_port` is the registry port of this engine's rank 0.
-
-        Raises: KvflowError.
+        `bootstrap_port` is the registry port of this engine's rank 0. Raises: KvflowError.
         """
         config, place = vllm_config.kv_transfer_config, _place(vllm_config, settings)
         pool = _pool(vllm_config, settings, place, caches, block_size, segment)
@@ -106,9 +104,8 @@ class WorkerSides:
                     status.join(registry_address(settings.host, port), settings.api_key)
         except MisuseError as error:
             sides.close()
-            raise MisuseError(
-                f"kv_connector_extra_config: {name} of worker {place.rank}: {error}"
-            ) from None
+            where = f"kv_connector_extra_config: {name} of worker {place.rank}"
+            raise MisuseError(f"{where}: {error}") from None
         log.info("kvflow: %r, over %s, %s", pool, settings.transfer_backend, config.kv_role)
         return sides
 

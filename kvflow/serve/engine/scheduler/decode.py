@@ -75,9 +75,8 @@ class DecodeEngine(EngineLoop):
         host memory (`snapshots`). If that is full or absent, it computes the state again later
         (`recompute`), or ends the request with an error.
 
-        `cache` is the prefix cache of this pool. It keeps the pages that requests computed, unless
-        they end with an error. `prefetch` decides how long a prompt waits for the pages that it
-        loads.
+        `cache`, the prefix cache of this pool, keeps the pages that requests computed, unless they
+        end with an error. `prefetch` decides how long a prompt waits for pages that it loads.
 
         Raises: LayoutError if the pool does not fit the model.
         """
