@@ -12,6 +12,8 @@ CODE := kvflow tests docs $(wildcard examples)
 ARGS ?=
 # One more than the cores of a small machine: many tests wait for a process, a link or a timer.
 WORKERS ?= 3
+# One process fewer: these tests freeze and kill fleets, and then allow the others a few seconds.
+SLOW_WORKERS ?= 2
 export PYTHON TORCH_INDEX
 # The tests start hundreds of processes, and without cached bytecode each of them compiles all of kvflow anew: half of the
 # CPU time of tests/transports. An empty value is the same to Python as none.
@@ -40,12 +42,12 @@ coverage: setup
 # They freeze and kill whole fleets and measure growth. Those that start processes belong to a group (xdist_group
 # "fleets", "processes", "printed", ...), and no two of one group meet.
 slow: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=25 --durations-min=5 \
+	$(BIN)/python -m pytest -n $(SLOW_WORKERS) --dist loadgroup --durations=25 --durations-min=5 \
 	    -m "slow and not soak and not gpu and not vllm" $(ARGS)
 
 # The slow tests at full size, and more planes, families and victims: hours. A workflow runs it every week.
 soak: setup
-	KVFLOW_SOAK=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=25 --durations-min=5 \
+	KVFLOW_SOAK=1 $(BIN)/python -m pytest -n $(SLOW_WORKERS) --dist loadgroup --durations=25 --durations-min=5 \
 	    -m "slow and not gpu and not vllm" $(ARGS)
 
 # `vllm serve` runs in an environment of its own: its pins are not ours.
