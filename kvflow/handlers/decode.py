@@ -483,7 +483,7 @@ class DecodeShell(Shell):
             self.waiting.discard(room.grant)
             self._lend_waiting()
         room.holding.over = True
-        if not room.holding.claimed:
+        if not room.holding.state.claimed:
             del self.rooms[room.grant]
         if room.callbacks:
             self.call_back_later(room.callbacks)

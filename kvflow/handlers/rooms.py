@@ -26,7 +26,6 @@ from kvflow.protocols.errors import Cause, Code, MisuseError, OwnershipError
 from kvflow.protocols.machinery import Line
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
 from kvflow.protocols.machines.ownership import (
-    CLAIMED,
     SETTLED,
     Ownership,
     PageCommand,
@@ -131,11 +130,6 @@ class RoomPages:
         self._staging_owner: Hashable = self._owner
         self._grant = GrantId(0)
         self.over = False  # True once the room ended
-
-    @property
-    def claimed(self) -> bool:
-        """True while pages are taken, lent or in quarantine: the shell must then keep the room."""
-        return self.state.target in CLAIMED or self.state.staging in CLAIMED
 
     def opened(self, grant: GrantId) -> None:
         """Make `grant` the owner of the pages that the room takes from now on."""

@@ -24,7 +24,6 @@ from kvflow.protocols.decode.links import DecodeIdentity
 from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machines.ownership import (
-    CLAIMED,
     SETTLED,
     PageCommand,
     PageKind,
@@ -371,7 +370,7 @@ class Decode(Node):
         return self._forget(room)
 
     def _forget(self, room: Room) -> None:
-        if room.over and room.owned.target not in CLAIMED:
+        if room.over and not room.owned.claimed:
             del self.rooms[room.record.grant]
 
     RUN: ClassVar[dict[type, Callable[[Any, Any], None]]] = {

@@ -31,7 +31,6 @@ from kvflow.protocols.machines.decode_room import TERMINAL
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.machines.ownership import (
-    CLAIMED,
     Ownership,
     PageCommand,
     PageKind,
@@ -180,7 +179,7 @@ class DecodeSide:
                     run(self, command)
         if self.value.closed:
             for number, held in enumerate(self.grants, 1):
-                if held.pages.target in CLAIMED or held.pages.staging in CLAIMED:
+                if held.pages.claimed:
                     self.feed(number, PageKind.ABANDON)
         for grant, record in known.items():
             if causes[grant] is not None and record.state.cause != causes[grant]:

@@ -170,6 +170,11 @@ class Ownership(msgspec.Struct, frozen=True, gc=False):
     own: bool = False  # the target has the caller's own pages
     uses: int = 0  # sums and copies in progress
 
+    @property
+    def claimed(self) -> bool:
+        """True while the room holds pages that FREE or ABANDON must end."""
+        return self.target in CLAIMED or self.staging in CLAIMED
+
 
 Commands = tuple[tuple[Source, PageCommand], ...]
 
