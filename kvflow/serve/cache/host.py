@@ -1,7 +1,4 @@
-"""The host tier: cached pages in host memory, and the copies between it and an engine's pool.
-
-One thread copies to the host and another one back.
-"""
+"""The host tier: cached pages in host memory, and the copies between it and an engine's pool."""
 
 from __future__ import annotations
 
@@ -24,9 +21,8 @@ class HostTier:
     def __init__(self, pool: PagedPool, limit_bytes: int) -> None:
         """Allocate and pre-fault the memory. This takes long, so call it in a thread.
 
-        Raises: LayoutError if there is not enough memory, or it cannot be pinned for the pool's
-        device; MisuseError if the limit is too small for one page, or pages of the pool hold no
-        bytes.
+        Raises: LayoutError if memory is short or cannot be pinned for the pool's device;
+        MisuseError if the limit is too small for one page, or pages of the pool hold no bytes.
         """
         layout = _without_rows(pool.layout)
         if not layout.page_bytes:
@@ -42,17 +38,14 @@ class HostTier:
             Tier.DEVICE: Pairing(self.memory.layout, layout, ("host memory", "pool")),
         }
         self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
-        # With one thread for each direction, copies to the host do not delay a prompt that waits
-        # for a copy to the device.
+        # With a thread per direction, copies to the host delay no prompt that waits for the device.
         self._threads = {to: Threads(f"cache-to-{to.name}") for to in PAGED}
 
     async def copy(self, source: PageIndices, target: PageIndices, to: Tier) -> bool:
         """Copy pages `source` to pages `target` (int32 [n]) of the tier `to`, device or host.
 
-        Return True if all were copied. When this returns or raises, even because it was cancelled,
-        the copy no longer runs.
-
-        Raises: TransferError.
+        Return True if all were copied. The copy no longer runs when this ends, even by a
+        cancellation. Raises: TransferError.
         """
         copy = self._threads[to].start(
             copy_slices,
@@ -73,8 +66,5 @@ class HostTier:
 
 
 def _without_rows(layout: PoolLayout) -> PoolLayout:
-    """Return `layout` without the components of its rows. The other components keep their
-    offsets.
-    """
     pages = tuple(c for c in layout.components if not c.in_rows)
     return msgspec.structs.replace(layout, components=pages, num_rows=0)

@@ -72,10 +72,8 @@ class Prefix:
         self.namespace = namespace
         # A state saved after this many pages would let later prompts match more, see `Match`.
         self.branch_pages = found.branch_pages
+        # Slot of the `StateStore` with the state at the end of the prefix, until `release_state`.
         self.state = found.state if cache.states is not None else None
-        """Slot of the `StateStore` that holds the state at the end of the prefix, until
-        `release_state`. None without a state.
-        """
 
     @property
     def tokens(self) -> int:
@@ -83,9 +81,7 @@ class Prefix:
 
     @property
     def is_current(self) -> bool:
-        """True if the cache was not flushed since the match. The pages stay readable in either
-        case.
-        """
+        """True until the cache is flushed. The pages stay readable even then."""
         return self._epoch == self._cache.epoch
 
     @property
@@ -94,7 +90,7 @@ class Prefix:
         return self.end is not None
 
     def again(self, tokens: Tokens) -> Prefix:
-        """Match `tokens` in the same namespace, and return a new lock. This one stays locked."""
+        """Match `tokens` in the same namespace, and return a new lock."""
         return self._cache.match(tokens, namespace=self.namespace)
 
     def release(self) -> None:
@@ -112,10 +108,7 @@ class Prefix:
 
 
 class PrefixCache:
-    """The cache of one pool.
-
-    Used on the event loop only. A lookup or a call of `keep` takes some 10 to 50 us.
-    """
+    """The cache of one pool, for one event loop. A lookup or `keep` takes some 10 to 50 us."""
 
     def __init__(
         self,
@@ -156,8 +149,7 @@ class PrefixCache:
                 device_pages=pages.capacity,
                 now=now,
                 free=self._free,
-                # Requests that wait for pages wait for these copies as well. They must try again
-                # when a copy ends, even if it failed.
+                # Requests that wait for pages must try again when a copy ends, even if it failed.
                 on_copied=pages.wake_waiters,
             )
         pages.reclaimables.append(self)
@@ -165,13 +157,10 @@ class PrefixCache:
     def match(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
     ) -> Prefix:
-        """Lock and return the longest cached prefix of the first `most_tokens` tokens, in whole
-        pages. The prefix may be empty.
-        """
+        """Lock and return the longest cached prefix, in whole pages. It may be empty."""
         return self._lock(self._look(self._key(tokens, most_tokens), namespace), namespace)
 
     def _lock(self, found: Match, namespace: Namespace) -> Prefix:
-        """Lock the part of `found` that is on the device."""
         prefix = Prefix(self, found, namespace)
         if found.device_end is not None:
             self._index.lock(found.device_end)
@@ -180,9 +169,7 @@ class PrefixCache:
         return prefix
 
     def count(self, prompt_tokens: int, prefix: Prefix) -> None:
-        """Count a request that begins with `prefix`. Call this once per request, however often it
-        matched.
-        """
+        """Count a request that begins with `prefix`, once however often it matched."""
         self._asked += prompt_tokens
         self._hits += prefix.tokens
         if prefix.end is not None:
@@ -196,7 +183,6 @@ class PrefixCache:
 
     @property
     def busy(self) -> bool:
-        """True while any copy between tiers runs."""
         return self._tiers is not None and self._tiers.busy
 
     @property
@@ -207,11 +193,9 @@ class PrefixCache:
     async def fetch(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
     ) -> None:
-        """Read into host memory those pages of the first `most_tokens` tokens that only storage
-        has.
+        """Read pages of the first `most_tokens` tokens that only storage has into host memory.
 
-        A cancellation stops this and is raised at once. Pages that were read by then are kept.
-        Errors are logged.
+        A cancellation is raised at once, and keeps pages that were read by then. Errors are logged.
         """
         if self._tiers is None:
             return
@@ -266,20 +250,14 @@ class PrefixCache:
     def lacks(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
     ) -> bool:
-        """Return True if `load` would copy pages from the host to the device, or wait for another
-        prompt that does.
-        """
+        """Return True if `load` would copy pages to the device, or wait for another prompt to."""
         if self._tiers is None:
             return False
         found = self._look(self._key(tokens, most_tokens), namespace)
         return found.num_pages > found.device_pages.size
 
     async def _fetch(self, tiers: Tiers, key: bytes, namespace: Namespace, most_pages: int) -> None:
-        """Read at most `most_pages` of the pages that follow the cached prefix from storage into
-        host memory.
-        """
-        # Storage has no states. If the model has states, a prompt can only begin with a prefix that
-        # ends in one.
+        # Storage has no states, and a prompt of such a model begins only where a state was saved.
         if tiers.storage is None or self.states is not None:
             return
         found = self._look(key, namespace)
@@ -295,9 +273,7 @@ class PrefixCache:
         taking: Callable[[int], None],
         locked: Callable[[Prefix], None],
     ) -> Prefix | None:
-        """Copy the missing pages to the device, and return the locked result. Return None if no
-        copy was necessary or possible.
-        """
+        """Return the locked result, or None if no copy was necessary or possible."""
         found = self._look(key, namespace)
         # Another prompt already loads these pages. A second copy would waste pages and bandwidth.
         while found.end is not None and self._index.arrives(found.end):
@@ -311,15 +287,13 @@ class PrefixCache:
             wanted = min(most_pages, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
             wanted = min(wanted, self._pages.available_pages)
             free = self._pages.reclaim(wanted)
-            # With write_back, pages become free only after they were copied, and another request
-            # may take them first. So the number of waits is bounded.
+            # With write_back, another request may take the pages as soon as they were copied.
             for _ in range(_ROUNDS):
                 if free >= wanted or not tiers.leaving_pages:
                     break
                 await tiers.wait_for_copy()
                 free = self._pages.reclaim(wanted)
-            # When device pages are evicted, host pages that follow them in a prompt are evicted
-            # too. The pages to load may have been among these.
+            # The eviction of device pages also evicts host pages that follow them in a prompt.
             if found.end.removed:
                 return None
             wanted = min(wanted, free, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
@@ -332,8 +306,8 @@ class PrefixCache:
             loaded: list[Prefix] = []
 
             def ended() -> None:
-                """Lock the pages now. They could be evicted before this coroutine runs again."""
                 taking(-wanted)
+                # The pages could be evicted before this coroutine runs again.
                 loaded.append(self._lock(self._look(key, namespace), namespace))
                 locked(loaded[0])
 
@@ -348,11 +322,10 @@ class PrefixCache:
             held.release()
 
     def _key(self, tokens: Tokens, most_tokens: int | None = None) -> bytes:
-        """Return the index key: the tokens of the whole pages among the first `most_tokens`
-        (default: all) tokens.
-        """
         count = len(tokens) if most_tokens is None else max(0, min(len(tokens), most_tokens))
-        return _bytes_of(tokens, count // self.page_size * self.page_size)
+        whole = count // self.page_size * self.page_size
+        # `hashes.token_bytes` also checks every token. Ids from the vocabulary need no check.
+        return tokens[:whole].astype(f"<u{TOKEN_BYTES}").tobytes()
 
     def _look(self, key: bytes, namespace: Namespace) -> Match:
         return self._index.match(key, self._now(), namespace, hit=False)
@@ -360,13 +333,12 @@ class PrefixCache:
     def keep(
         self, tokens: Tokens, pages: PageIndices, owner: Hashable, prefix: Prefix, priority: int = 0
     ) -> int:
-        """Take over from `owner` those of `pages` that `tokens` fill completely. All of them must
-        be computed.
+        """Take over from `owner` those of `pages` that `tokens` fill completely and that are
+        computed.
 
         `pages` begins with the pages of `prefix`. If another request added the same tokens
-        meanwhile, this request's duplicates become free. Return the number of leading `pages` that
-        no longer belong to `owner`, those of the prefix included. They must not be written any
-        more.
+        meanwhile, this request's duplicates become free. Return the number of leading `pages`, with
+        those of the prefix, that no longer belong to `owner`. They must not be written any more.
 
         Raises: OwnershipError if `owner` does not own the pages; then no page is taken.
         """
@@ -374,8 +346,7 @@ class PrefixCache:
         if not prefix.is_current:
             return shared
         if whole <= shared:
-            # The host or the store may lack pages of the prefix, because an earlier copy failed or
-            # they were evicted there.
+            # An earlier copy of the prefix may have failed, or was evicted.
             self._save(prefix.end)
             return shared
         own = pages[shared:whole].copy()
@@ -389,15 +360,11 @@ class PrefixCache:
         return whole
 
     def _save(self, end: Node | None) -> None:
-        """With write_through, begin to copy the pages up to `end` to the host."""
         if self._tiers is not None and self._write_policy == "write_through" and end is not None:
             self._tiers.save(end)
 
     def take_state(self, owner: Hashable) -> int | None:
-        """Take a slot for a state that `owner` will compute, evicting a cached state if necessary.
-
-        Return None if all slots are in use.
-        """
+        """Take a slot, from a cached state if necessary. Return None if all slots are in use."""
         assert self.states is not None
         slots = self.states.slots
         if not slots.free_pages:
@@ -407,11 +374,10 @@ class PrefixCache:
     def keep_states(
         self, tokens: Tokens, states: Mapping[int, int], owner: Hashable, prefix: Prefix
     ) -> None:
-        """Take over from `owner` the slots of saved states. `states` maps the number of tokens
-        before a state to its slot.
+        """Take over from `owner` the slots of saved states, by the number of tokens before each.
 
-        These tokens are whole pages that an earlier `keep` took. If the cache already has a state
-        at the same place, the slot becomes free.
+        An earlier `keep` took these tokens. A slot becomes free if the cache already has such a
+        state.
         """
         assert self.states is not None
         for count, state in states.items():
@@ -428,16 +394,12 @@ class PrefixCache:
         return self._index.snapshot_events()
 
     def _tell(self) -> None:
-        """Notify waiters for pages, and the publisher, of a change of the index."""
         self._pages.tell_evictable()
         if self.publisher is not None:
             self.publisher.notify()
 
     async def close(self) -> None:
-        """End every copy, and free all pages and memory. No request may be reading them.
-
-        Idempotent.
-        """
+        """End every copy, and free all pages and memory. No request may read them. Idempotent."""
         try:
             if self._tiers is not None:
                 await self._tiers.end()
@@ -464,8 +426,7 @@ class PrefixCache:
         return self._index.evictable_pages
 
     def evict(self, count: int) -> None:
-        """Free `count` pages, or all that no request reads if those are fewer. The allocator calls
-        this.
+        """Free `count` pages, or all that no request reads if those are fewer.
 
         With write_back, pages that the host lacks are copied first (`leaving_pages`). They are
         freed when the allocator calls again after the copy.
@@ -479,8 +440,7 @@ class PrefixCache:
         least = self.evictable_pages - count
         self._free(self._index.evict(Tier.DEVICE, count))
         while self._tiers is not None and (left := self.evictable_pages - max(least, 0)) > 0:
-            # A page may be on the device alone because its copy failed. The index keeps it while
-            # host pages follow it in a prompt, so those are evicted first.
+            # The index keeps a page whose copy failed while host pages follow it in a prompt.
             freed = self._index.evict(Tier.HOST, left)
             if not freed.host.size:
                 break
@@ -488,11 +448,9 @@ class PrefixCache:
             self._free(self._index.evict(Tier.DEVICE, left))
 
     def unlock(self, end: Node) -> None:
-        """Unlock the pages up to `end`. `Prefix.release` calls this."""
         self._free(self._index.unlock(end))
 
     def unlock_state(self, end: Node) -> None:
-        """Unlock the state at `end`. `Prefix.release_state` calls this."""
         self._index.unlock_state(end)
 
     def stats(self) -> CacheStats:
@@ -522,13 +480,3 @@ class PrefixCache:
         if self.states is not None:
             self.states.free(freed.states, OWNER)
         self._tell()
-
-
-def _bytes_of(tokens: Tokens, count: int) -> bytes:
-    """Return the first `count` tokens encoded as the index needs them, like
-    `hashes.token_bytes`.
-    """
-    # `token_bytes` also checks every token. Ids from the vocabulary need no check.
-    found = tokens[:count].astype("<u4").tobytes()
-    assert len(found) == count * TOKEN_BYTES
-    return found

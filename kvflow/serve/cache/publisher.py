@@ -34,14 +34,12 @@ from kvflow.protocols.limits import LEAST_WAIT_S, check_time
 from kvflow.protocols.wire.kv_events import END, SNAPSHOT, VLLM_MEDIA, BatchEncoder, Media
 from kvflow.transports.control.curve import ControlKey
 
-# Batches that ZMQ queues for a subscriber that does not read. A batch is some 60 KB for prompts of
-# 10,000 tokens.
+# Batches (60 KB for prompts of 10,000 tokens) that ZMQ queues for a slow subscriber.
 QUEUE_BATCHES = 1_000
-MAX_REPLAYS = 8  # at a time; further requests wait
+MAX_REPLAYS = 8  # at once; further requests wait
 # A replay is abandoned, without an end mark, if its client accepts no batch for this long.
 STALL_S = 5.0
-# ZMQ does not report when a client of a ROUTER can accept more, so `_offer` retries at this
-# interval.
+# ZMQ does not report when a client of a ROUTER can accept more, so `_offer` retries.
 RETRY_S = 0.01
 LINGER_MS = 200
 
@@ -75,13 +73,11 @@ class EventPublisher:
         heartbeat_s: float = 5.0,
         first_seq: int = 0,
     ) -> None:
-        """Bind both sockets. `address` is "tcp://host:port"; its port is raised by `rank`, the rank
-        in the data-parallel group. Port * or 0 picks any free one. `replay_address` is treated
-        likewise.
+        """Bind both sockets to "tcp://host:port", with `rank` added to the port. 0 and * pick a
+        free one.
 
         `positional` encodes events as arrays, the older format. `media` has the names of the tiers.
         With a `key`, only subscribers that have it can connect, and the traffic is encrypted.
-
         Raises: MisuseError.
         """
         self._topic = topic.encode()
@@ -93,8 +89,8 @@ class EventPublisher:
             first_seq=first_seq,
         )
         self._first_seq, self._loop = first_seq, asyncio.get_running_loop()
-        # An authenticator applies to every socket of its context, so sockets with a key have a
-        # context that the rest of the process does not use.
+        # An authenticator applies to all sockets of a context, so sockets with a key have their
+        # own.
         context = zmq.Context() if key else zmq.Context.instance()
         self._pub: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self._router: zmq.asyncio.Socket | None = None
@@ -124,10 +120,7 @@ class EventPublisher:
         self.notify()
 
     def notify(self) -> None:
-        """Publish the events of the source at the end of this turn of the loop.
-
-        Call this whenever the source may have recorded events.
-        """
+        """Publish new events at the end of this turn of the loop. Call this after any change."""
         if self._turn is None and not self._closing:
             self._turn = self._loop.call_soon(self._end_turn)
 
@@ -196,7 +189,6 @@ class EventPublisher:
         self._timer = self._loop.call_at(self._sent_s + self._heartbeat_s, self._beat)
 
     async def _settle(self) -> None:
-        """Send every recorded event."""
         self._publish()
         while self._stream.has_waiting:
             await asyncio.sleep(0)
@@ -204,8 +196,8 @@ class EventPublisher:
 
     async def _serve(self, router: zmq.asyncio.Socket) -> None:
         while True:
-            # The slot is acquired before the request is read, so that requests beyond MAX_REPLAYS
-            # wait in ZMQ's bounded queue.
+            # The slot comes first, so that requests beyond MAX_REPLAYS wait in the bounded queue of
+            # ZMQ.
             await self._slots.acquire()
             request = await router.recv_multipart()
             if not _is_request(request):
@@ -232,12 +224,13 @@ class EventPublisher:
             self._replays += 1
 
     async def _snapshot(self, start: int) -> list[Batch]:
-        """Return one batch with everything that is cached, numbered `start` (at most the newest
-        number). If an older number was requested, an empty batch with the newest number follows,
-        after which the subscriber continues.
+        """Return one batch with everything that is cached, numbered `start` or with the newest
+        number.
+
+        If `start` is older, an empty batch follows with the newest number, where the subscriber
+        goes on.
         """
-        # Events that are recorded but not sent are already in the cache. They must be sent first,
-        # so that the snapshot is the state as of the newest batch.
+        # Recorded events are already in the cache, so they are sent before the snapshot.
         await self._settle()
         events, newest = self._stream.snapshot(), self._stream.next_seq - 1
         encoder, parts = self._stream.encoder, list[bytes]()
@@ -259,9 +252,7 @@ class EventPublisher:
 
 
 async def _offer(router: zmq.asyncio.Socket, frames: list[bytes]) -> bool:
-    """Send to a client of a ROUTER. Return False if it disconnected or accepted nothing for
-    STALL_S.
-    """
+    """Return False if the client disconnected, or accepted nothing for STALL_S."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + STALL_S
     while True:
@@ -287,7 +278,6 @@ def _is_request(frames: list[bytes]) -> bool:
 
 
 def _bind(socket: zmq.Socket[Any], name: str, address: str, rank: int) -> str:
-    """Bind `socket`. Return the address with its actual port. Raises: MisuseError."""
     own = numbered_address(name, address, rank)
     socket.setsockopt(zmq.IPV6, int("[" in own))
     socket.setsockopt(zmq.SNDHWM, QUEUE_BATCHES)

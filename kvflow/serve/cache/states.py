@@ -1,5 +1,4 @@
-"""Saved model states at page boundaries: copies of rows in host memory, from which later prompts
-can continue.
+"""Saved model states at page boundaries: copies of rows in host memory, where prompts continue.
 
 The model's thread makes the copies as part of a step. So no other step changes a row while it is
 copied, and all copies of a step are complete when the step ends (I13).
@@ -22,19 +21,14 @@ from kvflow.protocols.pages.plan import Pairing
 
 
 class StateStore:
-    """Host memory for the states of one pool's rows, divided into slots. `slots` records their
-    owners.
-
-    The caller must own a slot while it copies to or from it.
-    """
+    """Host memory for states of one pool's rows. Only the owner of a slot may copy there."""
 
     def __init__(self, pool: PagedPool, limit_bytes: int, most: int = MAX_ROWS) -> None:
-        """Allocate and pre-fault the memory. This takes long, so call it in a thread.
+        """Allocate and pre-fault memory for at most `most` states. This takes long: call it in a
+        thread.
 
-        `most` is the largest number of states that can be used.
-
-        Raises: LayoutError if there is not enough memory, or it cannot be pinned for the pool's
-        device; MisuseError if the limit is too small for one state, or the pool has no rows.
+        Raises: LayoutError if memory is short or cannot be pinned for the pool's device;
+        MisuseError if the limit is too small for one state, or the pool has no rows.
         """
         row_bytes = pool.layout.row_bytes
         if not row_bytes:
@@ -56,10 +50,7 @@ class StateStore:
         self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
 
     def save(self, row: PageIndices, slot: int) -> None:
-        """Copy one row of the pool to a slot. The row must not change during the copy.
-
-        Raises: TransferError.
-        """
+        """Copy one row, which must not change meanwhile, to a slot. Raises: TransferError."""
         self._copy(self._out, row, _one(slot))
 
     def restore(self, slot: int, row: PageIndices) -> None:
@@ -67,9 +58,7 @@ class StateStore:
         self._copy(self._in, _one(slot), row)
 
     def free(self, states: tuple[int, ...], owner: Hashable) -> None:
-        """Free slots of `owner`. A slot that a running step uses becomes free when that
-        step ends.
-        """
+        """Free slots of `owner`. A slot that a running step uses becomes free after the step."""
         if states:
             self.slots.give_back(np.array(states, np.int32), owner)
 

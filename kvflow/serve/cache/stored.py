@@ -17,10 +17,7 @@ class StorageTier:
     """A store and the host memory that it reads from and writes to. Used on one event loop."""
 
     def __init__(self, store: Storage, host: HostTier) -> None:
-        """Use `store` for pages of `host`. The cache closes the store.
-
-        Raises: LayoutError if a store cannot read the host memory.
-        """
+        """Use `store`, which the cache closes, for pages of `host`. Raises: LayoutError."""
         self.store, self._views = store, PageViews(host.memory)
 
     async def put(self, keys: Sequence[bytes], pages: PageIndices) -> bool:
@@ -29,17 +26,14 @@ class StorageTier:
         This returns once the store no longer reads the pages, which takes long if the store hangs.
         Do not cancel it before the store is closed.
         """
-        # The caller frees the pages when this returns. If the store stalls, `done` completes while
-        # the store may still read the pages, so `released` is awaited too.
+        # If the store stalls, it may still read the pages after `done` completes.
         call = self.store.put(keys, self._buffers(pages))
         stored = await asyncio.shield(call.done)
         await asyncio.shield(call.released)
         return all(stored)
 
     def get(self, keys: Sequence[bytes], pages: PageIndices) -> StorageCall:
-        """Begin to read pages into host pages (int32 [n]). The store may write to them until the
-        call is `released`.
-        """
+        """Begin to read into host pages (int32 [n]), which the store may write until `released`."""
         return self.store.get(keys, self._buffers(pages))
 
     def state(self) -> StorageState:

@@ -85,8 +85,7 @@ class Tiers:
         self._copies: set[asyncio.Task[None]] = set()
         self._loads: set[asyncio.Task[None]] = set()  # the copies to the device
         self._waiting = [0, 0, 0]  # pages in copies under way, by target tier
-        # Copies to the device have no limit, because `load` took the pages that they fill before
-        # they begin.
+        # `load` took the pages of copies to the device before they begin, so these have no limit.
         self._most_waiting = (
             1 << 62,
             *(max(1, pages * 3 // 4) for pages in (device_pages, host.pages.capacity)),
@@ -106,9 +105,7 @@ class Tiers:
         return bool(self._copies)
 
     def save(self, end: Node) -> None:
-        """Begin to copy the pages up to `end` that the host lacks, as many as it has room for. If
-        it lacks none, begin to store them instead.
-        """
+        """Begin to copy the pages up to `end` that the host lacks. If it lacks none, store them."""
         wanted = self._index.missing(end, Tier.DEVICE, Tier.HOST)
         if not wanted:
             self._store(end)
@@ -125,8 +122,7 @@ class Tiers:
         freed, uncopied = self._index.evict_copied(count)
         self._free(freed)
         left = count - freed.device.size
-        # Pages whose copy failed since the last call are evicted without a copy. Otherwise a host
-        # that keeps failing would keep the device full.
+        # A host that keeps failing would keep the device full, so these are evicted without a copy.
         lost, self._given_up = min(left, self._given_up), 0
         for end in uncopied:
             wanted = self._index.missing(end, Tier.DEVICE, Tier.HOST)
@@ -136,8 +132,7 @@ class Tiers:
             write = self._save(end, wanted)
             if write is not None and end.readers[Tier.DEVICE]:
                 self._leaving[write.number] = end.num_pages
-            # The host has no room for these pages, so the last resort is to evict them without a
-            # copy.
+            # The host has no room for these pages. The last resort is to evict them without a copy.
             elif end.evictable(Tier.DEVICE):
                 lost += end.num_pages
         if lost:
@@ -148,9 +143,6 @@ class Tiers:
         return bool(freed.device.size or self._leaving)
 
     def _save(self, end: Node, wanted: int) -> Write | None:
-        """Begin to copy the first `wanted` pages that the host lacks, as many as it has
-        room for.
-        """
         if wanted <= 0 or not (room := self._room(wanted)):
             return None
         write = self._index.begin_write(
@@ -160,7 +152,6 @@ class Tiers:
         return write
 
     def _may_wait(self, target: Tier) -> int:
-        """Return how many more pages may wait for a copy to `target`."""
         return max(0, self._most_waiting[target] - self._waiting[target])
 
     def begin(
@@ -169,8 +160,7 @@ class Tiers:
         keys: list[bytes] | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> asyncio.Task[None]:
-        """Start the task that carries out `write`. `keys` are the pages' digests if the target is
-        storage.
+        """Start the task of `write`. If it is for storage, `keys` are the digests of the pages.
 
         `ended` is called in the same turn of the loop in which the index records the end.
         """
@@ -188,23 +178,20 @@ class Tiers:
         return task
 
     async def wait_for_load(self) -> None:
-        """Wait until a copy to the device ends. Return at once if there is no such copy."""
         if self._loads:
             await asyncio.wait(self._loads, return_when=asyncio.FIRST_COMPLETED)
 
     async def wait_for_copy(self) -> None:
-        """Wait until a copy ends. Return at once if there is no copy."""
         if self._copies:
             await asyncio.wait(self._copies, return_when=asyncio.FIRST_COMPLETED)
 
     async def fetch(
         self, tokens: bytes, found: Match, namespace: Namespace, most_pages: int
     ) -> None:
-        """Read from storage at most `most_pages` of the pages that follow `found`, as many as the
-        host has room for.
+        """Read pages that follow `found` from storage: at most `most_pages`, and what the host can
+        hold.
 
-        A cancellation cancels the store's call and is raised at once. Pages that were read by then
-        are kept.
+        A cancellation is raised at once, and keeps pages that were read by then.
         """
         assert self.storage is not None
         store, host, epoch = self.storage.store, self.host.pages, self._index.epoch
@@ -226,15 +213,13 @@ class Tiers:
         try:
             await asyncio.shield(call.done)
         finally:
-            # If this task was cancelled, `cancel` completes `done` with the pages read so far.
-            # Otherwise `done` is complete already, and `cancel` has no effect.
+            # After a cancellation, this completes `done` with the pages read so far.
             call.cancel()
             # Pages of prompts from before a flush must not enter the index again.
             read = call.done.result() if epoch == self._index.epoch else [False]
             good = read.index(False) if False in read else len(read)
             left, taken = pages[good:], pages[:good].copy()
-            # A call that hangs may still write to the pages that it did not complete, so they are
-            # not free before its end.
+            # A call that hangs may still write to these pages, so they become free at its end.
             call.released.add_done_callback(lambda _: host.give_back(left, OWNER))
             whole = tokens[: (start + good) * size]
             self._free(
@@ -263,16 +248,12 @@ class Tiers:
         await run_to_end(asyncio.gather(*self._copies, return_exceptions=True))
 
     def _room(self, wanted: int) -> int:
-        """Return how many of `wanted` pages the host has free, after evicting pages if
-        necessary.
-        """
         pages = self.host.pages
         if pages.free_pages < wanted:
             self._free(self._index.evict(Tier.HOST, wanted - pages.free_pages))
         return min(wanted, pages.free_pages)
 
     def _store(self, end: Node) -> None:
-        """Begin to store the pages up to `end` that the host has and storage lacks."""
         if self.storage is None or not self.storage.store.writable or end.removed or end.detached:
             return
         if (
@@ -281,8 +262,7 @@ class Tiers:
             and (stored := self._index.stored_pages(end))
         ):
             self._asking = True
-            # The node may be removed before the task takes its first step, so its digests are
-            # computed now.
+            # The node may be removed before the task takes its first step.
             digests = self._index.page_hashes(end)
             asking = self._ask(self.storage.store, end, stored, [digests[page] for page in stored])
             self._spawn(asking, "kvflow-cache-ask")
@@ -290,9 +270,6 @@ class Tiers:
             self._put(end)
 
     async def _ask(self, store: Storage, end: Node, stored: list[int], keys: list[bytes]) -> None:
-        """Ask the store for the pages `stored`, which the index lists as stored. Then store the
-        pages up to `end` that it lacks.
-        """
         try:
             if not store.readable:
                 return
@@ -329,8 +306,7 @@ class Tiers:
                 whole = await self.host.copy(write.source_pages, write.target_pages, write.target)
         except TransferError:
             _log.exception("a copy of %d cached pages failed", len(write.source_pages))
-        # `put` and `host.copy` return or raise only after the copy stopped, even if this task is
-        # cancelled. So the pages can be freed here.
+        # `put` and `host.copy` end only when the copy stopped, so the pages can be freed here.
         finally:
             self._waiting[write.target] -= len(write.source_pages)
             left = self._leaving.pop(write.number, 0)

@@ -1,6 +1,4 @@
-"""A circuit breaker, which decides when to pause calls to a failing store, and for how long. It has
-no clock.
-"""
+"""Circuit breaker: when to pause calls to a failing store, and for how long. It has no clock."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
 
 class Breaker:
-    """A breaker that opens after some failures in a row, or by `open`, and closes when a probe
-    succeeds.
+    """Opens after some failures in a row, or by `open`. Closes when a probe succeeds.
 
     After it closes, a single failure opens it again, for twice as long, until a call succeeds.
     """
@@ -27,13 +24,10 @@ class Breaker:
         self._limit, self._first_pause_s, self._max_pause_s = failures, pause_s, max_pause_s
         self._failures, self._next_pause_s = 0, pause_s
         self.is_open = False
-        self.pause_s = 0.0
-        """Time from the opening, or from a failed probe, to the next probe."""
+        self.pause_s = 0.0  # from the opening, or from a failed probe, to the next probe
 
     def succeed(self) -> None:
-        """Record a successful call."""
-        # A call that began before the breaker opened may succeed afterwards. Only a probe may close
-        # the breaker.
+        # A call from before the opening may succeed late. Only a probe may close the breaker.
         if not self.is_open:
             self._failures, self._next_pause_s = 0, self._first_pause_s
 
@@ -55,9 +49,8 @@ class Breaker:
     def probed(self, works: bool) -> None:
         """Record the result of a probe. The breaker closes if it `works`."""
         if works:
-            # The count stays one below the limit: if the store answers probes but fails real calls,
-            # the first failed call opens the breaker again. For the same reason `_next_pause_s` is
-            # not reset.
+            # The count stays one below the limit, and the pause is not reset: a store that answers
+            # probes but fails real calls is paused again after one failure.
             self.is_open, self.pause_s, self._failures = False, 0.0, self._limit - 1
         else:
             self._grow()

@@ -30,9 +30,7 @@ class Slice(NamedTuple):
 
 
 class Call:
-    """A `port.StorageCall`. It is created on the event loop, which also receives the thread's
-    results.
-    """
+    """A `port.StorageCall`. Its event loop receives the results of the thread."""
 
     def __init__(
         self,
@@ -48,9 +46,7 @@ class Call:
         self.done: asyncio.Future[list[bool]] = self._loop.create_future()
         self.released: asyncio.Future[None] = self._loop.create_future()
         self.results = [Result.FAILED] * len(keys)
-        """Results so far, one for each key."""
-        self.is_stalled = False
-        """True after the call was given up. Its thread may never return."""
+        self.is_stalled = False  # True after the call was given up; its thread may never return
         self._work, self._keys, self._buffers, self._per_slice = work, keys, buffers, per_slice
         self._on_slice, self._on_stall, self._stall_s = on_slice, on_stall, stall_s
         self._job: Job[None] | None = None
@@ -64,7 +60,6 @@ class Call:
         self._job.ended.add_done_callback(lambda _: self._returned())
 
     def _run(self, is_cancelled: Callable[[], bool]) -> None:
-        """Run the slices. Called in the thread."""
         self._slice_began_s = time.monotonic()
         self._tell(self._look)
         for start in range(0, len(self._keys), self._per_slice):
@@ -74,16 +69,13 @@ class Call:
             began_s = self._slice_began_s = time.monotonic()
             results = self._attempt(self._keys[part], self._buffers[part])
             self._tell(self._on_slice, self, Slice(start, results, time.monotonic() - began_s))
-            # A store that just failed would probably fail in the next slice too, after another long
-            # wait.
+            # A store that just failed would probably fail again, after another long wait.
             if Result.FAILED in results:
                 break
         self._slice_began_s = None
 
     def _returned(self) -> None:
-        """Release the buffers, because the thread returned or never began. Called on the event
-        loop.
-        """
+        """Release the buffers: the thread returned, or never began. Called on the event loop."""
         if self._watch is not None:
             self._watch.cancel()
         self._end()
@@ -99,13 +91,11 @@ class Call:
             self._end()
 
     def _end(self) -> None:
-        """Complete `done` with the results so far."""
         if not self.done.done():
             self.done.set_result([result is Result.DONE for result in self.results])
 
     def _answered(self, done: asyncio.Future[list[bool]]) -> None:
-        # A caller that awaits `done` without a shield cancels the future when it is cancelled. The
-        # call is then cancelled too.
+        # A caller that is cancelled while it awaits `done` without a shield cancels the call.
         if done.cancelled():
             self.cancel()
 

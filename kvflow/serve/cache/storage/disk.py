@@ -47,8 +47,7 @@ class Disk:
     def read(self, path: str, header: bytearray, value: memoryview) -> int:
         """Fill `header` and `value` from the start of a file, and mark the file as used now.
 
-        Return the number of bytes read. One byte more than both hold means that the file is too
-        long.
+        Return the number of bytes read: one more than both hold if the file is too long.
         """
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -62,8 +61,7 @@ class Disk:
                     count -= parts.pop(0).nbytes
                 if parts:
                     parts[0] = parts[0][count:]
-            # The time of use is only a hint for eviction. A file on a disk that became read-only
-            # can still be read.
+            # The time of use is only a hint. A disk that became read-only can still be read.
             with suppress(OSError):
                 os.utime(descriptor)
             return done

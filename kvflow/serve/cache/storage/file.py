@@ -67,9 +67,7 @@ class FileBackend:
         """Make a store for pages of `value_bytes`. The disk is not touched before `open`.
 
         `identity` comes from `identity.identity_of`. Files occupy at most `capacity_bytes`; the
-        least recently used ones are removed first.
-
-        Raises: MisuseError.
+        least recently used ones go first. Raises: MisuseError.
         """
         self.value_bytes, self.identity = value_bytes, identity
         self.pages_at_once = SYNCED_AT_ONCE if sync else PAGES_AT_ONCE
@@ -90,7 +88,6 @@ class FileBackend:
 
     @property
     def used_bytes(self) -> int:
-        """Size of all files, including those that are being written."""
         return self._index.used_bytes
 
     def open(self) -> None:
@@ -132,16 +129,13 @@ class FileBackend:
         return [Result.DONE if there else Result.ABSENT for there in self._index.has(keys)]
 
     def probe_reads(self) -> None:
-        """Read the most recently used page. A damaged page is a success, because the disk could be
-        read.
-        """
+        """Read the last used page. A damaged page is a success, because the disk could be read."""
         if (entry := self._index.last_used()) is None:
             os.stat(self._folder)
         elif self._get_one(entry.key, memoryview(bytearray(self.value_bytes))) is Result.FAILED:
             raise OSError(f"page {entry.key.hex()} cannot be read")
 
     def probe_writes(self) -> None:
-        """Write a page and remove it again."""
         entry = self._index.probe()
         try:
             parts: list[bytes | memoryview] = [bytes(HEADER_BYTES), bytes(self.value_bytes)]
@@ -156,8 +150,7 @@ class FileBackend:
         if self._index.find(key) is not None:
             return Result.DONE
         entry, leaving = self._index.reserve(key)
-        # Evicted files are removed before the new one is written, so that the directory never
-        # exceeds its capacity.
+        # Evicted files go before the new one is written, so the capacity is never exceeded.
         if not self._remove(leaving):
             if entry is not None:
                 self._index.abandon()
@@ -216,9 +209,7 @@ class FileBackend:
         return results
 
     def _remove(self, entries: Sequence[Entry]) -> bool:
-        """Remove the files of entries that are no longer listed.
-
-        Return False if one cannot be removed. It and the entries after it still count towards the
+        """Remove unlisted files. Return False after a failure: the rest counts towards the
         capacity.
         """
         for n, entry in enumerate(entries):
@@ -241,14 +232,9 @@ class FileBackend:
         return os.path.join(self._writing, str(entry.number))
 
     def _locked(self) -> int:
-        """Lock the folder, and return the descriptor of the lock.
-
-        Raises: MisuseError if another process, or another store in this process, has the lock.
-        """
         lock = os.open(os.path.join(self._folder, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
         with ExitStack() as stack:
-            # If anything below fails, such as a write to a full disk, the folder must not stay
-            # locked.
+            # The folder must not stay locked if a write below fails, as on a full disk.
             stack.callback(os.close, lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -258,8 +244,7 @@ class FileBackend:
                     f"storage directory {self._folder} is in use by process {owner or 'unknown'}: "
                     "give each process a directory of its own"
                 ) from None
-            # Another process reads the process id only for its error text. The lock itself does not
-            # use it.
+            # Another process reads this only for its error text.
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
             stack.pop_all()

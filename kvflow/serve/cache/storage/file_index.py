@@ -1,7 +1,6 @@
-"""An index of the pages in a directory, in the order of their use, and of the bytes that they
-occupy.
+"""The pages in a directory, in the order of their use, and the bytes that they occupy.
 
-It is in memory, under a lock that is never held during a file operation.
+The index is in memory, under a lock that is never held during a file operation.
 """
 
 from __future__ import annotations
@@ -15,20 +14,14 @@ from kvflow.serve.cache.storage.port import KEY_BYTES
 
 
 class Entry(NamedTuple):
-    """The file of one page.
-
-    Numbers are never used twice, so removing an old file cannot remove a newer one with the same
-    key.
-    """
+    """The file of one page. Numbers are never used twice, so removing it hits no newer file."""
 
     key: bytes
     number: int
 
 
 class FileIndex:
-    """An index of files of `file_bytes` each. Files that are being written, or could not be
-    removed, count towards the capacity.
-    """
+    """Files of `file_bytes` each. Those being written or stuck count towards the capacity."""
 
     def __init__(self, capacity_bytes: int, file_bytes: int) -> None:
         self._most = capacity_bytes // file_bytes
@@ -50,10 +43,9 @@ class FileIndex:
             return len(self._entries)
 
     def rebuild(self, found: Iterable[Entry]) -> list[Entry]:
-        """Fill the index with the files `found`, least recently used first.
+        """Fill the index with files, least recently used first. Return those that must be removed.
 
-        Return the files to remove: those with a key that a later file has too, and the least
-        recently used ones beyond the capacity.
+        These share a key with a later file, or are beyond the capacity.
         """
         with self._lock:
             surplus = []
@@ -84,13 +76,11 @@ class FileIndex:
     def reserve(self, key: bytes) -> tuple[Entry | None, list[Entry]]:
         """Reserve a new file for `key`. Return it, and the files to remove before it is written.
 
-        The files to remove are no longer listed. The new file is None if files being written occupy
-        the whole capacity.
+        Those are no longer listed. The new file is None if files being written fill the capacity.
         """
         with self._lock:
             leaving = []
-            # Files that could not be removed earlier go first, because no page can be read from
-            # them.
+            # Files that could not be removed earlier go first: no page can be read from them.
             while self._taken() >= self._most and (self._stuck or self._entries):
                 leaving.append(
                     self._stuck.pop() if self._stuck else self._entries.popitem(last=False)[1]
@@ -100,9 +90,7 @@ class FileIndex:
             return self._new(key), leaving
 
     def probe(self) -> Entry:
-        """Reserve a file for a probe, beyond the capacity if necessary. The caller ends it with
-        `abandon`.
-        """
+        """Reserve a file for a probe, even beyond the capacity. End it with `abandon`."""
         with self._lock:
             return self._new(bytes(KEY_BYTES))
 
@@ -112,17 +100,13 @@ class FileIndex:
             self._writing -= 1
 
     def not_removed(self, entries: Iterable[Entry]) -> None:
-        """Count `entries`, whose files may still exist. `reserve` returns them first, for another
-        try.
-        """
+        """Count files that may still exist. `reserve` returns them first, for another try."""
         with self._lock:
             self._stuck.extend(entries)
 
     def commit(self, entry: Entry) -> bool:
-        """List a file that is complete and in its final place.
-
-        Return False if another file with this key was listed first. The caller then removes this
-        one and abandons its reservation.
+        """List a complete file. Return False if its key is listed: the caller then abandons the
+        file.
         """
         with self._lock:
             if entry.key in self._entries:

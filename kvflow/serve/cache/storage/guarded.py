@@ -1,13 +1,10 @@
-"""A guard around a store: calls run in separate threads with time limits, and stop for a while
-after a hang or failures.
+"""A guard around a store: calls in separate threads, with time limits and a pause after failures.
 
 Puts, gets and lookups have separate threads, so that writes that hang do not delay reads. There are
 two breakers, one for writing and one for reading and lookups, because a full disk can still be
 read. An open breaker ends every call of its side at once, with the results so far, and refuses new
-ones. Only probes continue, in a separate thread, and a successful one closes the breaker. So no
-request has to wait to find out whether a store works again.
-
-Thus if a store hangs, one call waits for `stall_s`, and later calls do not wait at all.
+ones. Only probes continue, in a separate thread, and a successful one closes the breaker. Thus if a
+store hangs, one call waits for `stall_s`, and later calls do not wait at all.
 """
 
 from __future__ import annotations
@@ -25,8 +22,7 @@ from kvflow.serve.cache.storage.breaker import Breaker
 from kvflow.serve.cache.storage.call import Call, Slice, Work
 from kvflow.serve.cache.storage.port import KEY_BYTES, Backend, Result, StorageCounts
 
-# Largest slice of a put or get, unless one page is larger. A call can be cancelled only between
-# slices.
+# Largest slice of a put or get, except for one larger page. Calls are cancelled between slices.
 SLICE_BYTES = 8 << 20
 SLICE_KEYS = 4096  # keys in a slice of a lookup
 log = logging.getLogger("kvflow.storage")
@@ -37,8 +33,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     threads: int = 2  # for puts and for gets; lookups have one
     waiting: int = 64  # calls of one kind that may wait for a thread; more are refused
-    # A slice (8 MiB, or one page) that takes longer counts as a failure, although its pages are
-    # good.
+    # A slice (8 MiB, or one page) that takes longer is a failure, although its pages are good.
     slow_s: float = 0.5
     stall_s: float = 0.8  # if a slice takes longer, its call is given up and the breaker opens
     failures: int = 3  # failures in a row that open a breaker
@@ -59,7 +54,6 @@ class GuardedStorage:
     """A `port.Storage` over a backend. `open` creates it, on the event loop that uses it."""
 
     def __init__(self, backend: Backend, limits: Limits) -> None:
-        """Make the store without opening its backend. Use `open` instead."""
         self._backend, self._limits = backend, limits
         self.name = backend.name
         self.value_bytes = backend.value_bytes
@@ -80,10 +74,7 @@ class GuardedStorage:
 
     @classmethod
     async def open(cls, backend: Backend, limits: Limits | None = None) -> GuardedStorage:
-        """Open `backend` in a thread, and return the store over it.
-
-        Raises: the errors of `backend.open`.
-        """
+        """Open `backend` in a thread, and return the store over it."""
         store = cls(backend, limits or Limits())
         try:
             await store._reads.threads.run(backend.open)
@@ -138,10 +129,7 @@ class GuardedStorage:
         return found.index(False) if False in found else len(found)
 
     async def close(self) -> None:
-        """Cancel every call, then close the backend. Each of the two steps waits at most `close_s`.
-
-        Idempotent.
-        """
+        """Cancel every call, then close the backend, each within `close_s`. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -255,8 +243,7 @@ class _Side:
             return
         self._probing = None
         took_s = asyncio.get_running_loop().time() - self._asked_s
-        # A real call as slow as this probe would be given up, so a slow success does not close the
-        # breaker.
+        # A real call as slow as this probe would be given up.
         self.breaker.probed(error is None and took_s <= self.limits.stall_s)
         if self.breaker.is_open:
             why = error or f"a probe took {took_s:.1f} s"
@@ -273,8 +260,6 @@ class _Side:
 
 
 class _Lane:
-    """The calls of one kind, and their threads."""
-
     def __init__(
         self,
         name: str,
@@ -299,9 +284,7 @@ class _Lane:
 
     @property
     def admits(self) -> bool:
-        """True while a new call can begin: the breaker is closed, and at least one thread does not
-        hang.
-        """
+        """True while the breaker is closed and at least one thread does not hang."""
         return not self._side.breaker.is_open and self.hung < self._limit
 
     def start(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:
@@ -328,15 +311,13 @@ class _Lane:
         return call
 
     def cancel(self) -> list[Call]:
-        """Cancel all calls, and return them."""
         calls = list(self._calls)
         for call in calls:
             call.cancel()
         return calls
 
     def _sliced(self, call: Call, part: Slice) -> None:
-        # The call was given up or cancelled, so its result is final. A late slice does not count
-        # against the store either, because the stall was already counted.
+        # The result is final after a stall or a cancellation. A stall was counted already.
         if call.done.done():
             return
         call.results[part.start : part.start + len(part.results)] = part.results

@@ -17,15 +17,13 @@ _VERSION = 1
 
 
 def identity_of(layout: PoolLayout, unit: str = PAGE) -> bytes:
-    """Return 32 bytes that identify the format of a page (or of a row, by `unit`) of a page-first
-    pool.
+    """Return 32 bytes that identify the format of a page (or row, by `unit`) of a page-first pool.
 
     Two layouts have the same identity exactly if a page of one can be read as a page of the other:
     the same model, page size, components, parts and byte order. The number of pages does not
     matter.
 
-    Raises: LayoutError if the layout is not page-first; MisuseError if it has no fingerprint of the
-    model.
+    Raises: LayoutError if the layout is not page-first; MisuseError if it names no model.
     """
     _buffer(layout, unit)
     if not layout.fingerprint:
@@ -43,9 +41,8 @@ class PageViews:
     """Views of single pages (or rows) of a page-first pool in host memory, for use by a store."""
 
     def __init__(self, pool: PagedPool, unit: str = PAGE) -> None:
-        """Provide views of the pages of `pool`, or of its rows, by `unit`.
-
-        Raises: LayoutError if the pool is on a device, or not page-first.
+        """View pages or rows of `pool`. Raises: LayoutError on a device or without page-first
+        order.
         """
         if not pool.on_host:
             raise LayoutError(
@@ -56,23 +53,18 @@ class PageViews:
         self.value_bytes = self._buffer.page_bytes
 
     def __getitem__(self, index: int) -> memoryview:
-        """Return a writable view of one page, of `value_bytes` bytes. The view keeps the memory
-        mapped.
-
-        Raises: LayoutError for an index out of bounds.
-        """
+        """Return a writable view of one page, which keeps it mapped. Raises: LayoutError."""
         if not 0 <= index < self._count:
             raise LayoutError(f"{self._buffer.unit} {index} is outside 0..{self._count - 1}")
         size = self._buffer.page_bytes
-        # `from_address` does not keep the memory alive. The attribute keeps it mapped for as long
-        # as the view exists, even in a call that hangs.
+        # The attribute keeps the memory mapped as long as the view exists, even in a call that
+        # hangs.
         memory = (ctypes.c_uint8 * size).from_address(self._buffer.address + index * size)
         memory.mapped_by = self._mapped_by  # type: ignore[attr-defined]
         return memoryview(memory).cast("B")
 
 
 def _buffer(layout: PoolLayout, unit: str) -> Buffer:
-    """Return the single buffer that holds complete pages, or rows. Raises: LayoutError."""
     found = [b for b in layout.buffers if b.unit == unit]
     size = layout.page_bytes if unit == PAGE else layout.row_bytes
     if len(found) != 1 or found[0].page_bytes != size:

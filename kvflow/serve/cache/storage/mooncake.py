@@ -59,18 +59,17 @@ PEER_TO_PEER = "P2PHANDSHAKE"  # clients find each other without a metadata serv
 CONNECT_S, ASK_S = 0.5, 10.0
 MORE_LOOKS, LOOK_S = 5, 0.01
 NO_ROOM, NOT_READY, NOT_FOUND = -200, -703, -704
-# With one of these statuses, this process can never read the record, so the record counts as
-# damaged.
+# This process can never read a record with one of these statuses: it counts as damaged.
 OTHER_SIZE, UNREADABLE = -600, -800
+# The engine reads these environment variables when it is loaded.
 _ENVIRONMENT = {
     "MC_FORCE_TCP": "1",
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_LOG_LEVEL": "ERROR",
 }
-"""Environment variables that the engine reads when it is loaded."""
+# A late transfer may still access this memory, so it is kept until the process ends.
 _KEPT: list[NDArray[np.uint8]] = []
-"""Memory that a late transfer may still access. The list keeps it until the process ends."""
 _NOT_INSTALLED = "mooncake is not installed: pip install 'kvflow[mooncake]'"
 _ASK = """
 import os, sys
@@ -100,14 +99,10 @@ class MooncakeBackend:
     ) -> None:
         """Make a store for pages of `value_bytes`. It connects in `open`.
 
-        `master` is host:port. `host` is the address at which other clients reach this process.
-        `identity` comes from `identity.identity_of`. `lent_bytes` is the size of the memory that
-        this process lends to the store. It may hold pages of any process, and they are lost when
-        this one ends. `metadata_server` is the address of the transfer engine's metadata server,
-        the same for all clients. `local_bytes` is the size of the memory that the client allocates
-        for its own work.
-
-        Raises: MisuseError.
+        `master` is host:port. Other clients reach this process at `host`. `identity` comes from
+        `identity.identity_of`. This process lends `lent_bytes` of memory to the store, for pages of
+        any process, which are lost when this one ends. All clients have the same `metadata_server`.
+        The client allocates `local_bytes` for its own work. Raises: MisuseError.
         """
         self._address = _parsed(master)
         if value_bytes < 1 or lent_bytes < 0:
@@ -131,9 +126,8 @@ class MooncakeBackend:
         )
 
     def open(self) -> None:
-        """Load the package and connect. If the master does not answer, probes connect later.
-
-        Raises: MisuseError if the package cannot be loaded.
+        """Load the package and connect. Later, probes connect. Raises: MisuseError without a
+        package.
         """
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -177,12 +171,10 @@ class MooncakeBackend:
         return [{1: Result.DONE, 0: Result.ABSENT}.get(code, Result.FAILED) for code in codes]
 
     def probe_reads(self) -> None:
-        """Query the master, after connecting if necessary."""
         if (code := self._connected().batch_is_exist([f"{self._prefix}probe"])[0]) not in (0, 1):
             raise OSError(f"the master does not answer (status {code})")
 
     def probe_writes(self) -> None:
-        """Put a page, and remove it again."""
         client, name = self._connected(), f"{self._prefix}probe-{os.getpid()}-{next(self._numbers)}"
         with self._memory(client) as memory:
             code = client.batch_put_from([name], [memory.ctypes.data], [self._record_bytes])[0]
@@ -201,8 +193,8 @@ class MooncakeBackend:
                 )
                 record[HEADER_BYTES:] = np.frombuffer(buffer, dtype=np.uint8)
             codes = client.batch_put_from(names, *self._places(memory, len(keys)))
-        # NOT_READY means that another client is putting the same page. Neither this status nor
-        # success proves that the page is in the store, so both are looked up.
+        # NOT_READY: another client is putting the page. Neither this nor success proves that it is
+        # there.
         put = [code in (0, NOT_READY) for code in codes]
         there = iter(_found(client, list(compress(names, put))))
         found = {1: Result.DONE, 0: Result.ABSENT}
@@ -226,8 +218,7 @@ class MooncakeBackend:
                     results[n] = Result.ABSENT
                 elif codes[n] == self._record_bytes:
                     header = record[:HEADER_BYTES].tobytes()
-                    # The page is copied before it is checked, because a late transfer could change
-                    # `memory` between a check and a copy.
+                    # A late transfer could change `memory` between a check and a copy.
                     np.frombuffer(buffers[n], dtype=np.uint8)[:] = record[HEADER_BYTES:]
                     flaw = flaw_in(header, self.identity, keys[n], buffers[n])
                     results[n] = Result.DAMAGED if flaw else Result.DONE
@@ -248,7 +239,6 @@ class MooncakeBackend:
         return (slice(start, start + self._batch) for start in range(0, len(keys), self._batch))
 
     def _places(self, memory: NDArray[np.uint8], count: int) -> tuple[list[int], list[int]]:
-        """Return the addresses and sizes of the first `count` records in `memory`."""
         size = self._record_bytes
         return [memory.ctypes.data + n * size for n in range(count)], [size] * count
 
@@ -273,14 +263,12 @@ class MooncakeBackend:
             self._free.put(memory)
 
     def _ready(self) -> Any:
-        """Return the client if it is connected. Raises: OSError if it is not."""
         # Only probes connect, since connecting can take longer than a request may wait.
         if self._client is None:
             raise OSError(f"not connected to the master {self._master}")
         return self._client
 
     def _connected(self) -> Any:
-        """Return the client, after connecting if necessary. Raises: OSError."""
         with self._connecting:
             if self._client is None:
                 self._client = self._connect()
@@ -288,7 +276,7 @@ class MooncakeBackend:
 
     def _connect(self) -> Any:
         try:
-            # A plain TCP connection reveals an absent master within `CONNECT_S`, without a child
+            # A plain connection reveals an absent master within `CONNECT_S`, without a child
             # process.
             socket.create_connection(self._address, CONNECT_S).close()
             where = (self._master, self._host, self._metadata_server, str(self._local_bytes))
@@ -325,17 +313,13 @@ class MooncakeBackend:
 
 
 def check_usable(master: str) -> None:
-    """Check that a store can be used, before any memory is allocated.
-
-    Raises: MisuseError if the address is malformed, or the package is not installed.
-    """
+    """Check the address and the package before memory is allocated. Raises: MisuseError."""
     _parsed(master)
     if importlib.util.find_spec("mooncake") is None:
         raise MisuseError(_NOT_INSTALLED)
 
 
 def _parsed(master: str) -> tuple[str, int]:
-    """Split `master` into host and port. Raises: MisuseError."""
     host, _, port = master.rpartition(":")
     if (
         not host
@@ -349,11 +333,8 @@ def _parsed(master: str) -> tuple[str, int]:
 
 
 def _found(client: Any, names: list[str]) -> list[int]:
-    """Return the client's status for each name: 1 if it is in the store, 0 if it is not, negative
-    for an error.
-    """
-    # Prefill and decode may put pages of the same prompt at the same time. A page that another
-    # client is still writing appears soon, so a few more lookups avoid a second put.
+    """Return a status per name: 1 if it is in the store, 0 if not, negative for an error."""
+    # Another client may be writing the same page. A few more lookups avoid a second put.
     found: list[int] = client.batch_is_exist(names)
     for _ in range(MORE_LOOKS):
         if 0 not in found:

@@ -1,6 +1,4 @@
-"""Interfaces of a page store: `Storage` is what the tiers use, and `Backend` adapts one kind of
-store.
-"""
+"""Interfaces of a page store: the tiers use a `Storage`, a `Backend` adapts one kind of store."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-KEY_BYTES = 32
-"""Size of a page's digest, see `protocols.cache.hashes.page_hashes`."""
+KEY_BYTES = 32  # size of a page's digest, see `protocols.cache.hashes.page_hashes`
 
 
 class Result(IntEnum):
@@ -21,11 +18,7 @@ class Result(IntEnum):
     FAILED = 0
     """The store had an error, or was not called because of an earlier error."""
     DONE = 1
-    """Put: the page is in the store, perhaps from an earlier put.
-
-    Get: the buffer contains every byte of the page, and they are correct. Lookup: the page is in
-    the store.
-    """
+    """Put, lookup: the page is in the store. Get: the buffer has all its bytes, unchanged."""
     ABSENT = 2
     """Get, lookup: the page is not in the store. Put: there is no room for it."""
     DAMAGED = 3
@@ -87,15 +80,10 @@ class StorageCall(Protocol):
 
 
 class Storage(Protocol):
-    """A store of pages of one identity, for one event loop.
-
-    No error of the underlying store is raised: the results of a call show it.
-    """
+    """A store of pages of one identity, for one event loop. Its errors only show in results."""
 
     name: str
-    """Name of the kind of store."""
-    value_bytes: int
-    """Size of one page, in bytes."""
+    value_bytes: int  # size of one page
     counts: StorageCounts
 
     @property
@@ -115,22 +103,17 @@ class Storage(Protocol):
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> StorageCall:
         """Begin to read the page of `keys[i]` into `buffers[i]`.
 
-        The bytes of a buffer are undefined until the call is `released`, and stay so if its result
-        is False.
+        The bytes of a buffer are undefined until the call is `released`, and stay so after a
+        failure.
 
         Raises: MisuseError as in `put`, and for a read-only buffer.
         """
 
     async def exists_prefix(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading keys are in the store; 0 if the store cannot answer.
-
-        Raises: MisuseError as in `put`.
-        """
+        """Return how many leading keys are stored, or 0 without an answer. Raises: MisuseError."""
 
     async def close(self) -> None:
-        """Cancel every call, and wait for their ends for a limited time. Calls that hang are
-        abandoned.
-        """
+        """Cancel every call, and wait a limited time. Calls that hang are abandoned."""
 
 
 class Backend(Protocol):
@@ -143,14 +126,10 @@ class Backend(Protocol):
     name: str
     value_bytes: int
     pages_at_once: int
-    """Largest number of pages in one put or get. A call of the backend cannot be stopped
-    part-way.
-    """
+    """Largest number of pages in one put or get, which cannot be stopped part-way."""
 
     def open(self) -> None:
-        """Open the store. Called once, before every other call. Raises: MisuseError for an error
-        that will not go away with time.
-        """
+        """Open the store, before every other call. Raises: MisuseError for a permanent error."""
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]: ...
 

@@ -1,5 +1,4 @@
-"""The header stored before the bytes of a page, by which a reader verifies that it read the right
-page intact.
+"""The header before the bytes of a page, which proves that a reader has the right page intact.
 
 The reader knows every field of the header except the checksum of the bytes. So it does not parse
 the header: it builds the expected header from the bytes that it read, and compares the two.
@@ -11,8 +10,7 @@ import struct
 
 from xxhash import xxh3_64
 
-# Magic, version, size of the header, identity, key, length, checksum of the page's bytes, checksum
-# of the preceding fields.
+# Magic, version, header size, identity, key, length, checksums of the page and of these fields.
 _HEADER = struct.Struct("<8sII32s32sQ8s8s")
 _MAGIC = b"kvflowL3"
 _VERSION = 1
@@ -28,9 +26,7 @@ def header_of(identity: bytes, key: bytes, value: memoryview) -> bytes:
 
 
 def flaw_in(header: bytes, identity: bytes, key: bytes, value: memoryview) -> str:
-    """Describe what is wrong with a record that was read. Return an empty text if it is exactly the
-    page for this key and identity.
-    """
+    """Describe what is wrong with a record, or return "" if it is the expected page."""
     if header == (expected := header_of(identity, key, value)):
         return ""
     if len(header) < HEADER_BYTES:
