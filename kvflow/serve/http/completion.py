@@ -1,6 +1,4 @@
-"""One completion as it grows: from the engine's tokens to pieces of text with their ids and
-logprobs.
-"""
+"""One completion as it grows: from the engine's tokens to text, token ids and logprobs."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from kvflow.serve.http.tokenizer import Detokenizer
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """The output of one engine step for a completion: a token, or no token if the request asks for
-    no new ones.
+    """The output of one step for a completion: one token, or none if only the prompt is scored.
 
     `finish` is "length", "stop", "abort" or None. `matched` is the stop string or token id that
     ended the completion.
@@ -30,16 +27,14 @@ class Delta(msgspec.Struct, frozen=True):
     tokens: tuple[TokenOut, ...]
     finish: str | None = None
     matched: str | int | None = None
-    hidden_states: PackedArray | None = None  # of the last token, if requested
+    hidden_states: PackedArray | None = None  # the states of the last token, if requested
     cached_tokens: int = 0  # prompt tokens found in the cache; set in the first delta
 
 
 class Completion:
-    """The sum of the deltas of one choice.
+    """The sum of the deltas of one choice, without their tokens.
 
-    Tokens are counted but not kept. The choice's `CompletionCall` encodes what the answer needs of
-    each token as it arrives, which takes a tenth of the memory of a token's log-probabilities as
-    objects.
+    The `CompletionCall` encodes each token as it arrives, which takes a tenth of its memory.
     """
 
     def __init__(self) -> None:
@@ -74,9 +69,9 @@ async def detokenize(
 ) -> AsyncGenerator[Delta, None]:
     """Yield the deltas of one choice, and stop when a stop string is complete.
 
-    The engine's iterator is closed in every case. A token that ends the completion adds no text
-    unless the detokenizer includes stop strings. `scored` receives the prompt's log-probabilities
-    before the first delta.
+    The engine's iterator is always closed. A token that ends the completion adds no text unless
+    stop strings are included. `scored` receives the prompt's log-probabilities before the first
+    delta.
     """
     async with aclosing(tokens) as source:
         try:
@@ -85,8 +80,7 @@ async def detokenize(
                 if token.prompt_logprobs is not None:
                     await scored(token.prompt_logprobs)
                     token = msgspec.structs.replace(token, prompt_logprobs=None)
-                # Callers keep tokens for a while, and the hidden states of all tokens of a long
-                # answer would take too much memory.
+                # Hidden states of all tokens of a long answer would take too much memory.
                 if (hidden := token.hidden_states) is not None:
                     token = msgspec.structs.replace(token, hidden_states=None)
                 if prompt_only:
@@ -115,7 +109,6 @@ async def detokenize(
         except AbortedError as error:
             if error.code is not Code.ABORTED:
                 raise
-            # Prefill received /abort_request, perhaps before this leg reached this worker. The
-            # client then gets a regular answer that ends with "abort", as if this worker had
-            # received it.
+            # Prefill received /abort_request, perhaps first. The answer ends regularly, with
+            # "abort".
             yield Delta("", (), ABORT)

@@ -1,7 +1,4 @@
-"""The interface between the HTTP layer and a running prefill or decode: tokens, refusals, reports.
-
-`engine_services` and `group_service` implement it, and `launch/roles.py` creates the objects.
-"""
+"""Interface between the HTTP layer and a running prefill or decode: tokens, refusals, reports."""
 
 from __future__ import annotations
 
@@ -36,8 +33,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     context_length: int
     vocab_size: int
-    # For fields that a body of the OpenAI routes omits.
-    sampling_defaults: dict[str, float] = {}
+    sampling_defaults: dict[str, float] = {}  # for fields that an OpenAI body omits
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,9 +51,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Live figures of one rank of a worker with several ranks. If it is `up`, they are from the
-    last status that it sent.
-    """
+    """Live figures of one rank of several: if it is `up`, those of the last status that it sent."""
 
     rank: int
     up: bool
@@ -83,8 +77,7 @@ class Report(NodeReport, frozen=True, kw_only=True):
     waiting: int = 0
     optimism: EngineOptimism | None = None  # prefill only
     cache: CacheStats | None = None  # None if prefixes are not cached
-    # Addresses and counters of the publisher of cache events.
-    kv_events: dict[str, Any] | None = None
+    kv_events: dict[str, Any] | None = None  # addresses and counters of the event publisher
     retraction: EngineRetractions | None = None  # decode only
     decode_steps: int | None = None  # decode only
     pp_size: int = 1
@@ -110,17 +103,14 @@ class CompletionService(Protocol):
         """Limits of a single request that has the whole pool to itself."""
 
     def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
-        """Yield the tokens of `request`. A prefill yields the first one, once its KV landed at
-        decode. A decode yields all of them.
+        """Yield the tokens of `request`, and abort the room when the iterator is closed.
 
-        Closing the iterator aborts the room.
-
+        A prefill yields the first one, once its KV landed at decode. A decode yields all of them.
         Raises: KvflowError.
         """
 
     def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
-        """End a room whose request never reached `tokens`, so that the other leg receives the
-        cause.
+        """End a room whose request never reached `tokens`, and send the cause to the other leg.
 
         `prefill` is the address of its registry, empty if unknown, and `dp_rank` is the group
         there. A prefill ignores both. Never raises.
@@ -133,9 +123,7 @@ class CompletionService(Protocol):
         """
 
     def end_requests(self) -> None:
-        """Accept no more requests, and end all running and waiting ones with `Code.SHUTDOWN`, on
-        both legs.
-        """
+        """Accept no more requests, and end all others with `Code.SHUTDOWN`, on both legs."""
 
     def report(self) -> Report: ...
 
@@ -143,19 +131,13 @@ class CompletionService(Protocol):
         """Return one entry for each open or recently ended room."""
 
     def story(self, room: int) -> dict[str, Any] | None:
-        """Return the events of a room with their times, and at a prefill also how many bytes landed
-        and how many there are. Return None for an unknown room.
-        """
+        """Return the events of a room with their times, or None for an unknown room."""
 
     def peers(self) -> Sequence[dict[str, Any]]:
         """Return one entry for each node of the other role that this one knows."""
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """Record an operator's assurance that the peer with this incarnation no longer writes (see
-        `Node.declare_dead`).
-
-        Raises: MisuseError.
-        """
+        """Record that a peer no longer writes, see `Node.declare_dead`. Raises: MisuseError."""
 
     async def flush_cache(self) -> None:
         """Drop every cached prefix. A request that reads one keeps its pages until it ends."""

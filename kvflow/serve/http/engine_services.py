@@ -1,6 +1,4 @@
-"""The completion services of both roles: an engine and a node behind the interface that
-HTTP uses.
-"""
+"""Completion services of both roles: an engine and a node behind the interface that HTTP uses."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.wire.ranks import DpRankError, RankInfo
 from kvflow.serve.engine.scheduler.limits import EngineLimits
-from kvflow.serve.engine.scheduler.params import EngineOptimism, EngineRetractions, TokenOut
+from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.serve.http.completion_service import GenerationRequest, ModelCard, Report
 
 if TYPE_CHECKING:  # the engines import torch, which is slow
@@ -50,7 +48,6 @@ class RecentRooms:
             self._rooms.popitem(last=False)
 
     def close(self, cause: Cause) -> None:
-        """End all rooms that are still open."""
         for room in list(self._rooms.values()):
             room.close(cause)
 
@@ -71,8 +68,7 @@ class RecentRooms:
             }
             for line in room.story()
         ]
-        # With the time of day, a client can merge the stories of both halves of a room, if the
-        # clocks of their machines agree.
+        # With the time of day, a client can merge the stories of both halves.
         opened_unix_s = time.time() - (time.monotonic() - room.opened_at_s)
         return {**_summary(room), "opened_unix_s": round(opened_unix_s, 6), "events": events}
 
@@ -151,21 +147,7 @@ class EngineService(Generic[N, E]):
             kv_events=None
             if cache is None or cache.publisher is None
             else cache.publisher.describe(),
-            optimism=self._optimism(),
-            retraction=self._retraction(),
-            decode_steps=self._decode_steps(),
         )
-
-    def _optimism(self) -> EngineOptimism | None:
-        """Return counters of prompts that began before decode lent pages. None for a decode."""
-        return None
-
-    def _retraction(self) -> EngineRetractions | None:
-        """Return counters of retracted requests. None for a prefill, which retracts none."""
-        return None
-
-    def _decode_steps(self) -> int | None:
-        return None
 
     def rooms(self) -> Sequence[dict[str, Any]]:
         return self._recent_rooms.summaries()
@@ -177,9 +159,7 @@ class EngineService(Generic[N, E]):
         return self._node.peers()
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """See `CompletionService.declare_dead`."""
-        # A prefill accepts the declaration too. Before a role switch it may have been a decode, and
-        # its pool may still have pages that it lent then.
+        # A prefill may have been a decode before, and its pool may have pages that it lent then.
         self._node.declare_dead(incarnation, why)
 
     def abort(self, request: GenerationRequest) -> None:
@@ -191,9 +171,7 @@ class EngineService(Generic[N, E]):
 
 
 class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
-    """The service of a prefill. For each request it computes the prompt, moves its KV to decode,
-    and yields the first token.
-    """
+    """Computes each prompt, moves its KV to decode, and yields the first token."""
 
     def __init__(
         self, card: ModelCard, node: PrefillNode, engine: PrefillEngine, timeout_s: float
@@ -207,8 +185,8 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
         """This rank's entry in the bootstrap registry."""
         return self._node.info
 
-    def _optimism(self) -> EngineOptimism:
-        return self._engine.optimism
+    def report(self) -> Report:
+        return msgspec.structs.replace(super().report(), optimism=self._engine.optimism)
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
         try:
@@ -237,24 +215,19 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
 
 
 def whole_answer(first: TokenOut) -> TokenOut:
-    """Return the first token marked as the end of its completion, which routers expect of a
-    prefill's answer.
-    """
+    """Mark the first token as the last, which routers expect of a prefill's answer."""
     if first.finish_reason is not None:
         return first
     return msgspec.structs.replace(first, finish_reason="length")
 
 
 class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
-    """The service of a decode. For each request it lends pages to prefill, and yields all tokens
-    once the KV landed.
-    """
+    """Lends pages to prefill for each request, and yields all tokens once the KV landed."""
 
-    def _retraction(self) -> EngineRetractions:
-        return self._engine.retraction
-
-    def _decode_steps(self) -> int:
-        return self._engine.steps
+    def report(self) -> Report:
+        return msgspec.structs.replace(
+            super().report(), retraction=self._engine.retraction, decode_steps=self._engine.steps
+        )
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
         if not request.prefill:
@@ -263,8 +236,8 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             )
             self._node.counts.room_refused(error.cause())
             raise error
-        # The room is announced before the request waits for pages. Prefill's leg then waits for as
-        # long as this decode lives, or receives the cause if the room ends early.
+        # An announced room lets prefill wait while this decode lives, or receive the cause of its
+        # end.
         prompt = request.checked or request.prompt
         try:
             room = self._node.announce(
@@ -290,8 +263,7 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
                 prefix.release()
             if admission is not None:
                 admission.release()
-            # If the prefill was unknown, its groups become known only when its registry answers. So
-            # `offer` can raise this too, not only `announce`.
+            # The groups of an unknown prefill are known only when its registry answers.
             if isinstance(error, DpRankError):
                 raise self._refused_group(request, error) from None
             raise
@@ -308,18 +280,12 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             await tokens.aclose()
 
     def _refused_group(self, request: GenerationRequest, error: DpRankError) -> RequestError:
-        """Refuse the room at prefill, whose leg may wait in any group. Return the error for this
-        leg.
-        """
+        """Refuse the room at prefill, whose leg may wait in any group. Return this leg's error."""
         refused = RequestError(f"disagg_prefill_{error}", param="disagg_prefill_dp_rank")
         self.refuse(request.room, request.prefill, refused.cause(), request.prefill_dp_rank)
         return refused
 
     async def _admit(self, request: GenerationRequest, room: DecodeRoom) -> Admission:
-        """Wait for a place in the batch and a promise of pages. The wait ends if the room ends.
-
-        Raises: KvflowError.
-        """
         waiting = asyncio.ensure_future(
             self._engine.admit(request.prompt, request.params, request.namespace)
         )
@@ -331,8 +297,7 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
         try:
             return await waiting
         except asyncio.CancelledError:
-            # The admission may be granted in the same turn of the loop in which this task is
-            # cancelled. It would then keep its place forever.
+            # An admission granted in the turn of the cancellation would keep its place forever.
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
                 waiting.result().release()
             # If the room ended, `stop_waiting` cancelled the wait, and `opened` raises the cause.

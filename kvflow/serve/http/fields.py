@@ -1,9 +1,9 @@
-"""The table of all request fields of OpenAI, SGLang and vLLM, and of how this server treats them.
+"""The table of all request fields of OpenAI, SGLang and vLLM, and of their treatment here.
 
-The table is read from FIELDS.md beside this file, which also documents the fields for users. A
-request is refused with a 400 that names the field if a field would change the answer, is not
-implemented, and has a value other than its default: the answer without it would be wrong. Fields
-that are not in the table are ignored.
+It is read from FIELDS.md beside this file, which also documents the fields for users. A field that
+would change the answer, is not implemented, and has another value than its default is refused with
+a 400 that names it: the answer without it would be wrong. Fields that are not in the table are
+ignored.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ _VALUE = re.compile("`(.*?)`")  # the text between the backticks is JSON
 class Field(NamedTuple):
     """One field. `bodies` and `known_to` are strings of letters: keys of `BODIES` and `SOURCES`.
 
-    `accepts` has the values at which a refused field has no effect. `example` is another value, for
-    tests.
+    At values in `accepts`, a refused field has no effect. `example` is another one, for tests.
     """
 
     name: str
@@ -55,7 +54,6 @@ class Field(NamedTuple):
 
 
 def _tables() -> Iterator[tuple[str, tuple[Field, ...]]]:
-    """Yield the heading and the fields of each table in FIELDS.md."""
     for section in _PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
         heading, _, table = section.partition("\n")
         head, _, *rows = table.strip().splitlines()
@@ -90,9 +88,7 @@ TABLE = dict(_tables())
 
 
 def names_of(standing: str, body: str) -> frozenset[str]:
-    """Return the names of the fields that have this standing (`WORKS`, `REFUSED` or `HARMLESS`) in
-    a body.
-    """
+    """Return the names of the `WORKS`, `REFUSED` or `HARMLESS` fields in a body."""
     return frozenset(field.name for field in TABLE[standing] if body in field.bodies)
 
 

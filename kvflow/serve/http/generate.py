@@ -59,9 +59,6 @@ class _Grown:
     async def add_prompt(
         self, scores: PromptLogprobs, prompt: PromptIds, asked_ids: tuple[int, ...] = ()
     ) -> None:
-        """Add the log-probabilities of the prompt. It may be long, so other tasks run in
-        between.
-        """
         async for token in in_turns(scores.tokens(prompt, asked_ids)):
             self.input_logprobs.add(self._named(token.token_id, token.logprob))
             self.input_top_logprobs.add(self._all_named(token.top_logprobs) or None)
@@ -90,7 +87,6 @@ class GenerateCall:
         self._is_list = False
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        """Return one request for each prompt and choice, from `text` or `input_ids`."""
         body = self.body
         if body.text is not None and body.input_ids is not None:
             raise RequestError("text and input_ids are both given; send one of them")
@@ -125,7 +121,6 @@ class GenerateCall:
         self._grown[index].add(delta, self._requests[index].params)
 
     def answer(self, completions: list[Completion]) -> Any:
-        """Return one object, or a list of objects for several completions."""
         answers = [self._one(i, completion) for i, completion in enumerate(completions)]
         return answers if self._is_list else answers[0]
 
@@ -133,10 +128,7 @@ class GenerateCall:
         return []
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """Return one event for any number of deltas, since events are cumulative.
-
-        SGLang also skips events for a client that reads slowly.
-        """
+        """Return one cumulative event for any number of deltas, as SGLang does for slow clients."""
         event = self._one(index, completion)
         return [{**event, "index": index} if self._is_list else event]
 
@@ -183,8 +175,6 @@ def _finish(completion: Completion) -> dict[str, Any] | None:
 
 
 def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """Return the route /generate."""
-
     async def generate(http: web.Request) -> web.StreamResponse:
         body = await pipeline.read(http, GenerateRequest)
         return await pipeline.serve(http, GenerateCall(body))

@@ -42,24 +42,20 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_ID_DIGITS = 10
 MAX_SALT = 512  # characters
 MAX_ANSWER_ID = 512  # characters; every event of a stream repeats the id
-# Largest packed size of the prompts' log-probabilities in one body. As JSON they are five times as
-# large.
+# Largest packed size of the prompts' log-probabilities in one body, a fifth of their JSON.
 MAX_SCORES_BYTES = 1 << 24
-# Prompts of at least this many tokens are hashed in a thread. Shorter ones take less than 100 us on
-# the event loop.
-LONG_PROMPT = 1 << 15
+# Longer prompts are hashed in a thread. Others take less than 100 us on the event loop.
+LONG_PROMPT = 1 << 15  # tokens
 T = TypeVar("T")
 # Fields that a model's generation_config.json may set, each with the value that has no effect.
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _NO_SAMPLING = GenerateSampling()
 _NOT_ASKED: HiddenStates = False
 _DP_RANKS = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")
-# Stands for an invalid group in a body. No group has this number, so a refusal is sent to all
-# groups.
+# Stands for an invalid group, which no group has: a refusal goes to all groups.
 _NO_DP_RANK = -1
 _ROOM_MASK = (1 << 63) - 1
-# Rooms derived from one id are this step apart. It is 2**64 divided by the golden ratio, which
-# spreads them, so that rooms derived from different ids hardly ever collide.
+# Rooms of one id are this far apart: 2**64 over the golden ratio, which avoids collisions.
 _ROOM_STEP = 0x9E3779B97F4A7C15
 
 
@@ -69,16 +65,12 @@ class RequestLimits(msgspec.Struct, frozen=True):
     engine: EngineLimits
     # Decode keeps prompt and completion in its pool, and prefill only the prompt.
     generates: bool
-    # For a body that gives a prefill's host without a port.
-    bootstrap_port: int
-    # For fields that a body of the OpenAI routes omits.
-    sampling_defaults: Mapping[str, float]
+    bootstrap_port: int  # for a body that gives a prefill's host without a port
+    sampling_defaults: Mapping[str, float]  # for fields that an OpenAI body omits
     low_priority_first: bool = False
 
     def tokens_left(self, prompt: PromptIds) -> int:
-        """Return how many new tokens fit after `prompt`. The default number of new tokens is at
-        most this.
-        """
+        """Return how many new tokens fit after `prompt`, but at least 1."""
         return max(1, min(self.engine.context_length, self.engine.pool_tokens) - len(prompt))
 
     def priority(self, given: int | None) -> int:
@@ -87,12 +79,8 @@ class RequestLimits(msgspec.Struct, frozen=True):
         return ~(given or 0) if self.low_priority_first else given or 0
 
     def check(self, body: Rendezvous, prompt: PromptIds, params: SamplingParams) -> None:
-        """Check a request against the limits.
-
-        Raises: RequestError (400).
-        """
-        # The engine reports a request that is too large as a lack of capacity (503). A request that
-        # can never fit is an error of the client, who must not retry it.
+        """Check a request against the limits. Raises: RequestError (400)."""
+        # The engine reports 503. But a request that can never fit must not be retried.
         with _refused(_prompt_field(body)):
             self.engine.check_prompt(prompt)
         with _refused(None):
@@ -125,9 +113,7 @@ def _limit_field(body: Rendezvous) -> str:
 
 
 def choices_of_generate(body: GenerateRequest, prompts: int) -> int:
-    """Return the number of completions for each prompt of a /generate body. Raises:
-    RequestError.
-    """
+    """Return the number of completions for each prompt. Raises: RequestError."""
     given = {
         _of_prompt("sampling_params", body.sampling_params, i, prompts, _NO_SAMPLING).n
         for i in range(prompts)
@@ -140,9 +126,7 @@ def choices_of_generate(body: GenerateRequest, prompts: int) -> int:
 async def params_of_generate(
     body: GenerateRequest, prompts: list[PromptIds], limits: RequestLimits
 ) -> list[SamplingParams]:
-    """Return the sampling parameters for each prompt of a /generate body. Raises: RequestError."""
-    # A body may have one `sampling_params` object for thousands of prompts. Its fields are
-    # converted once, and kept here by the object's `id`.
+    # A body may have one object for thousands of prompts, which is converted once, by its `id`.
     made: dict[int, dict[str, Any]] = {}
     return [
         _params_of_prompt(body, i, prompts, limits, made)
@@ -187,11 +171,7 @@ def _params_of_prompt(
 
 
 def _wants_hidden(body: GenerateRequest, index: int, prompts: int) -> bool:
-    """Return True if the body asks for the hidden states of the last token.
-
-    Raises: RequestError if it asks for those of every token: the states of a whole prompt do not
-    fit into a hand-over.
-    """
+    """Return True for the last token. The states of all tokens do not fit into a hand-over."""
     given = _of_prompt(
         "return_hidden_states", body.return_hidden_states, index, prompts, _NOT_ASKED
     )
@@ -205,9 +185,6 @@ def _wants_hidden(body: GenerateRequest, index: int, prompts: int) -> bool:
 
 
 def _asked_ids(given: list[Any] | None, index: int, prompts: int) -> tuple[int, ...]:
-    """Return the token ids for one prompt. `given` is a list of ids for all prompts, or has one
-    list for each.
-    """
     if not given or all(isinstance(one, int) for one in given):
         return tuple(given or ())
     if not all(isinstance(one, list) for one in given):
@@ -217,9 +194,7 @@ def _asked_ids(given: list[Any] | None, index: int, prompts: int) -> tuple[int, 
 
 
 def _of_prompt(name: str, value: T | list[T] | None, index: int, prompts: int, unset: T) -> T:
-    """Return a field's value for one prompt. `value` is one value for all prompts, or a list with
-    one for each.
-    """
+    """Return the value for one prompt: an entry of a list, or the one value for all prompts."""
     if isinstance(value, list):
         if len(value) != prompts:
             raise RequestError(
@@ -232,9 +207,7 @@ def _of_prompt(name: str, value: T | list[T] | None, index: int, prompts: int, u
 def params_of_chat(
     body: ChatRequest, prompt: PromptIds, bad_words: BadWords, limits: RequestLimits
 ) -> SamplingParams:
-    """Return the sampling parameters of a chat body. Without a limit the answer may fill the
-    context.
-    """
+    """Return the sampling parameters. Without a limit, the answer may fill the context."""
     most = body.max_completion_tokens or body.max_tokens or limits.tokens_left(prompt)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -246,7 +219,6 @@ def params_of_chat(
 def params_of_completion(
     body: CompletionRequest, prompts: list[PromptIds], bad_words: BadWords, limits: RequestLimits
 ) -> list[SamplingParams]:
-    """Return the sampling parameters for each prompt of a completions body."""
     fields = _openai_fields(body, bad_words, limits)
     fields["logprobs"] = body.logprobs
     fields["prompt_logprobs_from"] = 0 if body.echo and body.logprobs is not None else None
@@ -292,9 +264,7 @@ def _sampling_fields(
 
 
 def _biases(given: dict[str, float]) -> LogitBias:
-    """Convert `logit_bias`. Raises: RequestError if a key is not a token id."""
-    # One entry beyond the limit is enough for `LogitBias` to refuse the body, so the rest of a huge
-    # object is not converted.
+    # One entry beyond the limit is enough for `LogitBias` to refuse a huge object.
     for key in itertools.islice(given, MAX_LOGIT_BIAS + 1):
         if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
             raise RequestError(
@@ -306,10 +276,7 @@ def _biases(given: dict[str, float]) -> LogitBias:
 
 
 def check_count(prompts: int, choices: int) -> None:
-    """Check the number of completions before their prompts are read.
-
-    Raises: RequestError if there are none, or more than a body may ask for.
-    """
+    """Check the number of completions before prompts are read. Raises: RequestError."""
     if not 1 <= prompts * choices <= MAX_COMPLETIONS:
         text = (
             f"the body asks for {prompts * choices} completions (prompts times n), limit "
@@ -325,10 +292,7 @@ def generation_requests(
     choices: int,
     limits: RequestLimits,
 ) -> list[GenerationRequest]:
-    """Return one request for each prompt and choice. The choices of a prompt follow each other.
-
-    Raises: RequestError that names the wrong field.
-    """
+    """Return one request per choice, those of a prompt together. Raises: RequestError."""
     check_count(len(prompts), choices)
     total = len(prompts) * choices
     _check_answer_ids(body, total)
@@ -360,9 +324,6 @@ def generation_requests(
 
 
 def _namespace(body: Rendezvous, index: int, prompts: int) -> Namespace:
-    """Return the namespace of the prefix cache in which a prompt shares pages. Raises:
-    RequestError.
-    """
     parts = []
     for name in ("cache_salt", "extra_key"):
         part = _of_prompt(name, getattr(body, name), index, prompts, "")
@@ -382,9 +343,7 @@ def _check_scores(
     choices: int,
     limits: RequestLimits,
 ) -> None:
-    """Check the total size of the prompts' log-probabilities. Raises: RequestError."""
-    # Each choice has its prompt's log-probabilities in its hand-over and in the answer, so they
-    # count once for each choice.
+    # The log-probabilities count for each choice: its hand-over and answer contain them.
     scores = (
         limits.engine.scores_bytes(len(prompt), one)
         for prompt, one in zip(prompts, params, strict=True)
@@ -402,10 +361,8 @@ def _check_scores(
 
 
 def _check_dp_ranks(body: Rendezvous, *, is_decode: bool) -> None:
-    """Check the data-parallel ranks in a body. Raises: RequestError."""
-    # A worker of kvflow is a single group, number 0. A prefill embedded in another engine may have
-    # more groups. Decode learns their number only from that prefill's registry, so here only the
-    # general bound can be checked.
+    # A worker of kvflow is group 0. Decode learns the groups of another engine only from its
+    # registry, so this checks the general bound.
     role = "decode" if is_decode else "prefill"
     for name in _DP_RANKS:
         if (given := getattr(body, name)) is None:
@@ -431,9 +388,7 @@ def _check_answer_ids(body: Rendezvous, total: int) -> None:
 
 
 async def with_digests(requests: list[GenerationRequest]) -> list[GenerationRequest]:
-    """Return the requests, with digests added for long prompts. Each digest is computed once, in a
-    thread.
-    """
+    """Add digests to requests with long prompts. Each is computed once, in a thread."""
     checked: dict[int, CheckedPrompt] = {}
     for request in requests:
         if len(request.prompt) >= LONG_PROMPT and id(request.prompt) not in checked:
@@ -449,10 +404,10 @@ async def with_digests(requests: list[GenerationRequest]) -> list[GenerationRequ
 
 
 def rooms_of(body: Rooms, default_port: int) -> list[tuple[int, str, int | None]]:
-    """Return a tuple for every valid room id in a body: the room, "host:port" of its prefill's
-    registry (empty if the body has none), and the group there.
+    """Return every valid room id in a body, with its registry and the group there.
 
-    A body that is refused may have no generation requests yet, so this reads only its rooms.
+    The registry is the "host:port" of its prefill's, or empty. A refused body may have no
+    generation requests yet, so this reads only its rooms.
     """
     group = body.disagg_prefill_dp_rank
     if group is not None and type(group) is not int:
@@ -470,9 +425,7 @@ def rooms_of(body: Rooms, default_port: int) -> list[tuple[int, str, int | None]
 
 
 def _rendezvous(body: Rooms, index: int, total: int, default_port: int) -> tuple[int, str]:
-    """Return the room of one completion, and "host:port" of its prefill's registry (empty if the
-    body has no host). Raises: RequestError.
-    """
+    """Return the room of one completion, and "host:port" of its registry, or ""."""
     room = _entry("bootstrap_room", body.bootstrap_room, index, total)
     host = _entry("bootstrap_host", body.bootstrap_host, index, total)
     port = _entry("bootstrap_port", body.bootstrap_port, index, total)
@@ -483,8 +436,7 @@ def _rendezvous(body: Rooms, index: int, total: int, default_port: int) -> tuple
         )
     if not 0 <= room < 1 << 64:
         raise RequestError(f"bootstrap_room: {room} is not an unsigned 64-bit integer")
-    # A router may give one room for a body with several completions. Both legs derive the same
-    # other rooms from it.
+    # Both legs derive the same other rooms from the one of a router.
     if total > 1 and not isinstance(body.bootstrap_room, list):
         room = (room + index * _ROOM_STEP) & _ROOM_MASK if index else room
     if host is None:
@@ -506,10 +458,9 @@ def _entry(name: str, value: Any, index: int, total: int) -> Any:
 
 
 def prompt_ids(value: Any, most: int = MAX_COMPLETIONS) -> tuple[list[PromptIds], bool]:
-    """Convert `[1, 2]` or `[[1, 2], [3]]` to a list of at most `most` prompts. Also return True if
-    the value was a list of lists.
+    """Return the prompts in `[1, 2]` or `[[1, 2], [3]]`, and True if it is a list of lists.
 
-    Raises: RequestError if it mixes the two, or has too many lists.
+    Raises: RequestError if it mixes the two, or has more than `most` lists.
     """
     if isinstance(value, list) and len(value) > most and not isinstance(value[0], int):
         raise RequestError(f"{len(value)} lists of token ids are given, limit {most}")

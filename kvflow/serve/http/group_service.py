@@ -27,9 +27,7 @@ if TYPE_CHECKING:  # the engines import torch, which is slow
 
 
 class GroupPrefillService(PrefillService):
-    """A `PrefillService` over several ranks. Every rank opens, computes and sends each request, and
-    a request ends on all ranks together.
-    """
+    """A `PrefillService` over several ranks. Each request runs and ends on all of them together."""
 
     def __init__(
         self,
@@ -43,10 +41,9 @@ class GroupPrefillService(PrefillService):
         others: Mapping[int, Status],
         world: tuple[int, int],
     ) -> None:
-        """Make the service, which runs on the first rank.
+        """Make the service of the first rank. `world` is the number of stages and of shards.
 
-        `others` has the last status of each other rank, and the group updates it. `world` is the
-        number of stages and of shards.
+        The group updates `others`, the last status of each other rank.
         """
         super().__init__(card, node, engine, timeout_s)
         self._group, self._own_status, self._others = group, own_status, others
@@ -61,7 +58,6 @@ class GroupPrefillService(PrefillService):
         return self._group.limits
 
     def opened(self, room: PrefillRoom) -> None:
-        """Remember this rank's half of a room, which the group opened."""
         self._recent_rooms.add(room)
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
@@ -96,14 +92,11 @@ class GroupPrefillService(PrefillService):
         self._group.refuse(room, cause)
 
     async def flush_cache(self) -> None:
-        """Drop every cached prefix on every rank."""
-        # A flush of this rank's cache alone would leave the other ranks' caches. The engine flushes
-        # all.
+        # A flush of this rank's cache alone would leave those of the other ranks.
         self._engine.flush()
 
     def end_requests(self) -> None:
-        # Closing a request of the group ends its rooms on every rank. `super` ends the remaining
-        # rooms of this rank.
+        # This ends the rooms of a request on every rank, and `super` the others of this rank.
         for opened in list(self._open.values()):
             opened.close(Cause(Code.SHUTDOWN, "the prefill is shutting down"))
         super().end_requests()
@@ -130,9 +123,7 @@ def _rank_report(rank: int, status: Status | None) -> RankReport:
 
 
 class ShardedDecodeService(DecodeService):
-    """A `DecodeService` over several shards. The first shard has the requests, rooms and pages, and
-    the others run its steps over the same pages.
-    """
+    """A `DecodeService` over several shards, which run the first shard's steps over its pages."""
 
     def __init__(
         self,
@@ -147,9 +138,7 @@ class ShardedDecodeService(DecodeService):
         self._shards = shards
 
     def break_off(self, cause: Cause) -> None:
-        """End every request with `cause`, on both legs, after the loss of a shard without which no
-        step can run.
-        """
+        """End every request on both legs: without the lost shard no step can run."""
         self._engine.break_off(cause)
         self._recent_rooms.close(cause)
         self._node.leave()
@@ -168,8 +157,7 @@ class ShardedDecodeService(DecodeService):
             bytes_moved=whole.bytes_moved,
             internal_errors=whole.internal_errors,
         )
-        # The other shards use the first shard's page numbers, so its figures for pages hold for
-        # them too.
+        # The other shards use the page numbers of the first, so its figures hold for them too.
         others = tuple(
             RankReport(rank=shard.number, up=False)
             if not shard.is_up

@@ -1,7 +1,4 @@
-"""Measures of completions as their clients see them: latencies, lengths and outcomes.
-
-They are plain numbers, which each scrape reads.
-"""
+"""Measures of completions as their clients see them: latencies, lengths and outcomes."""
 
 from __future__ import annotations
 
@@ -54,9 +51,7 @@ class Throughput:
 
 
 class CompletionMeasures:
-    """Measures of all completions of one role. Some are kept separately for streamed (True) and
-    other (False) ones.
-    """
+    """Measures of all completions of one role. Keys True and False mean streamed or not."""
 
     def __init__(self) -> None:
         self.first_token_seconds = {stream: Histogram(REQUEST_SECONDS) for stream in (False, True)}
@@ -64,30 +59,21 @@ class CompletionMeasures:
         self.inter_token_seconds = Histogram(INTER_TOKEN_SECONDS)
         self.prompt_tokens = Histogram(TOKEN_COUNTS)
         self.generated_tokens = Histogram(TOKEN_COUNTS)
-        # Keys are (outcome, streamed). An outcome is "finished", "failed", or "aborted" (by the
-        # client).
+        # Keys are (outcome, streamed). Outcomes: "finished", "failed", "aborted" (by the client).
         self.outcomes: Counter[tuple[str, bool]] = Counter()
         self.prompt_tokens_total: Counter[bool] = Counter()
         self.tokens_sent: Counter[bool] = Counter()
         self.throughput = Throughput()
-        # Prometheus cannot compute the rate of a series that first appears with an event, so every
-        # series exists from the start.
+        # Prometheus computes no rate of a series that first appears with an event.
         for outcome in ("finished", "failed", "aborted"):
             for stream in (False, True):
                 self.outcomes[outcome, stream] = 0
 
 
 class RequestMeter:
-    """A meter for the completions of one HTTP request, from the arrival of the request to the end
-    of its `with` block.
-
-    Leaving the block records the outcome.
-    """
+    """Measures the completions of one HTTP request. Leaving its block records the outcome."""
 
     def __init__(self, measures: CompletionMeasures, arrived_at_s: float, *, stream: bool) -> None:
-        """Make a meter for a request that arrived at `arrived_at_s` on the clock of
-        `time.perf_counter`.
-        """
         self._measures, self._arrived_at_s, self._stream = measures, arrived_at_s, stream
         self._prompts: list[int] = []
         self._counts: list[int] = []
@@ -97,7 +83,6 @@ class RequestMeter:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the request arrived."""
         return time.perf_counter() - self._arrived_at_s
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
@@ -110,12 +95,8 @@ class RequestMeter:
             trace.prompt_tokens = sum(self._prompts)
 
     def add(self, index: int, tokens: int, now: float) -> None:
-        """Record that completion `index` received `tokens` more tokens at once.
-
-        The time since the previous tokens is divided equally among them.
-        """
-        # A delta has no tokens if it releases text that was held back, or if the request asks for
-        # no new tokens.
+        """Record more tokens of completion `index`. They share the time since the previous ones."""
+        # A delta that only releases text has no tokens.
         if not tokens:
             return
         measures, since_s = self._measures, now - self._last_at_s[index]
@@ -139,8 +120,8 @@ class RequestMeter:
             trace.completion_tokens = sum(self._counts)
         measures, stream = self._measures, self._stream
         if error is not None or self.failed:
-            # aiohttp cancels the handler when the client disconnects, and a write to such a client
-            # raises ConnectionError.
+            # aiohttp cancels the handler of a client that disconnects. A write raises
+            # ConnectionError.
             left = isinstance(error, asyncio.CancelledError | ConnectionError)
             measures.outcomes["aborted" if left else "failed", stream] += len(self._prompts)
             return

@@ -1,6 +1,4 @@
-"""Prometheus metrics of a role, under kvflow's names with base units, and optionally under the
-names that SGLang's dashboards read.
-"""
+"""Prometheus metrics of a role, under kvflow's names and optionally under SGLang's."""
 
 from __future__ import annotations
 
@@ -102,16 +100,12 @@ class RoleMetrics(HttpMetrics):
         model: str = "",
         sglang: bool = False,
     ) -> None:
-        """Make the metrics of `role`. `report` returns its figures, and can be set later.
-
-        `sglang` also exports the names that SGLang's dashboards read.
-        """
+        """Export the figures of `report` for `role`, with `sglang` also under SGLang's names."""
         super().__init__(self._of_role)
         self.completions = CompletionMeasures()
         self._report, self._role, self._model, self._sglang = report, role, model, sglang
 
     def reports(self, role: str, report: Callable[[], Report]) -> None:
-        """Export the figures of `report` for `role` from now on."""
         self._role, self._report = role, report
 
     def _of_role(self, refusals: Counter[str]) -> Iterator[Metric]:
@@ -176,10 +170,7 @@ _RANK_CACHE = (
 
 
 def _ranks(report: Report) -> Iterator[Metric]:
-    """Yield metrics for each rank of a worker with several ranks, labelled with the rank.
-
-    Metrics without this label describe the first rank.
-    """
+    """Yield metrics of each of several ranks, labelled with the rank."""
     up = GaugeMetricFamily(
         "kvflow_rank_up", "Whether a rank of the group is there.", labels=["rank"]
     )

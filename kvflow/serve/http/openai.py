@@ -60,19 +60,14 @@ class _OpenAICall:
         )
 
     async def scored(self, index: int, scores: PromptLogprobs) -> None:
-        """Encode the prompt's log-probabilities. Chat completions report none, so this does
-        nothing.
-        """
+        """Do nothing: chat completions report no log-probabilities of the prompt."""
 
     def add(self, index: int, delta: Delta) -> None:
-        """Encode what only an answer without streaming needs of a delta's tokens.
-
-        Each token is encoded as it arrives, because encoding all of them at the end would block the
+        """Encode tokens of an answer without streaming. All of them at its end would block the
         loop.
         """
 
     def answer(self, completions: list[Completion]) -> Any:
-        """Return the body of an answer without streaming."""
         choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
         return {
             **self._head,
@@ -85,10 +80,8 @@ class _OpenAICall:
         return []
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """Return one chunk for each delta."""
         chunks = [self._event(index, delta) for delta in deltas]
-        # `completion` already counts all these deltas, but the usage in each chunk must count only
-        # those up to it.
+        # `completion` counts all these deltas, but the usage in a chunk only those up to it.
         count = completion.generated - sum(len(delta.tokens) for delta in deltas)
         for delta, chunk in zip(deltas, chunks, strict=True):
             count += len(delta.tokens)
@@ -98,13 +91,11 @@ class _OpenAICall:
     def _count(
         self, index: int, tokens: int, chunk: dict[str, Any], cached: int = 0
     ) -> dict[str, Any]:
-        """Add the choice's usage so far to `chunk` if the body asks for it. Return the chunk."""
         if self._options.continuous_usage_stats:
             chunk["usage"] = _usage(len(self._requests[index].prompt), tokens, cached)
         return chunk
 
     def closing(self, completions: list[Completion]) -> list[Any]:
-        """Return the usage event, if the body asks for it."""
         if self._options.include_usage:
             return [{**self._chunk([]), "usage": self._usage(completions)}]
         return []
@@ -120,15 +111,13 @@ class _OpenAICall:
         raise NotImplementedError
 
     def _usage(self, completions: list[Completion]) -> dict[str, Any]:
-        # The choices of a prompt follow each other. A prompt's tokens count once, and so do its
-        # cached tokens, as its first choice reports them.
+        # A prompt and its cached tokens count once, in its first choice.
         prompts = sum(len(request.prompt) for request in self._requests[:: self._choices])
         cached = sum(completion.cached_tokens for completion in completions[:: self._choices])
         return _usage(prompts, sum(completion.generated for completion in completions), cached)
 
 
 def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Return the `usage` object of an answer."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -148,7 +137,6 @@ class ChatCall(_OpenAICall):
         self._logprobs: defaultdict[int, GrowingArray] = defaultdict(GrowingArray)
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        """Return one request for each choice. The chat template renders the conversation."""
         body = self.body
         prompt = await pipeline.tokenizer.encode_chat(body.messages, template_variables(body))
         bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
@@ -159,7 +147,6 @@ class ChatCall(_OpenAICall):
         return self._requests
 
     def opening(self) -> list[Any]:
-        """Return a first chunk for each choice, which has the assistant's role."""
         start = {"role": "assistant", "content": ""}
         choices = [
             {"index": i, "delta": start, "logprobs": None, "finish_reason": None}
@@ -212,17 +199,14 @@ class TextCompletionCall(_OpenAICall):
     def __init__(self, body: CompletionRequest, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(body, model, token_bytes)
         self.body = body
-        # By choice. A stream removes an echo when it has sent it.
+        # By choice. A stream removes an echo once it is sent.
         self._echoes: dict[int, GrowingText] = {}
         self._logprobs: defaultdict[int, TextLogprobs] = defaultdict(
             lambda: TextLogprobs(token_bytes)
         )
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        """Return one request for each prompt and choice.
-
-        The body has a text, a list of texts, one list of token ids, or a list of such lists.
-        """
+        """Read a text, a list of texts, one list of token ids, or a list of such lists."""
         body = self.body
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if len(given) and all(isinstance(item, str) for item in given):
@@ -263,9 +247,7 @@ class TextCompletionCall(_OpenAICall):
                 self._logprobs[index].add(token)
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """Return one chunk for each delta. If the prompt is echoed, the first call puts a chunk
-        with the prompt before them.
-        """
+        """Return one chunk per delta. A chunk with the echoed prompt comes before the first."""
         chunks = super().events(index, deltas, completion)
         if (echo := self._echoes.pop(index, None)) is None:
             return chunks
@@ -295,9 +277,7 @@ class TextCompletionCall(_OpenAICall):
 
 
 async def _encoded(text: str) -> GrowingText:
-    """Encode an echoed prompt once for all its choices. It may be long, so other tasks run in
-    between.
-    """
+    """Encode an echoed prompt once for all its choices."""
     echo = GrowingText()
     async for start in in_turns(range(0, len(text), _ECHO_CHARACTERS)):
         echo.add(text[start : start + _ECHO_CHARACTERS])
@@ -307,7 +287,6 @@ async def _encoded(text: str) -> GrowingText:
 
 
 def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """Return the routes /v1/chat/completions, /v1/completions and /v1/models."""
     name, began = pipeline.service.card.name, int(time.time())
 
     async def chat(http: web.Request) -> web.StreamResponse:

@@ -38,9 +38,7 @@ def _pool_info(report: Report) -> dict[str, object]:
 def server_info(
     pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
 ) -> dict[str, object]:
-    """Return the body of /server_info: first the keys that routers read, then those that only
-    kvflow has.
-    """
+    """Return the body of /server_info: first the keys that routers read, then kvflow's own."""
     service, report = pipeline.service, pipeline.service.report()
     card = service.card
     return {
@@ -103,8 +101,6 @@ def routes(
 def _description(
     pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
 ) -> list[web.RouteDef]:
-    """Return the routes that describe the server and its model."""
-
     async def info(_: web.Request) -> web.StreamResponse:
         return json_response(server_info(pipeline, host, role_switch))
 
@@ -129,8 +125,6 @@ def _description(
 
 
 def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """Return the routes for health, load, metrics and flushing the cache."""
-
     async def health(_: web.Request) -> web.StreamResponse:
         if pipeline.draining:
             return Failure(503, "draining", pipeline.draining_reason).response()
@@ -146,8 +140,7 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
         pages = report.pages_total - report.pages_free
         requests = report.running + report.waiting
         waiting = report.waiting
-        # A worker that drains reports a full load, so that routers that balance by load choose
-        # another one.
+        # A worker that drains reports a full load, so that routers choose another one.
         if pipeline.draining:
             pages = report.pages_total
             requests = pipeline.max_requests
@@ -175,10 +168,6 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
 
 def _rooms(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """Return the routes that list open and recently ended rooms, and that tell the story of one
-    room.
-    """
-
     async def rooms(_: web.Request) -> web.StreamResponse:
         return json_response({"rooms": list(pipeline.service.rooms())})
 
@@ -198,10 +187,6 @@ def _rooms(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
 
 def _peers(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """Return the routes that list the nodes of the other role, and that declare one of
-    them dead.
-    """
-
     async def peers(_: web.Request) -> web.StreamResponse:
         return json_response({"peers": list(pipeline.service.peers())})
 

@@ -1,5 +1,4 @@
-"""The path of every completion request through a role: admission, generation, the answer's tokens,
-and the cleanup at its end.
+"""The path of every completion request through a role: admission, generation, tokens and cleanup.
 
 A `CompletionCall` is what differs between the routes: how they read a body and write an answer. The
 rest is here.
@@ -66,14 +65,10 @@ class CompletionCall(Protocol):
     def body(self) -> Rendezvous: ...
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        """Return the body's generation requests: prompts and sampling parameters. Raises:
-        RequestError.
-        """
+        """Return the body's prompts with their sampling parameters. Raises: RequestError."""
 
     async def scored(self, index: int, scores: PromptLogprobs) -> None:
-        """Add the log-probabilities of a choice's prompt. Called before the choice's first
-        delta.
-        """
+        """Add the log-probabilities of a choice's prompt, before the choice's first delta."""
 
     def add(self, index: int, delta: Delta) -> None:
         """Add a delta of a choice. Called for each delta in order, before the methods below."""
@@ -85,9 +80,7 @@ class CompletionCall(Protocol):
         """Return the events that precede the first token."""
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """Return the events for new deltas of a choice. A slow client gets several deltas
-        at once.
-        """
+        """Return the events for new deltas of a choice. A slow client gets several at once."""
 
     def id_of(self, index: int) -> str:
         """Return the id of a choice's answer, with which a client can abort it."""
@@ -136,15 +129,12 @@ class CompletionPipeline(Drainable):
             service.card.sampling_defaults,
             self._low_priority_first,
         )
-        # A prefill never sends headers early. Routers wait for its whole answer anyway, and
-        # sglang_router takes headers for a success, after which it would not retry.
+        # Routers wait for the whole answer of a prefill anyway. sglang_router takes headers for a
+        # success, after which it would not retry.
         self._headers_after_s = self._longest_silence_s if is_decode else float("inf")
 
     async def serve(self, http: web.Request, call: CompletionCall) -> web.StreamResponse:
-        """Answer one call.
-
-        An error before a stream's headers is raised. A later one is written into the stream.
-        """
+        """Answer one call. An error after the headers of a stream is written into the stream."""
         arrived = time.perf_counter()
         try:
             self._admit(http)
@@ -153,8 +143,8 @@ class CompletionPipeline(Drainable):
             raise
         ends = asyncio.get_running_loop().time() + self._timeout_s
         with contextlib.ExitStack() as stack:
-            # The body counts as one completion until its prompts are read, so that a role switch
-            # does not find the worker idle.
+            # The body counts as one completion at first: a role switch must not find the worker
+            # idle.
             stack.enter_context(self.count_running())
             meter = stack.enter_context(
                 RequestMeter(self.metrics.completions, arrived, stream=call.stream)
@@ -191,14 +181,11 @@ class CompletionPipeline(Drainable):
         self.service.end_requests()
 
     async def read(self, http: web.Request, kind: type[B]) -> B:
-        """Read a body as `kind`.
-
-        A refused body may still name a room whose other leg waits. Such a room is ended.
-        """
+        """Read a body as `kind`. If it is refused, the rooms that it names are ended."""
         raw = await http.read()
         try:
-            # Decoding a large body at once would block the loop for tens of milliseconds, so its
-            # long values are taken out and decoded in steps.
+            # Decoding the long values of a body at once would block the loop for tens of
+            # milliseconds.
             raw, long_values = await take_apart(raw, MAX_ADDED_BYTES)
             body = long_values.put_back(parse(raw, kind))
             self.check_model(getattr(body, "model", None))
@@ -210,9 +197,7 @@ class CompletionPipeline(Drainable):
             raise
 
     def check_model(self, name: str | None) -> None:
-        """Check the model that a body names. Raises: UnknownModelError (404) if it is not served
-        here.
-        """
+        """Check the model that a body names. Raises: UnknownModelError (404)."""
         served = self.service.card.name
         if name and name not in (served, ANY_MODEL):
             raise UnknownModelError(name, served)
@@ -226,10 +211,9 @@ class CompletionPipeline(Drainable):
             raise OverloadError(_COMPLETIONS, self.running + 1, self.max_requests)
 
     def _check_room_for(self, completions: int) -> None:
-        """Check that one body's `completions` fit together with those of other bodies.
+        """Check the completions of one body, which `running` counts as one so far.
 
-        So far, `running` counts the body as one completion. Raises: OverloadError if they do not
-        fit now; RequestError if they can never fit.
+        Raises: OverloadError if they do not fit now; RequestError if they can never fit.
         """
         if completions > self.max_requests:
             limit = (
@@ -247,7 +231,6 @@ class CompletionPipeline(Drainable):
         self._end_rooms(body, error)
 
     def _end_rooms(self, body: Rooms, error: KvflowError) -> None:
-        """End the rooms that a body names, and send the cause to the legs that wait there."""
         rooms = rooms_of(body, self.request_limits.bootstrap_port)
         name_rooms(room for room, _, _ in rooms)
         for room, prefill, dp_rank in rooms:
@@ -310,9 +293,6 @@ class CompletionPipeline(Drainable):
         completions: list[Completion],
         meter: RequestMeter,
     ) -> None:
-        """Write deltas as events, and keep-alives during silence: only a write reveals that the
-        client disconnected.
-        """
         opened = False
         async for batch in arrivals:
             silent_s = meter.elapsed_s
@@ -320,11 +300,11 @@ class CompletionPipeline(Drainable):
                 continue
             if not events.response.prepared:
                 await events.start()
+            # Only a write reveals that the client disconnected.
             if not batch:
                 await events.keepalive()
                 continue
-            # If a stream fails before its first token, the error must be its only event. So the
-            # opening events wait for the first token.
+            # An error before the first token must be the only event, so the opening events wait.
             found = [] if opened else call.opening()
             opened = True
             for index, deltas in self._add(batch, call, completions, meter).items():
@@ -335,14 +315,11 @@ class CompletionPipeline(Drainable):
     def _listed(
         self, call: CompletionCall, arrivals: Arrivals[Delta], requests: list[GenerationRequest]
     ) -> contextlib.AbstractContextManager[None]:
-        """List the choices of a call as running until the block ends, so that clients can abort
-        them.
-        """
+        """List the choices as running until the block ends, so that clients can abort them."""
 
         def stop(index: int) -> None:
             request = requests[index]
-            # If a choice was not started, its `tokens` never runs and could not end the room, so
-            # the room is refused.
+            # The `tokens` of a choice that did not begin never runs, and could not end the room.
             if arrivals.has_begun(index):
                 self.service.abort(request)
             else:
@@ -362,9 +339,6 @@ class CompletionPipeline(Drainable):
         completions: list[Completion],
         meter: RequestMeter,
     ) -> dict[int, list[Delta]]:
-        """Add the deltas of a batch to their completions and to the meter. Return them by
-        choice.
-        """
         by_choice: dict[int, list[Delta]] = {}
         for index, delta in batch:
             # The choice was aborted just as it ended, so it already had a last delta.
@@ -383,9 +357,6 @@ class CompletionPipeline(Drainable):
     async def _send_error_event(
         self, http: web.Request, events: EventStream, failure: Failure
     ) -> None:
-        """Write the error as the last event. If the client does not read it in time, cut the
-        connection.
-        """
         try:
             async with asyncio.timeout(ERROR_EVENT_TIMEOUT_S):
                 await events.fail(failure)

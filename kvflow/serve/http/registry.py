@@ -1,5 +1,4 @@
-"""The bootstrap registry of a prefill: a separate HTTP application that serves the addresses of the
-prefill's ranks.
+"""The bootstrap registry of a prefill: an HTTP application with the addresses of its ranks.
 
 `transports.control.registry` has its table and its client, and describes the routes.
 """
@@ -18,10 +17,7 @@ from kvflow.transports.control.registry import RankTable
 
 
 def registry_app(table: RankTable, metrics: RoleMetrics, keys: Keys = NO_KEYS) -> web.Application:
-    """Return the application, to be served on a separate port.
-
-    Its routes are PUT /ranks/{rank}, GET /ranks and GET /health.
-    """
+    """Return the application with PUT /ranks/{rank}, GET /ranks and GET /health."""
 
     async def put(http: web.Request) -> web.StreamResponse:
         rank, body = http.match_info["rank"], await http.read()

@@ -30,8 +30,7 @@ from kvflow.serve.http.pipeline import CompletionPipeline
 
 PATH = "/switch_role"
 WorkerRole = Literal["prefill", "decode"]
-# Interval at which the worker is checked for rest while no request runs. Rooms that ended may still
-# lend pages or have writes that read pages, and no event reports here when that ends.
+# Ended rooms may still lend pages or have writes. No event reports their end, so it is polled.
 REST_CHECK_S = 0.01
 _log = logging.getLogger("kvflow.serve")
 
@@ -44,8 +43,6 @@ class SwitchRequest(msgspec.Struct, frozen=True):
 
 
 class RunningRole(Protocol):
-    """A running role."""
-
     @property
     def service(self) -> CompletionService: ...
 
@@ -63,9 +60,7 @@ class SwitchFailedError(KvflowError):
 
 
 class RoleSwitch:
-    """The role of one worker, which `switch` can exchange for the other one. `close` ends a switch
-    under way, and then the role.
-    """
+    """The role of one worker, which `switch` can exchange. `close` ends both."""
 
     def __init__(
         self,
@@ -73,9 +68,7 @@ class RoleSwitch:
         running: RunningRole,
         start: Callable[[WorkerRole], Awaitable[RunningRole]],
     ) -> None:
-        """Manage the role `running`. `start` starts the other role beside it, and may raise any
-        error.
-        """
+        """Manage `running`. `start` starts the other role beside it, and may raise any error."""
         self._pipeline, self._running, self._start = pipeline, running, start
         self._started_as = running.service.role
         self._switching: asyncio.Task[float] | None = None
@@ -99,8 +92,7 @@ class RoleSwitch:
         }
 
     async def switch(self, role: WorkerRole, drain_timeout_s: float = 0.0) -> dict[str, Any]:
-        """Switch to `role`, and return when the worker has it. A cancellation does not stop the
-        switch.
+        """Switch to `role`, and return when the worker has it. A cancellation does not stop this.
 
         Raises: ConflictError (409) if the worker cannot switch now; SwitchFailedError (500) if the
         new role does not start.
@@ -134,7 +126,6 @@ class RoleSwitch:
         await self._running.close()
 
     async def _switch(self, role: WorkerRole, drain_timeout_s: float) -> float:
-        """Switch, and return how many seconds it took."""
         began_s, before = time.monotonic(), self.role
         self._pipeline.pause(f"this worker switches from {before} to {role}")
         try:
@@ -160,20 +151,15 @@ class RoleSwitch:
         return time.monotonic() - began_s
 
     async def _exchange(self, started: RunningRole) -> None:
-        """Make `started` the worker's role, and close the old one."""
         old, self._running = self._running, started
         self._pipeline.take_over(started.service)
-        # The new role serves requests from here on, and an error of the old one cannot undo the
-        # switch.
+        # The new role serves now, and an error of the old one cannot undo the switch.
         try:
             await old.close()
         except Exception:  # noqa: BLE001 - logged; the new role is there
             _log.exception("the old role, %s, has not ended in order", old.service.role)
 
     async def _come_to_rest(self, timeout_s: float) -> None:
-        """Wait until the worker is at rest. Raises: ConflictError, with the reasons, if it is still
-        busy after `timeout_s`.
-        """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         while reason := self._busy_with():
@@ -210,16 +196,12 @@ class RoleSwitch:
 
 
 def _retrieve(task: asyncio.Task[float]) -> None:
-    """Retrieve the error of a switch, so that asyncio does not log it."""
-    # If the caller left, asyncio would report the error as never retrieved. `_switch` logged it
-    # already.
+    # If the caller left, asyncio would report an error that `_switch` logged already.
     if not task.cancelled():
         task.exception()
 
 
 def routes(role_switch: RoleSwitch) -> list[web.RouteDef]:
-    """Return the route /switch_role."""
-
     async def switch(http: web.Request) -> web.StreamResponse:
         request = decoded(await http.read(), SwitchRequest)
         return json_response(await role_switch.switch(request.role, request.drain_timeout_s))

@@ -21,14 +21,12 @@ Temperature = Annotated[float, Meta(ge=0, le=100)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
-# With 0, no tokens are generated: the request is for the prompt's log-probabilities, or for an
-# echo.
+# With 0, the request is only for log-probabilities of the prompt, or for an echo.
 TokensOrNone = Annotated[int, Meta(ge=0, le=1 << 24)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Choices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-# A room is an unsigned 64-bit number. msgspec cannot express this bound, so `generation_requests`
-# checks it.
+# `generation_requests` checks this unsigned 64-bit number, which msgspec cannot express.
 Room = int
 HiddenStates = bool | Literal["last"]
 BootstrapPort = Annotated[int, Meta(ge=1, le=65535)]
@@ -49,18 +47,16 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rooms(Body, frozen=True, kw_only=True):
-    """The fields that a router adds so that both legs use the same room. In a body with several
-    completions they may be lists.
+    """The fields by which both legs use the same room: lists in a body with several completions.
 
-    A body that is refused is decoded as this type, to notify the other leg. So a wrong type in any
-    other field must not matter here.
+    A refused body is decoded as this type, to notify the other leg. So a wrong type in any other
+    field must not matter here.
     """
 
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
     bootstrap_room: Room | list[Room] | None = None
-    # `generation_requests` checks these. If they had a type here, a wrong value would keep the body
-    # from being decoded, and its room could not be read and refused.
+    # `generation_requests` checks these. A type here would keep the room from being refused.
     routed_dp_rank: Any = None
     data_parallel_rank: Any = None
     disagg_prefill_dp_rank: Any = None
@@ -144,9 +140,7 @@ class _OpenAIRequest(Rendezvous, frozen=True, kw_only=True):
 
 
 class ChatRequest(_OpenAIRequest, frozen=True, kw_only=True):
-    """The body of POST /v1/chat/completions. Messages are passed unchanged to the model's chat
-    template.
-    """
+    """The body of POST /v1/chat/completions. The chat template gets its messages unchanged."""
 
     letter: ClassVar[str] = "c"
 
@@ -195,8 +189,7 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-# Fields whose value is an object that may itself contain refused fields, with that object's key in
-# `BODIES`.
+# Fields whose value is an object with fields of its own, and its key in `BODIES`.
 _NESTED = {"sampling_params": "s", "stream_options": "o"}
 
 T = TypeVar("T", bound=Body)
@@ -216,12 +209,10 @@ _MAX_DEFAULT_BYTES = 64  # bytes of JSON; a longer value cannot mean "not set"
 
 
 def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
-    """Refuse a body that has fields that this server does not support.
+    """Raise a RequestError if a field is not supported.
 
     `raw` is a JSON object and `body` its key in `fields.BODIES`. `where` is the prefix of its field
     names in errors, empty for a whole body.
-
-    Raises: RequestError.
     """
     given_fields = msgspec.structs.asdict(read_json(raw, _GIVEN[body]))
     for name, field in _REFUSED[body].items():
@@ -253,10 +244,7 @@ def parse(raw: bytes, kind: type[T]) -> T:
 
 
 def stops_of(stop: str | list[str] | None) -> StopStrings:
-    """Return the stop strings. Empty ones, which some clients send for "none", are left out.
-
-    Raises: RequestError.
-    """
+    """Return the stop strings without empty ones, which mean "none". Raises: RequestError."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     try:
         return StopStrings(s for s in stops if s)

@@ -1,5 +1,4 @@
-"""Metrics under the names that SGLang's dashboards read, with SGLang's labels and buckets (SGLang
-0.5).
+"""Metrics with the names, labels and buckets that dashboards of SGLang 0.5 read.
 
 A worker with several ranks has samples for each rank, by `tp_rank` and `pp_rank`. Ranks other than
 the first have only the figures that they send to it: those of their pools, rooms and caches. Of
@@ -57,8 +56,6 @@ def sglang_families(
 
 
 class _Rank(NamedTuple):
-    """The figures of one rank."""
-
     tp_rank: str
     pp_rank: str
     pages_free: int
@@ -69,9 +66,7 @@ class _Rank(NamedTuple):
 
 
 def _ranks(report: Report, role: str) -> list[_Rank]:
-    """Return the figures of the ranks that are up. Those of the first rank are in the report
-    itself.
-    """
+    """Return the figures of the ranks that are up. The report itself has those of the first."""
     found = [
         _Rank("0", "0", report.pages_free, report.pages_total, report.rooms_by_state, report.cache)
     ]
@@ -115,9 +110,6 @@ def _gauges_of(rank: _Rank, role: str, page_size: int) -> dict[str, float]:
 
 
 def _caches(ranks: Iterable[_Rank], page_size: int, pp_size: int) -> Iterator[Metric]:
-    """Yield counters of tokens evicted from the device, copied back from the host, stored, and read
-    from storage.
-    """
     tiers = {
         name: CounterMetricFamily(f"sglang:{name}", f"See kvflow_cache_{pages}.", labels=labels)
         for name, pages, labels in (
@@ -192,9 +184,7 @@ def _scheduler(
 
 
 def _transfers(report: Report, role: str, values: tuple[str, ...]) -> Iterator[Metric]:
-    """Yield histograms of transfers. As in SGLang, only prefill measures them, and decode has the
-    same names without samples, except for the bootstrap and the wait for pages.
-    """
+    """Yield histograms of transfers. As in SGLang, those of a decode are nearly all empty."""
     measures = report.transfers
     if measures is None:
         return

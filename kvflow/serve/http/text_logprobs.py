@@ -15,9 +15,7 @@ TokenBytes = Callable[[int], bytes]
 
 
 class TextLogprobs:
-    """Four arrays with one entry for each token: first the prompt's tokens if the prompt is echoed,
-    then the new ones.
-    """
+    """Four arrays with one entry per token: the echoed prompt first, then the new tokens."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
@@ -32,7 +30,6 @@ class TextLogprobs:
             self._arrays[name].add(element)
 
     async def add_prompt(self, scores: PromptLogprobs, prompt: PromptIds) -> None:
-        """Add the tokens of the prompt. It may be long, so other tasks run in between."""
         async for token in in_turns(scores.tokens(prompt)):
             self.add(token)
 
@@ -48,8 +45,7 @@ class TextLogprobs:
         spelled, start = self._token_bytes(token.token_id), self._end
         self._end += _characters(spelled)
         top: dict[str, float] = {}
-        # `top_logprobs` is sorted, the most likely token first. If two tokens have the same label,
-        # the more likely one is kept.
+        # `top_logprobs` begins with the most likely token, which keeps its label.
         for token_id, logprob in token.top_logprobs:
             top.setdefault(_label(self._token_bytes(token_id)), logprob)
         return {
@@ -62,9 +58,7 @@ class TextLogprobs:
 
 
 def _label(token: bytes) -> str:
-    """Return the label of a token in `top_logprobs`."""
-    # A token may be part of a character. With U+FFFD, different tokens would get the same label, so
-    # their bytes are spelled out in OpenAI's notation.
+    # With U+FFFD, parts of characters would share a label. OpenAI spells out their bytes.
     try:
         return token.decode()
     except UnicodeDecodeError:

@@ -23,7 +23,6 @@ MAX_LISTS = 4096  # lists of token ids in one body, each a call of the tokenizer
 
 
 def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """Return the routes, which any role can serve."""
     tokenizer, card = pipeline.tokenizer, pipeline.service.card
 
     async def tokenize(http: web.Request) -> web.StreamResponse:
@@ -77,7 +76,6 @@ async def _read(http: web.Request, kind: type[B]) -> B:
 
 
 async def _ids(pipeline: CompletionPipeline, body: TokenizeRequest) -> list[PromptIds]:
-    """Return the token ids of each text, or of the conversation. Raises: RequestError."""
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("send either prompt or messages", param="prompt")
     if body.messages is not None:

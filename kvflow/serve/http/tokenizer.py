@@ -1,12 +1,10 @@
-"""Conversion between text and tokens. Prompts are encoded in a thread, and generated tokens are
-decoded as they arrive.
-"""
+"""Conversion between text and tokens. Prompts are encoded in a thread."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,13 +14,10 @@ from kvflow.http.prompt_fields import PromptIds
 from kvflow.serve.engine.scheduler.params import BadWords, SamplingParams
 
 MAX_BAD_WORDS = 1024
-T = TypeVar("T")
 
 
 class Detokenizer(Protocol):
-    """Incremental detokenization with stop strings, as `engine.scheduler.text.TextStream`
-    implements it.
-    """
+    """Incremental detokenization with stop strings, see `engine.scheduler.text.TextStream`."""
 
     stopped: str | None
 
@@ -49,9 +44,7 @@ class NullDetokenizer:
 
 
 class ThreadedTokenizer:
-    """A tokenizer in a single separate thread, because encoding a long prompt takes long, and fast
-    tokenizers are not re-entrant.
-    """
+    """A tokenizer in one thread: long prompts take long, and fast tokenizers are not re-entrant."""
 
     def __init__(self, tokenizer: Any | None, context_length: int = 1 << 20) -> None:
         self._tokenizer = tokenizer
@@ -87,15 +80,11 @@ class ThreadedTokenizer:
                 raise _too_long(len(found), "tokens", self._context_length, param)
             return np.array(found.ids, dtype=np.uint32)
 
-        return await self._run(encode_long if self._is_long(text) else encode)
+        return await self._thread.ask(encode_long if self._is_long(text) else encode)
 
     def _is_long(self, text: str) -> bool:
-        """Return True if `text` may exceed the context, and the backend can count its
-        tokens first.
-        """
-        # The backend counts tokens without creating a Python object for each, which would hold the
-        # GIL and so block the event loop. If the backend truncates or pads, the count would be
-        # wrong.
+        # The backend counts without a Python object per token, which would hold the GIL. A backend
+        # that truncates or pads would count wrongly.
         if len(text) <= self._context_length:
             return False
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -104,15 +93,14 @@ class ThreadedTokenizer:
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids. Raises: RequestError if the model has no tokenizer."""
         tokenizer = self._require()
-        return await self._run(
+        return await self._thread.ask(
             lambda: str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
         )
 
     async def encode_words(self, words: Sequence[str]) -> BadWords:
-        """Return the token ids of each word: as it is encoded at the start of a text, and as it is
-        encoded after a space, if that has the same number of tokens and another first token. vLLM
-        does the same.
+        """Return the token ids of each word at the start of a text.
 
+        Like vLLM, add its ids after a space if they are as many and begin with another token.
         Raises: RequestError.
         """
         if not words:
@@ -140,7 +128,7 @@ class ThreadedTokenizer:
                     found.append(inside)
             return BadWords(found)
 
-        return await self._run(encode)
+        return await self._thread.ask(encode)
 
     async def encode_chat(
         self,
@@ -149,11 +137,7 @@ class ThreadedTokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> PromptIds:
-        """Return the token ids of a conversation, which the model's chat template renders with
-        `variables`.
-
-        Raises: RequestError if there is no template, or it refuses the messages.
-        """
+        """Return the ids of a conversation in the chat template. Raises: RequestError."""
         tokenizer = self._require()
         for i, message in enumerate(messages):
             if not isinstance(message.get("role"), str):
@@ -176,10 +160,9 @@ class ThreadedTokenizer:
             )
             return np.array(made["input_ids"], dtype=np.uint32)
 
-        # A template is code that comes with the model. On messages that it does not expect it fails
-        # with any of these, and that is an error of the client.
+        # A template is code of the model, which fails with any of these on unexpected messages.
         try:
-            return await self._run(render)
+            return await self._thread.ask(render)
         except RecursionError:
             raise RequestError(
                 "messages: they are nested too deep for the chat template", param="messages"
@@ -201,10 +184,7 @@ class ThreadedTokenizer:
             raise _too_long(characters, "characters", self._max_characters, param)
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
-        """Return a detokenizer for one completion.
-
-        Raises: RequestError if there are stop strings and no tokenizer.
-        """
+        """Return a detokenizer. Raises: RequestError for stop strings without a tokenizer."""
         if self._tokenizer is None:
             if params.stop:
                 text = "stop strings need a tokenizer, and this model has none; use stop_token_ids"
@@ -222,9 +202,7 @@ class ThreadedTokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token stands for. Logprobs may ask for twenty of them per
-        generated token, so the results are kept.
-        """
+        """Return the bytes of one token, which are kept: logprobs may need twenty per new token."""
         found = self._token_bytes.get(token_id)
         if found is None:
             found = self._token_bytes[token_id] = self._find_bytes(token_id)
@@ -251,9 +229,6 @@ class ThreadedTokenizer:
             raise RequestError("this model has no tokenizer; send input_ids")
         return self._tokenizer
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await self._thread.ask(work)
-
 
 def _too_long(count: int, units: str, limit: int, param: str) -> RequestError:
     text = f"the text has {count} {units}; at most {limit} fit the model's context"
@@ -261,9 +236,7 @@ def _too_long(count: int, units: str, limit: int, param: str) -> RequestError:
 
 
 def _with_plain_content(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its text parts joined, since templates of text models expect a
-    string.
-    """
+    """Return the message with its text parts joined: templates of text models expect a string."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return {**message, "content": content or ""}
@@ -287,10 +260,6 @@ def _with_plain_content(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
-    """Check the names of template variables.
-
-    Raises: RequestError if a name is an argument of the tokenizer's own method.
-    """
     known = inspect.signature(tokenizer.apply_chat_template).parameters if variables else {}
     for name in variables:
         if name in known and name != "documents":
