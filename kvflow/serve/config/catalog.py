@@ -135,7 +135,6 @@ def env_of(name: str) -> str:
 
 @functools.cache
 def _descriptions() -> dict[str, str]:
-    """Return the description of each setting by name: the string below its field."""
     # Python does not keep the docstrings of fields, so they are read from the source.
     module = ast.parse(inspect.getsource(sys.modules[Settings.__module__]))
     (settings,) = (part for part in module.body if isinstance(part, ast.ClassDef))
@@ -148,7 +147,6 @@ def _descriptions() -> dict[str, str]:
 
 
 def describe(name: str) -> str:
-    """Return the help text of a setting."""
     return _descriptions()[name]
 
 
@@ -161,7 +159,6 @@ def limits_of(name: str) -> list[str]:
 
 
 def default_of(name: str, role: str) -> Any:
-    """Return the default of a setting for a role."""
     # The port is the one setting whose default depends on the role.
     return DEFAULT_PORTS[role] if name == "port" else FIELDS[name].default
 

@@ -42,8 +42,7 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except msgspec.DecodeError as error:
             raise MisuseError(str(error)) from None
         for name in ("endpoint", "replay_endpoint"):
-            # The addresses are checked even if the publisher is off. Otherwise a wrong one would
-            # fail only when it is turned on.
+            # A wrong address is refused even while the publisher is off.
             if (given := getattr(found, name)) is not None:
                 _own_address(name, given, 0)
         return found if found.enable_kv_cache_events and found.publisher == "zmq" else None
@@ -53,8 +52,7 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self.of_worker(count - 1)
         if self.replay_endpoint is None:
             return
-        # Worker n adds n to both ports, so the two ranges of `count` ports must not overlap. With
-        # port 0 or * each worker binds a free port.
+        # Worker n adds n to both ports, so the ranges must not overlap. 0 and * pick free ports.
         first, other = (
             address.rpartition(":")[2] for address in (self.endpoint, self.replay_endpoint)
         )
@@ -71,11 +69,7 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def of_worker(self, number: int) -> str:
-        """Return --kv-events-config for worker `number` of a machine, with `number` added to its
-        ports.
-
-        Raises: MisuseError if a port would be too high.
-        """
+        """Return --kv-events-config with `number` added to its ports. Raises: MisuseError."""
         moved = {
             name: _own_address(name, address, number)
             for name in ("endpoint", "replay_endpoint")
@@ -85,7 +79,6 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _own_address(name: str, address: str, number: int) -> str:
-    """Return `address` with `number` added to its port. Raises: MisuseError."""
     # Other ZMQ transports, such as ipc://, cannot reach subscribers on other machines.
     if not address.startswith("tcp://"):
         raise MisuseError(f"{name} {address!r} is not tcp://host:port")

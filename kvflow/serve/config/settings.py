@@ -26,7 +26,7 @@ SizeOrNone = Annotated[int, Meta(ge=0)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of a role. Zero or empty means "choose a value" only where the description says
+    """The settings of a role. Zero and empty mean "choose a value" only where a description says
     so.
     """
 

@@ -32,16 +32,14 @@ from kvflow.serve.config.catalog import (
 from kvflow.serve.config.kv_events import KvEvents
 from kvflow.serve.config.settings import DEFAULT_PORTS, ENV_PREFIX, Role, Settings
 
-# Variables that no setting defines: the path of the config file; the three that `up` and a prefill
-# set for their child processes; the URL for examples/chat.py and `declare-dead`; the seed of the
-# tests.
+# The config file; three that `up` and a prefill set for children; the URL for `declare-dead` and
+# examples/chat.py; the seed of the tests.
 _OTHER_VARIABLES = ("CONFIG", "READY_FD", "PARENT_PID", "RANK", "URL", "SEED")
 _LAST_PORT = 65535
 _SECRETS = ("api_key", "admin_api_key")
 _BALANCE = ("balance_abs_threshold", "balance_rel_threshold")
 _PASSED_LIMIT = re.compile(r"^Expected `(int|float)` [<>]")
-# A path with one of these prefixes cannot be the name of a model on a hub, so it must exist on this
-# machine.
+# With one of these prefixes, a path cannot be the name of a model on a hub.
 _LOCAL = ("/", "./", "../", "~")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
@@ -57,10 +55,7 @@ def resolve(
     env: Mapping[str, str] | None = None,
     config: str | None = None,
 ) -> Settings:
-    """Return the settings of one role. `flags` maps field names to values; None means "not given".
-
-    Raises: ConfigError, with one line that names the setting and its source.
-    """
+    """Return the settings of one role. A flag of None is not given. Raises: ConfigError."""
     env = os.environ if env is None else env
     # A misspelt variable would otherwise be ignored silently.
     if unknown := unknown_variables(env):
@@ -84,14 +79,11 @@ def resolve(
 
 
 def resolve_other(other: Role, flags: Mapping[str, Any], config: str | None = None) -> Settings:
-    """Return the settings for a worker that switches its role to `other`. `flags` are those with
-    which it was started; flags that `other` does not have are ignored.
-
-    Raises: ConfigError.
+    """Return the settings after a switch to `other`, by the flags of the start. Raises:
+    ConfigError.
     """
     mode = "disaggregation_mode"
-    # --disaggregation-mode names the role in which the worker started, and would contradict
-    # `other`.
+    # --disaggregation-mode names the role of the start, which would contradict `other`.
     flags = {
         name: value
         for name, value in flags.items()
@@ -118,7 +110,6 @@ def unknown_variables(env: Mapping[str, str]) -> list[str]:
 
 
 def _closest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a hint for a misspelt name, empty if no known name is close."""
     found = difflib.get_close_matches(name, sorted(known), 1)
     return f"; did you mean {prefix}{found[0]}?" if found else ""
 
@@ -133,8 +124,7 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}") from None
     found: dict[str, tuple[Any, str]] = {}
-    # `prefill` and `decode` name both tables and settings of the router. A table is a dict, and the
-    # setting is a list.
+    # `prefill` and `decode` are tables (dicts) or settings of the router (lists).
     tables = {
         key: value
         for key, value in document.items()
@@ -142,8 +132,7 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
     }
     common = {key: value for key, value in document.items() if key not in tables}
     own = tables.pop(role, {})
-    # In the tables of other roles only the names are checked, so that any role finds a typo. The
-    # order is that of precedence: the role's own table comes last and wins.
+    # The role's own table comes last and wins. In those of other roles only names are checked.
     for table_role, table in (*tables.items(), ("", common), (role, own)):
         where = f"config file {path}: {f'[{table_role}] ' if table_role else ''}"
         for key, value in table.items():
@@ -154,11 +143,6 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
 
 
 def _name_in_file(key: str, table_role: str, where: str) -> str:
-    """Return the name of the setting for `key`, found in the table of a role or at the top level
-    (an empty `table_role`).
-
-    Raises: ConfigError.
-    """
     spelt = key.replace("-", "_")
     name = CANONICAL.get(spelt, spelt)
     allowed = FIELDS_OF_ROLE[table_role] if table_role else tuple(FIELDS)
@@ -178,8 +162,7 @@ def _convert(name: str, value: Any, source: str) -> Any:
     if base_type(name) == tuple[str, ...] and from_text:
         value = tuple(part.strip() for part in value.split(",") if part.strip())
     try:
-        # Flags and variables are text, and need conversion. A TOML file has types: there, "16" is a
-        # string and not accepted as a number.
+        # Flags and variables are text. In a TOML file, "16" is a string and no number.
         return msgspec.convert(value, hint, strict=not from_text)
     except msgspec.ValidationError as error:
         # The error may end up in a log, so it must not contain a key.
@@ -188,10 +171,8 @@ def _convert(name: str, value: Any, source: str) -> Any:
 
 
 def _expected(name: str, error: str) -> str:
-    """Return the error text for a value that msgspec refused."""
     kind = base_type(name)
-    # msgspec names only the limit that the value violates, and no choices of a Literal. The user
-    # needs the whole range.
+    # msgspec names only the violated limit, and no choices. The user needs the whole range.
     if get_origin(kind) is Literal:
         return f"expected one of {', '.join(repr(choice) for choice in get_args(kind))}"
     if _PASSED_LIMIT.search(error):
@@ -223,7 +204,6 @@ def _check_storage(role: Role, settings: Settings) -> None:
 
 
 def _check_effect(role: Role, settings: Settings) -> None:
-    """Refuse settings that have no effect in combination with the others. Raises: ConfigError."""
     store = tuple(name for name in FIELDS if name.startswith("mooncake_"))
     for needed, is_there, names in (
         ("a prefix cache", settings.prefix_cache != "off", ("cache_state_bytes",)),
@@ -249,8 +229,7 @@ def _check_effect(role: Role, settings: Settings) -> None:
         ),
     ):
         for name in names:
-            # A setting given at its default value cannot be told from one that was not given. It
-            # does no harm.
+            # A setting given at its default value looks like one that was not given.
             if not is_there and (value := getattr(settings, name)) != FIELDS[name].default:
                 raise ConfigError(
                     f"{flag_of(name)} {value} without {needed}: it has no effect; leave it out"

@@ -1,6 +1,4 @@
-"""The prefix cache of a worker, created from its settings: the tiers behind the pool, and a
-publisher of cache events.
-"""
+"""A worker's prefix cache, created from its settings: tiers behind the pool, and a publisher."""
 
 from __future__ import annotations
 
@@ -43,8 +41,7 @@ T = TypeVar("T")
 def check_cache(settings: Settings) -> None:
     """Check the settings of the cache, as far as possible before a model is loaded.
 
-    Raises: MisuseError if the machine has less free memory than asked for, a port is in use, or the
-    key file has no key.
+    Raises: MisuseError for too little memory, a port in use, or a key file without a key.
     """
     available = available_memory()
     if available is not None and settings.cache_host_bytes > available.size_bytes:
@@ -65,8 +62,8 @@ def _is_taken(host: str, port: int) -> bool:
         try:
             probe.bind((host, port))
         except OSError as error:
-            # ZeroMQ also accepts the name of an interface, for which this bind fails. So any error
-            # other than a port in use is ignored.
+            # ZeroMQ also accepts the name of an interface, for which this bind fails in another
+            # way.
             return error.errno == errno.EADDRINUSE
     return False
 
@@ -76,11 +73,11 @@ async def prefix_cache(
     settings: Settings, parts: Parts, *, computes: bool = False, ranks: int = 1
 ) -> AsyncGenerator[PrefixCache | None, None]:
     """Yield the prefix cache of a worker's pool. All its pages are free again after the block.
-    Yield None if prefixes are not cached: by choice, or because the worker cannot have a cache and
-    no setting asks for one, which is logged.
 
-    `computes` is True for a worker that computes prompts, which may have to continue from a state.
-    `ranks` is the number of the worker's ranks, each of which has its own cache.
+    Yield None if prefixes are not cached: by choice, or because the worker cannot have a cache and
+    no setting asks for one, which is logged. `computes` is True for a worker that computes prompts,
+    which may have to continue from a state. `ranks` is the number of the worker's ranks, each of
+    which has its own cache.
 
     Raises: MisuseError if a setting asks for a cache that the worker cannot have, there is not
     enough host memory, or a port is in use.
@@ -127,17 +124,13 @@ async def prefix_cache(
             await cache.close()
         finally:
             if cache.publisher is not None:
-                # The publisher is closed last, because it must still publish that the cache is
-                # empty.
+                # The publisher closes last: it must still publish that the cache is empty.
                 await cache.publisher.close()
 
 
 async def _tiers(
     settings: Settings, parts: Parts, *, has_states: bool
 ) -> tuple[HostTier | None, StateStore | None, StorageTier | None]:
-    """Open the memory and the stores behind the pool. If one of them fails to open, close the
-    others.
-    """
     host = await _host_tier(settings, parts)
     states: StateStore | None = None
     try:
@@ -154,12 +147,6 @@ async def _tiers(
 
 
 def _can_cache(settings: Settings, parts: Parts, *, of_states: bool) -> bool:
-    """Return True if the model can have a prefix cache. If it cannot, and the cache is only the
-    default, log the reason and return False. `of_states` is True if each of several ranks would
-    have to cache states.
-
-    Raises: MisuseError if a setting asks for a cache.
-    """
     obstacle = ""
     if parts.model.whole_prompts:
         obstacle = "computes every prompt as a whole"
@@ -177,9 +164,6 @@ def _can_cache(settings: Settings, parts: Parts, *, of_states: bool) -> bool:
 
 
 def _asked_for(settings: Settings) -> str:
-    """Return the flag that asks for a prefix cache, with its value. Empty if the cache is only the
-    default.
-    """
     if settings.prefix_cache != "auto":
         return f"--prefix-cache {settings.prefix_cache}"
     for name in ("cache_host_bytes", "cache_state_bytes", "kv_events_config"):
@@ -189,7 +173,6 @@ def _asked_for(settings: Settings) -> str:
 
 
 async def _allocated(parts: Parts, allocate: Callable[[], T], setting: str) -> T:
-    """Allocate host memory in the model's thread. Raises: MisuseError that names the setting."""
     try:
         return await parts.executor.run(allocate)
     except (LayoutError, MisuseError) as error:
@@ -205,14 +188,6 @@ async def _host_tier(settings: Settings, parts: Parts) -> HostTier | None:
 
 
 async def _states(settings: Settings, parts: Parts, most: int) -> StateStore | None:
-    """Allocate the memory for states, of which at most `most` can be used, one at the end of each
-    page.
-
-    If there is not enough memory, and the cache is only the default, log the reason and return
-    None.
-
-    Raises: MisuseError if a setting asks for a cache.
-    """
     size = settings.cache_state_bytes
     allocate = functools.partial(StateStore, parts.pool, size, most)
     try:
@@ -263,9 +238,6 @@ def _backend(settings: Settings, layout: PoolLayout) -> Backend:
 
 
 def _publisher(config: KvEvents, settings: Settings, cache: PrefixCache) -> EventPublisher:
-    """Start the publisher. Raises: MisuseError that names the address that cannot be bound, or the
-    key file.
-    """
     key = read_key(settings.kv_events_key_file)
     media = media_of(config.dialect, shared_storage=settings.l3 == "mooncake")
     try:
@@ -279,8 +251,7 @@ def _publisher(config: KvEvents, settings: Settings, cache: PrefixCache) -> Even
             media=media,
             key=key,
             limits=StreamLimits(kept_batches=config.buffer_steps),
-            # Batch numbers continue to grow after a restart, so that subscribers see a gap and
-            # request a replay.
+            # Numbers grow across restarts, so that subscribers see a gap and request a replay.
             first_seq=time.time_ns() // 1_000_000 << 16,
         )
     except MisuseError as error:

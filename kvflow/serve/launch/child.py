@@ -59,9 +59,7 @@ class Child:
         log_format: LogFormat = "text",
         descriptors: tuple[int, ...] = (),
     ) -> None:
-        """Describe a process, without starting it. It inherits `descriptors` under the same
-        numbers.
-        """
+        """Describe a process. It inherits `descriptors` under the same numbers."""
         self.name, self.role = name, role
         self.url = ""
         self.bootstrap_port: int | None = None
@@ -78,10 +76,7 @@ class Child:
         return self._process
 
     async def start(self, environment: Mapping[str, str], timeout_s: float) -> None:
-        """Start the process. Return when it is ready to serve.
-
-        Raises: ChildEndedError, TimeoutError.
-        """
+        """Start the process, and return when it serves. Raises: ChildEndedError, TimeoutError."""
         reading, writing = os.pipe()
         try:
             self._process = await start_role(
@@ -119,10 +114,7 @@ class Child:
         return await self._ended()
 
     async def stop(self, timeout_s: float) -> int:
-        """Send SIGTERM, and SIGKILL if the process does not end within `timeout_s`.
-
-        Return the exit status.
-        """
+        """Send SIGTERM, and SIGKILL after `timeout_s`. Return the exit status."""
         if self._process is None:
             return 0
         if self.process.returncode is None:
@@ -168,28 +160,20 @@ class Child:
 
 
 async def start_role(role: str, arguments: Iterable[str], **how: Any) -> asyncio.subprocess.Process:
-    """Start `kvflow ROLE` as a process. `how` has further arguments for
-    `create_subprocess_exec`.
-    """
+    """Start `kvflow ROLE` as a process. `how` is passed to `create_subprocess_exec`."""
     return await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "kvflow.cli", role, *arguments, **how
     )
 
 
 async def all_read(reading: asyncio.Task[None] | None) -> None:
-    """Wait until the task that reads a process's stderr reached the end.
-
-    A cancellation ends this wait but not the task, because other callers, such as `stop`, may wait
-    for the task too.
-    """
+    """Wait for the end of stderr. A cancellation leaves the task to other callers like `stop`."""
     if reading is not None:
         await asyncio.wait([reading])
 
 
 async def _line_of(stream: asyncio.StreamReader) -> bytes:
-    """Return the next line, or b"" at the end. A line longer than the reader's buffer is returned
-    in pieces.
-    """
+    """Return the next line, in pieces if it is longer than the buffer, or b"" at the end."""
     try:
         return await stream.readuntil()
     except asyncio.IncompleteReadError as error:
@@ -199,7 +183,6 @@ async def _line_of(stream: asyncio.StreamReader) -> bytes:
 
 
 async def _line_from(descriptor: int) -> bytes:
-    """Return the first line of a pipe, or b"" if the pipe closes without one."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(
@@ -214,10 +197,7 @@ async def _line_from(descriptor: int) -> bytes:
 async def start_together(
     children: Iterable[tuple[Child, Mapping[str, str]]], timeout_s: float
 ) -> None:
-    """Start children, each with its environment. If one cannot start, stop waiting for the others.
-
-    Raises: ChildEndedError, TimeoutError.
-    """
+    """Start children, and wait for none if one fails. Raises: ChildEndedError, TimeoutError."""
     starts = [
         asyncio.create_task(child.start(environment, timeout_s)) for child, environment in children
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
 import importlib.metadata
 import importlib.util
@@ -10,7 +11,7 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -50,12 +51,9 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings() -> Iterator[Finding]:
-    """Yield the results of all checks, one after the other. Together they take as long as importing
-    mooncake twice and nixl once.
-    """
+    """Yield the results of all checks. They import mooncake twice and nixl once."""
     yield _python()
-    # This reads the metadata of every installed distribution, which takes long, so it is done only
-    # once.
+    # This reads the metadata of every installed distribution, which takes long.
     distributions = importlib.metadata.packages_distributions()
     for names, needed, advice in (
         (CORE, True, "pip install kvflow"),
@@ -80,9 +78,7 @@ def findings() -> Iterator[Finding]:
 
 
 def mooncake_unavailable_reason(module: str = "mooncake.engine") -> str | None:
-    """Return why the mooncake data plane cannot be used here, in one line, or None if it can.
-    `module` names another module of the package to check instead.
-    """
+    """Return why mooncake, or its `module`, cannot be used here, in one line. None if it can."""
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake is not installed: pip install 'kvflow[mooncake]'"
     wheels = _mooncake_wheels()
@@ -96,7 +92,6 @@ def mooncake_unavailable_reason(module: str = "mooncake.engine") -> str | None:
 
 
 def nixl_unavailable_reason() -> str | None:
-    """Return why the nixl data plane cannot be used here, in one line, or None if it can."""
     module = next(
         (module for module in NIXL_WHEELS.values() if importlib.util.find_spec(module) is not None),
         None,
@@ -109,9 +104,6 @@ def nixl_unavailable_reason() -> str | None:
 
 
 def ascend_unavailable_reason() -> str | None:
-    """Return why the ascend data plane cannot be used here, in one line, or None if everything that
-    can be checked is there.
-    """
     missing = missing_for_ascend()
     if not missing and (why := _import_error("mooncake.engine")):
         missing.append(f"mooncake cannot be loaded ({why})")
@@ -119,9 +111,6 @@ def ascend_unavailable_reason() -> str | None:
 
 
 def mori_unavailable_reason() -> str | None:
-    """Return why the mori data plane cannot be used here, in one line, or None if everything that
-    can be checked is there.
-    """
     missing = []
     if importlib.util.find_spec("mori") is None:
         missing.append("mori is not installed (pip install amd_mori)")
@@ -135,8 +124,8 @@ def mori_unavailable_reason() -> str | None:
 
 
 def plane_unavailable_reason(plane: str) -> str | None:
-    """Return why a built-in data plane cannot be used here, in one line, or None if everything that
-    can be checked is there.
+    """Return why a built-in data plane cannot be used here, in one line. None if nothing is
+    missing.
     """
     reasons = {
         "mooncake": mooncake_unavailable_reason,
@@ -148,10 +137,7 @@ def plane_unavailable_reason(plane: str) -> str | None:
 
 
 def _import_error(module: str) -> str:
-    """Return why a module cannot be imported. Empty if it can.
-
-    The import runs in another process, because a broken library may end the process that loads it.
-    """
+    """Return the error of an import in another process, which a broken library may end, or ""."""
     try:
         probe = subprocess.run(
             [sys.executable, "-P", "-c", f"import {module}"],
@@ -188,7 +174,6 @@ def _package(
 
 
 def _device() -> Finding:
-    """Check the device on which `--device auto` would run a model."""
     if (
         importlib.util.find_spec("torch") is None
         or importlib.util.find_spec("transformers") is None
@@ -206,12 +191,7 @@ def _device() -> Finding:
 
 
 def _mooncake_wheels() -> Finding:
-    found: dict[str, str] = {}
-    for wheel in MOONCAKE_WHEELS:
-        try:
-            found[wheel] = importlib.metadata.version(wheel)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found = _versions(MOONCAKE_WHEELS)
     if not found:
         return Finding(
             "mooncake wheel", False, "not installed", False, "pip install 'kvflow[mooncake]'"
@@ -253,7 +233,6 @@ def _mooncake() -> Finding:
 
 
 def _mooncake_store() -> Finding:
-    """Check the package and the program that `--l3 mooncake` needs."""
     reason, program = mooncake_unavailable_reason("mooncake.store"), find_program()
     detail = reason or (
         f"can be loaded; {program}" if program else f"can be loaded; no {MASTER} to start"
@@ -268,9 +247,7 @@ def _mooncake_store() -> Finding:
 
 def _nixl() -> Finding:
     reason = nixl_unavailable_reason()
-    found = [
-        f"{name} {importlib.metadata.version(name)}" for name in NIXL_WHEELS if _is_installed(name)
-    ]
+    found = [f"{name} {version}" for name, version in _versions(NIXL_WHEELS).items()]
     return Finding(
         "nixl data plane",
         reason is None,
@@ -281,7 +258,6 @@ def _nixl() -> Finding:
 
 
 def _plane(name: str) -> Finding:
-    """Check a data plane that was never run on its hardware."""
     reason = plane_unavailable_reason(name)
     detail = reason or "nothing is missing; it has never run on its hardware"
     return Finding(
@@ -289,12 +265,12 @@ def _plane(name: str) -> Finding:
     )
 
 
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def _versions(distributions: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _shared_memory() -> Finding:

@@ -57,8 +57,6 @@ _LOOK_S = 0.02  # interval at which the start checks whether all ranks joined
 
 
 class _Rank(NamedTuple):
-    """The parts that every rank has, the first one included."""
-
     node: PrefillNode
     parts: Parts
     cache: PrefixCache | None
@@ -69,10 +67,9 @@ class _Rank(NamedTuple):
 async def group_over(
     settings: Settings, control: Control, table: RankTable
 ) -> AsyncGenerator[tuple[GroupPrefillService, Parts], None]:
-    """Run a prefill over `settings.pp * settings.tp` ranks, without its HTTP server. Yield it when
-    all ranks are ready. An entry for each other rank is added to `table`.
+    """Run a prefill over `settings.pp * settings.tp` ranks, without its HTTP server.
 
-    Raises: MisuseError.
+    Yield it when all ranks are ready, and add each other rank to `table`. Raises: MisuseError.
     """
     async with AsyncExitStack() as stack:
         stack.callback(control[0].close)
@@ -108,9 +105,7 @@ async def group_over(
 
 
 class _FirstRank:
-    """The parts that only rank 0 has: the leader of the group, the leader of the steps, and the
-    service.
-    """
+    """The parts that only rank 0 has: the leaders of group and steps, and the service."""
 
     def __init__(self, spec: PrefillRankSpec, table: RankTable) -> None:
         self._spec, self._table = spec, table
@@ -128,7 +123,6 @@ class _FirstRank:
         key: ControlKey | None,
         stack: AsyncExitStack,
     ) -> GroupPrefillService:
-        """Start the group. Return the service when all ranks are ready."""
         settings, node, model = rank.settings, rank.node, rank.parts.model
         steps = self._steps = self._step_leader(rank.parts, steps_socket)
         engine = self._engine = prefill_engine(
@@ -168,8 +162,7 @@ class _FirstRank:
             world=(self._spec.stages, self._spec.shards),
         )
         stack.push_async_callback(engine.close)
-        # The steps must close before the engine, because a step of the engine may wait for another
-        # rank. So they are pushed after it.
+        # A step of the engine may wait for another rank, so the steps close before the engine.
         stack.push_async_callback(steps.close)
         stack.push_async_callback(group.close)
         stack.push_async_callback(member.drain, _DRAIN_S)
@@ -204,7 +197,6 @@ class _FirstRank:
         end_at_once("prefill", error)
 
     def lost(self, rank: int, why: str) -> None:
-        """Report the end of a rank's process to the steps."""
         if self._steps is not None:
             self._steps.lost(rank, why)
 
@@ -338,7 +330,6 @@ async def _pass_started(member: MemberShell, follower: StepFollower) -> None:
 
 
 async def _rank(spec: PrefillRankSpec, stack: AsyncExitStack, control: Control) -> _Rank:
-    """Load this rank's part of the model, and start its node. Raises: MisuseError, LostError."""
     settings, rank = _settings_of_rank(spec), spec.rank
     stack.callback(control[0].close)
     part = ModelPart(rank // spec.shards, spec.stages, rank % spec.shards, spec.shards)
@@ -353,9 +344,7 @@ async def _rank(spec: PrefillRankSpec, stack: AsyncExitStack, control: Control) 
 
 
 def _settings_of_rank(spec: PrefillRankSpec) -> Settings:
-    """Return the settings of one rank. Each rank stores its part of every page in its own
-    directory, and only the first rank publishes cache events.
-    """
+    """Give each rank its own storage directory, and cache events to the first rank only."""
     settings = spec.settings
     return msgspec.structs.replace(
         settings,
@@ -392,9 +381,6 @@ def _member(
 def _open_room(
     node: PrefillNode, room: RoomId, request: bytes
 ) -> tuple[PrefillRoom, wire.GroupPrompt]:
-    """Open this rank's half of a room for a request of the group. Raises: WireError,
-    MisuseError.
-    """
     asked = wire.parse_prompt(request)
     return node.room(room, asked.checked, deadline_s=asked.deadline_s), asked
 
@@ -423,9 +409,7 @@ def _status(
 
 
 def _samples(spec: PrefillRankSpec) -> bool:
-    """Return True if this rank samples the first tokens: it is the first shard of the last
-    stage.
-    """
+    # The first shard of the last stage samples.
     return spec.rank == (spec.stages - 1) * spec.shards
 
 

@@ -1,6 +1,4 @@
-"""A worker's membership in routers: it joins them when it serves, and leaves them before
-it drains.
-"""
+"""A worker's membership in routers: it joins when it serves, and leaves before it drains."""
 
 from __future__ import annotations
 
@@ -64,8 +62,7 @@ class _RouterLink:
 
     async def _join(self) -> None:
         who = self._identity()
-        # sglang_router keeps the role of the first join, so after a role switch the worker has to
-        # leave before it joins again.
+        # sglang_router keeps the role of the first join, so a worker with a new role leaves first.
         if self._joined is not None and who.role != self._joined.role:
             await self._leave()
         body: dict[str, Any] = {
@@ -86,13 +83,9 @@ class _RouterLink:
         self._last_problem = problem
 
     async def _leave(self) -> None:
-        """Leave the router, so that it sends no more requests. A router that does not answer in
-        time finds out from the worker's /health.
-        """
         if self._joined is None:
             return
-        # The worker leaves with the identity with which it joined, even if it has another one by
-        # now.
+        # The worker leaves with the identity with which it joined. It may have another one by now.
         who, self._joined = self._joined, None
         path = f"{WORKERS_PATH}/{self._worker_id}?incarnation={who.incarnation}"
         problem, _ = await self._call("DELETE", path, LEAVE_TIMEOUT_S)
@@ -102,7 +95,7 @@ class _RouterLink:
     async def _call(
         self, method: str, path: str, timeout_s: float, body: Any = None
     ) -> tuple[str, dict[str, Any]]:
-        """Send a request. Return the problem, which is empty on success, and the answer."""
+        """Return the problem, or "", and the answer."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(
@@ -122,9 +115,7 @@ class _RouterLink:
 async def member_of(
     routers: Sequence[str], url: str, identity: Callable[[], WorkerIdentity], key: str
 ) -> AsyncGenerator[None, None]:
-    """Within the block, keep the worker at `url` a member of these routers. It joins each one as
-    soon as that router answers. `key` is the operator's key for the routers.
-    """
+    """Keep the worker at `url` a member of the routers. `key` is the operator's key for them."""
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(headers=bearer(key)))
         links = [_RouterLink(session, router, url, identity) for router in routers]

@@ -1,5 +1,4 @@
-"""Log lines of a role, as text or as JSON. Every line about a request names the request, and a peer
-cannot forge a line.
+"""Log lines of a role, as text or as JSON, with the ids of requests. A peer cannot forge a line.
 
 Messages and tracebacks are cut to a fixed size, because both may repeat what a client sent.
 """
@@ -36,9 +35,7 @@ def printable(text: str) -> str:
 
 
 class RequestFields(logging.Filter):
-    """A filter that adds the request id and the rooms to every record: those given in `extra`, or
-    those of the current task.
-    """
+    """Adds the request id and rooms to every record: those in `extra`, or the current task's."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         trace = CURRENT.get()
@@ -50,9 +47,6 @@ class RequestFields(logging.Filter):
 
 
 def _cut(text: str, most: int) -> str:
-    """Return `text`, or its two ends with the number of characters that were left out
-    between them.
-    """
     if len(text) <= most:
         return text
     return (
@@ -61,19 +55,13 @@ def _cut(text: str, most: int) -> str:
 
 
 def _formatted(exc_info: tuple[type[BaseException], BaseException, TracebackType | None]) -> str:
-    """Return a traceback of bounded size.
-
-    It shows the innermost calls, because after an endless recursion there are thousands of outer
-    ones.
-    """
+    # After an endless recursion there are thousands of outer calls, so the innermost are shown.
     found = traceback.TracebackException(*exc_info, limit=-_MAX_FRAMES, compact=True)
     return _cut("".join(found.format()).removesuffix("\n"), MAX_TRACEBACK)
 
 
 class TextFormatter(logging.Formatter):
-    """A formatter for text: `time level logger: message (request ID, room N)`. The lines of a
-    traceback are indented.
-    """
+    """Writes `time level logger: message (request ID, room N)`, and indents tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         rooms: tuple[int, ...] = getattr(record, "rooms", ())
@@ -83,8 +71,7 @@ class TextFormatter(logging.Formatter):
         if rooms:
             more = f" and {len(rooms) - _SHOWN_ROOMS} more" if len(rooms) > _SHOWN_ROOMS else ""
             about.append(f"room {', '.join(map(str, rooms[:_SHOWN_ROOMS]))}{more}")
-        # The message is cut before it is escaped, because escaping can make it several times
-        # longer.
+        # Escaping can make the message several times longer, so it is cut first.
         message = printable(_cut(record.getMessage(), MAX_MESSAGE))
         line = f"{self.formatTime(record)} {record.levelname[0]} {record.name}: {message}"
         line += f" ({', '.join(about)})" if about else ""
@@ -95,9 +82,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A formatter for JSON, with one object per line. `fields` in a record's `extra` are added to
-    the object.
-    """
+    """Writes one JSON object per line. `fields` in `extra` are added to the object."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
@@ -134,9 +119,7 @@ def encoded(document: dict[str, Any]) -> str:
 
 
 def relayed(text: str, role: str, process: str) -> str:
-    """Return a JSON line for a line that the child `process` wrote. A JSON object of the child is
-    kept, and any other text becomes the message of a new object.
-    """
+    """Return a JSON line for a line that a child wrote: its own object, or one with its text."""
     document: dict[str, Any] = {
         "time": _iso(time.time()),
         "level": "info",
@@ -156,9 +139,7 @@ def _iso(at_s: float) -> str:
 def set_up_logging(
     level: str, *, log_format: LogFormat = "text", access_log: bool = True, role: str = ""
 ) -> None:
-    """Log to stderr, one line per event, including Python's warnings. Libraries log only warnings
-    and errors.
-    """
+    """Log to stderr, with Python's warnings. Libraries log only warnings and errors."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RequestFields())
     handler.setFormatter(JsonFormatter(role) if log_format == "json" else TextFormatter())
@@ -173,7 +154,6 @@ def set_up_logging(
 def _log_exception(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Log the exception that ends the process, as a JSON line like the others."""
     logging.getLogger("kvflow").critical(
         "the process ends by an exception", exc_info=(kind, error, trace)
     )

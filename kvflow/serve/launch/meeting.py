@@ -1,6 +1,4 @@
-"""A directory where the parts of a model meet. It is removed when the process that created
-it ends.
-"""
+"""A directory where the parts of a model meet. It ends with the process that created it."""
 
 from __future__ import annotations
 
@@ -17,11 +15,7 @@ _REMOVE = 'cat; exec rm -rf -- "$1"'
 
 @contextlib.contextmanager
 def meeting_directory() -> Iterator[str]:
-    """Create a directory that only its owner can enter.
-
-    It is removed when the block or this process ends. If there is a shell, this includes an end by
-    kill -9.
-    """
+    """Create a private directory, which goes with the block or this process, even by kill -9."""
     found = tempfile.mkdtemp(prefix="kvflow-")
     remover: subprocess.Popen[bytes] | None = None
     try:

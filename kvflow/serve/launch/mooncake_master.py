@@ -26,13 +26,11 @@ NAME = "mooncake_master"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
 # Number of tries to start it. Another process may take a free port before it is used.
 TRIES = 3
-# Pause before the process is started again. It doubles each time, and starts over after the process
-# ran for `LIVED_S`.
+# Pause before a new start. It doubles until a process ran for `LIVED_S`.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 LIVED_S = 60.0
-# This asks the kernel to kill the process when the thread that started it ends. That is the
-# supervisor's main thread, which is its last one. The request survives an exec. If the parent ended
-# before the call, no signal is sent, so the parent is checked afterwards.
+# The kernel kills the process when the supervisor's main thread, which started it, ends. The
+# request survives an exec. If the parent ended before the call, no signal comes, so it is checked.
 _EXEC = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
@@ -44,17 +42,13 @@ _log = logging.getLogger("kvflow.up")
 
 
 def find_program() -> str | None:
-    """Return the path of `mooncake_master`, beside this Python or on the PATH. None if it is not
-    installed.
-    """
+    """Return the path of `mooncake_master`, beside this Python or on the PATH, or None."""
     beside = Path(sys.executable).with_name(NAME)
     return str(beside) if os.access(beside, os.X_OK) else shutil.which(NAME)
 
 
 class MooncakeMaster:
-    """The `mooncake_master` process. `address` is set by the start, and does not change
-    afterwards.
-    """
+    """The `mooncake_master` process. `start` sets `address`, which then stays the same."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -66,7 +60,6 @@ class MooncakeMaster:
 
     @property
     def pid(self) -> int:
-        """Process id of the process that runs now, or ran last."""
         assert self._process is not None
         return self._process.pid
 
@@ -82,15 +75,13 @@ class MooncakeMaster:
             ports = _free_port(), _free_port()
             try:
                 await self._launch(ports)
-                self._serves(ports)
-                return
             except ChildEndedError:
                 if not left:
                     raise
-
-    def _serves(self, ports: tuple[int, int]) -> None:
-        self.address = f"127.0.0.1:{ports[0]}"
-        self._watching = asyncio.create_task(self._keep(ports), name="kvflow-mooncake-master")
+                continue
+            self.address = f"127.0.0.1:{ports[0]}"
+            self._watching = asyncio.create_task(self._keep(ports), name="kvflow-mooncake-master")
+            return
 
     async def stop(self) -> None:
         """End the process, and do not start it again. Idempotent."""
@@ -114,7 +105,6 @@ class MooncakeMaster:
         await all_read(self._reading)
 
     async def _keep(self, ports: tuple[int, int]) -> None:
-        """Start the process again whenever it ends."""
         pause_s = FIRST_PAUSE_S
         while True:
             assert self._process is not None

@@ -23,8 +23,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def declare_dead(url: str, key: str, incarnation: str, why: str) -> None:
-    """Run `kvflow declare-dead`: declare a prefill dead, and print the server's answer with its
-    remaining peers. `key` is the operator's key.
+    """Run `kvflow declare-dead`: declare a prefill dead, and print the server's answer.
 
     Raises: MisuseError if the server refuses; LostError if it does not answer.
     """
@@ -35,8 +34,7 @@ def declare_dead(url: str, key: str, incarnation: str, why: str) -> None:
     if not url.startswith(("http://", "https://")):
         raise MisuseError(f"--url: {url!r} is not an http:// or https:// URL")
     request = urllib.request.Request(url.rstrip("/") + path, method="POST", headers=bearer(key))
-    # The request carries the operator's key, which only this server may receive. So no proxy is
-    # used, and no redirect is followed.
+    # Only this server may receive the operator's key, so no proxy or redirect is used.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
     try:
         with opener.open(request, timeout=TIMEOUT_S) as answer:

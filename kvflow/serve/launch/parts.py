@@ -1,6 +1,4 @@
-"""The parts that a worker needs in either role: the model, its pool and the thread for model steps.
-Also the host memory for staging, the data plane and the model card of a role.
-"""
+"""The parts of a worker in either role: model, pool, model thread, staging, data plane and card."""
 
 from __future__ import annotations
 
@@ -91,11 +89,9 @@ async def loaded(
     *,
     for_stage: bool = False,
 ) -> AsyncGenerator[Parts, None]:
-    """Yield the parts of a worker. The settings of the data plane and of storage are checked before
-    the model is loaded.
+    """Yield the parts of a worker. Data plane and storage are checked before the model is loaded.
 
-    See `loaded_model` for `part` and `meeting`. With `for_stage`, the pool is for all shards of the
-    stage.
+    See `loaded_model` for the arguments. With `for_stage`, the pool is for all shards of the stage.
     """
     check_plane(
         settings.disaggregation_transfer_backend,
@@ -124,7 +120,6 @@ async def loaded(
 
 
 def described(pool: PagedPool) -> str:
-    """Return a one-line description of the pool for the log."""
     layout = pool.layout
     rows = f" and {layout.num_rows} rows for states" if layout.num_rows else ""
     return (
@@ -148,9 +143,7 @@ def say_what_fits(limits: EngineLimits) -> None:
 async def staged(
     settings: Settings, parts: Parts, staging_bytes: int
 ) -> AsyncGenerator[Staging | None, None]:
-    """Yield the host memory for staging a role's transfers, or None if they are not staged.
-    `staging_bytes` is its default size.
-    """
+    """Yield host memory for transfers, of `staging_bytes` by default, or None without staging."""
     staging = await parts.executor.run(
         functools.partial(make_staging, settings, parts.pool, staging_bytes)
     )
@@ -170,7 +163,6 @@ async def staged(
 
 
 def plane_of(settings: Settings, pool: PagedPool) -> DataPlane:
-    """Return the data plane that reads and writes `pool`."""
     rate = float(settings.transfer_rate_limit) or None
     device = settings.disaggregation_ib_device
     return open_plane(
@@ -183,9 +175,7 @@ def plane_of(settings: Settings, pool: PagedPool) -> DataPlane:
 
 
 def card_of(settings: Settings, model: LoadedModel) -> ModelCard:
-    """Return the model's card. Raises: MisuseError if the model's sampling defaults are out of
-    bounds.
-    """
+    """Return the model's card. Raises: MisuseError for sampling defaults out of bounds."""
     return ModelCard(
         path=settings.model_path,
         name=settings.model_name,
@@ -199,9 +189,6 @@ def card_of(settings: Settings, model: LoadedModel) -> ModelCard:
 
 
 def _sampling_defaults(settings: Settings, model: LoadedModel) -> dict[str, float]:
-    """Return the model's sampling defaults, if the settings use them. Raises: MisuseError if they
-    are out of bounds.
-    """
     if settings.sampling_defaults != "model":
         return {}
     found = dict(model.sampling_defaults)

@@ -1,6 +1,4 @@
-"""The pool of a role. Its size follows from the settings, and is checked against the free memory
-before it is allocated.
-"""
+"""The pool of a role. Its size is checked against the free memory before it is allocated."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvflow.serve")
 DEFAULT_POOL_TOKENS = 65_536
-# There is one spare row for this many running requests, because the row of a request that ended is
-# in use until it was copied.
+# One spare row for this many requests: the row of one that ended may still be copied.
 _MORE_ROWS = 16
 _MOST_EMPTY_PAGES = 1 << 20
 
@@ -45,11 +42,9 @@ def make_pool(
     *,
     ring_bytes: int = 0,
 ) -> PagedPool:
-    """Allocate the pool for a model's `streams`, in the memory of the model's device. This blocks.
+    """Allocate the pool for a model's `streams` in the memory of the model's device. This blocks.
 
-    `ring_bytes` is the size of the part of a row that holds sliding windows.
-
-    Raises: ConfigError, LayoutError.
+    In each row, `ring_bytes` hold sliding windows. Raises: ConfigError, LayoutError.
     """
     has_rows = any(kind.unit == ROW for kind in streams)
     one = build_layout(streams, page_size=settings.page_size, num_pages=1, num_rows=int(has_rows))
@@ -69,12 +64,9 @@ def make_pool(
 
 
 def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Staging | None:
-    """Allocate the host memory for staging transfers. Return None if transfers are not staged. This
-    blocks.
+    """Allocate host memory for staging, or return None without staging. This blocks.
 
-    A `default_bytes` of 0 means as much as the pool has.
-
-    Raises: ConfigError.
+    A `default_bytes` of 0 means as much as the pool has. Raises: ConfigError.
     """
     shards = _shards_told_apart(settings, pool)
     if pool.on_host and settings.staging == "auto" and shards == 1:
@@ -90,9 +82,7 @@ def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Sta
 
 
 def _shards_told_apart(settings: Settings, pool: PagedPool) -> int:
-    """Return the number of shards of the prefills that a decode serves, if the slices that they
-    write would be tiny. Otherwise return 1.
-    """
+    """Return the number of shards of the prefills if their slices would be tiny, otherwise 1."""
     plane, shards = settings.disaggregation_transfer_backend, settings.disaggregation_prefill_tp
     if shards < 2 or not are_tiny(plane, blocks := from_shards(pool.layout, shards)):
         return 1
@@ -110,10 +100,7 @@ def _shards_told_apart(settings: Settings, pool: PagedPool) -> int:
 def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
     """Allocate the host memory for the state of retracted requests. This blocks.
 
-    Return None if retracted requests do not use host memory, or if the default size is too small
-    for the state of one request.
-
-    Raises: ConfigError.
+    Return None if it is not used, or if the default size holds no state. Raises: ConfigError.
     """
     if not _uses_host_memory(settings):
         return None
@@ -129,10 +116,7 @@ def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
 
 
 def check_host_memory(settings: Settings) -> None:
-    """Check, before a model is loaded, that enough host memory is free for retracted requests.
-
-    Raises: ConfigError.
-    """
+    """Check host memory for retracted requests before a model is loaded. Raises: ConfigError."""
     if _uses_host_memory(settings) and _needs_host_memory(settings):
         with _naming("host_memory_bytes", settings):
             _check_host_memory(settings)
@@ -143,9 +127,7 @@ def _uses_host_memory(settings: Settings) -> bool:
 
 
 def _needs_host_memory(settings: Settings) -> bool:
-    """Return True if a role must not start without this memory: a setting asks for it, or retracted
-    requests could not continue without it.
-    """
+    """Return True if a setting asks for this memory, or retracted requests depend on it."""
     asked_for = settings.host_memory_bytes != FIELDS["host_memory_bytes"].default
     return asked_for or settings.host_memory_full == "refuse"
 
@@ -158,7 +140,6 @@ def _check_host_memory(settings: Settings) -> None:
 
 @contextmanager
 def _naming(name: str, settings: Settings) -> Generator[None]:
-    """Convert a MisuseError within the block to a ConfigError that names this setting."""
     try:
         yield
     except MisuseError as error:
@@ -166,8 +147,9 @@ def _naming(name: str, settings: Settings) -> Generator[None]:
 
 
 def _num_rows(settings: Settings, one: PoolLayout, ring_bytes: int) -> int:
-    """Return the number of rows: one for each running request, and some spare ones. If --pool-bytes
-    is the limit, rows get at most half of it, or all of it if the model's pages hold no bytes.
+    """Return one row per running request, and some spare ones.
+
+    If --pool-bytes is the limit, rows get at most half of it, or all if pages hold no bytes.
     """
     wanted = settings.max_running_requests + -(-settings.max_running_requests // _MORE_ROWS)
     if settings.num_pages:
@@ -202,8 +184,7 @@ def _num_pages(settings: Settings, one: PoolLayout, num_rows: int) -> int:
     if settings.num_pages:
         return settings.num_pages
     wanted = -(-DEFAULT_POOL_TOKENS // settings.page_size)
-    # All state is in rows, and pages only count tokens. So there are pages for the default number
-    # of tokens in each row.
+    # Pages only count tokens here. There are enough for the default number in each row.
     if not one.page_bytes:
         return min(wanted * num_rows, _MOST_EMPTY_PAGES)
     return max(1, min(wanted, (settings.pool_bytes - num_rows * one.row_bytes) // one.page_bytes))
@@ -237,10 +218,8 @@ def _check_memory(settings: Settings, sized: PoolLayout, device: torch.device) -
 
 @contextmanager
 def _one_at_a_time() -> Generator[None]:
-    """Serialize the allocation of pools on this machine. Otherwise roles that start together would
-    count the same free memory twice, since a pool occupies its memory only once it is allocated.
-    """
-    # The lock is on the package's directory, which all roles of one installation share.
+    # Roles that start together would count the same free memory twice. The lock is on the package's
+    # directory, which all roles of one installation share.
     descriptor = os.open(os.path.dirname(kvflow.__file__), os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

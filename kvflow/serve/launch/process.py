@@ -1,6 +1,4 @@
-"""A role as a process: it announces itself, serves until a signal, drains, and ends with
-status 0.
-"""
+"""A role as a process: it announces itself, serves until a signal, drains, and ends."""
 
 from __future__ import annotations
 
@@ -35,11 +33,9 @@ PARENT_PID = "KVFLOW_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 LAST_WORDS_S = 1.0  # time to send errors to requests that did not finish
 MAX_OPEN_FILES = 1 << 16
-# Longest time that the event loop waits for a thread that runs Python code. Python's default is 5
-# ms.
+# Longest time that the event loop waits for a thread that runs Python code. The default is 5 ms.
 SWITCH_INTERVAL_S = 0.001
-# A full collection runs after this many collections of the middle generation. Python's default is
-# 10.
+# Middle collections before a full one. Python's default is 10.
 FULL_COLLECTION_THRESHOLD = 1000
 _log = logging.getLogger("kvflow.serve")
 
@@ -54,9 +50,7 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when the supervisor that started it ends, even by
-    kill -9.
-    """
+    """Make the kernel kill this process when its supervisor ends, even by kill -9."""
     parent = os.environ.pop(PARENT_PID, "")
     if not parent:
         return
@@ -67,9 +61,7 @@ def die_with_parent() -> None:
 
 
 def leave_at_once_on_signals() -> None:
-    """End the process at once on SIGTERM and SIGINT. Until a role serves, it has no requests to
-    drain.
-    """
+    """End the process at once on SIGTERM and SIGINT: it has no requests to drain yet."""
 
     def leave(*_: object) -> None:
         os._exit(0)
@@ -79,9 +71,7 @@ def leave_at_once_on_signals() -> None:
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files as far as the system allows. Each request is one connection,
-    and three at a router.
-    """
+    """Raise the limit of open files. Each request is one connection, and three at a router."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, MAX_OPEN_FILES) if hard != resource.RLIM_INFINITY else MAX_OPEN_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -89,9 +79,7 @@ def allow_many_connections() -> None:
 
 
 def announce(ready: Ready) -> None:
-    """Log that the role is ready, and write the announcement to the supervisor's pipe, if there is
-    one.
-    """
+    """Log that the role is ready, and write the announcement to the supervisor's pipe, if any."""
     extra = f" (bootstrap port {ready.bootstrap_port})" if ready.bootstrap_port else ""
     _log.info("%s ready at %s%s", ready.role, ready.url, extra)
     descriptor = os.environ.pop(READY_FD, "")
@@ -101,9 +89,7 @@ def announce(ready: Ready) -> None:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT. The first signal sets `requested` and drains the role. A second one sets
-    `forced` and ends the role at once.
-    """
+    """SIGTERM and SIGINT: the first one sets `requested`, to drain, and a second one `forced`."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
@@ -119,10 +105,9 @@ class StopSignals:
 
 
 async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float) -> None:
-    """Refuse new requests. Return when the running ones ended, after `timeout_s`, or on a second
-    signal.
+    """Refuse new requests, and wait until the running ones end.
 
-    From here on, /health answers 503.
+    They are ended after `timeout_s` or on a second signal. From here on, /health answers 503.
     """
     server.stop()
     if not server.running:
@@ -141,10 +126,7 @@ async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float)
 
 
 def _settle() -> None:
-    """Tune the interpreter for serving. Objects that exist now stay in memory, so full collections
-    skip them, and run a hundred times less often. Threads of the tokenizer and the model release
-    the GIL sooner.
-    """
+    # Objects that exist now stay, so full collections skip them and are a hundred times rarer.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION_THRESHOLD)
@@ -160,12 +142,11 @@ async def serve_until_stopped(
     member: AbstractAsyncContextManager[None] | None = None,
     lost: asyncio.Future[KvflowError] | None = None,
 ) -> None:
-    """Announce a role whose parts are running, serve, and drain. Handlers that still run after the
-    drain are cancelled.
+    """Announce a role whose parts are running, serve, and drain.
 
-    `member` is entered when clients can reach the role, and left before it drains. `lost` completes
-    with an error if the role cannot continue. Its requests ended with that error, and have a moment
-    to send it.
+    Handlers that still run after the drain are cancelled. `member` is entered when clients can
+    reach the role, and left before it drains. `lost` completes with an error if the role cannot
+    continue. Its requests ended with that error, and have a moment to send it.
 
     Raises: the error in `lost`.
     """
@@ -190,10 +171,7 @@ async def _stopped(stop: StopSignals, lost: asyncio.Future[KvflowError] | None) 
 
 
 def run_role(role: str, main: Callable[[Settings], Any], settings: Settings) -> None:
-    """Run a role's coroutine on uvloop, and log to stderr.
-
-    Raises: MisuseError if the role cannot start.
-    """
+    """Run a role's coroutine on uvloop, and log to stderr. Raises: MisuseError."""
     import uvloop
     from prometheus_client import disable_created_metrics
 
@@ -212,8 +190,9 @@ def run_role(role: str, main: Callable[[Settings], Any], settings: Settings) -> 
 
 
 def leave_past_hung_threads(patience_s: float = 1.0) -> None:
-    """End the process now if one of kvflow's threads still runs. If such a thread returned from
-    foreign code while Python shuts down, it could abort the process (status 134).
+    """End the process now if one of kvflow's threads still runs.
+
+    If such a thread returned while Python shuts down, it could abort the process (status 134).
     """
     Threads.close_all()
     until_s = time.monotonic() + patience_s

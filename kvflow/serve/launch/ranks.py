@@ -1,6 +1,4 @@
-"""The other ranks of a worker, as child processes of the first one, which starts them, watches
-them, and restarts them.
-"""
+"""The other ranks of a worker, as child processes that the first one starts and restarts."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ log = logging.getLogger("kvflow.serve")
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a rank, which the first rank passes to it.
 
-    `meeting` is the directory where the parts of the model meet. `attempt` counts how often the
-    shards of the rank's stage were started before.
+    `meeting` is where the parts of the model meet. `attempt` counts earlier starts of the stage.
     """
 
     rank: int
@@ -42,10 +39,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Read the spec from the environment.
-
-        Raises: MisuseError if the first rank did not start this process.
-        """
+        """Read the spec. Raises: MisuseError if the first rank did not start this process."""
         text = os.environ.pop(RANK, "")
         try:
             return msgspec.json.decode(text, type=cls)
@@ -58,9 +52,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillRankSpec(RankSpec, frozen=True, kw_only=True):
-    """The spec of a prefill's rank. `group` and `steps` are the addresses of the first rank's
-    sockets, and `key` is the file with their key.
-    """
+    """A prefill's rank. `group` and `steps` are sockets of the first rank, `key` their key file."""
 
     group: str
     steps: str
@@ -68,9 +60,7 @@ class PrefillRankSpec(RankSpec, frozen=True, kw_only=True):
 
 
 class DecodeRankSpec(RankSpec, frozen=True, kw_only=True):
-    """The spec of a decode's rank. `links` maps each rank to the descriptor of its connection to
-    the first rank.
-    """
+    """A decode's rank. `links` maps ranks to descriptors of their connections to the first rank."""
 
     links: dict[int, int]
 
@@ -91,8 +81,7 @@ class RankProcesses:
         descriptors: tuple[int, ...] = (),
         own: Mapping[int, int] | None = None,
     ) -> None:
-        """Prepare the ranks, without starting them. `first` is the spec of the first rank, and
-        `command` the command that runs the others.
+        """Prepare the ranks. `first` is the first rank's spec, and `command` runs the others.
 
         `on_lost` is called for every rank whose process ended. `on_fatal` is called if a rank
         cannot be started, or if one ends without which the first rank cannot work. Every rank
@@ -138,9 +127,8 @@ class RankProcesses:
                 error = ended
             for rank in ranks:
                 self._on_lost(rank, str(error))
-            # Shards of the first rank's stage cannot be replaced, because the first rank would have
-            # to load its own part again together with them. A rank that fails at its very first
-            # start would fail again.
+            # The first rank would have to load its own part again for a new shard of its stage. A
+            # rank that fails at its very first start would fail again.
             if needed or not (started or attempt):
                 self._on_fatal(error)
                 return
@@ -168,7 +156,6 @@ class RankProcesses:
         )
 
     async def _all_started(self, ranks: list[int], attempt: int) -> None:
-        """Start the ranks, and wait until all are ready. Raises: ChildEndedError."""
         starts = []
         for rank in ranks:
             spec = msgspec.structs.replace(self._first, rank=rank, attempt=attempt)
@@ -179,11 +166,7 @@ class RankProcesses:
 
 
 def end_at_once(role: str, error: BaseException) -> None:
-    """End this process, because its rank cannot continue. A step of its model may wait forever, so
-    requests are not drained.
-
-    The kernel then ends the rank's child processes.
-    """
+    """End this process, whose rank cannot continue. A step may hang, so nothing is drained."""
     sys.stderr.write(f"kvflow {role}: error: {' '.join(str(error).split())}\n")
     sys.stderr.flush()
     os._exit(error.status if isinstance(error, ChildEndedError) and error.status == 2 else 1)
@@ -194,8 +177,6 @@ def _names(ranks: list[int]) -> str:
 
 
 def _inherited(path: str) -> tuple[int, ...]:
-    """Return the descriptor that `path` names, if it names one. A child that opens the same path
-    must inherit it.
-    """
+    # A child that opens the path of a descriptor must inherit it.
     found = re.fullmatch(r"/(?:dev|proc/self)/fd/([0-9]+)", path)
     return (int(found[1]),) if found else ()

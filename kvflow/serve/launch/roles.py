@@ -1,6 +1,4 @@
-"""The composition root: it assembles a role's process from its settings (parts, services,
-routes).
-"""
+"""The composition root: it assembles a role's process from its settings."""
 
 from __future__ import annotations
 
@@ -43,10 +41,8 @@ from kvflow.serve.launch.services import (
 from kvflow.transports.control.registry import RankTable
 
 _log = logging.getLogger("kvflow.serve.launch")
+# Returns a worker's settings for its other role. Raises: ConfigError.
 SettingsOf = Callable[[Role], Settings]
-"""A function that returns a worker's settings for its other role, for a role switch. Raises:
-ConfigError.
-"""
 
 
 async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None) -> None:
@@ -66,7 +62,6 @@ async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None)
 
 
 async def _run_first_rank(settings: Settings, http: socket.socket, ports: _PrefillPorts) -> None:
-    """Run a prefill over several ranks. This process is the first rank and starts the others."""
     from kvflow.serve.launch.group import group_over  # this import takes seconds
 
     table = RankTable()
@@ -91,7 +86,6 @@ async def run_decode(settings: Settings, settings_of: SettingsOf | None = None) 
 
 
 async def _run_first_shard(settings: Settings, http: socket.socket) -> None:
-    """Run a decode over several shards. This process is the first shard and starts the others."""
     from kvflow.serve.launch.shards import decode_over_shards  # this import takes seconds
 
     async with AsyncExitStack() as stack:
@@ -112,7 +106,6 @@ class _PrefillPorts(NamedTuple):
 
     @classmethod
     def bind(cls, settings: Settings, bootstrap_port: int | None = None) -> Self:
-        """Bind the sockets. Raises: MisuseError."""
         port = settings.disaggregation_bootstrap_port if bootstrap_port is None else bootstrap_port
         bootstrap = bound_socket(settings.host, port, "--disaggregation-bootstrap-port")
         try:
@@ -122,7 +115,6 @@ class _PrefillPorts(NamedTuple):
             raise
 
     def close(self) -> None:
-        """Close the sockets. Idempotent."""
         self.bootstrap.close()
         self.control[0].close()
 
@@ -145,21 +137,14 @@ class _Roles:
     def __init__(
         self, own: Role, settings: Settings, parts: Parts, settings_of: SettingsOf | None
     ) -> None:
-        """Prepare to start roles. `own` is the role in which the worker starts, and `settings` are
-        that role's.
-        """
         self._own = own
         self._settings = settings
-        self._parts = parts
+        self.parts = parts
         self._settings_of = settings_of
-        # The registry port of this worker's last prefill. Routers know it, so the next prefill
-        # binds it again.
+        # Routers know the registry port of this worker's last prefill, so the next one binds it
+        # again.
         self._bootstrap_port: int | None = None
         self.metrics = RoleMetrics(model=settings.model_name, sglang=settings.sglang_metrics)
-
-    @property
-    def parts(self) -> Parts:
-        return self._parts
 
     async def start(self, role: Role) -> _RunningRole:
         """Start a role beside the one that runs. Raises: MisuseError."""
@@ -177,11 +162,10 @@ class _Roles:
         return await self.start_decode(settings)
 
     async def start_prefill(self, settings: Settings, ports: _PrefillPorts) -> _RunningRole:
-        """Start a prefill. Raises: MisuseError."""
         async with AsyncExitStack() as stack:
             stack.callback(ports.close)
             service = await stack.enter_async_context(
-                prefill_over(self._parts, settings, ports.control)
+                prefill_over(self.parts, settings, ports.control)
             )
             return await self.announced(service, RankTable(), ports, stack.pop_all())
 
@@ -192,9 +176,7 @@ class _Roles:
         ports: _PrefillPorts,
         stack: AsyncExitStack,
     ) -> _RunningRole:
-        """Serve the bootstrap registry of a running prefill, and return it as a role. `stack` ends
-        the prefill.
-        """
+        """Serve the bootstrap registry of a prefill, and return it as a role. `stack` ends it."""
         async with stack:
             table.put(service.rank)
             self._bootstrap_port = ports.bootstrap.getsockname()[1]
@@ -203,15 +185,12 @@ class _Roles:
             return _RunningRole(service, self._bootstrap_port, stack.pop_all())
 
     async def start_decode(self, settings: Settings) -> _RunningRole:
-        """Start a decode. Raises: MisuseError."""
         async with AsyncExitStack() as stack:
-            service = await stack.enter_async_context(decode_over(self._parts, settings))
+            service = await stack.enter_async_context(decode_over(self.parts, settings))
             return _RunningRole(service, None, stack.pop_all())
 
     def _settings_of_other(self, role: Role) -> Settings:
-        """Return the settings for `role`. Settings that both roles have keep their values,
-        including those of the model and the pool.
-        """
+        """Return the settings for `role`. Those that both roles have keep their values."""
         if self._settings_of is None:
             return self._settings
         other, shared = self._settings_of(role), set(FIELDS_OF_ROLE[self._own])
@@ -228,11 +207,7 @@ async def _serve(
     http: socket.socket,
     lost: asyncio.Future[KvflowError] | None = None,
 ) -> None:
-    """Serve the worker in either role until a signal stops it or `lost` completes. Then close the
-    role that runs.
-
-    Raises: the error in `lost`.
-    """
+    """Serve in either role until a signal or `lost`, whose error is raised. Then close the role."""
     model = roles.parts.model
     say_what_fits(running.service.limits)
     tokenizer = ThreadedTokenizer(model.tokenizer, model.context_length)

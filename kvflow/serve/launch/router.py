@@ -1,6 +1,4 @@
-"""The router role as a process. It loads no engine and no pool. With `--tokenizer-path` it also
-loads the code for the model's tokenizer.
-"""
+"""The router role as a process. It loads no engine, no pool, and a tokenizer only when asked to."""
 
 from __future__ import annotations
 
@@ -57,9 +55,6 @@ async def run_router(settings: Settings) -> None:
 
 
 def _routing_tokenizer(path: str) -> ThreadedTokenizer | None:
-    """Return the tokenizer at `path`, or None if there is none, since a model may have no
-    tokenizer. Raises: MisuseError.
-    """
     from kvflow.serve.engine.model.tokenizer import find_tokenizer
     from kvflow.serve.http.tokenizer import ThreadedTokenizer
 

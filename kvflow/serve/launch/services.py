@@ -1,6 +1,4 @@
-"""A role over a worker's parts, without its HTTP server: node, engine, and the memory that only
-these two need.
-"""
+"""A role over a worker's parts, without its HTTP server: node, engine and their memory."""
 
 from __future__ import annotations
 
@@ -30,14 +28,11 @@ if TYPE_CHECKING:
     from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 
 _PREFILL_STAGING_BYTES = 256 << 20  # enough for slices to some twenty decodes
-Control = tuple[ZmqSocket, int]
-"""Prefill's control socket and its port."""
+Control = tuple[ZmqSocket, int]  # prefill's control socket and its port
 
 
 def bind_control(settings: Settings) -> Control:
-    """Bind prefill's control socket. Raises: MisuseError if the port is in use, or the key file has
-    no key.
-    """
+    """Bind prefill's control socket. Raises: MisuseError for the port or the key file."""
     return bind_router(settings.host, settings.control_port, read_key(settings.control_key_file))
 
 
@@ -50,11 +45,7 @@ async def prefill_node(
     rank: int = 0,
     world_size: int = 1,
 ) -> PrefillNode:
-    """Create a prefill's node over its pool, with staging if that is needed. The node is not
-    started yet. `stack` closes it.
-
-    Raises: MisuseError.
-    """
+    """Create a prefill's node, with staging if needed. `stack` closes it. Raises: MisuseError."""
     staging = await stack.enter_async_context(staged(settings, parts, _PREFILL_STAGING_BYTES))
     pool = parts.pool
     node = PrefillNode(
@@ -70,8 +61,7 @@ async def prefill_node(
         verify_transfers=settings.verify_transfers,
         staging=staging,
         advertise=reachable(settings.host),
-        # The socket was bound earlier, so that a port in use was refused before the model was
-        # loaded.
+        # The socket was bound before the model was loaded, to refuse a port in use early.
         bind=lambda _host, _port: control,
     )
     stack.push_async_callback(node.close)
@@ -123,9 +113,7 @@ async def prefill_over(
 
 
 def check_decode(settings: Settings) -> None:
-    """Check, before a model is loaded, the host memory and the key that a decode needs. Raises:
-    MisuseError.
-    """
+    """Check host memory and key of a decode before a model is loaded. Raises: MisuseError."""
     check_host_memory(settings)
     read_key(settings.control_key_file)
 

@@ -49,11 +49,7 @@ class ShardedDecode(NamedTuple):
 
 @asynccontextmanager
 async def decode_over_shards(settings: Settings) -> AsyncGenerator[ShardedDecode, None]:
-    """Run a decode over `settings.tp` shards, without its HTTP server. Yield it when all shards are
-    ready.
-
-    Raises: MisuseError, LostError.
-    """
+    """Run a decode over shards, and yield it when all are ready. Raises: MisuseError, LostError."""
     async with AsyncExitStack() as stack:
         pairs = [socket.socketpair() for _ in range(1, settings.tp)]
         theirs = {shard: pair[1] for shard, pair in enumerate(pairs, 1)}
@@ -99,10 +95,7 @@ async def decode_over_shards(settings: Settings) -> AsyncGenerator[ShardedDecode
 
 
 async def run_shard(spec: DecodeRankSpec) -> None:
-    """Run one of the other shards, until a signal stops it or the first shard ends.
-
-    Raises: KvflowError.
-    """
+    """Run one of the other shards until a signal or the end of the first. Raises: KvflowError."""
     async with AsyncExitStack() as stack:
         link = ShardLink(socket.socket(fileno=spec.links[spec.rank]))
         stack.callback(link.close)
@@ -137,13 +130,12 @@ class _FirstShard:
         self.lost: asyncio.Future[KvflowError] = self._loop.create_future()
 
     def serves(self, service: ShardedDecodeService) -> None:
-        """Set the service, whose requests end with an error if a shard is lost."""
         self._service = service
         if self.lost.done():
             service.break_off(self.lost.result().cause())
 
     def stop(self) -> None:
-        """Do not take the end of another shard for a loss from now on."""
+        """Take the end of another shard for no loss from now on."""
         self._stopping = True
 
     def process_ended(self, shard: int, why: str) -> None:
@@ -151,15 +143,15 @@ class _FirstShard:
             self.leader.lost(shard, why)
 
     def cannot_go_on(self, error: ChildEndedError) -> None:
-        """End this process, because a shard's process ended. Once there is a service, `on_lost`
-        handles this. Before, loading the model may wait for that shard forever.
+        """End this process, because a shard's process ended before there is a service.
+
+        Loading the model may wait for that shard forever. Later, `on_lost` handles this.
         """
         if self._service is None and not self._stopping:
             shutil.rmtree(self._meeting, ignore_errors=True)
             end_at_once("decode", error)
 
     def on_lost(self, error: LostError) -> None:
-        """Break off all requests. May be called from any thread."""
         self._loop.call_soon_threadsafe(self._break_off, error)
 
     def _break_off(self, error: LostError) -> None:

@@ -74,14 +74,13 @@ class Fleet:
 
     @property
     def url(self) -> str:
-        """The URL for clients, which is the router's."""
         return self.router.url if self.router else ""
 
     async def start(self) -> None:
         """Start all roles. Return when they run and are healthy.
 
-        Raises: ChildEndedError, TimeoutError; MisuseError if a program is not installed, or a port
-        cannot be used.
+        Raises: ChildEndedError, TimeoutError; MisuseError for a missing program or an unusable
+        port.
         """
         settings = self._settings
         if not settings.control_key_file:
@@ -96,8 +95,7 @@ class Fleet:
             f for child in (*self.prefills, *self.decodes) for f in (f"--{child.role}", child.url)
         ]
         arguments = [*self._arguments("router"), "--port", str(settings.port), *urls]
-        # Cache events identify blocks by hashes of tokens, so a router needs the tokenizer to match
-        # prompts that are text.
+        # Cache events have hashes of tokens, so a router needs the tokenizer to match texts.
         if (
             settings.kv_events_config
             and settings.policy == "cache_aware"
@@ -113,8 +111,8 @@ class Fleet:
         return await first_end(self.children)
 
     async def stop(self, forced: asyncio.Event | None = None) -> None:
-        """Stop the router first, so that no new request arrives, then all workers, then the
-        Mooncake master. Once `forced` is set, kill all roles.
+        """Stop the router, then the workers, then the store. Once `forced` is set, kill all of
+        them.
         """
         timeout_s = self._settings.drain_timeout_s + KILL_AFTER_S
         killing = asyncio.create_task(self._kill_when(forced or asyncio.Event()))
@@ -183,8 +181,8 @@ class Fleet:
         )
 
     def _arguments(self, role: str) -> list[str]:
-        """Return the flags to pass to a role: those given to `kvflow up` that the role also has.
-        The role reads the environment and the config file itself.
+        """Return the flags of `kvflow up` that a role also has. It reads environment and file
+        itself.
         """
         arguments = ["--config", self._config] if self._config else []
         # The --tp of `kvflow up` is for prefills. Decodes receive --decode-tp as their --tp.
@@ -224,11 +222,7 @@ class Fleet:
 
 
 async def run_up(settings: Settings, given: Mapping[str, Any], config: str | None) -> int:
-    """Run `kvflow up`.
-
-    Return the exit status: 0 after a signal, 2 if a role ended with a usage error, 1 after any
-    other early end or a timeout.
-    """
+    """Run `kvflow up`. Return 0 after a signal, 2 after a usage error of a role, otherwise 1."""
     if not settings.model_path:
         settings = msgspec.structs.replace(settings, model_path=str(DEMO_MODEL_DIR))
         given = {**given, "served_model_name": settings.served_model_name or "kvflow-demo"}
