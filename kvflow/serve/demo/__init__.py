@@ -1,3 +1,1 @@
-"""The command `kvflow demo`: it runs all roles on this machine, compares their output with stock
-transformers, and aborts one transfer half-way.
-"""
+"""The command `kvflow demo`: all roles on this machine, compared with stock transformers."""

@@ -1,6 +1,4 @@
-"""The demo's client of a fleet: it streams completions, aborts one request during its transfer, and
-reads the roles' reports.
-"""
+"""The demo's client of a fleet: it streams, aborts one transfer, and reads the roles' reports."""
 
 from __future__ import annotations
 
@@ -65,11 +63,7 @@ class FleetClient:
     async def complete(
         self, prompt: str, new_tokens: int, show: Callable[[str], None] | None = None
     ) -> Streamed:
-        """Request a greedy completion of exactly `new_tokens` tokens. `show` is called with each
-        new piece of text.
-
-        Raises: DemoError.
-        """
+        """Request exactly `new_tokens` greedy tokens. `show` gets new text. Raises: DemoError."""
         done = Streamed(prompt=prompt)
         started = time.perf_counter()
         body = {"text": prompt, "stream": True, "sampling_params": _greedy(new_tokens)}
@@ -96,21 +90,16 @@ class FleetClient:
             await asyncio.sleep(POLL_S)
 
     async def move(self, input_ids: list[int]) -> None:
-        """Request a completion of a long prompt, only so that its transfer can be measured. Raises:
-        DemoError.
-        """
+        """Request a completion only to measure its transfer. Raises: DemoError."""
         await self._read({"input_ids": input_ids, "stream": True, "sampling_params": _greedy(1)})
 
     async def latest_room(self) -> dict[str, Any]:
-        """Return both sides' reports on the latest room."""
         (line, *_) = (await self.get(f"{self.prefill}/rooms"))["rooms"]
         sides: dict[str, Any] = await self.get(f"{self.router}/rooms/{line['room']}")
         return sides
 
     async def moved(self) -> tuple[int, float]:
-        """Return how many bytes landed in all rooms that prefill reports, and how many seconds the
-        writes took.
-        """
+        """Return the bytes that landed in all rooms, and the seconds that the writes took."""
         total, seconds = 0, 0.0
         for line in (await self.get(f"{self.prefill}/rooms"))["rooms"]:
             story = await self.get(f"{self.prefill}/rooms/{line['room']}")
@@ -133,8 +122,7 @@ class FleetClient:
             await asyncio.wait([request])
         async with asyncio.timeout(AT_REST_TIMEOUT_S):
             line = await self.get(f"{self.prefill}/rooms/{room}")
-            # Slices that were under way at the abort may still land, so the number of bytes is
-            # final only after the drain.
+            # Slices under way may still land, so the number of bytes is final after the drain.
             while not line["ended"] or line["phase"] == "draining":
                 await asyncio.sleep(POLL_S)
                 line = await self.get(f"{self.prefill}/rooms/{room}")
@@ -167,9 +155,7 @@ class FleetClient:
 
 
 def _writing_s(events: list[dict[str, Any]]) -> float:
-    """Return for how many seconds at least one chunk of a room was queued and had not
-    landed yet.
-    """
+    """Return for how long at least one chunk of a room was queued and had not landed."""
     open_chunks, since_s, total_s = 0, 0.0, 0.0
     for event in events:
         if event["what"] == "chunk_queued":
@@ -186,9 +172,7 @@ def _greedy(new_tokens: int) -> dict[str, Any]:
 
 
 async def events(answer: aiohttp.ClientResponse) -> AsyncGenerator[Any, None]:
-    """Yield the JSON events of a stream. Raises: DemoError for an error status or an error
-    event.
-    """
+    """Yield the JSON events of a stream. Raises: DemoError for an error status or event."""
     if answer.status != 200:
         raise DemoError(
             f"the router answered {answer.status}: "

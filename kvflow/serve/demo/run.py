@@ -1,5 +1,4 @@
-"""The steps of the demo: reference, completions, comparison, abort, and a check that all pages are
-free.
+"""The steps of the demo: reference, completions, comparison, abort, and the check for free pages.
 
 The exit status is 0 only if all checks pass.
 """
@@ -83,8 +82,7 @@ def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_toke
     reason = plane_unavailable_reason(backend or "mooncake")
     if backend and reason:
         raise MisuseError(reason)
-    # The demo's roles inherit the environment. Settings that the user made there for other roles
-    # must not reach them.
+    # The demo's roles inherit the environment, where settings may be meant for other roles.
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
         del os.environ[name]
     plan = Plan(
@@ -112,7 +110,6 @@ def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_toke
 
 
 def _prompts(count: int) -> list[str]:
-    """Return distinct prompts: first the curated ones, then pairs of them joined."""
     known = list(DEMO_PROMPTS)
     joined = [f"{a} {b}" for a in known for b in known if a != b]
     return (known + joined)[:count]
@@ -124,8 +121,7 @@ async def _all(plan: Plan, backends: list[str], output: DemoOutput) -> list[Outc
     try:
         return [await _one(plan, backend, expected, output) for backend in backends]
     except ChildEndedError as error:
-        # Status 2 reports a wrong setting, such as a model that does not exist, which the user can
-        # correct.
+        # Status 2 is a wrong setting, such as a missing model, which the user can correct.
         if error.status == 2:
             raise MisuseError(str(error)) from None
         raise
@@ -135,10 +131,6 @@ async def _all(plan: Plan, backends: list[str], output: DemoOutput) -> list[Outc
 
 
 async def _stock(plan: Plan) -> list[list[int]]:
-    """Return the tokens that stock transformers generates. It runs in a separate process.
-
-    Raises: DemoError.
-    """
     request = {
         "model": plan.model,
         "dtype": DTYPE,
@@ -173,14 +165,10 @@ async def _stock(plan: Plan) -> list[list[int]]:
 async def _one(
     plan: Plan, backend: str, expected: asyncio.Task[list[list[int]]], output: DemoOutput
 ) -> Outcome:
-    """Run the demo over one data plane: one fleet at full speed, then another whose transfers are
-    slow enough to be aborted.
-    """
     output.line(
         f"\n[bold]{backend}[/]: starting router, prefill and decode with {plan.shown_model}"
     )
-    async with _session() as session, _started(plan, backend, 0, output) as fleet:
-        client = _client(session, fleet)
+    async with _started(plan, backend, 0, output) as client:
         done, together = await _completions(client, plan, output)
         info = await client.get(f"{client.prefill}/server_info")
         long_prompt = _long_prompt(done, info["max_model_len"] // 2)
@@ -223,11 +211,7 @@ async def _one(
 async def _completions(
     client: FleetClient, plan: Plan, output: DemoOutput
 ) -> tuple[list[Streamed], str]:
-    """Complete all prompts: first a few, one by one, with their text shown, and then the others
-    concurrently.
-
-    Return the completions, and as text the rate of those that ran concurrently.
-    """
+    """Complete a few prompts one by one and the others concurrently. Return the rate as text."""
     shown = []
     for prompt in plan.prompts[:SHOWN]:
         with output.streaming(prompt) as show:
@@ -251,10 +235,7 @@ async def _completions(
 
 
 def _long_prompt(done: list[Streamed], most: int) -> list[int]:
-    """Build a long prompt by repeating the generated token ids, up to `most` tokens.
-
-    Its transfer takes long enough to measure.
-    """
+    """Repeat the generated token ids, so that the transfer takes long enough to measure."""
     ids = [token for streamed in done for token in streamed.output_ids]
     count = min(LONG_PROMPT_TOKENS, most)
     return (ids * (count // len(ids) + 1))[:count]
@@ -263,16 +244,12 @@ def _long_prompt(done: list[Streamed], most: int) -> list[int]:
 async def _aborted(
     plan: Plan, backend: str, prompt: list[int], total_bytes: int, output: DemoOutput
 ) -> tuple[Aborted, bool]:
-    """Send a long prompt to a rate-limited fleet, and disconnect while its pages are in transfer.
-
-    Return the aborted room, and True if every page is free afterwards.
-    """
+    """Return the aborted room, and True if every page is free afterwards."""
     rate = max(1, int(total_bytes / ABORT_TRANSFER_S))
     output.line(
         f"aborting a {len(prompt)}-token prompt in mid-transfer (rate limit {rate:,} bytes/s) ..."
     )
-    async with _session() as session, _started(plan, backend, rate, output) as fleet:
-        client = _client(session, fleet)
+    async with _started(plan, backend, rate, output) as client:
         aborted = await client.abort_in_mid_transfer(prompt)
         at_rest = await client.pages_at_rest()
     output.room(f"the aborted room {aborted.room}, from both sides:", aborted.sides)
@@ -284,23 +261,22 @@ async def _aborted(
     return aborted, at_rest
 
 
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 22)
-
-
 @asynccontextmanager
 async def _started(
     plan: Plan, backend: str, rate: int, output: DemoOutput
-) -> AsyncGenerator[Fleet]:
+) -> AsyncGenerator[FleetClient]:
+    timeout = aiohttp.ClientTimeout(total=None)
     async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 22)
+        )
         async with _ticking(output, "starting"):
             fleet = await stack.enter_async_context(_fleet(plan, backend, rate))
-        yield fleet
+        yield FleetClient(session, fleet.url, fleet.prefills[0].url, fleet.decodes[0].url)
 
 
 @asynccontextmanager
 async def _ticking(output: DemoOutput, what: str) -> AsyncGenerator[None]:
-    """Print the elapsed time every `TICK_S` until the block ends."""
     started = time.perf_counter()
 
     async def tick() -> None:
@@ -332,7 +308,3 @@ def _fleet(plan: Plan, backend: str, rate: int) -> Fleet:
     }
     settings: Settings = resolve("up", given, env={})
     return Fleet(settings, given, quiet=True)
-
-
-def _client(session: aiohttp.ClientSession, fleet: Fleet) -> FleetClient:
-    return FleetClient(session, fleet.url, fleet.prefills[0].url, fleet.decodes[0].url)

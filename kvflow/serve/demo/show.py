@@ -19,10 +19,7 @@ PROMPT_WIDTH = 32
 
 
 class DemoOutput(Protocol):
-    """A destination for the demo's progress and results.
-
-    Every call is flushed, so that a pipe receives it at once.
-    """
+    """A destination for progress and results. Every call is flushed, for pipes."""
 
     def line(self, text: str) -> None: ...
 

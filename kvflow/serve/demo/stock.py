@@ -13,8 +13,6 @@ import msgspec
 
 
 class ReferenceRequest(msgspec.Struct):
-    """Prompts to complete with stock transformers."""
-
     model: str
     dtype: str
     prompts: list[str]
@@ -29,17 +27,14 @@ def load_stock(path: str, **how: Any) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(path, **how).eval()
-    # The demo's requests to kvflow set `ignore_eos`, so here too only the length may end a
-    # completion.
+    # The demo's requests set `ignore_eos`, so only the length may end a completion here too.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
 
 
 def complete(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """Return the new tokens of `prompts`, which must have the same length, generated greedily in
-    one batch.
-    """
+    """Complete `prompts`, which must have the same length, greedily in one batch."""
     import torch
 
     ids = torch.tensor(prompts)

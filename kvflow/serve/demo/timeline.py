@@ -1,5 +1,6 @@
-"""A text drawing of one room: the events of both sides in order of time, decode on the left and
-prefill on the right, with arrows for messages and bytes.
+"""A text drawing of one room: decode on the left, prefill on the right.
+
+Arrows stand for messages and bytes.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from typing import Any
 
 WIDTH = 79
 _TIME, _SIDE, _LANE = 8, 25, 19  # columns
-# Labels for messages from the other side, by the side that receives the message and the event that
-# it records.
+# Messages from the other side, by the side that receives one and the event that it records.
 _ARRIVED = {
     ("prefill", "announced"): "announce",
     ("prefill", "matched"): "pages lent",
@@ -24,11 +24,8 @@ _ARRIVED = {
 
 
 def draw(sides: dict[str, Any]) -> list[str]:
-    """Return the drawing as lines of at most `WIDTH` columns. `sides` is a router's answer to
-    /rooms/ID.
-    """
-    # Each side reports its times relative to when it opened its half of the room, and the time of
-    # day when it did.
+    """Return lines of at most `WIDTH` columns. `sides` is a router's answer to /rooms/ID."""
+    # A side reports times since it opened its half, at `opened_unix_s`.
     begin_s = min((side["opened_unix_s"] for side in sides.values() if side["events"]), default=0.0)
     events = [
         (side["opened_unix_s"] - begin_s + event["at_s"], role, event)
@@ -55,11 +52,7 @@ def _event(time: str, role: str, event: dict[str, Any]) -> Iterator[str]:
 
 
 def _arrow(role: str, what: str, text: str) -> str:
-    """Return the arrow beside an event. Empty if neither a message nor bytes moved.
-
-    A message is an arrow to the side that received it. Bytes are a double line, from prefill to
-    decode.
-    """
+    """Return an arrow to the side that received a message, a double line for bytes, or ""."""
     width = _LANE - 2
     if role == "prefill" and what == "chunk_queued":
         return "◁" + " chunk queued ".center(width - 1, "╌")

@@ -1,13 +1,10 @@
-"""The small model that `kvflow demo` serves: a Hugging Face model directory, with its training
-script and its provenance.
-"""
+"""The small model of `kvflow demo`: a Hugging Face directory with its script and provenance."""
 
 from pathlib import Path
 
 DEMO_MODEL_DIR = Path(__file__).parent
 
-# Openings of texts. The model's greedy continuations of them are readable and differ from each
-# other (tests/demo_model).
+# Openings of texts. The model's greedy continuations are readable and differ.
 DEMO_PROMPTS = (
     "The assert statement",
     "A class definition",

@@ -53,8 +53,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         bos_token=BOS,
         eos_token=EOS,
         model_max_length=CONTEXT_TOKENS,
-        # A decoded token must be exactly the bytes that it stands for, because streamed pieces are
-        # joined and compared.
+        # A decoded token must be exactly its bytes: streamed pieces are joined and compared.
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHAT_TEMPLATE
@@ -62,9 +61,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Create the untrained network. Three query heads share each key head, so that grouped heads
-    are always exercised.
-    """
+    """Create the untrained network. Three query heads share each key head, to exercise grouping."""
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=192,
@@ -82,9 +79,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
-    """Return all texts as one row of token ids, each text between a start token and an end
-    token.
-    """
+    """Return all texts as one row of token ids, each between a start and an end token."""
     backend = tokenizer.backend_tokenizer
     start, end = backend.token_to_id(BOS), backend.token_to_id(EOS)
     rows = [[start, *backend.encode(text).ids, end] for text in texts]
@@ -92,9 +87,7 @@ def encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor
 
 
 def optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices in the layers and AdamW for all other parameters, tuned to
-    updates of the same size.
-    """
+    """Return Muon for the matrices of the layers and AdamW for the rest, with equal updates."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     inside = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in inside]
@@ -137,9 +130,7 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, steps: int, rate: float) -
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the model directory. The weights are stored as bfloat16, to halve the size, but
-    declared as float32, so that a plain load widens them.
-    """
+    """Write weights of half the size, as bfloat16 declared as float32: a plain load widens them."""
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -149,8 +140,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     model.bfloat16().save_pretrained(out)
     model.config.dtype = torch.float32
     model.config.save_pretrained(out)
-    # safetensors makes the file readable for its owner only. All users of a machine must be able to
-    # read an installed package.
+    # safetensors makes the file readable for its owner only.
     (out / "model.safetensors").chmod(0o644)
 
 
