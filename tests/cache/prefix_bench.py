@@ -1,6 +1,4 @@
-"""A prefix cache over a small pool, whose requests write into their pages which tokens they are
-for.
-"""
+"""A prefix cache over a small pool, whose requests write into pages which tokens they are for."""
 
 from __future__ import annotations
 
@@ -64,14 +62,12 @@ class Bench:
             self.pool.array(name)[where] = page
 
     def check(self, prefix: Prefix, *pages: int) -> None:
-        """What a prompt was given holds what its tokens say."""
         assert prefix.pages.size == len(pages)
         for where, page in zip(prefix.pages, pages, strict=True):
             assert all((self.pool.array(name)[where] == page).all() for name in ("k", "v"))
 
     def run(self, *pages: int, namespace: Namespace = ANY) -> Prefix:
-        """One request that computes its prompt, and ends; what it had found is returned, and let go
-        of. Where there are too few pages for it, nothing happens."""
+        """One request that computes its prompt, and ends. Without enough pages it does nothing."""
         tokens = self.tokens(*pages)
         prefix = self.cache.match(tokens, namespace=namespace)
         self.check(prefix, *pages[: prefix.pages.size])
@@ -89,14 +85,13 @@ class Bench:
         return prefix
 
     def evict_all(self) -> None:
-        """From the device, and poison what was there."""
+        """Evict all pages from the device, and poison them."""
         self.cache.evict(PAGES)
         assert self.pool.pages.free_pages == PAGES
         for name in ("k", "v"):
             self.pool.array(name)[:] = -1
 
     async def settled(self) -> None:
-        """No copy runs, and nothing is stored or read."""
         await until(lambda: not self.cache.busy)
 
     async def only_on_host(self, *pages: int) -> None:
@@ -115,7 +110,6 @@ class Bench:
         return count
 
     async def loaded(self, *pages: int, namespace: Namespace = ANY, **how: Any) -> int:
-        """How many it finds after it has loaded what is to be had."""
         (await self.cache.load(self.tokens(*pages), namespace=namespace, **how)).release()
         return self.found(*pages, namespace=namespace)
 
@@ -149,7 +143,6 @@ async def bench(
     *,
     events: bool = False,
 ) -> AsyncIterator[Bench]:
-    """With a `store`, it is closed in the end."""
     made = Bench(host_pages, write_policy, store, events=events)
     try:
         yield made

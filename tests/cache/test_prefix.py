@@ -1,6 +1,4 @@
-"""The cache of one pool and its host tier: owners, bytes, and copies that are cut off at any
-moment.
-"""
+"""The cache of one pool and its host tier: owners, bytes, and copies that are cut off."""
 
 from __future__ import annotations
 
@@ -370,9 +368,7 @@ async def test_a_cache_that_closes_ends_its_copies(how: str) -> None:
 async def test_what_host_pages_follow_can_be_evicted_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first pages of a prompt failed to be copied; the others, which a later prompt brought,
-    were copied.
-    """
+    """The first pages failed to be copied; those that a later prompt added were copied."""
     async with bench(host_pages=6) as b:
         assert b.host is not None
         honest, fail = b.host.copy, asyncio.Event()

@@ -1,6 +1,4 @@
-"""The publisher over real sockets: what subscribers of vLLM and SGLang get, live, again, and after
-a gap.
-"""
+"""The publisher over real sockets: what subscribers of vLLM and SGLang get."""
 
 from __future__ import annotations
 
@@ -73,11 +71,9 @@ class Cache:
         await asyncio.sleep(0)
 
     def sub(self, **options: Any) -> zmq.asyncio.Socket:
-        """A subscriber to the live stream."""
         return self._connect(zmq.SUB, self.publisher.address, **options)
 
     def dealer(self, **options: Any) -> zmq.asyncio.Socket:
-        """A subscriber that asks for replays."""
         return self._connect(zmq.DEALER, self.publisher.replay_address, **options)
 
     def _connect(self, kind: int, address: str | None, **options: Any) -> zmq.asyncio.Socket:
@@ -119,7 +115,6 @@ async def receive(socket: zmq.asyncio.Socket) -> Frames:
 
 
 async def receive_event(socket: zmq.asyncio.Socket) -> Frames:
-    """The next message that is no heartbeat."""
     while not events_of(frames := await receive(socket)):
         pass
     return frames
@@ -165,9 +160,6 @@ def names(*ids: int) -> list[int]:
 
 @pytest.mark.parametrize("name", DECODERS)
 async def test_a_subscriber_follows(name: str, start: Start) -> None:
-    """Inserts, a split under a copy, evictions: typed decoders end with the content of the index,
-    per medium.
-    """
     decoder, positional = DECODERS[name]
     cache = await start(positional=positional, topic="kv", rank=2)
     sub = cache.sub()
@@ -250,8 +242,6 @@ async def test_a_request_that_is_too_large_is_not_taken_in(start: Start) -> None
 
 
 async def test_what_is_not_kept_begins_with_a_snapshot(start: Start) -> None:
-    """A subscriber that has missed more than is kept, and one that comes late: a clear, all there
-    is, and the number from which the live stream goes on."""
     cache = await start(limits=StreamLimits(kept_batches=2), heartbeat_s=60.0)
     await cache.turn()
     for token in range(1, 6):
@@ -293,9 +283,6 @@ async def test_a_snapshot_on_demand(start: Start) -> None:
 async def test_a_subscriber_that_does_not_read(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stops nothing, sees by a number what it has lost, and ends right by the replay, as vLLM's
-    example does.
-    """
     monkeypatch.setattr(module, "QUEUE_BATCHES", 10)
     cache = await start(page_size=512, limits=StreamLimits(kept_batches=100))
     sub = cache.sub(RCVHWM=1, RCVBUF=4096)
@@ -321,9 +308,7 @@ async def test_a_subscriber_that_does_not_read(
 
 
 async def catch_up(knower: Knower, dealer: zmq.asyncio.Socket, until: int) -> None:
-    """As vLLM's example: apply what is newer than what it knows, and stop before the message in
-    hand.
-    """
+    """Apply what is newer, and stop before the message in hand, as vLLM's example does."""
     done = False
     for number, payload in await ask(dealer, u64(knower.last + 1)):
         if number > knower.last and not done:
@@ -437,7 +422,6 @@ async def test_a_replay_waits_for_a_client_for_a_while(
 
 
 async def heard(cache: Cache, sub: zmq.asyncio.Socket) -> None:
-    """The subscription has arrived."""
     token = 1_000
     while not await sub.poll(20):
         token += 1
@@ -533,9 +517,6 @@ async def test_a_port_that_is_taken(start: Start) -> None:
 async def test_who_has_the_key_is_sent_events_and_nobody_else(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither live nor again: a stranger's requests do not arrive, and its subscription gets no
-    batch.
-    """
     keys = []
     for name in ("ours", "other"):
         write_key(str(tmp_path / name))

@@ -1,6 +1,4 @@
-"""Cached pages in storage: what comes back is what was stored, whatever the store does, and nothing
-is lost with it.
-"""
+"""Cached pages in storage: what comes back is what was stored, whatever the store does."""
 
 from __future__ import annotations
 
@@ -308,9 +306,6 @@ async def test_who_does_not_wait_takes_what_has_come(tmp_path: Path) -> None:
 async def test_no_more_is_asked_for_than_could_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a long prompt: what the device and the host could hold, what is there, and what the host
-    has room for.
-    """
     await lived(tmp_path, *range(1, 9))
     async with stored(tmp_path, host_pages=6) as b:
         store, asked = b.storage, list[int]()

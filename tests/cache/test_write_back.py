@@ -1,6 +1,4 @@
-"""write_back: pages leave the pool when they are needed, after a copy of them has landed on the
-host.
-"""
+"""write_back: pages leave the pool when they are needed, after their copy landed on the host."""
 
 from __future__ import annotations
 

@@ -34,12 +34,10 @@ class FaultyDisk(Disk):
     def __init__(self) -> None:
         self.fails: dict[str, int] = {}
         self.waits: dict[str, threading.Event] = {}
-        self.begun = threading.Semaphore(0)
-        """Released by each call that waits."""
+        self.begun = threading.Semaphore(0)  # released by each call that waits
         self.counted: dict[str, int] = {}
 
     def hold(self, *calls: str) -> threading.Event:
-        """These calls wait until the event."""
         go = threading.Event()
         self.waits.update(dict.fromkeys(calls, go))
         return go
@@ -53,7 +51,6 @@ class FaultyDisk(Disk):
             go.set()
 
     async def waited(self) -> None:
-        """Return when one more call waits."""
         assert await asyncio.to_thread(self.begun.acquire, timeout=20)
 
     def _step(self, what: str) -> None:
@@ -136,7 +133,6 @@ async def ended(call: Call) -> list[bool]:
 
 
 async def wrote(pages: GuardedStorage, *numbers: int) -> list[bool]:
-    """Which pages are stored, once nothing holds their buffers any more."""
     return await ended(pages.put(keys(*numbers), values(*numbers)))
 
 

@@ -1,6 +1,4 @@
-"""A disk that is really full: nothing wrong is read, and writing goes on by itself when there is
-room again.
-"""
+"""A disk that is really full: nothing wrong is read, and writing goes on once there is room."""
 
 from __future__ import annotations
 

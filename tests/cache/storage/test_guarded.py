@@ -1,6 +1,4 @@
-"""Calls end in time whatever the store does, and hold what they were given until it has really
-ended.
-"""
+"""Calls end in time whatever the store does, and hold their buffers until they really end."""
 
 from __future__ import annotations
 
@@ -80,8 +78,7 @@ async def test_pages_that_are_damaged_are_counted_as_such(tmp_path: Path) -> Non
 async def test_a_read_that_hangs_is_given_up_and_holds_its_buffers_until_it_returns(
     tmp_path: Path, disk: FaultyDisk
 ) -> None:
-    limits: dict[str, Any] = {"stall_s": 0.1}
-    async with store(tmp_path, disk=disk, **limits) as pages:
+    async with store(tmp_path, disk=disk, stall_s=0.1) as pages:
         assert await wrote(pages, 1) == [True]
         disk.hold("read")
         memory = bytearray(VALUE_BYTES)
@@ -131,8 +128,7 @@ async def test_a_probe_that_answers_too_late_proves_nothing() -> None:
 async def test_a_store_is_left_alone_while_its_threads_hang_even_if_a_probe_works(
     tmp_path: Path, disk: FaultyDisk
 ) -> None:
-    limits: dict[str, Any] = ONE_THREAD | {"stall_s": 0.1}
-    async with store(tmp_path, disk=disk, **limits) as pages:
+    async with store(tmp_path, disk=disk, stall_s=0.1, **ONE_THREAD) as pages:
         go = disk.hold("rename")  # a probe renames nothing
         first, second = (pages.put(keys(n), values(n)) for n in (1, 2))
         assert await ended(second) == [False]  # it waited for the first, and never began
@@ -195,8 +191,7 @@ async def test_a_disk_that_cannot_be_read_is_written_on(tmp_path: Path, disk: Fa
 async def test_a_slow_disk_is_left_alone_and_what_it_has_read_is_used(
     tmp_path: Path, disk: FaultyDisk
 ) -> None:
-    limits: dict[str, Any] = {"slow_s": 0.05, "failures": 2}
-    async with store(tmp_path, disk=disk, **limits) as pages:
+    async with store(tmp_path, disk=disk, slow_s=0.05, failures=2) as pages:
         await wrote(pages, 1)
         for left in (1, 0):
             go = disk.hold("read")
@@ -425,10 +420,9 @@ def test_limits_are_checked(field: str, wrong: float, text: str) -> None:
 
 async def test_a_closed_store_is_asked_no_more(tmp_path: Path, disk: FaultyDisk) -> None:
     """A call that hangs is found to do so after the store was closed."""
-    limits: dict[str, Any] = {"stall_s": 0.2, "close_s": 0.01}
     async with store(tmp_path, disk=disk) as pages:
         assert await wrote(pages, 1) == [True]
-    async with store(tmp_path, disk=disk, **limits) as pages:
+    async with store(tmp_path, disk=disk, stall_s=0.2, close_s=0.01) as pages:
         go = disk.hold("read")
         call = pages.get(keys(1), empty(1))
         await disk.waited()

@@ -45,9 +45,7 @@ def test_the_number_of_pages_and_the_order_of_the_device_pool_make_no_difference
 
 
 def test_it_stays_what_it_is_from_release_to_release() -> None:
-    """With another one, what a store holds is lost at an upgrade: this is meant to be changed with
-    `_VERSION` alone.
-    """
+    """Another identity loses what stores hold: change it with `_VERSION` alone."""
     assert (
         identity_of(layout(K, V)).hex()
         == "9fea2457c658123265262f9a1fb5f52795044c413c13ffe205aee213390f2a52"

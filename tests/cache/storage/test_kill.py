@@ -1,6 +1,4 @@
-"""A process that is killed while it writes, evicts and reads: what it leaves is whole, and found
-again.
-"""
+"""A process that is killed while it writes, evicts and reads leaves whole pages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A real Mooncake Store: what the death and the silence of its master cost, and that nothing wrong
-is ever read.
-"""
+"""A real Mooncake Store: what the death and the silence of its master cost."""
 
 from __future__ import annotations
 

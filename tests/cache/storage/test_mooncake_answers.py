@@ -1,6 +1,4 @@
-"""What becomes of each answer that a Mooncake Store can give, many of which a real one gives only
-in trouble.
-"""
+"""Answers of a Mooncake Store, many of which a real one gives only in trouble."""
 
 from __future__ import annotations
 
@@ -27,23 +25,17 @@ NOBODY = "127.0.0.1:1"
 
 
 class Client:
-    """A store in this process, which answers as mooncake's client does, or with the status that a
-    test has chosen.
-    """
+    """Answers as mooncake's client does, or with the status that a test has chosen."""
 
     def __init__(self) -> None:
         self.records: dict[str, bytes] = {}
         self.registered: list[tuple[int, int]] = []
         self.put: list[str] = []
         self.removed: list[tuple[str, bool]] = []
+        # By the key in hexadecimal digits: answers of puts and gets, which then do nothing.
         self.status: dict[str, int] = {}
-        """What a put or a get of a page answers, by the key in hexadecimal digits; then it does
-        nothing.
-        """
-        self.status_of_all = 0
-        """What every other put answers."""
-        self.late: dict[str, int] = {}
-        """How many looks do not find a page yet, by the key in hexadecimal digits."""
+        self.status_of_all = 0  # the answer of every other put
+        self.late: dict[str, int] = {}  # by key: looks that do not find the page yet
         self.looks = self.refuses = 0
 
     def register_buffer(self, address: int, size: int) -> int:
@@ -87,7 +79,6 @@ class Client:
         return int(name in self.records)
 
     def _check(self, address: int, size: int) -> None:
-        """Every transfer is within memory that was registered."""
         assert any(
             start <= address and address + size <= start + bytes_
             for start, bytes_ in self.registered
@@ -155,10 +146,7 @@ def test_a_put_that_did_not_work_is_told_apart_from_a_full_store(
 def test_a_page_that_another_client_puts_is_stored_when_that_one_has_written_it(
     client: Client,
 ) -> None:
-    """A put answers success before that.
-
-    A few looks later it is there, or it is not counted as stored.
-    """
+    """A put reports success before that."""
     store = over(client)
     client.late[key(1).hex()] = mooncake.MORE_LOOKS
     assert store.put(keys(1, 2), values(1, 2)) == [DONE, DONE]
@@ -280,9 +268,7 @@ def backend_at(master: str) -> MooncakeBackend:
 def test_a_child_asks_for_all_that_the_client_needs_and_how_it_ended_is_said(
     master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that waits for its master holds the GIL: nothing of the kind happens in this
-    process.
-    """
+    """A client that waits for its master holds the GIL, so a child process asks first."""
     wanted = [master, "10.0.0.7", "http://there/metadata", "6"]
     monkeypatch.setattr(mooncake, "_ASK", ASK.format(wanted=wanted))
     text = "metadata server http://there/metadata: a child that tried to ended with status 3$"
