@@ -124,10 +124,7 @@ def test_the_demo_holds_what_it_promises(backend: str) -> None:
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)
     assert list(outcome) == KEYS
-    assert outcome["requests"] == outcome["identical"] == sized(4, 16)
-    assert outcome["aborted"] >= 1
-    assert 0 < outcome["bytes_at_abort"] < outcome["bytes_total"]
-    assert outcome["pages_home"] is True
+    assert Outcome(**outcome).good and outcome["requests"] == sized(4, 16)
     assert outcome["bytes_moved"] > 0
 
 
@@ -135,25 +132,14 @@ def test_the_demo_holds_what_it_promises(backend: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("printed")
 def test_what_a_pipe_sees_of_it() -> None:
-    """Something at least every few seconds, figures, and one room drawn in 80 columns; other
-    settings do not matter.
-    """
     environment = {
         **os.environ,
         "COLUMNS": "80",
         "KVFLOW_API_KEY": "secret",
         "KVFLOW_PAGE_SIZE": "3",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "kvflow",
-        "demo",
-        "--transfer-backend",
-        "local",
-        "--requests",
-        "4",
-    ]
+    command = [sys.executable, "-m", "kvflow", "demo", "--transfer-backend", "local"]
+    command += ["--requests", "4"]
     lines, at_s = [], [time.monotonic()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None

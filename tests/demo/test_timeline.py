@@ -1,6 +1,4 @@
-"""A room drawn from both sides: in the order of time, whichever side's clock began first, and in 80
-columns.
-"""
+"""A room drawn from both sides: in the order of time, and in 80 columns."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The committed weights do what the demo asks of them: readable, different answers, in either
-precision.
-"""
+"""The committed weights: readable, different answers, in either precision."""
 
 from __future__ import annotations
 

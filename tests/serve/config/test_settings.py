@@ -285,9 +285,9 @@ def test_the_example_file_is_valid(role: Role) -> None:
 def test_a_worker_that_becomes_the_other_role_reads_that_roles_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the file and the environment; of its own flags, those that both roles have."""
-    path = tmp_path / "kvflow.toml"
-    path.write_text("[prefill]\nchunked-prefill-size = 64\n[decode]\nnew-token-ratio = 0.5\n")
+    path = write(
+        tmp_path, "[prefill]\nchunked-prefill-size = 64\n[decode]\nnew-token-ratio = 0.5\n"
+    )
     monkeypatch.setenv("KVFLOW_MAX_BATCH_TOKENS", "128")
     monkeypatch.setenv("KVFLOW_DISAGGREGATION_MODE", "decode")
     flags = {
@@ -297,7 +297,7 @@ def test_a_worker_that_becomes_the_other_role_reads_that_roles_settings(
         "disaggregation_mode": "decode",
         "join": None,
     }
-    found = resolve_other("prefill", flags, str(path))
+    found = resolve_other("prefill", flags, path)
     assert (found.chunked_prefill_size, found.max_batch_tokens, found.num_pages) == (64, 128, 7)
     assert (found.disaggregation_mode, found.host_memory_bytes, found.new_token_ratio) == (
         "",

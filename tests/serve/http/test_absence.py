@@ -1,25 +1,20 @@
-"""Services over real nodes, with an engine of the test: who waits for whom, for how long, and what
-each leg is told.
-"""
+"""Services over real nodes, with an engine of the test: waits, and what each leg learns."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 import pytest
 
 import kvflow
-from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.handlers.rooms import PrefillRoom
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, LostError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.wire.ranks import RankInfo
-from kvflow.serve.engine.scheduler.limits import EngineLimits
-from kvflow.serve.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
+from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.serve.http.completion_service import GenerationRequest, ModelCard
 from kvflow.serve.http.engine_services import DecodeService
 from kvflow.serve.http.metrics import RoleMetrics
@@ -28,49 +23,12 @@ from kvflow.testing.pair import Pair, pair, small_layout, until
 from kvflow.transports.control.registry import RankTable, RegistryClient
 from tests.fakes.servers import Server
 from tests.fakes.service import Role, body
+from tests.serve.http.engine import Engine
 
 CARD = ModelCard(path="m", name="m", context_length=128, vocab_size=100)
 PROMPT = list(range(10))
 # The rendezvous that is served.
 PATIENT = Timing(heartbeat_s=0.02, lost_after_s=60, repeat_after_s=0.02)
-
-
-class Engine:
-    """Admits requests once `free` is set, and generates the one token that prefill hands over."""
-
-    healthy, failed_steps = True, 0
-
-    def __init__(self) -> None:
-        self.limits = EngineLimits(128, 100, 4, 64)
-        self.free = asyncio.Event()
-        self.refusal: KvflowError | None = None
-        self.promised = 0
-
-    def load(self) -> EngineLoad:
-        return EngineLoad(0, 0)
-
-    async def admit(self, *_: object) -> Any:
-        if self.refusal is not None:
-            raise self.refusal
-        await self.free.wait()
-        self.promised += 1
-        return SimpleNamespace(release=self._release)
-
-    def _release(self) -> None:
-        self.promised -= 1
-
-    async def prefetch(self, *_: object) -> None:
-        return None
-
-    async def cached(self, *_: object) -> None:
-        return None
-
-    async def generate(self, room: DecodeRoom, *taken: Any) -> AsyncGenerator[TokenOut, None]:
-        try:
-            yield TokenOut(int(await room.landed()), finish_reason="length")
-        finally:
-            room.close()
-            taken[-2].release()
 
 
 @pytest.fixture

@@ -1,6 +1,4 @@
-"""What the OpenAI routes answer to the official client: usage, ids, stops, bytes, errors in the
-words of OpenAI.
-"""
+"""Answers of the OpenAI routes to the official client: usage, ids, stops, bytes, errors."""
 
 from __future__ import annotations
 
@@ -47,9 +45,6 @@ async def test_usage_in_a_chats_first_event_too(client: openai.AsyncOpenAI) -> N
 
 
 async def test_usage_in_every_event(client: openai.AsyncOpenAI) -> None:
-    """As vLLM and SGLang have it: that of the event's choice so far; at the end that of all
-    choices.
-    """
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     stream = await client.completions.create(
         model="fake", prompt="w1 w2", max_tokens=3, n=2, stream=True, stream_options=options
@@ -186,7 +181,6 @@ def test_parts_of_a_character_keep_their_bytes(of_bytes: Tokenizer) -> None:
 
 
 def test_parts_of_a_character_are_keys_of_their_own(of_bytes: Tokenizer) -> None:
-    """As OpenAI has them in completions; offsets count characters of the text."""
     body = parse(b'{"prompt":"a","logprobs":2,"stream":true}', CompletionRequest)
     call = TextCompletionCall(body, "m", ThreadedTokenizer(of_bytes).token_bytes)
     first, second, third = of_bytes.encode("語").ids

@@ -24,7 +24,6 @@ def requests_for(*prompts: Any) -> list[GenerationRequest]:
 
 @pytest.fixture
 def hashing_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """The thread of every digest."""
     found: list[threading.Thread] = []
     digest = prompt_digest
 

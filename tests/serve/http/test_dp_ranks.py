@@ -1,26 +1,19 @@
-"""Which group of a data-parallel prefill serves a request: decode's routes over nodes and a
-registry as they ship.
-
-The two groups are embedded, as an engine of its own would have them; `kvflow prefill` is one group.
-"""
+"""Groups of a data-parallel prefill behind decode's routes, over real nodes and a registry."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
-from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.handlers.rooms import PrefillRoom
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.arguments import TokenIds
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.serve.engine.scheduler.limits import EngineLimits
-from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.serve.http.completion_service import ModelCard
 from kvflow.serve.http.engine_services import DecodeService
 from kvflow.testing.pair import small_layout
@@ -28,31 +21,10 @@ from kvflow.transports.control.rank_server import serve_ranks
 from kvflow.transports.control.registry import RankTable, RegistryClient
 from tests.fakes.servers import Answer
 from tests.fakes.service import PROMPTS, Role, body
+from tests.serve.http.engine import Engine
 
 CARD = ModelCard(path="m", name="m", context_length=128, vocab_size=100)
 PROMPT = [3, 4, 5]
-
-
-class FirstTokens:
-    """A decode engine that generates what the hand-over says, and nothing more."""
-
-    healthy = True
-    limits = EngineLimits(128, 100, 1, 64, 4)
-
-    async def admit(self, *_: object) -> Any:
-        return SimpleNamespace(release=lambda: None)
-
-    async def prefetch(self, *_: object) -> None:
-        return None
-
-    async def cached(self, *_: object) -> None:
-        return None
-
-    async def generate(self, room: DecodeRoom, *_: object) -> AsyncGenerator[TokenOut, None]:
-        try:
-            yield TokenOut(int(await room.landed()), -0.5, (), "length")
-        finally:
-            room.close()
 
 
 class Groups(NamedTuple):
@@ -112,7 +84,9 @@ async def groups() -> AsyncIterator[Groups]:
         stack.callback(pool.close)
         resolve = RegistryClient().resolve
         decode = await stack.enter_async_context(DecodeNode(pool, "local", resolve=resolve))
-        service: Any = DecodeService(CARD, decode, FirstTokens(), 30.0)  # type: ignore[arg-type]
+        engine: Any = Engine()
+        engine.free.set()
+        service: Any = DecodeService(CARD, decode, engine, 30.0)
         role = await stack.enter_async_context(Role(service))
         yield Groups(prefills, decode, role, port)
         assert pool.pages.at_rest()
@@ -120,7 +94,6 @@ async def groups() -> AsyncIterator[Groups]:
 
 
 def token_of(answer: Any) -> str:
-    """The text of the only token, by whichever route."""
     choice = answer["choices"][0] if "choices" in answer else answer
     return str(choice.get("message", choice).get("content") or choice.get("text"))
 
@@ -144,9 +117,7 @@ async def test_a_room_is_served_by_its_group_or_by_the_one_that_is_named(
 
 
 async def refused(groups: Groups, room: int, *waiting: PrefillRoom, **named: Any) -> Any:
-    """The error at decode; each of the other legs has it too, and none ends by the deadline of its
-    rendezvous.
-    """
+    """Return the error at decode, which the other legs have too."""
     answer = await groups.ask(room, **named)
     assert answer.status == 400, answer
     error = answer.json["error"]
@@ -160,9 +131,6 @@ async def refused(groups: Groups, room: int, *waiting: PrefillRoom, **named: Any
 
 
 async def test_a_group_that_there_is_not_is_refused_at_every_group(groups: Groups) -> None:
-    """Decode alone knows how many there are, when it has asked the registry and when it knows them
-    already.
-    """
     for room in (10, 12):
         legs = [groups.wait_at(group, room) for group in range(2)]
         error = await refused(groups, room, *legs, disagg_prefill_dp_rank=2)
@@ -174,7 +142,6 @@ async def test_a_group_that_there_is_not_is_refused_at_every_group(groups: Group
 
 
 async def told(half: PrefillRoom) -> None:
-    """A refusal reaches this half of a room."""
     with pytest.raises(KvflowError, match="the prompt is too long"):
         await asyncio.wait_for(half.matched(), 5)
     await half.released()
@@ -196,7 +163,6 @@ async def test_a_refusal_reaches_a_group_that_is_new_to_decode(
 
 
 async def test_a_refusal_reaches_the_groups_that_there_are(groups: Groups) -> None:
-    """The one that is named is none, and one that there should be is not there."""
     half = groups.wait_at(0, 7)
     groups.decode.refuse(7, [groups.prefills[0].info], TOO_LONG, dp_rank=2)
     await told(half)
@@ -213,7 +179,6 @@ async def test_what_is_no_rank_is_refused_at_every_group(groups: Groups, given: 
 
 @pytest.mark.parametrize("name", ["routed_dp_rank", "data_parallel_rank"])
 async def test_another_group_of_decodes_than_this_is_refused(groups: Groups, name: str) -> None:
-    """The leg at the group that is named is told."""
     leg = groups.wait_at(1, 10)
     error = await refused(groups, 10, leg, **{"disagg_prefill_dp_rank": 1, name: 1})
     assert error["param"] == name

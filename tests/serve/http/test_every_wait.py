@@ -1,6 +1,4 @@
-"""Every wait of a request's handler is cancelled, as when its client leaves: no stream of tokens is
-left open.
-"""
+"""Cancelling any wait of a request's handler leaves no stream of tokens open."""
 
 from __future__ import annotations
 
@@ -39,7 +37,6 @@ def cancelling(seen: list[Steps[web.StreamResponse]], plan: range, after_s: floa
 
 
 def slowly(service: FakeService, meeting: Meeting) -> None:
-    """The first token comes late, the others later."""
     loop = asyncio.get_running_loop()
     service.gate.clear()
     loop.call_later(0.02, service.gate.set)

@@ -50,13 +50,11 @@ DEFAULTS: dict[tuple[str, str], tuple[Any, ...]] = {
 
 
 def rows(standing: str) -> list[Any]:
-    """Every (field, body) of one standing."""
     pairs = [(field, body) for field in TABLE[standing] for body in field.bodies]
     return [pytest.param(field, body, id=f"{body}-{field.name}") for field, body in pairs]
 
 
 def parsed(field: Field, body: str, value: Any) -> Any:
-    """The body with one field more, as the server reads it."""
     outer, where = OUTER.get(body, (body, ""))
     added = {field.name: value}
     document = {**MINIMAL[outer], **({where: added} if where else added)}

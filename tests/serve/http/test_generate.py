@@ -308,9 +308,6 @@ async def test_a_host_of_any_form_becomes_the_address_of_a_registry(
 
 
 def test_a_prefill_that_takes_any_free_port_serves_bodies_that_name_a_host_alone() -> None:
-    """`--disaggregation-bootstrap-port 0`: only decode asks the registry,
-    a prefill needs the room.
-    """
     assert rooms_of(Rendezvous(bootstrap_host="127.0.0.1", bootstrap_room=7), 0) == [
         (7, "127.0.0.1:0", None)
     ]

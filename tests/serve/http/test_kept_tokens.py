@@ -1,6 +1,4 @@
-"""What a completion keeps of the tokens that it has sent or will send: their JSON, and no objects
-beside it.
-"""
+"""A completion keeps the JSON of its tokens, and no objects beside it."""
 
 from __future__ import annotations
 

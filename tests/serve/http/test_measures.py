@@ -1,6 +1,4 @@
-"""Every metric name moves with the requests made, by exactly as much; refusals, failures and aborts
-are told apart.
-"""
+"""Every metric moves with the requests made, by exactly as much."""
 
 from __future__ import annotations
 
@@ -37,7 +35,6 @@ QUEUES = ("prefill_bootstrap", "prefill_inflight", "decode_prealloc", "decode_tr
 
 
 async def outcomes(decode: Role) -> dict[tuple[str, ...], float]:
-    """How completions have ended, streamed ones and others, without those that have not."""
     found = labelled(await decode.metrics(), "kvflow_completions_total")
     ends = ("finished", "failed", "aborted")
     assert set(found) == {(end, stream) for end in ends for stream in ("true", "false")}
@@ -128,7 +125,6 @@ def exposed(metrics: RoleMetrics) -> str:
 
 
 def test_counts_of_a_role_have_their_labels(decode: Role) -> None:
-    """What its node and its engine have refused is added to what it refused by itself."""
     counted = {"requests_refused": {"bad_request": 2}, "internal_errors": {"step": 7}}
     report = replace(decode.service.report(), **counted)
     metrics = RoleMetrics(lambda: report)

@@ -14,9 +14,6 @@ from tests.fakes.service import CHAT, META, Role
 
 async def test_models(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == ["fake"]
-
-
-async def test_one_model(client: openai.AsyncOpenAI) -> None:
     model = await client.models.retrieve("fake")
     assert (model.id, model.object, model.owned_by) == ("fake", "model", "kvflow")
     assert model.model_extra is not None and model.model_extra["root"] == "fake/model"

@@ -32,11 +32,12 @@ from tests.fakes.service import (
 Session = aiohttp.ClientSession
 
 
-async def test_health_follows_the_engine_and_the_drain(decode: Role) -> None:
+async def test_health_follows_the_service_and_the_drain(decode: Role) -> None:
     for path in ("/health", "/health_generate"):
         await decode.get(path)
-    decode.service.unavailable_reason = "the engine has stopped"
-    await decode.get("/health", status=503)
+    decode.service.unavailable_reason = "600 pages are in quarantine, more than 512: no new room"
+    error = (await decode.get("/health", status=503))["error"]
+    assert error["code"] == "degraded" and "600 pages" in error["message"]
     decode.service.unavailable_reason = ""
     decode.pipeline.draining = True
     await decode.get("/health", status=503)
@@ -176,7 +177,6 @@ async def test_a_prefill_says_what_it_began_early(prefill: Role) -> None:
 
 
 async def test_a_prefill_over_several_ranks_says_what_each_has(prefill: Role) -> None:
-    """Of one that is not there, no more than that."""
     there = RankReport(
         rank=0,
         up=True,
@@ -231,9 +231,6 @@ async def sglang_samples(role: Role) -> dict[tuple[str, ...], float]:
 
 
 async def test_dashboards_of_sglang_see_every_rank(prefill: Role) -> None:
-    """The first one by the worker itself, the others by what they tell it; of one that is not there
-    nothing.
-    """
     page = prefill.service.report().pool.page_size
     others = [
         RankReport(
@@ -304,13 +301,10 @@ async def test_hicache_s_names_are_there_where_a_tier_fills_them(prefill: Role) 
     assert 'cache_type="PrefixCache"' in text
 
 
-async def test_a_decode_says_what_it_retracted(decode: Role) -> None:
+async def test_model_info_load_rooms_and_flush(decode: Role) -> None:
     info = await decode.get("/server_info")
     assert info["retraction"] == msgspec.to_builtins(RETRACTION)
     assert info["optimistic_prefill"] is None
-
-
-async def test_model_info_load_rooms_and_flush(decode: Role) -> None:
     for path in ("/model_info", "/get_model_info"):
         assert (await decode.get(path))["model_path"] == "fake/model"
     for path in ("/get_load", "/get_loads"):
@@ -372,15 +366,11 @@ async def test_metrics_are_valid_and_carry_both_vocabularies(decode: Role) -> No
     assert found | expected == found
 
 
-async def test_quarantine_above_its_limit_is_a_degraded_server(decode: Role) -> None:
-    decode.service.unavailable_reason = "600 pages are in quarantine, more than 512: no new room"
-    error = (await decode.get("/health", status=503))["error"]
-    assert error["code"] == "degraded" and "600 pages" in error["message"]
-
-
-async def test_a_peer_is_declared_dead_by_who_has_the_key(meeting: Meeting) -> None:
+async def test_a_peer_is_declared_dead_by_who_has_the_key(decode: Role, meeting: Meeting) -> None:
+    path = "/peers/000000000000abcd/declare_dead"
+    error = await decode.refused(403, path)
+    assert "--admin-api-key" in error["message"] and decode.service.dead == []
     async with Role(FakeService("decode", meeting), keys=Keys("open", "sesame")) as role:
-        path = "/peers/000000000000abcd/declare_dead"
         assert (await role.get("/peers"))["peers"][0]["phase"] == "silent"
         for key in ("", "open"):
             async with Client(role.port, key) as stranger:
@@ -391,12 +381,6 @@ async def test_a_peer_is_declared_dead_by_who_has_the_key(meeting: Meeting) -> N
         await role.post(path + "?why=it+burnt+down")
         [(incarnation, why)] = role.service.dead
         assert incarnation == 0xABCD and "127.0.0.1" in why and "it burnt down" in why
-
-
-async def test_without_a_key_nobody_is_declared_dead(decode: Role) -> None:
-    error = await decode.refused(403, "/peers/000000000000abcd/declare_dead")
-    assert "--admin-api-key" in error["message"]
-    assert decode.service.dead == []
 
 
 @pytest.mark.parametrize("key", ["sesame", "open"])

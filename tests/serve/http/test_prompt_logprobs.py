@@ -1,6 +1,4 @@
-"""Log-probabilities of the prompt and echo, as SGLang's /generate and OpenAI's completions have
-them.
-"""
+"""Log-probabilities of the prompt and echo, in /generate and /v1/completions."""
 
 from __future__ import annotations
 
@@ -29,7 +27,6 @@ TEXT = "w1 w2 w3 w4"
 
 @pytest.fixture
 async def alone(decode: Role, met: None) -> Role:
-    """A decode that no router is in front of."""
     return decode
 
 
@@ -147,7 +144,6 @@ async def test_echo_with_logprobs(client: openai.AsyncOpenAI) -> None:
 async def test_an_echo_of_the_prompt_alone(
     client: openai.AsyncOpenAI, logprobs: int | None
 ) -> None:
-    """`max_tokens` 0: how clients score a text."""
     more: dict[str, Any] = {} if logprobs is None else {"logprobs": logprobs}
     answer = await client.completions.create(
         model="fake", prompt=TEXT, max_tokens=0, n=2, echo=True, **more

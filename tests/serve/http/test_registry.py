@@ -1,6 +1,4 @@
-"""The bootstrap registry, as an aiohttp application and as the bare library serves it, and its
-client: real HTTP.
-"""
+"""The bootstrap registry, behind aiohttp and bare, and its client: real HTTP."""
 
 from __future__ import annotations
 
@@ -205,9 +203,7 @@ async def test_the_key_is_asked_for(table: RankTable, serving: Serving) -> None:
 
 @asynccontextmanager
 async def answering(*parts: bytes, then: str = "close") -> AsyncIterator[str]:
-    """A server that answers every request with `parts`, and closes the connection, or keeps it
-    open.
-    """
+    """A server that answers every request with `parts`, and then closes or keeps silent."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -279,7 +275,7 @@ async def test_cancelling_does_not_wait_for_the_answer() -> None:
         *("h:80\r\nX: y", "é:80"),
         # What DNS cannot carry.
         *("x" * 64 + ":80", "a..b:80", ".:80", ".".join(["x" * 60] * 5) + ":80"),
-        *("[]:80", "[h]:80", "[::1..2]:80", "[1:2]:80", "[::1%]:80", "[::1%a..b]:80"),
+        *("[]:80", "[h]:80", "[::zz]:80", "[::1..2]:80", "[1:2]:80", "[::1%]:80", "[::1%a..b]:80"),
         "[::1%" + "x" * 60 + "]:80",
     ],
 )
@@ -398,9 +394,7 @@ async def test_a_connection_that_comes_at_the_end_is_closed(
 
 
 def test_a_connection_that_is_accepted_as_the_server_closes_is_closed(table: RankTable) -> None:
-    """On asyncio's own loop, which accepts a connection in one turn, and makes its transport in the
-    next.
-    """
+    """asyncio's own loop accepts a connection one turn before it makes its transport."""
 
     async def close_between() -> socket.socket:
         async with rank_server.serve_ranks(table, "127.0.0.1") as port:
@@ -460,7 +454,6 @@ def test_ranks_of_two_groups_serve_no_room_together() -> None:
 
 
 def test_a_registry_of_before_knows_one_group() -> None:
-    """What it leaves out, and what it does not read."""
     document = rank_to_json(RANK)
     assert (document.pop("dp_rank"), document.pop("dp_size")) == (0, 1)
     assert rank_from_json(document) == RANK
@@ -476,12 +469,7 @@ def test_a_registry_of_before_knows_one_group() -> None:
         ("a-host:80", ("a-host", 80)),
         ("10.0.0.1:65535", ("10.0.0.1", 65535)),
         ("[::1]:1", ("::1", 1)),
-        ("[::zz]:80", None),
-        ("[]:80", None),
-        ("a-host:0", None),
-        ("a-host:65536", None),
-        ("a-host", None),
     ],
 )
-def test_where_a_registry_is(address: str, found: tuple[str, int] | None) -> None:
+def test_where_a_registry_is(address: str, found: tuple[str, int]) -> None:
     assert _parsed(address) == found

@@ -1,6 +1,4 @@
-"""POST /switch_role: when it may be, what it changes, and what is left when the new role does not
-start.
-"""
+"""POST /switch_role: when a worker may, what changes, and what a failed start leaves."""
 
 from __future__ import annotations
 
@@ -22,7 +20,6 @@ AT_REST = {"pages_free": 4, "pages_at_rest": True, "rooms_by_state": {}, "runnin
 
 @pytest.fixture
 async def decode(meeting: Meeting) -> AsyncIterator[Role]:
-    """At rest, with a prefill that it could become."""
     async with Role(FakeService("decode", meeting), keys=Keys(admin="sesame")) as role:
         role.at_rest_before(FakeService("prefill", meeting))
         yield role

@@ -1,6 +1,4 @@
-"""Penalties, biases, bans and minimum lengths as each API names them, and what is refused before a
-room opens.
-"""
+"""Penalties, biases, bans and minimum lengths under the names of each API."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ SHARED = {
 async def test_the_official_clients_own_fields(
     client: openai.AsyncOpenAI, prefill: Role, decode: Role
 ) -> None:
-    """With the extras that vLLM and SGLang know; both legs are told the same."""
     extra = {
         "min_p": 0.1,
         "repetition_penalty": 1.2,
@@ -51,7 +48,6 @@ async def test_the_official_clients_own_fields(
 
 
 def told(role: Role, names: Iterable[str]) -> list[dict[str, Any]]:
-    """What the service was asked for, request by request."""
     every = [request.params for request in role.service.requests]
     return [{name: getattr(params, name) for name in names} for params in every]
 
@@ -165,10 +161,6 @@ async def test_more_stop_strings_than_the_limit_are_named_and_end_both_legs(
 async def test_a_priority_is_that_of_every_choice(
     prefill: Role, path: str, document: dict[str, Any], given: int | None
 ) -> None:
-    """Larger is sooner.
-
-    Where the server runs with vLLM's order it is turned round, the extremes too.
-    """
     async with Role(prefill.service, low_priority_first=True) as turned:
         for role, rooms in ((prefill, [7, 8, 9, 10]), (turned, [11, 12, 13, 14])):
             made = {**document, **META, "bootstrap_room": rooms, "priority": given}
@@ -195,9 +187,7 @@ async def test_a_priority_that_is_none_is_named_and_ends_both_legs(
 async def test_what_a_body_says_once_is_checked_once(
     meeting: Meeting, decode: Role, path: str
 ) -> None:
-    """Thousands of biases for hundreds of prompts and choices would hold up the event loop for
-    seconds.
-    """
+    """Thousands of biases for hundreds of choices would hold up the event loop for seconds."""
     rooms = [7, 8, 9, 10]
     meeting.come(*rooms)
     sampling = {"n": 2, "seed": 3, "logit_bias": {"7": 1}, "stop": ["w70"]}

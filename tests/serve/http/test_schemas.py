@@ -39,9 +39,6 @@ values = st.recursive(
 @settings(max_examples=150)
 @given(data=st.data())
 def test_a_body_is_a_request_or_a_request_error(kind: Kind, data: st.DataObject) -> None:
-    """Fields of the wrong kind, unknown ones, flipped and missing bytes: nothing but RequestError
-    comes out.
-    """
     document = msgspec.json.decode(GOOD[kind])
     names = [*document, *kind.__struct_fields__, "lora_path", "min_new_tokens", "regex"]
     document |= data.draw(st.dictionaries(st.sampled_from(names), values, max_size=2))

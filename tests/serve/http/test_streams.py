@@ -22,10 +22,22 @@ from tests.fakes.service import CHAT, META, FakeService, Meeting, Role, body
 TOP = tuple((i, -1.0 - i) for i in range(20))
 
 
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of all that was encoded as JSON."""
+    sizes, encode = list[int](), msgspec.json.encode
+
+    def noted(*args: Any, **options: Any) -> bytes:
+        found = encode(*args, **options)
+        sizes.append(len(found))
+        return found
+
+    monkeypatch.setattr(msgspec.json, "encode", noted)
+    return sizes
+
+
 class LongService(FakeService):
-    """A decode without a prefill, whose tokens come one at a time: the next one when the last has
-    been written.
-    """
+    """A decode without a prefill, whose next token comes when the last one was written."""
 
     def __init__(self) -> None:
         super().__init__("decode", Meeting())
@@ -52,8 +64,6 @@ class LongService(FakeService):
 
 
 class LongDecode(Role):
-    """Its routes."""
-
     def __init__(self, **options: Any) -> None:
         self.long = LongService()
         super().__init__(self.long, **options)
@@ -74,32 +84,16 @@ BODIES = {"/generate": generate_body, "/v1/chat/completions": chat_body}
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_token_is_encoded_once(
-    monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
-) -> None:
-    """An event repeats all before it: 57 ms of the event loop for the 4,000th one, when each was
-    encoded anew.
-    """
-    encoded = 0
-    encode = msgspec.json.encode
-
-    def counted(*args: Any, **options: Any) -> bytes:
-        nonlocal encoded
-        found = encode(*args, **options)
-        encoded += len(found)
-        return found
-
+async def test_a_token_is_encoded_once(encoded: list[int], path: str, stream: bool) -> None:
+    """Events repeat: the 4,000th took 57 ms of the loop when each was encoded anew."""
     sizes = []
     raw = b""
     async with LongDecode() as decode:
         for tokens in (100, 400):
-            document = BODIES[path](tokens, stream)
-            encoded = 0
-            with monkeypatch.context() as patched:
-                patched.setattr(msgspec.json, "encode", counted)
-                answer = await decode.call("POST", path, document)
-                raw = answer.body
-            sizes.append(encoded)
+            encoded.clear()
+            answer = await decode.call("POST", path, BODIES[path](tokens, stream))
+            raw = answer.body
+            sizes.append(sum(encoded))
             assert answer.status == 200
     assert sizes[1] < 4.5 * sizes[0]
     assert sizes[1] / 400 < 4000
@@ -146,22 +140,13 @@ async def test_a_client_that_does_not_keep_up_is_sent_the_last_event_and_not_eve
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_echo_is_encoded_once_and_in_turns(
-    monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+async def test_an_echo_is_encoded_once_and_in_turns(encoded: list[int], stream: bool) -> None:
     """It was encoded for each choice, of a whole answer for all of them in one turn of the loop."""
-    sizes, encode = list[int](), msgspec.json.encode
-
-    def noted(*args: Any, **options: Any) -> bytes:
-        found = encode(*args, **options)
-        sizes.append(len(found))
-        return found
-
     text, n = 'w1 "w2" ' * 20_000, 128
     asked = {"prompt": text, "echo": True, "n": n, "max_tokens": 1, "stream": stream}
-    raw_body = encode({**asked, **META})
+    raw_body = msgspec.json.encode({**asked, **META})
+    encoded.clear()
     async with LongDecode() as decode:
-        monkeypatch.setattr(msgspec.json, "encode", noted)
         answer = await decode.call("POST", "/v1/completions", data=raw_body)
         assert answer.status == 200, answer.text
         raw = answer.body
@@ -176,8 +161,8 @@ async def test_an_echo_is_encoded_once_and_in_turns(
     assert {one[: len(text)] for one in whole} == {text}
     assert all(len(one) > len(text) or not stream for one in whole)
     assert len(raw) > n * len(text)
-    assert sum(sizes) < 4 * len(text)
-    assert max(sizes) < BLOCK_BYTES
+    assert sum(encoded) < 4 * len(text)
+    assert max(encoded) < BLOCK_BYTES
 
 
 @pytest.mark.parametrize("stream", [False, True])

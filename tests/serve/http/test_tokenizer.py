@@ -1,6 +1,4 @@
-"""Long texts: encoded as short ones are, and refused before any Python object is made for a token
-of theirs.
-"""
+"""Long texts: encoded as short ones are, and refused before a token of theirs is an object."""
 
 from __future__ import annotations
 

@@ -76,10 +76,8 @@ def test_fewer_rows_than_requests_are_told(caplog: pytest.LogCaptureFixture) -> 
         (SLOTS, "160 tokens, in 10 pages of 16: 20480 bytes, bfloat16, on cpu"),
         (
             [*SLOTS, *ROWS],
-            (
-                "160 tokens, in 10 pages of 16 and 34 rows for states: 31360 bytes, bfloat16, "
-                "float32, on cpu"
-            ),
+            "160 tokens, in 10 pages of 16 and 34 rows for states: 31360 bytes, bfloat16, float32, "
+            "on cpu",
         ),
     ],
 )
@@ -107,19 +105,15 @@ def test_a_pool_below_the_context_is_told(caplog: pytest.LogCaptureFixture) -> N
         (
             [*SLOTS, *ROWS],
             {"num_pages": 600},
-            (
-                r"^--num-pages 600: .* 1315840 bytes .*600 pages of 2048 and 272 rows of 320\), "
-                r".*at most 445 pages fit$"
-            ),
+            r"^--num-pages 600: .* 1315840 bytes .*600 pages of 2048 and 272 rows of 320\), .*at "
+            r"most 445 pages fit$",
         ),
         ([*SLOTS, *ROWS], {}, r"^--pool-bytes 1073741824: the pool needs 8475648 bytes"),
         (
             [*SLOTS, *ROWS],
             {"num_pages": 1, "max_running_requests": 4096},
-            (
-                r"^--max-running-requests 4096: .*1 pages of 2048 and 4352 rows of 320\), .*at "
-                r"most 3125 rows fit, one for"
-            ),
+            r"^--max-running-requests 4096: .*1 pages of 2048 and 4352 rows of 320\), .*at most "
+            r"3125 rows fit, one for",
         ),
         (
             ROWS,
@@ -149,7 +143,6 @@ def test_a_row_larger_than_its_share_is_refused() -> None:
 
 
 def test_a_row_of_sliding_windows_may_be_kept_in_pages(caplog: pytest.LogCaptureFixture) -> None:
-    """Where windows are what takes the bytes, both messages name the way out."""
     # 65,536 bytes.
     windows = StateKind("layer0.k.sliding_window_rows", "float32", (1024, 2, 8), ROW)
 
@@ -200,9 +193,6 @@ def refusing(*_: object) -> None:
 def test_slices_that_would_be_tiny_land_in_staging(
     plane: Any, shards: int, staging: Any, staged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of two heads of 32 bytes: what a prefill of two or four shards would write; three cannot have
-    as many each.
-    """
     with caplog.at_level(logging.INFO), staging_of(4, plane, shards, staging=staging) as found:
         said = (
             f"prefills of {shards} shards would write slices of 32 bytes on average over {plane}"
@@ -221,7 +211,6 @@ def staging_of(
     streams: list[StateKind] = SLOTS,
     **more: Any,
 ) -> Iterator[Staging | None]:
-    """What a decode makes for prefills of so many shards."""
     settings = Settings(
         num_pages=num_pages,
         disaggregation_transfer_backend=plane,

@@ -81,7 +81,6 @@ async def start_role(drain_s: float) -> tuple[asyncio.subprocess.Process, str]:
 
 
 async def has_begun(session: aiohttp.ClientSession, url: str) -> None:
-    """The one request has reached its handler."""
     running = ""
     while running != "1":
         async with session.get(f"{url}/health") as answer:

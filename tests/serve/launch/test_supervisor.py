@@ -1,7 +1,4 @@
-"""Roles as processes: what they say, how they end, and a supervisor in a hurry.
-
-Routers stand for all: the quickest.
-"""
+"""Roles as processes (routers, the quickest): what they print, and how they end."""
 
 from __future__ import annotations
 
