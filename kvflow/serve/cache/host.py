@@ -38,7 +38,7 @@ class HostTier:
             Tier.DEVICE: Pairing(self.memory.layout, layout, ("host memory", "pool")),
         }
         self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
-        # With a thread per direction, copies to the host delay no prompt that waits for the device.
+        # One thread per direction, so that copies to the host do not delay prompts that load pages.
         self._threads = {to: Threads(f"cache-to-{to.name}") for to in PAGED}
 
     async def copy(self, source: PageIndices, target: PageIndices, to: Tier) -> bool:

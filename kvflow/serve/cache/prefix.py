@@ -250,14 +250,14 @@ class PrefixCache:
     def lacks(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
     ) -> bool:
-        """Return True if `load` would copy pages to the device, or wait for another prompt to."""
+        """Return True if `load` would copy pages to the device, or wait for a prompt that does."""
         if self._tiers is None:
             return False
         found = self._look(self._key(tokens, most_tokens), namespace)
         return found.num_pages > found.device_pages.size
 
     async def _fetch(self, tiers: Tiers, key: bytes, namespace: Namespace, most_pages: int) -> None:
-        # Storage has no states, and a prompt of such a model begins only where a state was saved.
+        # Storage has no states, and a prompt can begin only with a prefix that ends in one.
         if tiers.storage is None or self.states is not None:
             return
         found = self._look(key, namespace)
@@ -287,7 +287,8 @@ class PrefixCache:
             wanted = min(most_pages, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
             wanted = min(wanted, self._pages.available_pages)
             free = self._pages.reclaim(wanted)
-            # With write_back, another request may take the pages as soon as they were copied.
+            # With write_back, another request may take pages that a copy frees, so the waits are
+            # bounded.
             for _ in range(_ROUNDS):
                 if free >= wanted or not tiers.leaving_pages:
                     break
@@ -333,8 +334,7 @@ class PrefixCache:
     def keep(
         self, tokens: Tokens, pages: PageIndices, owner: Hashable, prefix: Prefix, priority: int = 0
     ) -> int:
-        """Take over from `owner` those of `pages` that `tokens` fill completely and that are
-        computed.
+        """Take over from `owner` those of `pages` that `tokens` fill, all of which are computed.
 
         `pages` begins with the pages of `prefix`. If another request added the same tokens
         meanwhile, this request's duplicates become free. Return the number of leading `pages`, with
@@ -346,7 +346,7 @@ class PrefixCache:
         if not prefix.is_current:
             return shared
         if whole <= shared:
-            # An earlier copy of the prefix may have failed, or was evicted.
+            # The host may lack pages of the prefix: an earlier copy failed, or was evicted.
             self._save(prefix.end)
             return shared
         own = pages[shared:whole].copy()
@@ -364,7 +364,7 @@ class PrefixCache:
             self._tiers.save(end)
 
     def take_state(self, owner: Hashable) -> int | None:
-        """Take a slot, from a cached state if necessary. Return None if all slots are in use."""
+        """Take a slot, if necessary by evicting a state. Return None if all slots are in use."""
         assert self.states is not None
         slots = self.states.slots
         if not slots.free_pages:

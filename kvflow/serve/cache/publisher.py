@@ -36,7 +36,7 @@ from kvflow.transports.control.curve import ControlKey
 
 # Batches (60 KB for prompts of 10,000 tokens) that ZMQ queues for a slow subscriber.
 QUEUE_BATCHES = 1_000
-MAX_REPLAYS = 8  # at once; further requests wait
+MAX_REPLAYS = 8  # concurrent replays; further requests wait
 # A replay is abandoned, without an end mark, if its client accepts no batch for this long.
 STALL_S = 5.0
 # ZMQ does not report when a client of a ROUTER can accept more, so `_offer` retries.
@@ -73,12 +73,11 @@ class EventPublisher:
         heartbeat_s: float = 5.0,
         first_seq: int = 0,
     ) -> None:
-        """Bind both sockets to "tcp://host:port", with `rank` added to the port. 0 and * pick a
-        free one.
+        """Bind both sockets, at `address` and `replay_address` with `rank` added to their ports.
 
-        `positional` encodes events as arrays, the older format. `media` has the names of the tiers.
-        With a `key`, only subscribers that have it can connect, and the traffic is encrypted.
-        Raises: MisuseError.
+        Addresses are "tcp://host:port". Port 0 or * picks a free one. `positional` encodes events
+        as arrays, the older format. `media` has the names of the tiers. With a `key`, only
+        subscribers that have it can connect, and the traffic is encrypted. Raises: MisuseError.
         """
         self._topic = topic.encode()
         self._heartbeat_s = check_time("heartbeat_s", heartbeat_s, LEAST_WAIT_S)
@@ -89,8 +88,7 @@ class EventPublisher:
             first_seq=first_seq,
         )
         self._first_seq, self._loop = first_seq, asyncio.get_running_loop()
-        # An authenticator applies to all sockets of a context, so sockets with a key have their
-        # own.
+        # An authenticator applies to a whole context, so sockets with a key have their own one.
         context = zmq.Context() if key else zmq.Context.instance()
         self._pub: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self._router: zmq.asyncio.Socket | None = None
@@ -196,8 +194,7 @@ class EventPublisher:
 
     async def _serve(self, router: zmq.asyncio.Socket) -> None:
         while True:
-            # The slot comes first, so that requests beyond MAX_REPLAYS wait in the bounded queue of
-            # ZMQ.
+            # With the slot taken first, requests beyond MAX_REPLAYS wait in the bounded queue.
             await self._slots.acquire()
             request = await router.recv_multipart()
             if not _is_request(request):
@@ -224,7 +221,7 @@ class EventPublisher:
             self._replays += 1
 
     async def _snapshot(self, start: int) -> list[Batch]:
-        """Return one batch with everything that is cached, numbered `start` or with the newest
+        """Return one batch with all that is cached, numbered `start`, but at most the newest
         number.
 
         If `start` is older, an empty batch follows with the newest number, where the subscriber

@@ -1,4 +1,4 @@
-"""Saved model states at page boundaries: copies of rows in host memory, where prompts continue.
+"""Saved model states at page boundaries: copies of rows in host memory, for later prompts.
 
 The model's thread makes the copies as part of a step. So no other step changes a row while it is
 copied, and all copies of a step are complete when the step ends (I13).
@@ -21,11 +21,10 @@ from kvflow.protocols.pages.plan import Pairing
 
 
 class StateStore:
-    """Host memory for states of one pool's rows. Only the owner of a slot may copy there."""
+    """Host memory for states of one pool's rows. Only the owner of a slot may access it."""
 
     def __init__(self, pool: PagedPool, limit_bytes: int, most: int = MAX_ROWS) -> None:
-        """Allocate and pre-fault memory for at most `most` states. This takes long: call it in a
-        thread.
+        """Allocate and pre-fault memory for at most `most` states. Call this in a thread.
 
         Raises: LayoutError if memory is short or cannot be pinned for the pool's device;
         MisuseError if the limit is too small for one state, or the pool has no rows.

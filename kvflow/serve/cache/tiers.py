@@ -85,7 +85,7 @@ class Tiers:
         self._copies: set[asyncio.Task[None]] = set()
         self._loads: set[asyncio.Task[None]] = set()  # the copies to the device
         self._waiting = [0, 0, 0]  # pages in copies under way, by target tier
-        # `load` took the pages of copies to the device before they begin, so these have no limit.
+        # Copies to the device need no limit: `load` takes their pages before they begin.
         self._most_waiting = (
             1 << 62,
             *(max(1, pages * 3 // 4) for pages in (device_pages, host.pages.capacity)),
@@ -122,7 +122,7 @@ class Tiers:
         freed, uncopied = self._index.evict_copied(count)
         self._free(freed)
         left = count - freed.device.size
-        # A host that keeps failing would keep the device full, so these are evicted without a copy.
+        # Pages whose copy failed go without one. A failing host must not keep the device full.
         lost, self._given_up = min(left, self._given_up), 0
         for end in uncopied:
             wanted = self._index.missing(end, Tier.DEVICE, Tier.HOST)
@@ -188,8 +188,7 @@ class Tiers:
     async def fetch(
         self, tokens: bytes, found: Match, namespace: Namespace, most_pages: int
     ) -> None:
-        """Read pages that follow `found` from storage: at most `most_pages`, and what the host can
-        hold.
+        """Read at most `most_pages` pages after `found` from storage, as far as the host has room.
 
         A cancellation is raised at once, and keeps pages that were read by then.
         """

@@ -32,8 +32,8 @@ from kvflow.serve.config.catalog import (
 from kvflow.serve.config.kv_events import KvEvents
 from kvflow.serve.config.settings import DEFAULT_PORTS, ENV_PREFIX, Role, Settings
 
-# The config file; three that `up` and a prefill set for children; the URL for `declare-dead` and
-# examples/chat.py; the seed of the tests.
+# These are no settings: the config file, three that `up` and a prefill set for their children, the
+# URL for `declare-dead` and examples/chat.py, and the seed of the tests.
 _OTHER_VARIABLES = ("CONFIG", "READY_FD", "PARENT_PID", "RANK", "URL", "SEED")
 _LAST_PORT = 65535
 _SECRETS = ("api_key", "admin_api_key")
@@ -55,7 +55,7 @@ def resolve(
     env: Mapping[str, str] | None = None,
     config: str | None = None,
 ) -> Settings:
-    """Return the settings of one role. A flag of None is not given. Raises: ConfigError."""
+    """Return the settings of one role. A flag that is None was not given. Raises: ConfigError."""
     env = os.environ if env is None else env
     # A misspelt variable would otherwise be ignored silently.
     if unknown := unknown_variables(env):
@@ -79,9 +79,7 @@ def resolve(
 
 
 def resolve_other(other: Role, flags: Mapping[str, Any], config: str | None = None) -> Settings:
-    """Return the settings after a switch to `other`, by the flags of the start. Raises:
-    ConfigError.
-    """
+    """Return the settings of `other` for a worker started with `flags`. Raises: ConfigError."""
     mode = "disaggregation_mode"
     # --disaggregation-mode names the role of the start, which would contradict `other`.
     flags = {

@@ -63,7 +63,7 @@ class FleetClient:
     async def complete(
         self, prompt: str, new_tokens: int, show: Callable[[str], None] | None = None
     ) -> Streamed:
-        """Request exactly `new_tokens` greedy tokens. `show` gets new text. Raises: DemoError."""
+        """Request exactly `new_tokens` greedy tokens. `show` receives text. Raises: DemoError."""
         done = Streamed(prompt=prompt)
         started = time.perf_counter()
         body = {"text": prompt, "stream": True, "sampling_params": _greedy(new_tokens)}
@@ -155,7 +155,7 @@ class FleetClient:
 
 
 def _writing_s(events: list[dict[str, Any]]) -> float:
-    """Return for how long at least one chunk of a room was queued and had not landed."""
+    """Return the seconds in which at least one chunk of a room was queued and had not landed."""
     open_chunks, since_s, total_s = 0, 0.0, 0.0
     for event in events:
         if event["what"] == "chunk_queued":

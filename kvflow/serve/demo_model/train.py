@@ -87,7 +87,7 @@ def encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor
 
 
 def optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of the layers and AdamW for the rest, with equal updates."""
+    """Return Muon for the layers' matrices and AdamW for the rest, with updates of equal size."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     inside = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in inside]
@@ -130,7 +130,7 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, steps: int, rate: float) -
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write weights of half the size, as bfloat16 declared as float32: a plain load widens them."""
+    """Write the model directory, with bfloat16 weights declared as float32: a load widens them."""
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -109,6 +109,5 @@ async def detokenize(
         except AbortedError as error:
             if error.code is not Code.ABORTED:
                 raise
-            # Prefill received /abort_request, perhaps first. The answer ends regularly, with
-            # "abort".
+            # Prefill received /abort_request. The answer ends as if this worker had received it.
             yield Delta("", (), ABORT)

@@ -51,7 +51,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Live figures of one rank of several: if it is `up`, those of the last status that it sent."""
+    """Live figures of one of several ranks. If it is `up`, they are from its last status."""
 
     rank: int
     up: bool

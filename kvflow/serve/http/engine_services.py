@@ -171,7 +171,7 @@ class EngineService(Generic[N, E]):
 
 
 class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
-    """Computes each prompt, moves its KV to decode, and yields the first token."""
+    """A service that computes each prompt, moves its KV to decode, and yields the first token."""
 
     def __init__(
         self, card: ModelCard, node: PrefillNode, engine: PrefillEngine, timeout_s: float
@@ -222,7 +222,7 @@ def whole_answer(first: TokenOut) -> TokenOut:
 
 
 class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
-    """Lends pages to prefill for each request, and yields all tokens once the KV landed."""
+    """A service that lends pages to prefill, and yields all tokens once the KV landed."""
 
     def report(self) -> Report:
         return msgspec.structs.replace(
@@ -236,8 +236,7 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             )
             self._node.counts.room_refused(error.cause())
             raise error
-        # An announced room lets prefill wait while this decode lives, or receive the cause of its
-        # end.
+        # After the announcement, prefill waits as long as this decode lives, or receives the cause.
         prompt = request.checked or request.prompt
         try:
             room = self._node.announce(
@@ -263,7 +262,7 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
                 prefix.release()
             if admission is not None:
                 admission.release()
-            # The groups of an unknown prefill are known only when its registry answers.
+            # `offer` raises this if the groups became known only when the registry answered.
             if isinstance(error, DpRankError):
                 raise self._refused_group(request, error) from None
             raise

@@ -52,7 +52,7 @@ _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repeti
 _NO_SAMPLING = GenerateSampling()
 _NOT_ASKED: HiddenStates = False
 _DP_RANKS = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")
-# Stands for an invalid group, which no group has: a refusal goes to all groups.
+# Stands for an invalid group. No group has this number, so a refusal goes to all of them.
 _NO_DP_RANK = -1
 _ROOM_MASK = (1 << 63) - 1
 # Rooms of one id are this far apart: 2**64 over the golden ratio, which avoids collisions.
@@ -80,7 +80,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
 
     def check(self, body: Rendezvous, prompt: PromptIds, params: SamplingParams) -> None:
         """Check a request against the limits. Raises: RequestError (400)."""
-        # The engine reports 503. But a request that can never fit must not be retried.
+        # The error of the engine means 503, but a request that can never fit must not be retried.
         with _refused(_prompt_field(body)):
             self.engine.check_prompt(prompt)
         with _refused(None):
@@ -171,7 +171,7 @@ def _params_of_prompt(
 
 
 def _wants_hidden(body: GenerateRequest, index: int, prompts: int) -> bool:
-    """Return True for the last token. The states of all tokens do not fit into a hand-over."""
+    """Return True if the last token's states are wanted. All states do not fit into a hand-over."""
     given = _of_prompt(
         "return_hidden_states", body.return_hidden_states, index, prompts, _NOT_ASKED
     )
@@ -436,7 +436,7 @@ def _rendezvous(body: Rooms, index: int, total: int, default_port: int) -> tuple
         )
     if not 0 <= room < 1 << 64:
         raise RequestError(f"bootstrap_room: {room} is not an unsigned 64-bit integer")
-    # Both legs derive the same other rooms from the one of a router.
+    # If the router gave one room, both legs derive the same other rooms from it.
     if total > 1 and not isinstance(body.bootstrap_room, list):
         room = (room + index * _ROOM_STEP) & _ROOM_MASK if index else room
     if host is None:

@@ -71,7 +71,7 @@ class CompletionMeasures:
 
 
 class RequestMeter:
-    """Measures the completions of one HTTP request. Leaving its block records the outcome."""
+    """A meter for the completions of one HTTP request. Leaving its block records the outcome."""
 
     def __init__(self, measures: CompletionMeasures, arrived_at_s: float, *, stream: bool) -> None:
         self._measures, self._arrived_at_s, self._stream = measures, arrived_at_s, stream
@@ -120,8 +120,7 @@ class RequestMeter:
             trace.completion_tokens = sum(self._counts)
         measures, stream = self._measures, self._stream
         if error is not None or self.failed:
-            # aiohttp cancels the handler of a client that disconnects. A write raises
-            # ConnectionError.
+            # If the client disconnects, aiohttp cancels the handler, or a write fails.
             left = isinstance(error, asyncio.CancelledError | ConnectionError)
             measures.outcomes["aborted" if left else "failed", stream] += len(self._prompts)
             return

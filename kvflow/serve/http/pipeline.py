@@ -143,8 +143,7 @@ class CompletionPipeline(Drainable):
             raise
         ends = asyncio.get_running_loop().time() + self._timeout_s
         with contextlib.ExitStack() as stack:
-            # The body counts as one completion at first: a role switch must not find the worker
-            # idle.
+            # The body counts as one completion at first, so that a role switch waits for it.
             stack.enter_context(self.count_running())
             meter = stack.enter_context(
                 RequestMeter(self.metrics.completions, arrived, stream=call.stream)
@@ -184,8 +183,7 @@ class CompletionPipeline(Drainable):
         """Read a body as `kind`. If it is refused, the rooms that it names are ended."""
         raw = await http.read()
         try:
-            # Decoding the long values of a body at once would block the loop for tens of
-            # milliseconds.
+            # Decoding long values at once would block the loop for tens of milliseconds.
             raw, long_values = await take_apart(raw, MAX_ADDED_BYTES)
             body = long_values.put_back(parse(raw, kind))
             self.check_model(getattr(body, "model", None))

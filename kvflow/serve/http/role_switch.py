@@ -60,7 +60,7 @@ class SwitchFailedError(KvflowError):
 
 
 class RoleSwitch:
-    """The role of one worker, which `switch` can exchange. `close` ends both."""
+    """The role of one worker, which `switch` exchanges. `close` ends a switch, then the role."""
 
     def __init__(
         self,

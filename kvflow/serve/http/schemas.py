@@ -189,7 +189,7 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-# Fields whose value is an object with fields of its own, and its key in `BODIES`.
+# Fields that have an object as value, and the key of that object in `BODIES`.
 _NESTED = {"sampling_params": "s", "stream_options": "o"}
 
 T = TypeVar("T", bound=Body)

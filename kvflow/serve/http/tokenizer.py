@@ -137,7 +137,7 @@ class ThreadedTokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> PromptIds:
-        """Return the ids of a conversation in the chat template. Raises: RequestError."""
+        """Render messages with the chat template, and return their ids. Raises: RequestError."""
         tokenizer = self._require()
         for i, message in enumerate(messages):
             if not isinstance(message.get("role"), str):

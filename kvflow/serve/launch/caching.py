@@ -62,8 +62,7 @@ def _is_taken(host: str, port: int) -> bool:
         try:
             probe.bind((host, port))
         except OSError as error:
-            # ZeroMQ also accepts the name of an interface, for which this bind fails in another
-            # way.
+            # ZeroMQ also accepts the name of an interface, which this bind does not.
             return error.errno == errno.EADDRINUSE
     return False
 

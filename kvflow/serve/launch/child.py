@@ -197,7 +197,7 @@ async def _line_from(descriptor: int) -> bytes:
 async def start_together(
     children: Iterable[tuple[Child, Mapping[str, str]]], timeout_s: float
 ) -> None:
-    """Start children, and wait for none if one fails. Raises: ChildEndedError, TimeoutError."""
+    """Start children, each with its environment. If one fails, stop waiting for the others."""
     starts = [
         asyncio.create_task(child.start(environment, timeout_s)) for child, environment in children
     ]

@@ -35,7 +35,7 @@ def printable(text: str) -> str:
 
 
 class RequestFields(logging.Filter):
-    """Adds the request id and rooms to every record: those in `extra`, or the current task's."""
+    """A filter that adds the request id and rooms to records: those in `extra`, or the task's."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         trace = CURRENT.get()
@@ -61,7 +61,7 @@ def _formatted(exc_info: tuple[type[BaseException], BaseException, TracebackType
 
 
 class TextFormatter(logging.Formatter):
-    """Writes `time level logger: message (request ID, room N)`, and indents tracebacks."""
+    """A formatter for `time level logger: message (request ID, room N)`. It indents tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         rooms: tuple[int, ...] = getattr(record, "rooms", ())
@@ -82,7 +82,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes one JSON object per line. `fields` in `extra` are added to the object."""
+    """A formatter for one JSON object per line, with the `fields` of a record's `extra`."""
 
     def __init__(self, role: str) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ _REMOVE = 'cat; exec rm -rf -- "$1"'
 
 @contextlib.contextmanager
 def meeting_directory() -> Iterator[str]:
-    """Create a private directory, which goes with the block or this process, even by kill -9."""
+    """Create a private directory, removed with the block or this process, even after kill -9."""
     found = tempfile.mkdtemp(prefix="kvflow-")
     remover: subprocess.Popen[bytes] | None = None
     try:

@@ -141,8 +141,7 @@ class _Roles:
         self._settings = settings
         self.parts = parts
         self._settings_of = settings_of
-        # Routers know the registry port of this worker's last prefill, so the next one binds it
-        # again.
+        # Routers know the registry port of the last prefill, so the next one binds it again.
         self._bootstrap_port: int | None = None
         self.metrics = RoleMetrics(model=settings.model_name, sglang=settings.sglang_metrics)
 

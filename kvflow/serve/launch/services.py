@@ -32,7 +32,7 @@ Control = tuple[ZmqSocket, int]  # prefill's control socket and its port
 
 
 def bind_control(settings: Settings) -> Control:
-    """Bind prefill's control socket. Raises: MisuseError for the port or the key file."""
+    """Bind prefill's control socket. Raises: MisuseError for a port in use or a bad key file."""
     return bind_router(settings.host, settings.control_port, read_key(settings.control_key_file))
 
 

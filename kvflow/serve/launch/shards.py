@@ -135,7 +135,7 @@ class _FirstShard:
             service.break_off(self.lost.result().cause())
 
     def stop(self) -> None:
-        """Take the end of another shard for no loss from now on."""
+        """Treat the end of another shard as a regular one from now on."""
         self._stopping = True
 
     def process_ended(self, shard: int, why: str) -> None:

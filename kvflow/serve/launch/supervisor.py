@@ -111,8 +111,8 @@ class Fleet:
         return await first_end(self.children)
 
     async def stop(self, forced: asyncio.Event | None = None) -> None:
-        """Stop the router, then the workers, then the store. Once `forced` is set, kill all of
-        them.
+        """Stop the router, the workers and the store, in this order. Once `forced` is set, kill
+        all.
         """
         timeout_s = self._settings.drain_timeout_s + KILL_AFTER_S
         killing = asyncio.create_task(self._kill_when(forced or asyncio.Event()))
@@ -181,9 +181,7 @@ class Fleet:
         )
 
     def _arguments(self, role: str) -> list[str]:
-        """Return the flags of `kvflow up` that a role also has. It reads environment and file
-        itself.
-        """
+        """Return the flags of `kvflow up` that a role has. The role reads environment and file."""
         arguments = ["--config", self._config] if self._config else []
         # The --tp of `kvflow up` is for prefills. Decodes receive --decode-tp as their --tp.
         if role == "decode" and self._settings.decode_tp * self._settings.tp > 1:

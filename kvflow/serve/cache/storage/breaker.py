@@ -9,7 +9,7 @@ PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
 
 class Breaker:
-    """Opens after some failures in a row, or by `open`. Closes when a probe succeeds.
+    """A breaker: failures in a row, or `open`, open it, and a successful probe closes it.
 
     After it closes, a single failure opens it again, for twice as long, until a call succeeds.
     """

@@ -209,9 +209,7 @@ class FileBackend:
         return results
 
     def _remove(self, entries: Sequence[Entry]) -> bool:
-        """Remove unlisted files. Return False after a failure: the rest counts towards the
-        capacity.
-        """
+        """Remove unlisted files. Return False on a failure; the rest still counts as used."""
         for n, entry in enumerate(entries):
             try:
                 self._disk.remove(self._unfinished(entry))

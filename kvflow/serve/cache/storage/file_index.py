@@ -14,14 +14,14 @@ from kvflow.serve.cache.storage.port import KEY_BYTES
 
 
 class Entry(NamedTuple):
-    """The file of one page. Numbers are never used twice, so removing it hits no newer file."""
+    """The file of one page. No number is used twice, so removing a file never hits a newer one."""
 
     key: bytes
     number: int
 
 
 class FileIndex:
-    """Files of `file_bytes` each. Those being written or stuck count towards the capacity."""
+    """An index of files of `file_bytes`. Files that are written or stuck count as used."""
 
     def __init__(self, capacity_bytes: int, file_bytes: int) -> None:
         self._most = capacity_bytes // file_bytes
@@ -105,9 +105,7 @@ class FileIndex:
             self._stuck.extend(entries)
 
     def commit(self, entry: Entry) -> bool:
-        """List a complete file. Return False if its key is listed: the caller then abandons the
-        file.
-        """
+        """List a complete file. Return False, to abandon it, if its key is listed already."""
         with self._lock:
             if entry.key in self._entries:
                 return False

@@ -41,9 +41,6 @@ class PageViews:
     """Views of single pages (or rows) of a page-first pool in host memory, for use by a store."""
 
     def __init__(self, pool: PagedPool, unit: str = PAGE) -> None:
-        """View pages or rows of `pool`. Raises: LayoutError on a device or without page-first
-        order.
-        """
         if not pool.on_host:
             raise LayoutError(
                 f"a store reads and writes host memory, and the pool is on {pool.device}"
@@ -57,8 +54,7 @@ class PageViews:
         if not 0 <= index < self._count:
             raise LayoutError(f"{self._buffer.unit} {index} is outside 0..{self._count - 1}")
         size = self._buffer.page_bytes
-        # The attribute keeps the memory mapped as long as the view exists, even in a call that
-        # hangs.
+        # The attribute keeps the memory mapped while the view exists, even in a call that hangs.
         memory = (ctypes.c_uint8 * size).from_address(self._buffer.address + index * size)
         memory.mapped_by = self._mapped_by  # type: ignore[attr-defined]
         return memoryview(memory).cast("B")

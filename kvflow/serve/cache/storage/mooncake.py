@@ -126,9 +126,7 @@ class MooncakeBackend:
         )
 
     def open(self) -> None:
-        """Load the package and connect. Later, probes connect. Raises: MisuseError without a
-        package.
-        """
+        """Load the package, and connect if possible. Raises: MisuseError without the package."""
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         try:
@@ -276,8 +274,7 @@ class MooncakeBackend:
 
     def _connect(self) -> Any:
         try:
-            # A plain connection reveals an absent master within `CONNECT_S`, without a child
-            # process.
+            # A plain connection reveals an absent master within `CONNECT_S`.
             socket.create_connection(self._address, CONNECT_S).close()
             where = (self._master, self._host, self._metadata_server, str(self._local_bytes))
             arguments = [sys.executable, "-P", "-c", _ASK, *where]

@@ -110,7 +110,7 @@ class Storage(Protocol):
         """
 
     async def exists_prefix(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading keys are stored, or 0 without an answer. Raises: MisuseError."""
+        """Return the number of leading keys in the store, or 0 if it fails. Raises: MisuseError."""
 
     async def close(self) -> None:
         """Cancel every call, and wait a limited time. Calls that hang are abandoned."""
