@@ -18,9 +18,9 @@ from kvflow.serve.cache.storage.file import FileBackend
 from kvflow.serve.cache.storage.guarded import GuardedStorage, Limits
 from kvflow.serve.cache.stored import StorageTier
 from kvflow.serve.engine.model.load import LoadedModel
-from tests.cache.storage.files import FaultyDisk, pages_in
 from tests.engine.pair import EnginePair, greedy, until
 from tests.engine.test_prefix_storm import MOST_TOKENS, expected_of, prompts
+from tests.serve.cache.storage.files import FaultyDisk, pages_in
 
 LIMITS = Limits(pause_s=0.05, max_pause_s=0.2)  # the waits that users have; asked again more often
 

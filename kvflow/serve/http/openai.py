@@ -63,7 +63,7 @@ class _OpenAICall:
         """Do nothing: chat completions report no log-probabilities of the prompt."""
 
     def add(self, index: int, delta: Delta) -> None:
-        """Encode the tokens of a whole answer as they come. At its end, this would block the loop."""
+        """Encode tokens of a whole answer as they come. At its end, this would block the loop."""
 
     def answer(self, completions: list[Completion]) -> Any:
         choices = [self._choice(i, completion) for i, completion in enumerate(completions)]

@@ -17,7 +17,7 @@ from kvflow.serve.cache.storage import mooncake
 from kvflow.serve.cache.storage.mooncake import MooncakeBackend, check_usable
 from kvflow.serve.cache.storage.port import Result
 from kvflow.serve.cache.storage.record import HEADER_BYTES
-from tests.cache.storage.files import IDENTITY, empty, key, keys, value
+from tests.serve.cache.storage.files import IDENTITY, empty, key, keys, value
 
 SIZE = 300
 DONE, ABSENT, DAMAGED, FAILED = Result.DONE, Result.ABSENT, Result.DAMAGED, Result.FAILED

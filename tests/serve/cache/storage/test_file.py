@@ -17,7 +17,7 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.serve.cache.storage.file import FileBackend
 from kvflow.serve.cache.storage.port import Result
 from kvflow.serve.cache.storage.record import HEADER_BYTES
-from tests.cache.storage.files import (
+from tests.serve.cache.storage.files import (
     FILE_BYTES,
     IDENTITY,
     VALUE_BYTES,
@@ -238,12 +238,12 @@ def test_leftovers_go_at_the_start_and_what_is_not_ours_stays(tmp_path: Path) ->
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from tests.cache.storage.files import opened;"
+        "import sys; from pathlib import Path; from tests.serve.cache.storage.files import opened;"
         "store = opened(Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[4]
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"open\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvflow.serve.cache.storage.port import Result
-from tests.cache.storage.files import (
+from tests.serve.cache.storage.files import (
     FILE_BYTES,
     VALUE_BYTES,
     empty,
@@ -29,8 +29,8 @@ PAGES, NAMES, ROUNDS = 40, 60, 40
 WRITER = """
 import random, sys, threading
 from pathlib import Path
-from tests.cache.storage.files import keys, opened, values
-from tests.cache.storage.test_kill import NAMES, PAGES
+from tests.serve.cache.storage.files import keys, opened, values
+from tests.serve.cache.storage.test_kill import NAMES, PAGES
 
 store = opened(Path(sys.argv[1]), PAGES)
 print("open", flush=True)
@@ -52,7 +52,7 @@ def test_no_torn_page_is_ever_read(tmp_path: Path, seed: int) -> None:
     torn = unfinished = most = 0
     for _ in range(ROUNDS):
         command = [sys.executable, "-c", WRITER, str(tmp_path), str(chosen.randrange(1 << 30))]
-        writer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
+        writer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[4])
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"open\n"
         time.sleep(chosen.random() * 0.03)  # until any moment

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache.storage.files import FILE_BYTES, read, store, unfinished_in, wrote
 from tests.engine.pair import until
+from tests.serve.cache.storage.files import FILE_BYTES, read, store, unfinished_in, wrote
 
 COUNT = 20
 
 LIMITED = """
 import asyncio, resource, sys
 from pathlib import Path
-from tests.cache.storage.files import VALUE_BYTES, read, store, unfinished_in, wrote
+from tests.serve.cache.storage.files import VALUE_BYTES, read, store, unfinished_in, wrote
 from tests.engine.pair import until
 
 async def main():
@@ -43,7 +43,7 @@ def test_files_that_may_not_grow(tmp_path: Path) -> None:
     """The limit of the process: a write takes a part of a page, and the next one fails."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False
+        command, cwd=Path(__file__).parents[4], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "errors 3\n"
