@@ -18,29 +18,21 @@ from kvflow.serve.engine.model.device import Place
 from kvflow.serve.engine.model.rings import DecodeRings, Rings
 from kvflow.serve.engine.model.step import Row, Step
 
-# The most steps in one plan, and in one call of the model thread.
+# Limit on the steps in one plan, and in one call of the model thread.
 MOST_STEPS = 8
-# Limit on the memory for gathered states. A stream that would exceed it is gathered into new memory
-# in every step.
+# A stream that would exceed this limit is gathered into new memory in every step.
 _MOST_KEPT_BYTES = 64 << 20
 
 
 class KeptMemory:
-    """Memory for gathered states, which is reused from plan to plan.
-
-    Page faults in new memory would take as long as the gathering itself.
-    """
+    """Memory for gathered states, reused from plan to plan to avoid page faults."""
 
     def __init__(self) -> None:
         self._streams: dict[Hashable, torch.Tensor] = {}
         self._used_bytes: dict[Hashable, int] = {}
 
     def of(self, stream: Hashable, count: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return uninitialized memory [count] for a stream, in the dtype and on the device of
-        `like`.
-
-        Returns None if this would exceed the limit.
-        """
+        """Return uninitialized memory [count] in the dtype of `like`, or None over the limit."""
         self._used_bytes[stream] = count * like.element_size()
         if sum(self._used_bytes.values()) > _MOST_KEPT_BYTES:
             del self._used_bytes[stream]
@@ -90,11 +82,7 @@ class DecodeSteps(Step):
         self._show()
 
     def advance(self, rows: list[Row]) -> bool:
-        """Become the next step, which is for `rows`.
-
-        Returns False, and changes nothing, if these are not the rows of the plan or the plan is
-        used up.
-        """
+        """Advance to the next step, or return False if the plan is used up or has other rows."""
         at = self._at + 1
         if at >= self._steps or len(rows) != len(self._sequences):
             return False
@@ -136,7 +124,6 @@ class DecodeSteps(Step):
     def _gather_to_keep(
         self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor | None:
-        """Gather `rows` of `slots` into kept memory; return None if no more memory may be kept."""
         memory = self._memory.of(stream, rows.numel() * slots.shape[1], slots)
         if memory is None:
             return None
@@ -151,7 +138,6 @@ class DecodeSteps(Step):
         return found
 
     def _all_places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the page and the slot of every key of the plan."""
         positions = [batch.positions() for batch in self._plan]
         rows = [np.repeat(np.arange(b.q0, b.q1), b.width) for b in self._plan]
         return self._places(

@@ -22,10 +22,7 @@ NAME = "kvflow"
 
 
 class _WindowRecorder(threading.local):
-    """The sliding window that each layer passes during the self-test, by layer (0: no window).
-
-    `windows` is None outside the self-test.
-    """
+    """The sliding window (0: none) that each layer passes during the self-test, by layer."""
 
     windows: dict[int, int] | None = None
 
@@ -90,13 +87,10 @@ def _batched(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute attention for one query of every row.
-
-    The query heads that share a K/V head become queries of that head, so that no key is repeated.
-    """
     rows, last = batch.rows, min(batch.keys, window or batch.keys)
     k, v = _keys_of(batch, key, last), _keys_of(batch, value, last)
     q = query[:, :, batch.q0 : batch.q1]
+    # Query heads that share a K/V head become queries of that head, so that no key is repeated.
     q = (q if rows == 1 else q[0].transpose(0, 1)).reshape(rows, k.shape[1], -1, query.shape[-1])
     mask = batch.mask(last, q.dtype)
     if softcap or sinks is not None:

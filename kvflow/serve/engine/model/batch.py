@@ -1,6 +1,4 @@
-"""The division of a step's packed query and key axes: one span per sequence, or batches of rows
-that decode one token each.
-"""
+"""The division of a step's packed axes into spans, or into batches of decoding rows."""
 
 from __future__ import annotations
 
@@ -13,9 +11,8 @@ from numpy.typing import NDArray
 
 from kvflow.serve.engine.model.device import Place
 
-# A batch of decoding rows is one attention call, over keys padded to the longest row. Rows of very
-# different lengths go into separate batches: padding may take up to this share of the keys, plus as
-# many keys as another call would cost.
+# Rows of very different lengths go into separate batches, each of which is one attention call.
+# Padding may take up to this share of the keys, plus as many keys as another call would cost.
 _PADDED_SHARE, _CALL_KEYS = 0.25, 512
 # Masks are made with this many extra columns, so that the following steps can reuse them.
 _MORE_COLUMNS = 8
@@ -78,10 +75,7 @@ class Batch:
         return own.view(own.shape[0], self.rows, self.width, own.shape[2])
 
     def mask(self, last: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a mask [rows, 1, 1, last] to add to the scores of each row's last keys.
-
-        Returns None if none of these keys is padding.
-        """
+        """Return a mask [rows, 1, 1, last] to add to the scores, or None if no key is padding."""
         if last <= self.lengths[0]:
             return None
         if dtype not in self._masks or self._masks[dtype].shape[1] < self.keys:

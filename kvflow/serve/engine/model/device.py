@@ -1,8 +1,4 @@
-"""The device of a model: finding the one that `--device` names, placing a step's inputs there, and
-waiting for the end of a step.
-
-Only `cuda` and `cpu` devices are supported.
-"""
+"""Finding the device that `--device` names, placing a step's inputs there, and waiting for it."""
 
 from __future__ import annotations
 
@@ -21,10 +17,7 @@ Place = Callable[[NDArray[Any]], torch.Tensor]
 
 
 def cuda_devices() -> list[str]:
-    """Return the names of the CUDA devices that torch can use, in order.
-
-    A name looks like "NVIDIA H100 80GB HBM3".
-    """
+    """Return the names of the usable CUDA devices, such as "NVIDIA H100 80GB HBM3", in order."""
     # ROCm builds of torch also name their devices cuda, so check for a CUDA build.
     if torch.version.cuda is None or not torch.cuda.is_available():
         return []
@@ -32,7 +25,6 @@ def cuda_devices() -> list[str]:
 
 
 def describe_devices() -> str:
-    """Return a sentence that lists the devices that torch finds on this machine."""
     if found := cuda_devices():
         return f"torch {torch.__version__} sees " + ", ".join(
             f"cuda:{n} ({name})" for n, name in enumerate(found)
@@ -63,10 +55,7 @@ def find_device(wanted: str) -> torch.device:
 
 
 def place_on(device: torch.device) -> Place:
-    """Return the function that makes tensors on `device` from numpy arrays.
-
-    Every input of a step reaches the device through this function.
-    """
+    """Return the function through which every input of a step reaches `device`."""
     return torch.from_numpy if device == CPU else lambda array: torch.from_numpy(array).to(device)
 
 

@@ -1,5 +1,6 @@
-"""The identity of a model: a line of text that prefill and decode compare when they register, since
-one model cannot use the KV of another.
+"""The identity of a model.
+
+Prefill and decode compare it when they register, because one model cannot use the KV of another.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Loading a model from a directory or a Hugging Face name.
-
-Models that the engines cannot run are refused.
-"""
+"""Loading a model from a directory or a Hugging Face name; models that cannot run are refused."""
 
 from __future__ import annotations
 
@@ -64,15 +61,10 @@ class LoadedModel:
     tokenizer: Any
     fingerprint: str
     sampling_defaults: Mapping[str, float]
-    """Sampling parameters that the model's generation_config.json recommends, by their names in
-    SamplingParams.
-    """
+    """The values that generation_config.json recommends, by the names of `SamplingParams`."""
     part: ModelPart = WHOLE
     neighbours: Neighbours = ALONE
-    """The processes that run the other parts of the model.
-
-    Call `neighbours.close` when no more steps run.
-    """
+    """The processes of the other parts. Call `neighbours.close` when no more steps run."""
     other_states: bool = False
     """True if some part of the model keeps conv or recurrent states."""
 
@@ -105,8 +97,7 @@ class LoadedModel:
 
     @property
     def has_states(self) -> bool:
-        """True if each request keeps conv or recurrent states, in this part or another part of the
-        model.
+        """True if some part of the model keeps conv or recurrent states for each request.
 
         These states depend on how the request's tokens are divided into steps.
         """
@@ -124,13 +115,11 @@ class LoadedModel:
         return 2 if self.has_states else 1
 
     def chunk(self, remaining: int, most: int) -> int:
-        """Return how many of a prompt's `remaining` tokens to compute at once.
+        """Return how many of a prompt's `remaining` tokens to compute at once, about `most`.
 
-        This is about `most`. A prompt that cannot be divided is computed as a whole.
-
-        A model with states may treat a single token like a generated one, with different results
-        (nemotron_h does). So for such a model, a chunk has at least two tokens and leaves either
-        none or at least two.
+        A prompt that cannot be divided is computed as a whole. A model with states may treat a
+        single token like a generated one, with different results (nemotron_h does). So for such a
+        model, a chunk has at least two tokens and leaves either none or at least two.
         """
         if self.whole_prompts:
             return remaining
@@ -142,10 +131,7 @@ class LoadedModel:
         return count
 
     def runner(self, pool: PagedPool) -> Runner:
-        """Return a runner over `pool`.
-
-        Raises: LayoutError if the pool does not have the model's streams.
-        """
+        """Return a runner over `pool`. Raises: LayoutError if it lacks the model's streams."""
         return Runner(
             self.model, self.layers, pool, packed=self.mode == "packed", neighbours=self.neighbours
         )
@@ -240,10 +226,6 @@ def _check_choices(dtype: str, attention: str, sliding_window_rows: str) -> None
 
 
 def _class_for(config: Any, part: ModelPart, name: str) -> tuple[Any, dict[str, Any]]:
-    """Return the class that loads the layers of `part`, and its additional arguments.
-
-    Raises: MisuseError if the model cannot be cut into stages.
-    """
     own = own_layers(config, part, name)
     if part.stages == 1:
         return AutoModelForCausalLM, {}
@@ -260,8 +242,7 @@ def _weights(
     source: str, name: str, dtype: str, device: torch.device, model_class: Any, more: dict[str, Any]
 ) -> Any:
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    # While transformers loads, it replaces functions of its classes and of torch. Two loads at once
-    # could leave some of them replaced for good.
+    # transformers replaces functions while it loads; two loads at once could lose the originals.
     with _LOADING, explained(f"model {name!r} cannot be loaded"):
         # Mismatches are reported below: transformers only prints them.
         loaded: Any = model_class.from_pretrained(

@@ -20,9 +20,7 @@ from kvflow.serve.engine.model.step import Step
 
 
 def memory_of(kind: StateKind, pool: PagedPool) -> torch.Tensor:
-    """Return a view of one stream in a pool, which may hold other parts and copies of the stream
-    too.
-    """
+    """Return a view of one stream, whose other parts and copies may be in the pool too."""
     return pool.tensor(kind.name, start=int(kind.start), replica=int(kind.replica))
 
 
@@ -44,10 +42,7 @@ class PagedStream:
         self._rows = pages.as_strided((starts, row), (step, 1))
 
     def exchange(self, step: Step, new: torch.Tensor) -> torch.Tensor:
-        """Write the new states [batch, heads, tokens, dim].
-
-        Returns [batch, heads, keys, dim]: all states that the step's rows attend to.
-        """
+        """Write the new states [batch, heads, tokens, dim]; return all that rows attend to."""
         batch, heads, tokens, dim = new.shape
         flat = new.transpose(1, 2).reshape(batch * tokens, heads, dim)
         self._pages.index_put_((step.write_pages, step.write_slots), flat)
@@ -60,23 +55,17 @@ class PagedStream:
 
 
 class RingStream(PagedStream):
-    """K or V of one layer with a sliding window: [rows, window, heads, dim].
-
-    Each row is a ring of slots.
-    """
+    """K or V of one layer with a sliding window, [rows, window, heads, dim]; a row is a ring."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         super().__init__(rows)
         self._window = rows.shape[1]
 
     def exchange(self, step: Step, new: torch.Tensor) -> torch.Tensor:
-        """Write the new states of a packed step, and return all states that its rows attend to.
-
-        The earlier states are read first, because the new tokens overwrite some of them.
-        """
         _, heads, tokens, dim = new.shape
         rings = step.rings(self._window)
         flat = new.transpose(1, 2).reshape(tokens, heads * dim)
+        # Read the earlier states first, because the new tokens overwrite some of them.
         states = rings.kept(self)
         if states is None and (rows := rings.gather(self._page_rows, self._slot_rows)) is not None:
             states = rings.read(self, self._rows, rows)
@@ -112,18 +101,11 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new states [batch, heads, tokens, dim] in place.
-
-        Returns all states that the step's rows may attend to.
-        """
         step = self._cache.step
         return self._k.exchange(step, key_states), self._v.exchange(step, value_states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Write the new indexer keys [batch, tokens, dim] in place.
-
-        Returns all indexer keys that the step's rows may attend to.
-        """
+        """Write the new indexer keys [batch, tokens, dim]; return all that rows may attend to."""
         assert self._index_k is not None
         return self._index_k.exchange(self._cache.step, indexer_key_states.unsqueeze(1)).squeeze(1)
 
@@ -138,10 +120,7 @@ class PagedLayer(CacheLayerMixin):
 
 
 class StateLayer(LinearAttentionLayer):
-    """One layer's conv and recurrent states, for the rows of one forward.
-
-    It is transformers' own layer, filled by `StateRows`.
-    """
+    """transformers' layer of conv and recurrent states, which `StateRows` fills."""
 
     def __init__(self, streams: LayerStreams) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=len(streams.conv))
@@ -180,10 +159,7 @@ class StateRows:
             )
 
     def gather(self, rows: torch.Tensor, *, new: bool) -> None:
-        """Copy the states in `rows`, int64 [batch], into the layers.
-
-        The states of `new` requests begin at zero, whatever the rows contain.
-        """
+        """Copy states from `rows`, int64 [batch]; those of `new` requests begin at zero."""
         for layer in self.layers:
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, not new)
         for states, i, pool in self._parts:
@@ -202,10 +178,7 @@ class StateRows:
 
 
 class PagedCache(Cache):
-    """The cache that a model's forward receives.
-
-    `step` has the page and the slot of every token; the runner sets it before each forward.
-    """
+    """The cache that a model's forward receives; the runner sets `step` before each forward."""
 
     step: Step
 
@@ -213,8 +186,7 @@ class PagedCache(Cache):
         self.states = StateRows(pool)
         super().__init__(layers=[self._layer(streams, pool) for streams in layers])
 
-    # These methods answer for the whole model, because a model that runs as a stage may ask about a
-    # layer of another stage.
+    # These methods answer for the whole model: a stage may ask about a layer of another stage.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.step.past

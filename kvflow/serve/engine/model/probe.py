@@ -1,6 +1,4 @@
-"""Probing a model for the state that it caches, by a forward over two tokens with transformers' own
-cache.
-"""
+"""Probing a model for the state that it caches, by a forward over two tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from kvflow.protocols.pages.kinds import DTYPE_BYTES, ROW, StateKind
 from kvflow.serve.engine.model.parallel.stage import is_stage
 
 _TOKENS = 2
-# Suffix of the stream names of layers that keep their state in rings. It equals the name of a
-# setting, so that an error about different streams shows which setting differs between the peers.
+# Suffix of the stream names of layers that keep their state in rings.
+# As the name of a setting, it shows in errors which setting differs between the peers.
 RINGS = "sliding_window_rows"
 # Tensors of transformers' cache layers that are constants, not state of a request.
 _CONSTANTS = frozenset({"_sliding_window_tensor"})
@@ -51,10 +49,7 @@ class LayerStreams(NamedTuple):
 
     @property
     def has_states(self) -> bool:
-        """True if the layer keeps conv or recurrent states.
-
-        Unlike a ring, these depend on how a prompt is divided into chunks.
-        """
+        """True if the layer keeps conv or recurrent states, which depend on prompt chunks."""
         return any(kind.unit == ROW for kind in self.beside)
 
     @property
@@ -64,9 +59,7 @@ class LayerStreams(NamedTuple):
 
 
 Layers = tuple[LayerStreams | None, ...]
-"""The streams of each layer; None for a layer that keeps no state (shared K and V, or no
-attention).
-"""
+"""The streams of each layer; None for a layer without state (shared K and V, or no attention)."""
 
 
 def kinds_of(layers: Layers) -> list[StateKind]:
@@ -96,10 +89,7 @@ def _in_ring(layer: LayerStreams) -> LayerStreams:
 
 
 def refuse_by_config(config: Any, name: str) -> None:
-    """Refuse unsupported models by their configuration, before any weight is read.
-
-    Raises: MisuseError.
-    """
+    """Refuse unsupported models before any weight is read. Raises: MisuseError."""
     if getattr(config, "is_encoder_decoder", False):
         raise _unsupported(name, config, "it is an encoder-decoder model")
 

@@ -1,6 +1,4 @@
-"""Keeping transformers quiet while it loads: its progress bars become reports, and each of its
-errors becomes one line.
-"""
+"""Keeping transformers quiet while it loads: progress bars become reports, errors one line."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from transformers.utils import logging as transformers_logging
 from kvflow.protocols.errors import MisuseError
 
 Progress = Callable[[str, float], None]
-"""A callback that the loading thread calls with a stage and the share of it that is done, 0 to 1.
-"""
+"""A callback that the loading thread calls with a stage and the share of it that is done."""
 
 
 @contextlib.contextmanager
@@ -30,23 +27,18 @@ def explained(what: str) -> Iterator[None]:
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
-        # The text of a LookupError is often just a key, which means little without the type of the
-        # error.
+        # A LookupError's text is often just a key, which means little without the error's type.
         if not text or isinstance(error, LookupError):
             text = f"{type(error).__name__} {text}".rstrip()
         raise MisuseError(f"{what}: {text}") from error
 
 
 class _Reporting(threading.local):
-    """The callback for the progress of the load that this thread runs."""
-
     report: Progress | None = None
 
 
 class _Silence:
-    """The number of loads under way in this process, and how to undo the silence after the last
-    one.
-    """
+    """The number of loads under way, and how to undo the silence after the last one."""
 
     def __init__(self) -> None:
         self.lock, self.loads, self.undo = threading.Lock(), 0, contextlib.ExitStack()
@@ -57,8 +49,7 @@ _reporting, _silence = _Reporting(), _Silence()
 
 @contextlib.contextmanager
 def quiet(report: Progress) -> Iterator[None]:
-    """Silence transformers' warnings, log lines and progress bars; call `report` while weights
-    load.
+    """Silence transformers' warnings, logs and progress bars; call `report` while weights load.
 
     Several threads may load at once, and these settings belong to the process. So the first load
     changes them, and the last one restores them.
@@ -98,11 +89,7 @@ def _fall_silent(undo: contextlib.ExitStack) -> None:
 
 
 def _with_report(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the iterable that replaces one of transformers' progress bars.
-
-    For weights, it calls this thread's progress callback. For anything else, it is made by
-    `factory`.
-    """
+    """Replace the progress bar for weights by an iterable that reports; keep all other bars."""
     report = _reporting.report
     items = args[0] if args else kwargs.get("iterable")
     if (

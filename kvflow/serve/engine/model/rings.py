@@ -21,9 +21,7 @@ from kvflow.serve.engine.model.device import Place
 from kvflow.serve.engine.model.probe import Layers
 
 GatherToKeep = Callable[[Hashable, torch.Tensor, torch.Tensor], torch.Tensor | None]
-"""Gathers states like `Rings.read`, but into memory that is kept for the next steps. Returns None
-if no more memory may be kept.
-"""
+"""Gathers like `Rings.read`, but into memory that is kept; None if no more may be kept."""
 
 
 class RingLayers:
@@ -34,8 +32,7 @@ class RingLayers:
         self._rings = frozenset(self._windows.values()) - {0}
 
     def window_of(self, layer: int, window: int) -> int:
-        """Return the number of slots of the ring that a layer attends to; 0 if its keys are in
-        pages.
+        """Return the slots of the ring that a layer attends to; 0 if its keys are in pages.
 
         A layer that keeps no K and V attends to those of another layer with the same `window`.
         """
@@ -69,10 +66,7 @@ class RingBatch(Batch):
         return np.where(columns < np.array(self.lengths)[:, None], columns, 0)
 
     def mask(self, last: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a mask like `Batch.mask`.
-
-        `last` is always `keys`, because a ring holds no tokens outside the window.
-        """
+        # `last` is always `keys`, because a ring holds no tokens outside the window.
         if self.keys == self.lengths[0]:
             return None
         if dtype not in self._masks:
@@ -110,8 +104,7 @@ class Rings:
         raise NotImplementedError
 
     def kept(self, stream: Hashable) -> torch.Tensor | None:
-        """Return the states of `stream`, [keys, heads * dim], if an earlier step gathered them,
-        else None.
+        """Return the states that an earlier step gathered, [keys, heads * dim], or None.
 
         The states of this step are not yet among them.
         """
@@ -135,9 +128,7 @@ class ChunkRings(Rings):
     def __init__(
         self, window: int, rows: list[int], starts: list[int], ends: list[int], place: Place
     ) -> None:
-        """`rows` are rows of the pool. The new tokens of each one have positions from `starts` up
-        to, but not including, `ends`.
-        """
+        """`rows` are rows of the pool; the new tokens of each are at `starts`..`ends` - 1."""
         super().__init__()
         self._place = place
         self._read: tuple[NDArray[Any], NDArray[Any]] | None = None
@@ -214,8 +205,7 @@ class DecodeRings(Rings):
         self.batches = [batch.later(at) for batch in self._plan]
         self.write_slots, self.new_at = self._slots[at], self._new_at[at]
         if self._filling:
-            # Each step fills one more slot of a ring that is not full, so the rows to gather
-            # change.
+            # Each step fills one more slot of a ring that is not full, so the rows change.
             self._gathers.clear()
 
     def gather(self, ring_rows: int, slot_rows: int) -> torch.Tensor | None:

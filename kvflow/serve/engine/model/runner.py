@@ -97,7 +97,7 @@ class Runner:
         return logits if self._neighbours.returns_logits else logits[:0]
 
     def _forward_each_length(self, rows: list[Row]) -> torch.Tensor:
-        """Compute decoding rows in one left-padded batch, and prompt chunks one by one."""
+        # Decoding rows form one left-padded batch; prompt chunks are computed one by one.
         decoding = [r for r in rows if r.new == 1 and r.sequence.computed]
         parts: dict[int, torch.Tensor] = {}
         if decoding:
@@ -156,16 +156,14 @@ class Runner:
     def _forward_padded(self, rows: list[Row]) -> torch.Tensor:
         step = Step(rows, self._page_size, self._place)
         new = rows[0].new
-        # A model without attention has no keys to pad, and mamba would multiply a mask with the new
-        # tokens.
+        # A model without attention needs no mask, which mamba would multiply with the new tokens.
         if not self._attends:
             step.batch, mask = len(rows), None
         elif (mask := step.pad(new)) is None and not self._takes_positions:
             mask = torch.ones(step.batch, step.past + new, dtype=torch.long, device=self.device)
         self._cache.step = step
         count = max(1, rows[0].logits)
-        # Either all rows of a batch have a state or all are new, because each prompt chunk is a
-        # separate batch.
+        # Each prompt chunk is a separate batch, so all rows of a batch have a state, or none has.
         places = self._place(
             np.concatenate([rows[i].sequence.rows for i in step.order]).astype(np.int64)
         )
@@ -201,8 +199,7 @@ class Runner:
         finally:
             if hook is not None:
                 hook.remove()
-        # Logits and hidden states are concatenated, so that the selections of tokens below apply to
-        # both.
+        # Concatenate both, so that the selections of tokens below apply to both.
         if seen:
             hidden = seen[0].to(logits.dtype).reshape(*logits.shape[:-1], seen[0].shape[-1])
             logits = torch.cat((logits, hidden), dim=-1)

@@ -1,6 +1,4 @@
-"""The self-test at start-up, which compares a model over pages with transformers' own cache and
-chooses the attention mode.
-"""
+"""The self-test at start-up, which checks a model over pages and chooses its attention mode."""
 
 from __future__ import annotations
 
@@ -29,17 +27,13 @@ CHUNK = 10
 # For windows up to this size, a test prompt is longer than the window, so that rings wrap around.
 MOST_WRAPPED = 256
 
-# The allowed difference of logits, relative to their spread. A wrong mask or page causes a
-# difference of about 1.
+# The allowed difference of logits, relative to their spread. A wrong mask makes it about 1.
 _TOLERANCE = {"float32": 2e-3, "float16": 0.05, "bfloat16": 0.15}
 _MAX_TOLERANCE = {"float32": 1e-2, "float16": 0.5, "bfloat16": 0.7}
 
 
 class Fit(NamedTuple):
-    """The way a model runs: its attention mode, and the streams of its layers in pages and rows.
-
-    `whole_prompts` is True if each prompt must be computed in one chunk.
-    """
+    """A model's attention mode and streams, and whether it must compute prompts in one chunk."""
 
     mode: Mode
     whole_prompts: bool
@@ -120,8 +114,7 @@ def _try(
     try:
         paged = _paged(model, layers, reference, packed=mode == "packed")
         windows = window_recorder.windows
-    # A model may break the interface in unforeseen ways. Any error means that it does not support
-    # this mode.
+    # Models may break the interface in unforeseen ways, so any error rules this mode out.
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
@@ -139,21 +132,16 @@ def _try(
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the largest error of any row, relative to the spread of that row of `b`.
-
-    Returns inf if a value is not finite.
-    """
+    """Return the largest error of a row, relative to the spread of that row of `b`."""
     a, b = a.float(), b.float()
     spread = (b - b.mean(dim=-1, keepdim=True)).norm(dim=-1)
     found = ((a - b).norm(dim=-1) / spread.clamp_min(1e-6)).max()
+    # A value that is not finite must never pass as close.
     return float(found) if bool(torch.isfinite(found)) else float("inf")
 
 
 def _reference(model: Any, layers: Layers, window: int) -> Reference:
-    """Compute the test prompts' logits with transformers' own cache.
-
-    `window` is the number of slots of the smallest ring, or 0 if there is no ring.
-    """
+    """Compute the test's logits; `window` is the size of the smallest ring, 0 without rings."""
     vocabulary = model.get_input_embeddings().num_embeddings
     lengths, chunk = LENGTHS, CHUNK
     if max(LENGTHS) <= window <= MOST_WRAPPED:
@@ -181,8 +169,7 @@ def _reference(model: Any, layers: Layers, window: int) -> Reference:
         return Reference(prompts, alone, max(lengths), distance(alone, whole), whole=True)
     chunked = logits(chunk)
     noise = distance(chunked, whole)
-    # Some of these models compute a single token differently (nemotron_h does not clamp dt), so the
-    # noise is also measured against prompts whose last token is fed alone.
+    # nemotron_h computes a single token differently (it does not clamp dt), so feed one alone too.
     if states:
         noise = min(noise, distance(chunked, stepped()))
     return Reference(prompts, chunked, chunk, noise)
@@ -190,8 +177,7 @@ def _reference(model: Any, layers: Layers, window: int) -> Reference:
 
 @torch.inference_mode()
 def _ignores_states(model: Any, prompt: list[int], states: set[str]) -> bool:
-    """Return True if a chunk of several tokens ignores some of the `states` that the previous chunk
-    left.
+    """Return True if a chunk ignores some of the `states` that the previous chunk left.
 
     The scans of mamba and jamba do so: they begin at zero.
     """
@@ -244,10 +230,7 @@ def _forward(
 
 
 def _paged(model: Any, layers: Layers, reference: Reference, *, packed: bool) -> torch.Tensor:
-    """Return the logits of the reference, computed over pages.
-
-    All prompts are computed together, in chunks, and their last tokens in one batch.
-    """
+    """Return the reference's logits over pages; the last tokens of all prompts form one batch."""
     prompts = reference.prompts
     count = sum(-(-len(p) // PAGE_SIZE) for p in prompts)
     num_rows = len(prompts) if have_rows(layers) else 0

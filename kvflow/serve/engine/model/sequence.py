@@ -1,6 +1,4 @@
-"""One request's tokens, pages and row, in numpy arrays, so that a step needs no Python loop over
-tokens or pages.
-"""
+"""One request's tokens, pages and row, in numpy arrays, so that steps need no Python loops."""
 
 from __future__ import annotations
 
@@ -63,10 +61,7 @@ class Sequence:
         return self._pages[: self.page_count]
 
     def begin_with(self, pages: PageIndices) -> None:
-        """Begin with full, computed pages of a cache, which continues to own them.
-
-        Call this before the sequence has other pages.
-        """
+        """Begin with full, computed pages of a cache, which continues to own them."""
         self.add_pages(pages)
         self.shared, self.computed = self.page_count, self.page_count * self.page_size
 
@@ -79,10 +74,7 @@ class Sequence:
         self.rows = places.rows if places.rows.size else self.rows
 
     def start_again(self) -> Places:
-        """Forget everything that was computed, and all places.
-
-        Returns the places that the sequence owned, which the caller must free.
-        """
+        """Forget all that was computed; return the owned places, which the caller must free."""
         places = Places(self.places.pages.copy(), self.rows)
         self.computed = self.page_count = self.shared = 0
         self.rows = NO_PLACES

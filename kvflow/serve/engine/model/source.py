@@ -1,7 +1,4 @@
-"""Locating a model: in a local folder, on a hub, or in the cache of the hub's client.
-
-The files of a folder are checked, and every fault becomes a one-line error.
-"""
+"""Locating a model: in a local folder, on a hub, or in the cache of the hub's client."""
 
 from __future__ import annotations
 
@@ -64,8 +61,7 @@ def locate(name: str) -> str:
 def check_files(folder: Path) -> None:
     """Check the JSON files and the weights in a model's folder.
 
-    Raises: MisuseError, which names the file, for broken JSON and for weights that are truncated or
-    missing.
+    Raises: MisuseError, which names the file, for broken JSON and for truncated or missing weights.
     """
     documents = [folder / name for name in _DOCUMENTS if (folder / name).is_file()]
     for path in (*documents, *sorted(folder.glob("model*.safetensors"))):
@@ -111,9 +107,7 @@ def _check_shards(folder: Path, index: object) -> None:
 
 
 def _no_answer(name: str) -> str:
-    """Send one short request to the hub, and return the reason why it cannot be reached.
-
-    Returns an empty string if the hub answers, even with an error.
+    """Send one short request to the hub; return why it cannot be reached, or an empty string.
 
     Raises: MisuseError if `name` is not a valid name on a hub.
     """

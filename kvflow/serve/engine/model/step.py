@@ -1,6 +1,4 @@
-"""The inputs of one model step for the cache and the attention function: slots to write, slots to
-gather, and the keys that each row attends to.
-"""
+"""The inputs of one model step: slots to write, slots to gather, and the keys of each row."""
 
 from __future__ import annotations
 

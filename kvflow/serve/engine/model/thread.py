@@ -62,8 +62,7 @@ class ModelThread:
     def _whole(self, work: Callable[[], T]) -> T:
         try:
             return work()
-        # This wait follows a failed step too, because it may already have queued some of its
-        # writes.
+        # Wait after a failed step too, because it may already have queued some of its writes.
         finally:
             if self._device is not None:
                 # Imported here, because the module must load without torch.

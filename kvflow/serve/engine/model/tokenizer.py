@@ -26,8 +26,7 @@ def load_tokenizer(source: str, name: str) -> Any | None:
         with explained(f"model {name!r}: the tokenizer cannot be loaded"):
             return AutoTokenizer.from_pretrained(source)
     except MisuseError:
-        # A model on the hub may have no tokenizer, in which case transformers raises. In a
-        # directory that has tokenizer files, the error is real.
+        # A model on the hub may have no tokenizer. In a directory with its files, this is an error.
         if not here.is_dir():
             return None
         raise

@@ -17,9 +17,8 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.serve.engine.model.probe import Layers
 
 SLIDING_WINDOW_ROWS = ("auto", "always", "never")
-# The longest window, in tokens, that "auto" keeps in rings. A request takes a whole row, however
-# short it is. With windows of 1,024 tokens, a pool would hold far fewer short requests in rings
-# than in pages.
+# The longest window, in tokens, that "auto" keeps in rings.
+# With windows of 1,024 tokens, a pool would hold far fewer short requests in rings than in pages.
 MOST_TOKENS = 256
 # "auto" uses rings only if the context is at least this many times as long as the longest window.
 LEAST_WINDOWS = 8

@@ -12,10 +12,7 @@ from kvflow.serve.engine.scheduler.rooms import PrefillRoomPort
 
 
 class FollowedRoom(PrefillRoomPort, Protocol):
-    """The room of a request at a rank that follows the first one.
-
-    `prefix_tokens` is known after the match.
-    """
+    """A request's room at a following rank; `prefix_tokens` is known after the match."""
 
     @property
     def prefix_tokens(self) -> int: ...
@@ -42,8 +39,8 @@ class Followed:
 
     @property
     def may_send(self) -> bool:
-        """True if pages may be sent: the request is started here and kept at the first rank, and
-        its room has not ended.
+        """True if the request is started here and kept at the first rank, and its room has not
+        ended.
 
         Before it is started here, the group ignores pages that land. Before it is kept, the first
         rank may still take its places away.

@@ -1,6 +1,4 @@
-"""The engine of a rank that follows the first one: it runs the announced steps, and sends its own
-pages to decode.
-"""
+"""The engine of a rank that runs the announced steps, and sends its own pages to decode."""
 
 from __future__ import annotations
 
@@ -101,9 +99,7 @@ class StepFollower:
         self._say_hello()
 
     async def close(self) -> None:
-        """End the generation, and wait for the running step even if this coroutine is cancelled
-        (I12).
-        """
+        """End the generation, and wait for the running step even if cancelled (I12)."""
         # Set this before ending the generation, so that work that waits within it stops too.
         self._closing = True
         self._end(Cause(Code.SHUTDOWN, "this rank is shutting down"))
@@ -118,13 +114,9 @@ class StepFollower:
             await self._loads.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Mark this process as unusable after one of its tasks failed.
-
-        The first rank notices when the process exits. If the process went on without one of these
-        tasks, the first rank would wait forever.
-        """
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s ended", task.get_name(), exc_info=error)
+            # Without this task the process would go on, and the first rank would wait forever.
             self._give_up(
                 LostError(f"the steps of this rank have ended: {type(error).__name__}: {error}")
             )
@@ -173,10 +165,7 @@ class StepFollower:
     # --- the first rank
 
     async def _read(self) -> None:
-        """Receive messages until cancelled.
-
-        A message that fails is counted, and the loop continues (I7).
-        """
+        """Receive messages until cancelled; a message that fails is only counted (I7)."""
         while True:
             for _, frame in await self._socket.receive():
                 try:
@@ -198,8 +187,7 @@ class StepFollower:
         ):
             self.dropped += 1
         elif isinstance(message, wire.Keep) and not self._awaits_preemption(message.ticket):
-            # This message is not queued, because pages that are already computed need not wait for
-            # earlier steps.
+            # This message is not queued: pages already computed need not wait for earlier steps.
             self._keep(message.ticket)
         else:
             self._queue.append(message)
@@ -217,12 +205,10 @@ class StepFollower:
         self._generation, self._step, self._open = message.generation, 0, True
 
     def _end(self, cause: Cause, failed: int | None = None) -> None:
-        """End the generation: abort the running step, after which `_run` frees its requests and
-        sends a Hello.
+        """End the generation: abort the running step, after which `_run` frees its requests.
 
-        The shards of the first stage do not abort: they run the announced steps to their end. The
-        first rank is one of them, began these steps, and waits for the other shards within each
-        layer.
+        The shards of the first stage run the announced steps to their end instead, because the
+        first rank began these steps, and waits for the other shards within each layer.
         """
         if self._open:
             self._open, self._over = False, True
@@ -241,7 +227,6 @@ class StepFollower:
         self._socket.send(wire.encode(self._hello))
 
     async def _tell(self) -> None:
-        """Send the status of this rank whenever it changes."""
         told: wire.Status | None = None
         while True:
             now = self._status()
@@ -267,8 +252,7 @@ class StepFollower:
             if not isinstance(message, wire.Plan):
                 self._apply(message)
                 continue
-            # A failed step leaves its requests behind the plan, so no later step of its generation
-            # can run.
+            # After a failed step the requests lag behind the plan, so no later step can run.
             if message.generation == self._failed:
                 continue
             try:
@@ -276,17 +260,14 @@ class StepFollower:
             except _GenerationOverError:
                 continue
             except Exception as error:  # noqa: BLE001
-                # Every error is reported, because the other ranks wait for this one. If the
-                # generation ended meanwhile, the step was aborted, and no rank waits.
+                # Every error is reported, because the other ranks wait for this one.
+                # If the generation ended meanwhile, the step was aborted, and no rank waits.
                 if self._open:
                     self._report_failure(error)
         self._forget()
 
     def _report_failure(self, error: Exception) -> None:
-        """Report a failed step, so that the first rank ends the generation.
-
-        Otherwise the other ranks would wait for data that will not come.
-        """
+        """Report a failed step, because the other ranks wait for data that will not come."""
         self.failed_steps += 1
         self._failed = self._generation
         log.exception("a prefill step failed")
@@ -296,10 +277,7 @@ class StepFollower:
         self._socket.send(wire.encode(wire.StepFailed(generation=self._generation, cause=cause)))
 
     def _forget(self) -> None:
-        """Free everything that the generation took, after it ended and while no step runs.
-
-        The group ends the rooms.
-        """
+        """Free all that the ended generation took, while no step runs."""
         messages, self._queue = self._queue, deque()
         for message in messages:
             # Drop, Preempt, Keep and Flush outlast the generation; its steps and questions do not.
@@ -310,7 +288,6 @@ class StepFollower:
                 self._drop(ticket)
 
     def _apply(self, message: _Between) -> None:
-        """Handle a message that the first rank sent between two steps."""
         if isinstance(message, wire.Drop):
             self._drop(message.ticket, succeeded=message.succeeded)
         elif isinstance(message, wire.Keep):
@@ -345,7 +322,6 @@ class StepFollower:
             self._answer(request)
 
     def _answer(self, request: PrefillRequest) -> None:
-        """Report to the first rank how many cached tokens are locked for a request."""
         tokens = 0 if request.prefix is None else request.prefix.tokens
         number = self._questions.pop(request.ticket)
         self._socket.send(wire.encode(wire.Found(number=number, tokens=tokens)))
@@ -376,10 +352,7 @@ class StepFollower:
             self._give_back(found)
 
     async def _execute(self, plan: wire.Plan) -> None:
-        """Run one step.
-
-        Raises: WireError for an invalid step, CapacityError, and whatever the model raises.
-        """
+        """Run one step. Raises: WireError, CapacityError, and whatever the model raises."""
         self._step += 1
         if plan.step != self._step:
             raise WireError(
@@ -420,11 +393,7 @@ class StepFollower:
             )
 
     async def _ready(self, row: wire.PlannedRow) -> PrefillRequest:
-        """Return the request that `row` names, after it took its places.
-
-        Raises: WireError if the row does not fit the request, CapacityError if the prompt does not
-        fit the pool.
-        """
+        """Return the request that `row` names, once it has places. Raises: WireError."""
         found = self.requests.get(row.ticket)
         if found is None:
             raise WireError(f"a step names request {row.ticket}, which there is not")
@@ -444,11 +413,7 @@ class StepFollower:
         return request
 
     async def _take_places(self, request: PrefillRequest, start: int) -> None:
-        """Wait for all places of a request, besides the cached pages of its first `start` tokens;
-        take them.
-
-        Raises: CapacityError.
-        """
+        """Wait until all places beyond the first `start` tokens are free; take them."""
         self.steps.agree(request, start)
         missing = request.sequence.pages_missing(request.sequence.prompt_length)
         if missing > self.steps.pages.capacity:
@@ -481,7 +446,6 @@ class StepFollower:
         return request
 
     async def _woken(self) -> None:
-        """Wait for a wake-up. Raises: _GenerationOverError."""
         self._check_open()
         self._wake.clear()
         await self._wake.wait()

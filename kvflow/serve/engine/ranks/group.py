@@ -59,9 +59,7 @@ class _Asked:
 
 
 class PrefillGroup:
-    """Opens requests at every rank. Notifies this rank's engine when a request is open everywhere,
-    and when it starts.
-    """
+    """Opens requests at every rank; notifies the engine when they are open, and when they start."""
 
     def __init__(
         self, leader: LeaderShell, member: MemberShell, engine: PrefillEngine, steps: StepLeader
@@ -75,7 +73,6 @@ class PrefillGroup:
         self._task = asyncio.create_task(self._start_requests(), name="kvflow-group-start")
 
     async def close(self) -> None:
-        """End every request."""
         for asked in self._asked.values():
             asked.group.close(Cause(Code.SHUTDOWN, "the prefill is shutting down"))
         try:
@@ -141,12 +138,11 @@ class PrefillGroup:
         self._serving.add(serving)
         serving.add_done_callback(self._forget)
         try:
-            # Shielded, so that the writes and the group's decision are awaited even after a
-            # cancellation.
+            # Shielded, so that a cancellation still awaits the writes and the group's decision.
             return await asyncio.shield(serving)
         except asyncio.CancelledError:
-            # After the token is chosen, only writes are left. These end soon, and decode may
-            # already have its answer, so the request continues.
+            # After the token is chosen, only writes are left, which end soon.
+            # Decode may already have its answer, so the request continues.
             if not asked.token.done():
                 opened.close(Cause(Code.CLIENT_GONE, "the request was cancelled"))
             raise
@@ -159,14 +155,11 @@ class PrefillGroup:
         self._leader.refuse(room, cause)
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Check a request against the limits of all ranks. Raises: MisuseError, CapacityError."""
         self._engine.check(prompt, params)
         self.limits.check_prompt(prompt)
 
     async def _serve(self, asked: _Asked) -> TokenOut:
-        """Wait until the group decides on a request, then free everything that this rank holds for
-        it.
-        """
+        """Wait for the group's decision, then free all that this rank holds for the request."""
         ticket, succeeded = asked.group.ticket, False
         try:
             await asked.group.decided()
@@ -185,18 +178,13 @@ class PrefillGroup:
     def _forget(self, serving: asyncio.Task[TokenOut]) -> None:
         self._serving.discard(serving)
         if not serving.cancelled():
-            # The error is retrieved here, because the client may be gone, and asyncio logs every
-            # exception that is never retrieved.
+            # Retrieve the error, because asyncio logs errors that nobody retrieves.
             serving.exception()
 
     def opened(self, ticket: int, room: PrefillRoom) -> None:
-        """Pass a request to the engine when its half of the room is open at this rank.
-
-        The room is closed if the engine refuses the request.
-        """
+        """Pass a request to the engine when its half of the room is open at this rank."""
         asked = self._asked.get(ticket)
-        # The group decided on the request before this rank opened it, so there is nothing to
-        # compute.
+        # The group decided on the request before this rank opened it.
         if asked is None:
             return
         try:
@@ -225,11 +213,7 @@ class PrefillGroup:
         self.opened_at(0, ticket)
 
     def opened_at(self, rank: int, ticket: int) -> None:
-        """Record that a request is open at `rank`.
-
-        A step names a request early only when it is open at all ranks, because a rank that does not
-        know it could not take part.
-        """
+        """Record that a request is open at `rank`; once all ranks know it, a step may name it."""
         asked = self._asked.get(ticket)
         if asked is None:
             return
@@ -264,8 +248,7 @@ class PrefillGroup:
                 self._steps.drop(asked.group.ticket)
                 if not asked.token.done():
                     asked.token.set_exception(room_error(cause))
-                    # There may be no reader, and asyncio logs every exception that is never
-                    # retrieved.
+                    # There may be no reader, and asyncio logs errors that nobody retrieves.
                     asked.token.exception()
 
     async def _start_requests(self) -> None:

@@ -40,7 +40,7 @@ class HitVotes:
     def ask(self, ticket: int, tokens: int) -> int:
         """Ask about a prompt whose first `tokens` tokens the first rank has locked.
 
-        Returns the number of the question. An earlier question about the same ticket is dropped.
+        Returns the question's number. An earlier question about the same ticket is dropped.
         """
         self.drop(ticket)
         self._last += 1
@@ -49,10 +49,7 @@ class HitVotes:
         return self._last
 
     def answer(self, rank: int, number: int, tokens: int) -> Agreed | None:
-        """Record an answer; returns the agreement if it was the last one.
-
-        A late or repeated answer changes nothing.
-        """
+        """Record an answer; return the agreement if it was the last one, else None."""
         question = self._questions.get(number)
         if question is None or rank not in question.missing:
             return None

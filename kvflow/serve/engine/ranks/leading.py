@@ -1,6 +1,4 @@
-"""The first rank's side of steps that several ranks run: generations, plans, and the other ranks'
-reports.
-"""
+"""The first rank's side of shared steps: generations, plans, and the other ranks' reports."""
 
 from __future__ import annotations
 
@@ -97,10 +95,7 @@ class StepLeader:
         self._begin_if_complete()
 
     async def close(self) -> None:
-        """End the generation, and stop reading.
-
-        The other ranks notice the end of their connection to the group.
-        """
+        """End the generation, and stop reading. The other ranks notice the closed connection."""
         self._end(Cause(Code.SHUTDOWN, "the first rank is shutting down"))
         if self._task is not None:
             self._task.cancel()
@@ -176,10 +171,7 @@ class StepLeader:
         self._send_all(wire.Keep(ticket=ticket))
 
     def drop(self, ticket: int, *, succeeded: bool = False) -> None:
-        """Announce that no further step names a request.
-
-        `succeeded` is True if the group decided that the request succeeded.
-        """
+        """Announce that no step names a request any more, and whether it `succeeded`."""
         self._preempted.pop(ticket, None)
         self._hits.drop(ticket)
         self._send_all(wire.Drop(ticket=ticket, succeeded=succeeded))
@@ -251,10 +243,7 @@ class StepLeader:
                 self.lost(rank, f"rank {rank} of the group cannot be reached")
 
     async def _read(self) -> None:
-        """Receive messages until cancelled.
-
-        A message that fails is counted, and the loop continues (I7).
-        """
+        """Receive messages until cancelled; a message that fails is only counted (I7)."""
         while True:
             for peer_id, frame in await self._socket.receive():
                 try:
@@ -284,8 +273,7 @@ class StepLeader:
         elif not self._open or message.generation != self._generation:
             self.dropped += 1
         elif isinstance(message, wire.FirstToken):
-            # A token from before a preemption is void, because the prompt is computed again and may
-            # yield a different token.
+            # A preempted prompt is computed again, and may then yield a different token.
             if message.step > self._preempted.get(message.ticket, 0):
                 self._on_token(message.ticket, message.token)
         else:
@@ -301,8 +289,7 @@ class StepLeader:
             self._end(Cause(Code.PEER_LOST, f"rank {hello.rank} of the group has begun anew"))
         if before is not None and before.member != hello.member:
             self._ranks.pop(routing_id(before.member), None)
-        # `_end` clears the Hellos, so a restarted rank may have an old routing id that only
-        # `_ranks` still holds.
+        # `_end` clears the Hellos, so only `_ranks` may still hold the old routing id of a rank.
         for peer, rank in list(self._ranks.items()):
             if rank == hello.rank and peer != peer_id:
                 del self._ranks[peer]

@@ -1,6 +1,4 @@
-"""Waiting until a rank is ready for a request: until decode's half arrives, and the prompt's pages
-are fetched from storage.
-"""
+"""Waiting until a rank is ready: decode's half arrived, and the pages came from storage."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from kvflow.serve.engine.scheduler.prefill_steps import most_cached
 async def ready(
     cache: PrefixCache | None, prefetch: PrefetchPolicy, room: PrefillRoom, request: bytes
 ) -> None:
-    """Wait until this rank is ready for a request of the group.
-
-    `request` is the encoded `GroupPrompt` from the leader of the group.
+    """Wait until this rank is ready for `request`, an encoded `GroupPrompt`.
 
     Raises: the room's error.
     """

@@ -1,6 +1,4 @@
-"""A decode shard other than the first, which runs the announced steps over its part of the shared
-pool.
-"""
+"""A decode shard that runs the first shard's steps over its part of the shared pool."""
 
 from __future__ import annotations
 
@@ -23,17 +21,12 @@ from kvflow.serve.engine.ranks import shard_wire as wire
 
 
 class ShardFollower:
-    """Runs the steps that the first shard announces.
-
-    This class decides nothing: each step states its sequences and their pages.
-    """
+    """Runs the announced steps. Each step states its sequences and their pages."""
 
     def __init__(
         self, model: LoadedModel, link: wire.ShardLink, executor: Threads, process: ProcessIdentity
     ) -> None:
-        """`executor` runs the model thread. `process` is this process, which the first shard may
-        kill.
-        """
+        """`executor` runs the model thread; the first shard may kill `process`, this one."""
         self._model, self._link, self._executor, self._process = model, link, executor, process
         self._sequences: dict[int, Sequence] = {}  # by number: those of the last step
         self._pool: PagedPool | None = None
@@ -60,10 +53,7 @@ class ShardFollower:
                     self._pool.close()
 
     def stop(self) -> None:
-        """Make `run` return when the running step ends.
-
-        The first shard counts this one as lost.
-        """
+        """Make `run` return after the running step; the first shard counts this one as lost."""
         self._link.abort()
 
     async def _beat(self) -> None:
@@ -75,7 +65,6 @@ class ShardFollower:
                 return
 
     def _follow(self) -> None:
-        """Handle the messages of the first shard, in the model thread."""
         self._link.send(wire.Hello(self._process))
         while True:
             try:

@@ -1,6 +1,4 @@
-"""The first shard's side of decode steps that all shards run: announcing steps, waiting for their
-end, and handling the loss of a shard.
-"""
+"""The first shard's side of decode steps that all shards run."""
 
 from __future__ import annotations
 
@@ -39,8 +37,6 @@ class ShardGroupPort(Protocol):
 
 
 class _Shard:
-    """The state of another shard, as the first shard knows it."""
-
     def __init__(self, number: int, link: wire.ShardLink) -> None:
         self.number, self.link = number, link
         # The last step that ended at this shard; 0 after it mapped the pool, -1 before.
@@ -114,9 +110,7 @@ class ShardLeader:
             raise self._broken
 
     def close(self) -> None:
-        """Close the links, after which the other shards end. Call this while no step runs.
-        Idempotent.
-        """
+        """Close the links, which ends the other shards. No step may run. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -204,18 +198,12 @@ class ShardLeader:
     # --- ends
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds, a shard is lost, or the leader closes.
-
-        This does not raise: the caller checks whether a shard was lost.
-        """
+        """Wait for `condition`, a lost shard or `close`; the caller checks which it was."""
         with self._changed:
             self._changed.wait_for(lambda: self._broken is not None or self._closing or condition())
 
     def _wait_for_reason(self) -> None:
-        """Wait briefly for the report of how a shard's process ended.
-
-        The watcher of the process sends it soon after the connection breaks.
-        """
+        """Wait for the watcher's report, which follows soon after a broken link."""
         with self._changed:
             self._changed.wait_for(lambda: self._broken is not None or self._closing, _REASON_S)
 
@@ -246,16 +234,12 @@ class ShardLeader:
     # --- what the others say
 
     def _read(self) -> None:
-        """Receive the reports of the other shards, in a separate thread.
-
-        The model thread waits for these reports, and the event loop takes no part.
-        """
+        """Receive the reports in a separate thread, because the model thread waits for them."""
         now_s = time.monotonic()
         while not self._closing and self._broken is None:
             ready = wait([shard.link.fileno() for shard in self.shards], self._timing.heartbeat_s)
             before_s, now_s = now_s, time.monotonic()
-            # A pause of this process must not count as silence of the others, so each round adds at
-            # most one heartbeat.
+            # This process may pause, so a round adds at most one heartbeat to the others' silence.
             passed_s = min(now_s - before_s, self._timing.heartbeat_s)
             for shard in self.shards:
                 if shard.link.fileno() in ready:

@@ -43,11 +43,7 @@ class Alive(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class MapPool(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """Names the memory of the pool that all shards share: file descriptor `descriptor` of process
-    `pid`.
-
-    `layout` describes where each page is in it.
-    """
+    """Names the shared pool: its layout, and file descriptor `descriptor` of process `pid`."""
 
     pid: _Count
     descriptor: _Count
@@ -55,8 +51,8 @@ class MapPool(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class PlannedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The next tokens of one sequence, from position `computed` on. Logits are wanted for the last
-    `logits` of them.
+    """The next tokens of one sequence, from `computed` on, with logits for the last `logits` of
+    them.
 
     `sequence` is a number that the first shard chooses. A sequence that was not in the previous
     step is new: `capacity` is the largest number of tokens that it may have, and `row` is its row
@@ -73,10 +69,7 @@ class PlannedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Announces step number `step`, counted from 1.
-
-    A sequence that the step does not name is forgotten.
-    """
+    """Announces step number `step`, counted from 1. Sequences not named in it are forgotten."""
 
     step: _Count
     rows: tuple[PlannedRow, ...]
@@ -94,12 +87,10 @@ _TO_OTHERS = msgspec.msgpack.Decoder(ToOtherShards)
 
 
 def parse_at_first(frame: bytes) -> ToFirstShard:
-    """Decode a message to the first shard. Raises: WireError."""
     return _parsed(frame, _TO_FIRST)  # type: ignore[no-any-return]
 
 
 def parse_at_others(frame: bytes) -> ToOtherShards:
-    """Decode a message to another shard. Raises: WireError."""
     return _parsed(frame, _TO_OTHERS)  # type: ignore[no-any-return]
 
 
@@ -146,10 +137,7 @@ class ShardLink:
             raise LostError("the connection to another shard is closed") from None
 
     def abort(self) -> None:
-        """Make every wait at both ends raise, and every later call too. Idempotent.
-
-        Any thread may call this.
-        """
+        """Make every wait at both ends raise, now and later. Any thread may call it. Idempotent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

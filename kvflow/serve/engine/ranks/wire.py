@@ -45,10 +45,7 @@ class RankLife(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
-    """Reports that this rank is ready for a generation.
-
-    `pages` and `rows` are the numbers of pages and rows in its pool.
-    """
+    """Reports that this rank is ready, and how many pages and rows its pool has."""
 
     member: Life
     rank: RankNumber
@@ -89,14 +86,13 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=4):
     failed_steps: _Count
     handler_errors: _Count
     dropped: _Count  # frames that were ignored
-    cache: CacheStats | None = None  # statistics of the prefix cache
+    cache: CacheStats | None = None
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
     """Reports that this rank opened the request.
 
-    After every rank has opened it, a step may name the request before the group starts it
-    (`--optimistic-prefill`).
+    Once every rank did, a step may name it before the group starts it (`--optimistic-prefill`).
     """
 
     ticket: _Number
@@ -116,8 +112,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
 
 
 class PlannedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The `count` tokens of a prompt from token `start` on. Logits are wanted for the last `logits`
-    of them.
+    """The `count` tokens of a prompt from `start` on, with logits for the last `logits` of them.
 
     Tokens before `start` were in earlier steps, or are in the cache of every rank.
     """
@@ -139,8 +134,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=12):
 class Drop(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=13):
     """Announces that no further step names this request.
 
-    `succeeded` is True if the group decided that the request succeeded, so that the cache may keep
-    its pages.
+    `succeeded` is True if the group decided so; the cache may then keep the request's pages.
     """
 
     ticket: _Number
@@ -158,10 +152,7 @@ class Preempt(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=Tr
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=16):
-    """Announces that the group started this request at the first rank.
-
-    No `Preempt` of the request follows, and its pages may be sent.
-    """
+    """Announces that the first rank started this request. It is not preempted, and may send."""
 
     ticket: _Number
 
@@ -187,10 +178,9 @@ class Flush(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=18):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=14):
-    """Announces that the generation ended. Each rank aborts the running step, and frees what the
-    generation took.
+    """Announces that the generation ended; `failed` is the rank whose step failed, if one did.
 
-    `failed` is the rank whose step failed, if that is the reason.
+    Each rank aborts the running step, and frees what the generation took.
     """
 
     generation: _Number
@@ -215,7 +205,7 @@ class GroupPrompt(msgspec.Struct, frozen=True, array_like=True, tag=21):
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
     params: SamplingParams
     deadline_s: Annotated[float, Meta(gt=0)]
-    namespace: Namespace = ANY  # namespace of the prompt's cached prefixes
+    namespace: Namespace = ANY
 
     @property
     def tokens(self) -> np.ndarray[Any, np.dtype[np.uint32]]:

@@ -1,6 +1,4 @@
-"""Changes that a request makes to the logits before a token is chosen, with transformers' own
-logits processors.
-"""
+"""Changes to the logits before a token is chosen, with transformers' logits processors."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ from kvflow.serve.engine.scheduler.params import SamplingParams
 
 
 class CountPenalties(LogitsProcessor):
-    """OpenAI's frequency and presence penalties, which count generated tokens only, as in SGLang
-    and vLLM.
-    """
+    """OpenAI's frequency and presence penalties, which count generated tokens only."""
 
     def __init__(self, prompt_length: int, frequency: float, presence: float) -> None:
         self._prompt_length, self._frequency, self._presence = prompt_length, frequency, presence
@@ -58,11 +54,7 @@ class Adjustments:
         return changed[0]
 
     def _made(self, vocabulary: int, device: torch.device) -> list[LogitsProcessor]:
-        """Return the processors that the request needs.
-
-        Token ids that have an embedding but no logit are left out, because the model never
-        generates them.
-        """
+        # An id that has an embedding but no logit is left out: the model never generates it.
         params, prompt_length = self._params, self._sequence.prompt_length
         made: list[LogitsProcessor] = []
         if bias := {
@@ -91,5 +83,4 @@ class Adjustments:
 def adjustments_of(
     params: SamplingParams, sequence: Sequence, eos_ids: frozenset[int]
 ) -> Adjustments | None:
-    """Return the changes of a request; None if it uses the model's logits unchanged."""
     return Adjustments(params, sequence, eos_ids) if params.adjusts else None

@@ -58,8 +58,7 @@ class Beginnings:
         """
         if self._lockstep is None:
             return
-        # This call comes first, because it may find that a rank is lost, and drop some requests of
-        # `placed`.
+        # Call this first: it may find that a rank is lost, and drop some requests of `placed`.
         self._lockstep.flush()
         for request in list(placed):
             if not request.has_begun and request.cached_tokens:
@@ -67,7 +66,7 @@ class Beginnings:
                 self._take_fewer(request)
 
     def take_missing(self) -> None:
-        """Give new places to the requests that wait for them, as long as enough places are free."""
+        """Give new places to the requests that wait for them, while enough are free."""
         for request in list(self._short.values()):
             if max(self._steps.short_of(request)) > 0:
                 return
@@ -81,7 +80,6 @@ class Beginnings:
         request.agreed, request.is_asking = None, False
 
     def _take_fewer(self, request: PrefillRequest) -> None:
-        """Exchange the places of a request for new ones, with a shorter cached prefix."""
         self._steps.start_again(request)
         self._short[id(request)] = request
         self.take_missing()

@@ -20,8 +20,8 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.page_waiter import PageWaiter
 from kvflow.protocols.errors import CapacityError, KvflowError
 
-# If no request runs, all pages that are not free are in quarantine. A request that needs them fails
-# after this time, so that others get the free ones.
+# If no request runs, all pages that are not free are in quarantine.
+# A request that needs them fails after this time, so that others get the free ones.
 STUCK_S = 20.0
 DECAY_STEPS, LEAST_SHARE, RETRACT_STEPS = 600, 0.14, 20  # values of SGLang's scheduler
 MOST_TOKENS_AHEAD = 4096  # the most new tokens that count in a promise, as in SGLang
@@ -43,10 +43,7 @@ class NewTokenRatio:
         self.now = max(self._least, self.now - steps * (self._initial - self._least) / DECAY_STEPS)
 
     def retracted(self, generated: int, limit: int, running: int) -> None:
-        """Raise the share after a retraction.
-
-        Together, the `running` requests generated `generated` of at most `limit` tokens.
-        """
+        """Raise the share: `running` requests generated `generated` of at most `limit` tokens."""
         self.now = max(self.now, min(1.0, (generated + RETRACT_STEPS * running) / max(1, limit)))
 
     def rest(self) -> None:
@@ -114,8 +111,7 @@ class Admission:
         self.covered = pages
 
     def has(self, pages: int) -> None:
-        """Promise `pages` fewer pages, because the request has that many without taking them, such
-        as cached ones.
+        """Promise `pages` fewer pages, which the request has without taking them (cached ones).
 
         A negative number means that it lost them, so that they are promised again.
         """
@@ -191,10 +187,7 @@ class PageBudget:
 
     @property
     def spare(self) -> int:
-        """Free pages that running requests may grow into.
-
-        The other free pages are reserved for requests that are about to begin.
-        """
+        """Free pages that running requests may grow into; the others are for new requests."""
         return self._pages.free_pages - self._opening
 
     @property
@@ -202,9 +195,7 @@ class PageBudget:
         return sum(a.opening for a in self._live)
 
     def reclaim(self, count: int) -> None:
-        """Let the cache evict pages until `spare` is `count`; it evicts none if it cannot free that
-        many.
-        """
+        """Let the cache evict until `spare` is `count`, or nothing if that is impossible."""
         if self._pages.reclaimables:
             self._pages.reclaim(self._opening + count)
 
@@ -214,17 +205,14 @@ class PageBudget:
         return self._pages.available_pages - self._opening
 
     def shortage(self, what: str, asked: int, free: int) -> CapacityError:
-        """Return the error for a request that is short of pages.
-
-        It counts tokens rather than pages, as clients do.
-        """
+        """Return the error for missing pages, which it counts in tokens, as clients do."""
         return CapacityError(what, asked * self._page_size, max(0, free) * self._page_size)
 
     async def admit(
         self, total: int, taken: int = 0, *, base: int | None = None, priority: int = 0
     ) -> Admission:
-        """Wait until `base` pages (by default `total`) and a share of the pages up to `total` can
-        be promised.
+        """Wait for a promise of `base` pages (by default `total`), and of a share of those up to
+        `total`.
 
         Requests are admitted in order of priority and arrival.
 
@@ -269,7 +257,6 @@ class PageBudget:
         self.promises_less()
 
     def promises_less(self) -> None:
-        """Let waiting and running requests use the pages of a promise that ended or shrank."""
         self.grant()
         self._on_spare()
 
@@ -278,18 +265,14 @@ class PageBudget:
         self.grant()
 
     def grant(self) -> None:
-        """Grant promises to the first requests that wait, as long as pages and rows are free.
-
-        This is called again when pages or rows return.
-        """
+        """Grant promises in order, as long as pages and rows are free."""
         self._returned.look()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         while self._waiting:
             head = self._waiting[0]
-            # The request was cancelled in this turn of the loop, and its own `forget` did not run
-            # yet.
+            # The request was cancelled in this turn of the loop, before its own `forget` ran.
             if head.granted.done():
                 self._waiting.pop(0)
                 continue
@@ -311,8 +294,7 @@ class PageBudget:
                 continue
             self.reclaim(head.opening)
             if self._pages.reclaimables and self.spare < head.opening:
-                # A step or a write still reads pages that the cache evicted. They become free when
-                # it ends.
+                # A step or a write still reads evicted pages, which become free when it ends.
                 break
             self._waiting.pop(0)
             self._live.add(head)
@@ -324,10 +306,8 @@ class PageBudget:
             self._shortage.ended()
 
     def _promised(self, admissions: Iterable[Admission]) -> int:
-        """Return how many pages `admissions` are still promised, all together."""
         ratio, ahead = self._ratio.now, self._most_ahead
-        # Every request that ends computes this sum over all others, so the common case calls no
-        # method per admission.
+        # Every end of a request computes this sum, so the common case calls no methods.
         if ratio >= 1:
             return sum(a.total - a.taken for a in admissions)
         return sum(a.outstanding(ratio, ahead) for a in admissions)

@@ -27,13 +27,11 @@ from kvflow.serve.engine.scheduler.budget import Admission
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut, finish
 from kvflow.serve.engine.scheduler.sampling import Choice, Draw, choose
 
-# Shorter steps share a delivery, because each delivery wakes the event loop, which then takes the
-# interpreter lock from the model thread.
+# Shorter steps share a delivery, which takes the interpreter lock from the model thread.
 DELIVER_EVERY_S = 0.01
 
 
-# One step computes about this many tokens again for retracted requests, at most, because the rest
-# of the batch waits for them.
+# A step recomputes at most about this many tokens, because the rest of the batch waits.
 RECOMPUTED_PER_STEP = 512
 
 
@@ -87,8 +85,7 @@ class DecodeRequest:
         self.resident, self.handoff, self.prefix = resident, handoff, prefix
         self.adjustments = adjustments
         self.seed = params.seed_or_random()
-        # Moves to the host and back run in the reader's context, so that their log lines name the
-        # request.
+        # Moves run in the reader's context, so that their log lines name the request.
         self.context = contextvars.copy_context()
         self.move: asyncio.Task[None] | None = None  # runs while the request is retracted
         self.protected_until = 0
@@ -189,7 +186,7 @@ class Burst:
     def run(
         self, batch: list[DecodeRequest], most_steps: int, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Run at most `most_steps` steps in the model thread, and stop after one in which a request
+        """Run at most `most_steps` steps in the model thread, none after one in which a request
         ends.
 
         Other requests may wait for the pages of that request, which are held until the burst ends.
@@ -238,9 +235,7 @@ class Burst:
         return tokens
 
     def _rows(self, batch: list[DecodeRequest]) -> tuple[list[Row], list[DecodeRequest]]:
-        """Return the rows of a step, and the requests that receive a token from it, in the same
-        order.
-        """
+        """Return the rows of a step, and the requests that receive a token from it."""
         left = RECOMPUTED_PER_STEP
         rows: list[Row] = []
         chosen: list[DecodeRequest] = []

@@ -92,8 +92,7 @@ class DecodeEngine(EngineLoop):
             rows=self._rows,
             ratio=self._ratio,
             page_size=self._page_size,
-            # The budget and the retractions need each other: a lambda defers the look-up until
-            # `_retractions` exists.
+            # The lambda defers the look-up until `_retractions`, which needs the budget, exists.
             release_cached=lambda: self._retractions.release_cached(),  # noqa: PLW0108
             on_spare=self._spare_grew,
         )
@@ -153,9 +152,7 @@ class DecodeEngine(EngineLoop):
         )
 
     async def close(self) -> None:
-        """End every request, and wait until no step and no copy runs, even if this coroutine is
-        cancelled.
-        """
+        """End every request, and wait for the running step and copies, even if cancelled."""
         try:
             await super().close()
         finally:
@@ -168,10 +165,7 @@ class DecodeEngine(EngineLoop):
             self._fail(request, room_error(cause))
 
     def pause(self) -> None:
-        """Start no step until `resume`.
-
-        Requests collect meanwhile, so the caller knows which requests the next batch contains.
-        """
+        """Start no step until `resume`, so that requests collect for one batch."""
         self._paused = True
 
     def resume(self) -> None:
@@ -179,10 +173,7 @@ class DecodeEngine(EngineLoop):
         self._wake.set()
 
     def retract_all(self) -> None:
-        """Retract every running request before the next step, however many pages are free.
-
-        The requests return in their turn.
-        """
+        """Retract every running request before the next step; they return in turn."""
         self._retract_all = True
         self._wake.set()
 
@@ -194,10 +185,7 @@ class DecodeEngine(EngineLoop):
         return self._retractions.report()
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Check a request against the limits of the model and the pool.
-
-        Raises: MisuseError, CapacityError for a request that `admit` and `generate` would refuse.
-        """
+        """Check a request against the model and pool. Raises: MisuseError, CapacityError."""
         self.limits.check_prompt(prompt)
         self.limits.check_sampling(prompt, params)
         self.limits.check_total(len(prompt) + self.limits.new_tokens(prompt, params))
@@ -205,8 +193,7 @@ class DecodeEngine(EngineLoop):
     async def admit(
         self, prompt: Prompt, params: SamplingParams, namespace: Namespace = ANY
     ) -> Admission:
-        """Wait until pages can be promised for the prompt, and for the new tokens by the new-token
-        ratio.
+        """Wait for a promise of pages: for the prompt, and for new tokens by the new-token ratio.
 
         The caller opens the room afterwards, and releases the admission or passes it to `generate`.
         With the policy best_effort, the cache meanwhile fetches the prompt's pages from storage to
@@ -312,8 +299,7 @@ class DecodeEngine(EngineLoop):
             cause = error.cause()
             raise
         except (GeneratorExit, asyncio.CancelledError):
-            # The client left, or the reader stopped at a stop string. The computed pages are
-            # correct, so the cache keeps them.
+            # The client left, or stopped at a stop string. Computed pages are correct: keep them.
             if request is not None:
                 self._keep(request)
             raise
@@ -329,7 +315,7 @@ class DecodeEngine(EngineLoop):
     async def _admit_landed(
         self, room: DecodeRoomPort, prompt: Prompt, limit: int, prefix: Prefix | None, priority: int
     ) -> Admission:
-        """Wait for a promise of pages for new tokens, if the prompt landed without an admission."""
+        """Wait for a promise of pages, for a prompt that landed without an admission."""
         total = self.limits.worst_pages(prompt, limit) - (
             0 if prefix is None else prefix.pages.size
         )
@@ -347,7 +333,6 @@ class DecodeEngine(EngineLoop):
         prefix: Prefix | None,
         handoff: HandOff,
     ) -> DecodeRequest:
-        """Return a request of this engine that takes over the landed pages and row."""
         owner = ("sequence", number)
         sequence = Sequence(owner, prompt, limit, self._page_size)
         places = self._layout.split(room.keep(owner))
@@ -364,11 +349,7 @@ class DecodeEngine(EngineLoop):
         )
 
     def _first(self, request: DecodeRequest) -> TokenOut:
-        """Return the first token, which prefill chose; the request joins the batch unless it ends
-        here.
-
-        Raises: WireError, MisuseError.
-        """
+        """Return the first token. The request joins the batch, unless it ends here."""
         handoff = request.handoff
         check_handoff(
             handoff, request.sequence.prompt_length, request.params, self._model.vocab_size
@@ -408,8 +389,7 @@ class DecodeEngine(EngineLoop):
             request.prefix.release()
         if request.move is not None:
             request.move.cancel()
-        # Wake the loop: when the running burst ends, these pages are free, and the loop grants them
-        # to waiting requests.
+        # When the running burst ends, the loop grants these pages to waiting requests.
         self._wake.set()
 
     def _keep(self, request: DecodeRequest) -> None:
@@ -457,8 +437,7 @@ class DecodeEngine(EngineLoop):
                 await self._thread.run(
                     [r.sequence for r in batch], partial(self._burst.run, batch, most_steps, loop)
                 )
-            # The loop serves all requests, so a failed step is counted and ends only the requests
-            # in it.
+            # The loop serves all requests, so a failed step ends only the requests in it.
             except Exception as error:  # noqa: BLE001
                 cause = self._failed("decode step", error)
                 for request in filter(self._is_running, batch):
@@ -480,8 +459,7 @@ class DecodeEngine(EngineLoop):
             victims = self._retractions.victims(self._running.values(), self._growth.short)
             self._leave(victims)
             batch = list(filter(self._is_running, batch)) if victims else batch
-        # An admitted request that does not run yet frees pages in time: it ends, or can be
-        # retracted once it runs.
+        # An admitted request that does not run yet frees pages in time: it ends, or is retracted.
         on_the_way = self._budget.admitted > len(self._running)
         may_come = bool(batch or self._retractions.coming_pages or leaving or on_the_way)
         if self._growth.short and not may_come and self._retractions.release_cached():
@@ -495,7 +473,6 @@ class DecodeEngine(EngineLoop):
             self._retractions.retract(victim)
 
     async def _sleep(self) -> None:
-        """Wait for a wake-up, or for pages while requests are short of them."""
         if self._growth.short:
             self._returned.wait()
         # After this time, the loop ends requests for which no pages returned.
@@ -512,10 +489,7 @@ class DecodeEngine(EngineLoop):
         return request.number in self._running
 
     def _goes_on(self) -> bool:
-        """Return True until the batch has to change, because a request joins or leaves.
-
-        The model thread calls this, so it only reads.
-        """
+        """Return True until a request joins or leaves. The model thread calls this."""
         return not (self._wake.is_set() or self._paused or self._closing)
 
     def _deliver(self, steps: list[Tokens]) -> None:
@@ -535,10 +509,7 @@ class DecodeEngine(EngineLoop):
             self._hand_out()
 
     def _hand_out(self) -> None:
-        """Pass tokens to some of the readers in each turn of the loop.
-
-        Every reader writes to its client, so passing all tokens at once would block the loop (I11).
-        """
+        """Pass tokens to some readers per turn, because passing all would block the loop (I11)."""
         for request in list(itertools.islice(self._outgoing, READERS_PER_TURN)):
             for out in self._outgoing.pop(request):
                 request.tokens.put_nowait(out)

@@ -1,6 +1,4 @@
-"""Taking pages for the tokens that running requests are about to generate, and ending requests for
-which there are none.
-"""
+"""Taking pages for the next tokens of running requests, or ending them if there are none."""
 
 from __future__ import annotations
 
@@ -28,14 +26,12 @@ class Growth:
         self.short: dict[DecodeRequest, int] = {}
         self._shortage = Shortage()
         self.stuck_in_s: float | None = None
-        """Seconds until `fail_stuck` ends the requests in `short`; None if they need not end yet.
-        """
+        """Seconds until `fail_stuck` ends the requests in `short`; None if they need not end."""
 
     def grow(self, batch: list[DecodeRequest], most_steps: int) -> tuple[list[DecodeRequest], int]:
-        """Take pages for the next steps; return the requests that have them, and the number of
-        steps.
+        """Take pages for the next steps; return the requests that have them, and how many steps.
 
-        It is one step if there are too few pages for `most_steps` steps of all requests.
+        If there are too few pages for `most_steps` steps of all requests, it is one step.
         """
         self.short = {}
         needed = [request.pages_missing(most_steps) for request in batch]
@@ -58,11 +54,7 @@ class Growth:
         return ready, most_steps
 
     def fail_stuck(self, *, may_come: bool) -> None:
-        """End the requests in `short`, if the shortage lasts.
-
-        `may_come` is True if steps or copies may free pages. Otherwise the missing pages are in
-        quarantine.
-        """
+        """End the requests in `short` if the shortage lasts and no step or copy may end it."""
         self.stuck_in_s = None
         if may_come or not self.short:
             self._shortage.ended()

@@ -23,10 +23,7 @@ MAX_LOGITS_BYTES = 1 << 30
 
 
 class EngineLimits:
-    """The limits set by a model's context length and vocabulary, and by a pool's pages.
-
-    Cheap checks come first.
-    """
+    """The limits set by a model's context and vocabulary, and by a pool's pages."""
 
     def __init__(
         self,
@@ -38,11 +35,9 @@ class EngineLimits:
         *,
         whole_prompts: bool = False,
     ) -> None:
-        """`hidden_size` is the width of the model's last hidden states, 0 if they are not
-        available.
+        """`hidden_size` is the width of the last hidden states, 0 if they are not available.
 
-        If `whole_prompts` is True, each prompt is computed in one step, and so are the logits of
-        all of its tokens that are scored.
+        With `whole_prompts`, one step computes each prompt, and the logits of all scored tokens.
         """
         self.context_length, self.pool_tokens = context_length, page_size * num_pages
         self._vocabulary, self._page_size = vocab_size, page_size
@@ -83,8 +78,7 @@ class EngineLimits:
         self._check_ids("prompt", (int(ids.min()), int(ids.max())))
 
     def check_new_tokens(self, prompt: Prompt, params: SamplingParams, *, generates: bool) -> None:
-        """Check that all of `max_new_tokens` fit, for callers that refuse a request instead of
-        shortening it.
+        """Check that all of `max_new_tokens` fit, for callers that do not shorten requests.
 
         With `generates`, they must fit into the pool too, because decode keeps new tokens there.
 
@@ -100,10 +94,7 @@ class EngineLimits:
             self.check_total(len(prompt) + max(1, params.max_new_tokens))
 
     def check_total(self, tokens: int) -> None:
-        """Check that decode's pool holds a prompt and its new tokens, `tokens` in all.
-
-        Raises: CapacityError.
-        """
+        """Check a prompt with its new tokens against the pool. Raises: CapacityError."""
         if tokens > self.max_tokens:
             raise CapacityError(
                 f"tokens of prompt + max_new_tokens in {_POOL}", tokens, self.max_tokens
@@ -178,13 +169,9 @@ class EngineLimits:
                 raise MisuseError(text)
 
     def new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
-        """Return `max_new_tokens`, limited to what fits the context, and at least 1, because
-        prefill always chooses a token.
-        """
+        """Return `max_new_tokens` cut to the context, and at least 1, for prefill's token."""
         return min(max(1, params.max_new_tokens), self.context_length - len(prompt))
 
     def worst_pages(self, prompt: Prompt, new_tokens: int) -> int:
-        """Return how many pages a prompt and `new_tokens` need; the last new token is never fed
-        back.
-        """
+        """Return the pages needed; the last new token is never fed back."""
         return -(-(len(prompt) + new_tokens - 1) // self._page_size)

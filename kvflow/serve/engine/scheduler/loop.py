@@ -39,10 +39,7 @@ class EngineLoop:
             )
 
     def end_requests(self) -> None:
-        """Accept no more requests, and end all present ones with `Code.SHUTDOWN`.
-
-        This does not wait for the running step; `close` does.
-        """
+        """End all requests with `Code.SHUTDOWN`, and accept no more; the running step goes on."""
         self._wake.set()
         self._end_all("the engine is closing")
 
@@ -54,9 +51,7 @@ class EngineLoop:
         self._wake.set()
 
     async def close(self) -> None:
-        """End every request, and wait for the running step, even if this coroutine is cancelled
-        (I12).
-        """
+        """End every request, and wait for the running step, even if cancelled (I12)."""
         self.end_requests()
         if self._task is not None:
             await run_to_end(self._task)

@@ -48,7 +48,7 @@ class OptimisticStarts(Generic[R]):
     def __init__(self, tries: int) -> None:
         """`tries` is how often a request may begin early; 0 turns early starts off."""
         self._tries = tries
-        self._waiting: list[R] = []  # requests that wait for places
+        self._waiting: list[R] = []
         self._holding: dict[int, R] = {}  # by id
         self._losses: dict[int, int] = {}  # by id: how often a request lost its places
         self._starts = self._hits = self._lost = 0
@@ -64,18 +64,11 @@ class OptimisticStarts(Generic[R]):
         return self._waiting[0] if self._waiting else None
 
     def load(self, running: int, unmatched: int, waiting: int) -> EngineLoad:
-        """Return the load of an engine.
-
-        Requests that began early are among both the `running` and the `unmatched` ones, but count
-        once.
-        """
+        """Return the load. Early requests are both `running` and `unmatched`, but count once."""
         return EngineLoad(running, unmatched - len(self._holding) + waiting)
 
     def add(self, request: R) -> None:
-        """Queue a request whose room is not matched, unless it lost its places too often.
-
-        Has no effect on a request that waits or has places.
-        """
+        """Queue an unmatched request, unless it has places or lost them too often."""
         if request in self._waiting or self.holds(request):
             return
         if self._losses.get(id(request), 0) < self._tries:
@@ -92,9 +85,7 @@ class OptimisticStarts(Generic[R]):
         return id(request) in self._holding
 
     def matched(self, request: R) -> bool:
-        """Record that a request's room is matched; return True if it has places, which it then
-        keeps.
-        """
+        """Record a match; return True if the request has places, which it then keeps."""
         hit = self.holds(request)
         self.forget(request)
         self._hits += hit
@@ -108,8 +99,7 @@ class OptimisticStarts(Generic[R]):
             self._waiting.remove(request)
 
     def give_way(self, pages: int, rows: int, without_cache: int, in_use: PageIndices) -> list[R]:
-        """Choose requests to lose their places, so that `pages` more pages and `rows` more rows
-        become free.
+        """Choose requests to lose their places, so that `pages` pages and `rows` rows become free.
 
         The requests that computed the fewest tokens are chosen, and no more of them than needed.
         The list is empty if all early requests together have too few places. `without_cache` is the
@@ -122,10 +112,7 @@ class OptimisticStarts(Generic[R]):
         holding = list(self._holding.values())
 
         def are_enough(chosen: list[R]) -> bool:
-            """Return True if `chosen` have enough pages and rows in all.
-
-            Cached pages that only these requests use count too.
-            """
+            """Return True if `chosen` suffice, counting cached pages that only they use."""
             if sum(r.sequence.rows.size for r in chosen) < rows:
                 return False
             if sum(r.sequence.prompt_pages for r in chosen) < without_cache:

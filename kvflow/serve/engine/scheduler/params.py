@@ -47,7 +47,6 @@ class LogitBias(tuple[tuple[int, float], ...]):
     extent: tuple[int, int]
 
     def __new__(cls, entries: Iterable[tuple[int, float]] = ()) -> Self:
-        """Check the entries. Raises: MisuseError."""
         if isinstance(entries, cls):
             return entries
         made = super().__new__(cls, entries)
@@ -71,7 +70,6 @@ class BadWords(tuple[tuple[int, ...], ...]):
     extent: tuple[int, int]
 
     def __new__(cls, words: Iterable[tuple[int, ...]] = ()) -> Self:
-        """Check the words. Raises: MisuseError."""
         if isinstance(words, cls):
             return words
         made = super().__new__(cls, words)
@@ -172,8 +170,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise MisuseError(
                 f"priority {self.priority} is outside {-MAX_PRIORITY - 1}..{MAX_PRIORITY}"
             )
-        # These types check their values when they are built. Requests of one body share them, so
-        # the check happens once.
+        # These types check their values once, however many requests of one body share them.
         msgspec.structs.force_setattr(self, "stop", StopStrings(self.stop))
         msgspec.structs.force_setattr(self, "logit_bias", LogitBias(self.logit_bias))
         msgspec.structs.force_setattr(self, "bad_words", BadWords(self.bad_words))
@@ -209,8 +206,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self._digest(spares_ending=self.min_new_tokens > 0)
 
     def may_take_first_token(self, digest: bytes) -> bool:
-        """Return True if a first token that was chosen under `digest` may be the first token of
-        this request.
+        """Return True if a first token chosen under `digest` may be this request's first token.
 
         `digest` is a `first_token_digest`. Proxies ask prefill for exactly one token (`min_tokens`
         1), whatever the client asked for. A token chosen that way does not end the answer, and
@@ -229,7 +225,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.blake2b(msgspec.msgpack.encode(decides), digest_size=8).digest()
 
     def seed_or_random(self) -> int:
-        """Return the given seed, or a random one."""
         return secrets.randbits(63) if self.seed is None else self.seed
 
 
@@ -246,8 +241,7 @@ class TokenOut(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     matched_stop: int | None = None
     asked_logprobs: tuple[tuple[int, float], ...] = ()  # for `logprob_token_ids`
-    # The log-probabilities of the prompt, which decode returns with the first token if the request
-    # asks for them.
+    # The prompt's log-probabilities: decode returns them with the first token if asked to.
     prompt_logprobs: PromptLogprobs | None = None
     # The hidden state [1, hidden] from which the token was chosen, if the request asks for it.
     hidden_states: PackedArray | None = None

@@ -26,10 +26,7 @@ TIMEOUT_S, TIMEOUT_PER_TOKEN_S = 1.0, 0.00025
 
 
 def patience_s(policy: PrefetchPolicy, tokens: int) -> float | None:
-    """Return how many seconds a request with a prompt of `tokens` tokens waits for its pages alone.
-
-    None means as long as it takes.
-    """
+    """Return the limit on a request's wait for its pages, in seconds; None means no limit."""
     return None if policy == "wait_complete" else TIMEOUT_S + tokens * TIMEOUT_PER_TOKEN_S
 
 

@@ -93,7 +93,7 @@ class PrefillEngine(EngineLoop):
         self._unmatched: set[int] = set()
         # Unmatched requests hold no places unless they begin early.
         self._early: OptimisticStarts[PrefillRequest] = OptimisticStarts(optimistic_tries)
-        self._waiting: deque[PrefillRequest] = deque()  # requests that wait for places
+        self._waiting: deque[PrefillRequest] = deque()
         self._running: dict[int, PrefillRequest] = {}  # by id, in order of arrival
         # Requests, by id, that have places taken by this engine, until `drop` or a preemption.
         self._placed: dict[int, PrefillRequest] = {}
@@ -103,9 +103,7 @@ class PrefillEngine(EngineLoop):
         self._returned = PageWaiter(self._wake.set, pages, self.steps.rows)
 
     async def close(self) -> None:
-        """End every request, and wait until no step and no copy runs, even if this coroutine is
-        cancelled.
-        """
+        """End every request, and wait for the running step and copies, even if cancelled."""
         try:
             await super().close()
         finally:
@@ -128,10 +126,7 @@ class PrefillEngine(EngineLoop):
         return self._early.counts
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Check a prompt against the limits of the model and the pool.
-
-        Raises: MisuseError, CapacityError for a prompt that `prefill` would refuse.
-        """
+        """Check a prompt against the model and pool. Raises: MisuseError, CapacityError."""
         self.limits.check_prompt(prompt)
         self.limits.check_sampling(prompt, params)
 
@@ -181,10 +176,7 @@ class PrefillEngine(EngineLoop):
             room.close()
 
     async def _match(self, request: PrefillRequest, into: PageIndices | None) -> int:
-        """Wait for decode's half of the room, and fetch the prompt's pages from storage meanwhile.
-
-        Returns how many tokens of the prompt decode already has.
-        """
+        """Fetch pages while waiting for decode's half; return how many tokens it has."""
         cache, s, matched = self.cache, request.sequence, request.room.matched()
         if cache is None or not cache.has_host or into is not None:
             return await matched
@@ -210,10 +202,7 @@ class PrefillEngine(EngineLoop):
         return self._new_request(room, prompt, params, ticket=ticket, namespace=namespace)
 
     def may_begin(self, request: PrefillRequest) -> None:
-        """Let a request begin before its room is matched.
-
-        A repeated call has no effect, and neither has one after the match or after `drop`.
-        """
+        """Let a request begin before its room is matched. Later calls have no effect."""
         if id(request) in self._unmatched:
             self._early.add(request)
             self._wake.set()
@@ -221,8 +210,7 @@ class PrefillEngine(EngineLoop):
     def matched(
         self, request: PrefillRequest, prefix: int, into: PageIndices | None = None
     ) -> None:
-        """Record that decode's half of the room arrived, and already has `prefix` tokens of the
-        prompt.
+        """Record that decode's half of the room arrived, and has `prefix` tokens of the prompt.
 
         `into` has the meaning that it has in `prefill`.
 
@@ -234,16 +222,11 @@ class PrefillEngine(EngineLoop):
         self._enqueue(request, into)
 
     def has_places(self, request: PrefillRequest) -> bool:
-        """Return True if a request has places that this engine took, so that a step may have named
-        it.
-        """
+        """Return True if a step may have named the request."""
         return id(request) in self._placed
 
     def agreed(self, request: PrefillRequest, tokens: int) -> None:
-        """Record that every rank has the first `tokens` tokens of a request cached.
-
-        This is the answer to `Lockstep.find`; the request begins after these tokens.
-        """
+        """Record the answer to `Lockstep.find`; the request begins after these tokens."""
         self._beginnings.agreed(request, tokens)
 
     def flush(self) -> None:
@@ -263,7 +246,6 @@ class PrefillEngine(EngineLoop):
         self._wake.set()
 
     def wake(self) -> None:
-        """Notify the engine that the state of `lockstep` changed."""
         self._wake.set()
 
     def _new_request(
@@ -316,17 +298,13 @@ class PrefillEngine(EngineLoop):
         self._running.pop(id(request), None)
         if self._early.holds(request):
             self._early.forget(request)
-            # The request's task still waits for the match, which raises this error once the room is
-            # closed.
+            # The request's task waits for the match, which raises this error once the room closes.
             request.room.close(error.cause())
         elif not request.first.done():
             request.first.set_exception(error)
 
     def drop(self, request: PrefillRequest) -> None:
-        """Forget the request. Idempotent.
-
-        Places that a step or a write still uses become free when that ends (I13).
-        """
+        """Forget the request. Places in use become free when their use ends (I13). Idempotent."""
         self._unmatched.discard(id(request))
         self._running.pop(id(request), None)
         self._early.forget(request)
@@ -356,8 +334,7 @@ class PrefillEngine(EngineLoop):
                 self._lockstep.announce(rows, requests)
             try:
                 await self.steps.run(rows, requests)
-            # The loop serves all requests, so a failed step is counted and ends only the requests
-            # in it.
+            # The loop serves all requests, so a failed step ends only the requests in it.
             except Exception as error:  # noqa: BLE001
                 self._step_failed(requests, error)
                 continue
@@ -368,7 +345,6 @@ class PrefillEngine(EngineLoop):
                     self._send(request)
 
     def _step_failed(self, requests: list[PrefillRequest], error: Exception) -> None:
-        """End the requests of a failed step, here and on the other ranks."""
         lockstep = self._lockstep
         # The group already ended this step, and its requests, with a cause that is known.
         if lockstep is not None and not lockstep.ready:
@@ -382,16 +358,12 @@ class PrefillEngine(EngineLoop):
             self._fail(request, room_error(cause))
 
     async def _sleep(self) -> None:
-        """Wait for a wake-up, or for pages while requests wait for them."""
         if self._waiting or self._beginnings.are_short or self._early.first is not None:
             self._returned.wait()
         await self._wake.wait()
 
     def _take_places(self) -> None:
-        """Give places to waiting requests, in order of priority and arrival.
-
-        A prompt gets all of its pages, and a row, at once, or waits.
-        """
+        """Give waiting requests all of their pages and a row at once, in order."""
         self._beginnings.take_missing()
         while self._waiting and self._is_ready:
             request = self._waiting[0]
@@ -448,8 +420,8 @@ class PrefillEngine(EngineLoop):
             self._beginnings.forget(request)
             self.steps.start_again(request)
         if self._lockstep is not None:
-            # A call may find that a rank is lost, which ends the running requests. So all requests
-            # are updated here before the first call.
+            # A call may find that a rank is lost, which ends the running requests.
+            # So all requests are updated before the first call.
             for request in requests:
                 self._lockstep.preempt(request)
 
@@ -458,8 +430,7 @@ class PrefillEngine(EngineLoop):
         return self._lockstep is None or self._lockstep.ready
 
     def _short_of(self, request: PrefillRequest) -> tuple[int, int, int]:
-        """Count the places that a request's whole prompt lacks; negative if more than enough are
-        free.
+        """Count the places that a request's whole prompt lacks; negative if more are free.
 
         Returns the pages missing here, the rows missing at the rank that lacks the most, and the
         pages missing at the rank with the smallest pool if nothing were cached there. The other
@@ -476,15 +447,11 @@ class PrefillEngine(EngineLoop):
         return missing, missing_rows, request.sequence.prompt_pages + taken - pages
 
     def _pick(self) -> tuple[list[Row], list[PrefillRequest]]:
-        """Return the rows of one step, and their requests.
-
-        A step takes a chunk of each of the first prompts in order, within its limits.
-        """
+        """Return the rows of one step, and their requests."""
         left, to_score = self._max_tokens, scoring.TOKENS_PER_STEP
         rows: list[Row] = []
         requests: list[PrefillRequest] = []
-        # The sort is stable, so equals stay in order of arrival. Early requests come last, because
-        # their work may be lost.
+        # Early requests come last, because their work may be lost. The sort is stable.
         order = sorted(self._running.values(), key=lambda r: (self._early.holds(r), urgency(r)))
         for request in order:
             s = request.sequence

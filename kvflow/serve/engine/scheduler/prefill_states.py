@@ -39,10 +39,7 @@ class _Copy(NamedTuple):
 
 
 class StepCopies(NamedTuple):
-    """The copies of states in one step: into rows before it, and out of rows after it.
-
-    They run in the model thread.
-    """
+    """Copies of states into rows before a step, and out of rows after it, in the model thread."""
 
     store: StateStore
     restored: list[_Copy]
@@ -67,17 +64,12 @@ class PromptStates:
     def __init__(
         self, cache: PrefixCache, store: StateStore, fewest: int, device: torch.device
     ) -> None:
-        """`fewest` is the smallest number of tokens that the model computes at once; see
-        `LoadedModel.fewest_tokens`.
-        """
+        """`fewest` is `LoadedModel.fewest_tokens`."""
         self._cache, self._store, self._fewest, self._device = cache, store, fewest, device
         self._page_size = cache.page_size
 
     def chunk(self, request: CachedRequest, most: int, chunk: Callable[[int, int], int]) -> int:
-        """Return how many tokens of a prompt to compute next, about `most`.
-
-        `chunk` is the model's own rule, `LoadedModel.chunk`.
-        """
+        """Return how many tokens to compute next, about `most`; `chunk` is `LoadedModel.chunk`."""
         s, size = request.sequence, self._page_size
         at = s.computed
         end = self._next_end(request)
@@ -107,8 +99,7 @@ class PromptStates:
     def step(self, rows: list[Row], requests: Sequence[CachedRequest]) -> Iterator[StepCopies]:
         """Yield the copies for a step of `rows`, which has one row for each of `requests`.
 
-        Run the step inside this context. The slots are held until the context ends (I13), since a
-        request may be dropped meanwhile.
+        The slots are held until this context ends (I13), since a request may be dropped meanwhile.
         """
         copies = StepCopies(self._store, [], [], self._device)
         begun = []
@@ -130,8 +121,8 @@ class PromptStates:
             prefix.release_state()
 
     def _slot_for(self, request: CachedRequest, end: int) -> int | None:
-        """Return a slot for the state before token `end`, or None if no page ends there or no slot
-        is free.
+        """Return a slot for the state before token `end`; None if no page ends there or none is
+        free.
 
         If slots are short, the request gives up the slot of its earliest state.
         """
@@ -148,9 +139,7 @@ class PromptStates:
         return slot
 
     def keep(self, request: CachedRequest) -> None:
-        """Hand over the states of a request to the cache. Call this after its pages are handed
-        over.
-        """
+        """Hand over the states of a request to the cache, after its pages."""
         s, prefix = request.sequence, request.prefix
         states, request.states = request.states, {}
         assert prefix is not None

@@ -53,27 +53,26 @@ class PrefillRequest:
     """
 
     __slots__ = (
-        *(
-            "agreed",
-            "cached_tokens",
-            "choice",
-            "draw",
-            "early_token",
-            "fewest_tokens",
-            "first",
-            "has_begun",
-        ),
-        *(
-            "hidden_states",
-            "is_asking",
-            "namespace",
-            "params",
-            "prefix",
-            "queued_at_s",
-            "room",
-            "scorer",
-        ),
-        *("sent_pages", "sequence", "states", "ticket"),
+        "agreed",
+        "cached_tokens",
+        "choice",
+        "draw",
+        "early_token",
+        "fewest_tokens",
+        "first",
+        "has_begun",
+        "hidden_states",
+        "is_asking",
+        "namespace",
+        "params",
+        "prefix",
+        "queued_at_s",
+        "room",
+        "scorer",
+        "sent_pages",
+        "sequence",
+        "states",
+        "ticket",
     )
 
     def __init__(
@@ -87,8 +86,9 @@ class PrefillRequest:
         namespace: Namespace = ANY,
         fewest_tokens: int = 1,
     ) -> None:
-        """`ticket` is the request's number in a group of ranks, and `namespace` that of its cached
-        prefixes. `fewest_tokens` is the smallest number of tokens that the model computes at once.
+        """`ticket` is the request's number in a group; `namespace` holds its cached prefixes.
+
+        `fewest_tokens` is the smallest number of tokens that the model computes at once.
         """
         self.sequence, self.room, self.params, self.ticket = sequence, room, params, ticket
         self.sent_pages = 0  # includes the pages that decode already has
@@ -100,8 +100,7 @@ class PrefillRequest:
         # The locked cached pages with which the request begins; None while none are locked.
         self.prefix: Prefix | None = None
         self.fewest_tokens = fewest_tokens
-        # Slots of the state store that the request owns, by the number of tokens that each state
-        # covers.
+        # Slots of the state store that the request owns, by the tokens that each state covers.
         self.states: dict[int, int] = {}
         self.cached_tokens = 0  # tokens of the prompt that the cache had
         self.queued_at_s = time.perf_counter()
@@ -121,8 +120,7 @@ class PrefillRequest:
         self.hidden_states: PackedArray | None = None  # at the last token of the prompt
         self.has_begun = False  # True once a step named it
         self.choice: Choice | None = None  # set when the prompt is computed, if this rank chooses
-        # The first token from the rank that chooses it, if it arrives before the group starts the
-        # request here.
+        # The first token from another rank, if it arrives before the group starts the request.
         self.early_token: TokenOut | None = None
 
     @property
@@ -132,10 +130,7 @@ class PrefillRequest:
         return most if self.agreed is None else min(most, self.agreed)
 
     def start_again(self) -> Places:
-        """Forget what was computed, and return the places to free.
-
-        The same first token will be drawn again.
-        """
+        """Forget what was computed; return the places to free. The token stays the same."""
         self._begin()
         return self.sequence.start_again()
 
@@ -183,11 +178,10 @@ class PrefillSteps:
         self._thread = ModelThread(executor, self.places, pool.layout, self.runner.device)
 
     def short_of(self, request: PrefillRequest) -> tuple[int, int]:
-        """Count the pages and rows that a whole prompt still lacks; negative if more than enough
-        are free.
+        """Count the pages and rows that a whole prompt still lacks; negative if more are free.
 
-        The prompt's cached pages, pages that the cache can evict, and free pages do not count as
-        lacking. If the request holds no pages yet, this also locks its cached ones.
+        Cached pages of the prompt and pages that the cache can evict do not count as lacking. If
+        the request holds no pages yet, this also locks its cached ones.
         """
         s = request.sequence
         if self.cache is not None and request.prefix is None and not s.page_count:
@@ -227,10 +221,7 @@ class PrefillSteps:
         )
 
     async def load(self, request: PrefillRequest, policy: PrefetchPolicy) -> None:
-        """Copy pages that only the host has to the device, and lock the prompt's cached pages.
-
-        The request must have no places.
-        """
+        """Copy pages from the host, and lock the cached ones. The request must have no places."""
         assert self.cache is not None
         s = request.sequence
         prefix = await bring(
@@ -245,15 +236,14 @@ class PrefillSteps:
         request.prefix = prefix
 
     def agree(self, request: PrefillRequest, tokens: int) -> None:
-        """Shorten the locked prefix to the first `tokens` tokens, which every rank has cached.
+        """Shorten the locked prefix to `tokens` tokens, which every rank has cached.
 
         The request must have no places.
         """
         request.agreed = tokens
         longer = request.prefix
         if self.cache is not None and longer is not None and longer.tokens > tokens:
-            # The shorter prefix is locked before the longer one is released, so that its pages
-            # cannot be evicted in between.
+            # Lock the shorter prefix first, so that none of its pages is evicted in between.
             request.prefix = self._match(self.cache, request)
             longer.release()
 
@@ -262,10 +252,7 @@ class PrefillSteps:
         return cache.match(s.tokens[: s.prompt_length], request.most_cached, request.namespace)
 
     def give_back(self, request: PrefillRequest) -> None:
-        """Free the places of a request.
-
-        Those that a step or a write still uses become free when that ends (I13).
-        """
+        """Free the places of a request; those in use become free when that ends (I13)."""
         self._give_back(request, request.sequence.places)
 
     def keep(self, request: PrefillRequest) -> None:
@@ -322,7 +309,6 @@ class PrefillSteps:
     def _step_with(
         self, copies: StepCopies, rows: list[Row], requests: list[PrefillRequest]
     ) -> dict[int, Choice]:
-        """Run one step with its copies of states, in the model thread."""
         copies.before()
         choices = self._step(rows, requests)
         copies.after()

@@ -86,12 +86,12 @@ class Retractions:
     def victims(
         self, running: Iterable[DecodeRequest], short: dict[DecodeRequest, int]
     ) -> list[DecodeRequest]:
-        """Choose requests of `running` to retract, so that those in `short` get the pages that they
-        miss.
+        """Choose requests of `running` to retract, so that those in `short` get their missing
+        pages.
 
-        Requests with lower priority go first, then those with fewer generated tokens, then those
-        that arrived later. One request always stays. A request that returned goes last until it
-        makes some progress, so every request ends, however small the pool is.
+        Lower priority goes first, then fewer generated tokens, then later arrival. One request
+        always stays. A request that returned goes last until it makes progress, so every request
+        ends, however small the pool is.
         """
         missing = sum(short.values()) - self.coming_pages
         candidates = sorted(
@@ -145,9 +145,7 @@ class Retractions:
         return True
 
     def _release_prefix(self, request: DecodeRequest) -> None:
-        """Unlock the cached pages of a request, which later finds them in the cache again or
-        recomputes them.
-        """
+        """Unlock the cached pages, to be looked up or computed again later."""
         assert request.prefix is not None
         count = int(request.prefix.pages.size)
         request.prefix.release()
@@ -188,8 +186,7 @@ class Retractions:
                 await request.admission.granted
                 try:
                     await self._return(request)
-                # Other requests grew into the pages since they were granted, so this request waits
-                # again.
+                # Other requests grew into the granted pages, so this one waits again.
                 except CapacityError:
                     self._budget.retract(request.admission, request.resident.sizes[0])
         except KvflowError as error:

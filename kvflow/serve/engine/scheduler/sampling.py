@@ -17,15 +17,12 @@ import torch
 from kvflow.serve.engine.scheduler.adjustments import Adjustments
 from kvflow.serve.engine.scheduler.params import SamplingParams
 
-# top_k and top_p first select among this many of the most likely tokens, because sorting the whole
-# vocabulary is expensive and rarely needed.
+# top_k and top_p first select among so many tokens, because sorting all of them is expensive.
 CANDIDATES = 1024
 
 
 class Draw(NamedTuple):
-    """The parameters of one row's draw; `position` is the index of the chosen token in its
-    sequence.
-    """
+    """The parameters of one row's draw; `position` is the index of the chosen token."""
 
     params: SamplingParams
     seed: int
@@ -34,9 +31,7 @@ class Draw(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A chosen token, with the requested log-probabilities under the model's distribution, before
-    temperature and other changes.
-    """
+    """A chosen token, with the log-probabilities under the model's unchanged distribution."""
 
     token_id: int
     logprob: float | None = None
@@ -45,10 +40,7 @@ class Choice(NamedTuple):
 
 
 def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
-    """Choose one token for each row of `logits` [rows, vocabulary].
-
-    A batch of greedy rows costs one argmax.
-    """
+    """Choose one token for each row of `logits` [rows, vocabulary]; greedy rows cost one argmax."""
     tokens = _most_likely(logits)
     adjusted = {
         i: d.adjustments(logits[i], d.position)
@@ -162,8 +154,9 @@ def _draw_cut(
 
 
 def _without_unlikely(scaled: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
-    """Return `scaled` [rows, tokens], with -inf for tokens whose probability is below `min_p` times
-    that of the most likely token of the row.
+    """Return `scaled` [rows, tokens] with -inf for tokens below `min_p`.
+
+    `min_p` is relative to the probability of the row's most likely token.
     """
     if not any(d.params.min_p for d in draws):
         return scaled
@@ -186,8 +179,7 @@ def _pick(
     A token of probability 0 is never picked.
     """
     found = torch.searchsorted(cumulative, points * cumulative[:, -1:], right=True)
-    # The product may round up to the total. In that case, pick the last entry of nonzero
-    # probability.
+    # The product may round up to the total: then pick the last entry of nonzero probability.
     last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
     found = torch.minimum(found, last)
     if ids is not None:

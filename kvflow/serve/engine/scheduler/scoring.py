@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.serve.engine.model.sequence import Sequence
 
-# Limit on the tokens scored in one step, since the logits of each token are as wide as the
-# vocabulary.
+# Limit on the tokens scored in one step, whose logits are each as wide as the vocabulary.
 TOKENS_PER_STEP = 256
 # The number of tokens whose float32 log-probabilities are in memory at a time.
 _SLICE = 32
@@ -36,10 +35,7 @@ class PromptScorer:
         return max(0, computed + count - max(self._start, computed))
 
     def add(self, logits: torch.Tensor, end: int) -> None:
-        """Add the `logits` [tokens, vocabulary] of the tokens before position `end`.
-
-        They follow those already added.
-        """
+        """Add the `logits` [tokens, vocabulary] of the next tokens before position `end`."""
         following = self._sequence.tokens[
             end - len(logits) + 1 : min(end + 1, self._sequence.prompt_length)
         ]
@@ -48,8 +44,7 @@ class PromptScorer:
             targets = torch.from_numpy(following[at : at + _SLICE]).to(logits.device)
             logprobs = torch.log_softmax(logits[at : at + len(targets)].float(), dim=-1)
             top, ids = logprobs.topk(min(self._top, vocabulary), dim=-1)
-            # An embedding may be larger than the output layer. A token without a logit is never
-            # generated, so its log-probability is -inf.
+            # A token with an embedding but no logit is never generated: its logprob is -inf.
             padded = F.pad(logprobs, (0, 1), value=-torch.inf)
             own = padded.gather(-1, targets[:, None].clamp(max=vocabulary))[:, 0]
             asked = padded[:, self._asked.to(logits.device).clamp(max=vocabulary)]

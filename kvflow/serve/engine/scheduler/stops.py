@@ -8,8 +8,7 @@ from typing import Self
 from kvflow.protocols.errors import MisuseError
 
 MAX_STOPS = 64
-# The automaton has up to one state per character. At this limit it takes 0.5 ms to build and uses
-# 0.5 MB of memory.
+# The automaton has a state per character; this many take 0.5 ms to build, and 0.5 MB.
 MAX_STOP_CHARACTERS = 2048
 
 
@@ -52,8 +51,7 @@ class StopStrings(tuple[str, ...]):
             self._complete[state] = True
         self._shorter = [0] * len(self._next)
         states = [0]
-        # States are visited in order of length, because the links of a state follow from those of
-        # shorter ones. The list grows while the loop reads it.
+        # Visit states in order of length, because shorter ones determine the links of longer ones.
         for state in states:
             for character, longer in self._next[state].items():
                 if state:

@@ -1,6 +1,4 @@
-"""Incremental detokenization, which handles characters split over tokens and holds back text that
-may become a stop string.
-"""
+"""Incremental detokenization with split characters and stop strings."""
 
 from __future__ import annotations
 
@@ -68,11 +66,7 @@ class TextStream:
         return piece if unsearched else self._release(piece)
 
     def finish(self) -> str:
-        """Return the rest of the text after the last token.
-
-        This is the text that was held back, with incomplete characters as U+FFFD. After a stop
-        string nothing is held back.
-        """
+        """Return the text that was held back, with incomplete characters as U+FFFD."""
         text = ""
         if self._since:
             text = self._tokenizer.decode(self._since, skip_special_tokens=self._special)
@@ -94,10 +88,7 @@ class TextStream:
         return text
 
     def _end(self) -> str:
-        """Return the text up to the stop string that begins first.
-
-        If several begin at the same place, the first in the order of `stop` counts.
-        """
+        """Return the text up to the stop string that begins first; `stop` decides among equals."""
         hits = [(at, s) for s in self._stop if (at := self._pending.find(s)) >= 0]
         at, self.stopped = min(hits, key=lambda hit: hit[0])
         end = at + len(self.stopped) if self.include_stop else at

@@ -30,10 +30,7 @@ _log = logging.getLogger("kvflow.serve.engine")
 
 
 class Loads:
-    """Copies cached pages from the host to the device, for requests that have no places yet.
-
-    Used on the event loop.
-    """
+    """Copies cached pages from the host to the device, for requests that have no places yet."""
 
     def __init__(
         self, steps: PrefillSteps, policy: PrefetchPolicy, ended: Callable[[PrefillRequest], None]
@@ -54,8 +51,8 @@ class Loads:
         return True
 
     async def _load(self, request: PrefillRequest) -> None:
-        # Writes and copies of other requests may still use places that this load could take. Wait
-        # for these places, because loading without them would copy less than the host has.
+        # Writes and copies of other requests may still use places that this load could take.
+        # Wait for these places, because loading without them would copy less than the host has.
         steps, returned = self._steps, asyncio.Event()
         places = PageWaiter(returned.set, steps.pages, steps.rows)
         try:
@@ -132,9 +129,7 @@ class Turn:
             self._request = None
 
     def over(self, request: PrefillRequest) -> None:
-        """End the turn of a request that does not take its places now, and unlock its pages.
-        Idempotent.
-        """
+        """End the turn of a request that takes no places now; unlock its pages. Idempotent."""
         self._loads.stop(request)
         self._steps.forget_prefix(request)
         self.taken(request)

@@ -1,3 +1,1 @@
-"""One model in several processes: stages of layers (pipeline parallelism), and shards of each layer
-(tensor parallelism).
-"""
+"""One model in several processes: pipeline stages of layers, and tensor shards of each layer."""

@@ -1,6 +1,4 @@
-"""The exchange of facts among the processes that load one model, through a file in their meeting
-directory.
-"""
+"""Facts that the processes of one model exchange through a file while they load it."""
 
 from __future__ import annotations
 
@@ -40,10 +38,7 @@ class Agreement:
     """
 
     def __init__(self, part: ModelPart, meeting: Meeting) -> None:
-        """Open the file, and publish the identity of this process.
-
-        Raises: MisuseError if other users may enter the directory.
-        """
+        """Publish this process's identity. Raises: MisuseError if `meeting` is not private."""
         # The class is public, but missing from torch's type stubs.
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -57,17 +52,12 @@ class Agreement:
         self.store.set(f"process/{part.rank}", msgspec.json.encode(mine).decode())
 
     def wait_for_weights(self) -> None:
-        """Block until every shard of this stage loaded its weights in the current attempt.
-
-        Raises: OtherRankError, LostError.
-        """
+        """Block until all shards of the stage loaded. Raises: OtherRankError, LostError."""
         self.exchange(f"weights/{self._attempt}", True, self._part.beside)
 
     def exchange(self, what: str, mine: T, ranks: range | None = None) -> list[T]:
-        """State `mine` under the name `what`, and return what each of `ranks` (by default all)
-        stated.
-
-        Blocks until each of them has stated a value.
+        """State `mine` under the name `what`; block until each of `ranks` (by default all) stated a
+        value, and return these values.
 
         Raises: OtherRankError if a rank could not load its part; LostError if the process of a rank
         ended, or states no value before the timeout.
@@ -92,14 +82,12 @@ class Agreement:
         self.store.set(f"failed/{self._part.rank}", str(error) or type(error).__name__)
 
     def _check_runs(self, rank: int) -> None:
-        """Check that the process of a rank, if it ever started, still runs. Raises: LostError."""
         key = f"process/{rank}"
         if self.store.check([key]):
             found = self.store.get(key)
             other = msgspec.json.decode(found, type=ProcessOfRank)
             if rank in self._part.beside and other.attempt < self._attempt:
-                # The rank is being restarted too, and its new process did not state its identity
-                # yet.
+                # The rank restarts too, and its new process did not state its identity yet.
                 return
             # The entry is read again, because a restarted process may have replaced it.
             if not is_alive(other.identity) and self.store.get(key) == found:

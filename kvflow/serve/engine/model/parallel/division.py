@@ -26,10 +26,7 @@ _ALLOWED = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.3}
 
 
 class Observed(NamedTuple):
-    """The logits of a forward, and the state that every layer kept.
-
-    `kept` has a dictionary for each layer: tensors [1, heads or channels, ...] by their path.
-    """
+    """The logits of a forward, and by layer the tensors it kept, [1, heads or channels, ...]."""
 
     logits: torch.Tensor
     kept: list[dict[str, torch.Tensor]]
@@ -100,11 +97,7 @@ def annotated(
 
 
 def split_of(whole: int, mine: int, part: ModelPart) -> Part | None:
-    """Return the part of `whole` entries that a shard with `mine` entries has, or None if the
-    numbers do not fit.
-
-    All shards have the same number of entries, in the order of the shards.
-    """
+    """Return the part of `whole` entries that a shard with `mine` has; None if they do not fit."""
     if mine == whole:
         return Part(replica=part.shard, replicas=part.shards)
     if not mine or whole % mine or part.shards % (whole // mine):

@@ -22,10 +22,7 @@ from kvflow.serve.engine.model.windows import RingChoice
 
 
 class _PartFit(msgspec.Struct, frozen=True):
-    """The way one part runs, as stated to the other parts.
-
-    `rings` is True if the part keeps windows in rings, and None if none of its layers has a window.
-    """
+    """One part's way of running, as stated to the others; `rings` is None without windows."""
 
     fingerprint: str
     stages: int
@@ -49,15 +46,11 @@ class Joined:
         """True if some part of the model keeps conv or recurrent states. Set by `choose_fit`."""
 
     def divide(self, model: Any, layers: Layers, name: str) -> Layers:
-        """Reduce the model's layers to this shard's part, and return the streams of that part.
-
-        Raises: MisuseError, LostError.
-        """
+        """Divide the layers, and return this shard's streams. Raises: MisuseError, LostError."""
         if self.part.shards == 1:
             return layers
         before = observe(model)
-        # Loading may take minutes. After this wait, one shard waits for another only briefly, so
-        # the short timeout of the group suffices.
+        # Loading may take minutes, for which the timeout of the group of shards is too short.
         self._agreement.wait_for_weights()
         self._shards = ShardGroup(self.part, self._meeting, self._agreement)
         divide(model, self._shards, name)
@@ -116,11 +109,7 @@ class Joined:
         return fit._replace(whole_prompts=any(other.whole_prompts for other in settled))
 
     def neighbours(self) -> Neighbours:
-        """Open and return the links to the parts around this one. Call this when the model is
-        ready.
-
-        Raises: MisuseError if a link cannot be opened.
-        """
+        """Open the links to the parts around this one. Raises: MisuseError if that fails."""
         source, sink = hidden_links(self.part, self._meeting.directory)
         return Neighbours(source, sink, self._shards)
 

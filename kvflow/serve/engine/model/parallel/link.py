@@ -31,7 +31,7 @@ from kvflow.protocols.wire.codec import encode, parser
 
 MAX_IN_FLIGHT = 4
 _MAX_DIMS = 8
-_MAX_IPC_PATH = 107  # bytes, in Linux
+_MAX_IPC_PATH = 107  # bytes, on Linux
 
 
 class HiddenLink(Protocol):
@@ -85,14 +85,14 @@ class HiddenSource(HiddenLink, Protocol):
 class _Header(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     step: int
-    call: int  # number of this call of the model in the step
+    call: int  # the model's call within the step
     dtype: str
     shape: list[int]
 
 
 class _Credit(msgspec.Struct, frozen=True, array_like=True):
     generation: int
-    received: int  # number of frames received in this generation
+    received: int  # frames in this generation
 
 
 _parse_header: Callable[[bytes], _Header] = parser(_Header)
@@ -103,7 +103,6 @@ class _End:
     """A DEALER socket on which one thread can wait until another thread aborts the wait."""
 
     def __init__(self, address: str, *, bind: bool) -> None:
-        """Bind or connect a socket. Raises: MisuseError if that fails."""
         check_address(address)
         self.dropped = 0  # invalid or outdated messages
         self.generation, self.step, self.call = 0, -1, 0
@@ -126,9 +125,7 @@ class _End:
 
     @property
     def address(self) -> str:
-        """The address to which the socket is bound or connected, with the port that the system
-        chose.
-        """
+        """The socket's address, with the port that the system chose."""
         return bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
     def begin(self, generation: int) -> None:
@@ -248,18 +245,15 @@ class HiddenReceiver(_End):
         into = hidden.view(torch.uint8).reshape(-1).numpy()
         if len(data.buffer) != into.size:
             raise PeerError(f"hidden states {found} have {len(data.buffer)} bytes, not {into.size}")
-        # The bytes are copied into aligned memory, because kernels may compute different bits on
-        # unaligned memory.
+        # Copy into aligned memory: kernels may compute different bits on unaligned memory.
         into[:] = np.frombuffer(data.buffer, np.uint8)
         self._received += 1
-        # Sending a credit fails if the other end is gone. Reporting that is not the task of this
-        # module.
+        # Sending fails if the other end is gone, which this module need not report.
         with contextlib.suppress(zmq.Again):
             self._socket.send(encode(_Credit(self.generation, self._received)), zmq.NOBLOCK)
         return hidden.to(like.device)
 
     def _next(self) -> tuple[_Header, zmq.Frame]:
-        """Return the next message of this generation. Raises: LostError."""
         while True:
             found, self._early = self._early, None
             if found is None and (frames := self._take(wait=True)) is not None:

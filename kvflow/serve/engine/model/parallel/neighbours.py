@@ -1,6 +1,4 @@
-"""The other processes that take part in the steps of this one: the stages before and after it, and
-the other shards of its stage.
-"""
+"""The processes that take part in this one's steps: adjacent stages, and shards of its stage."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ class Neighbours:
         sink: HiddenSink | None = None,
         shards: ShardGroup | None = None,
     ) -> None:
-        """`source` is None in the first stage, `sink` is None in the last stage, and `shards` is
-        None in a stage of one process.
-        """
+        """`source` is None in the first stage, `sink` in the last, `shards` if there is one."""
         self._source, self._sink, self._shards = source, sink, shards
         self._followers: Followers | None = None
         self._aborted = self._broken = False
@@ -72,15 +68,11 @@ class Neighbours:
         self._followers = followers
 
     def rest(self) -> None:
-        """Announce to the followers that no step follows soon."""
         if self._followers is not None:
             self._followers.rest()
 
     def wait_for_followers(self) -> None:
-        """Block until no follower reads or writes for a step that began here.
-
-        See `Followers.wait`.
-        """
+        """Block until no follower reads or writes for a step that began here."""
         if self._followers is not None:
             self._followers.wait()
 
@@ -90,8 +82,7 @@ class Neighbours:
         return self._sink is None
 
     def begin(self, generation: int) -> None:
-        """Begin a generation: count its steps from the first, and drop hidden states of earlier
-        ones.
+        """Begin a generation: count its steps from the first, and drop earlier hidden states.
 
         `generation` is the same in all processes, and larger than every earlier one.
 
@@ -133,8 +124,7 @@ class Neighbours:
 
     @contextlib.contextmanager
     def step(self, rows: list[Row]) -> Iterator[None]:
-        """Run one step, of `rows`, inside this context; its forwards send and receive hidden
-        states.
+        """Run the step of `rows` inside this context; its forwards send and receive hidden states.
 
         Raises: LostError if a shard or a stage is gone.
         """
@@ -182,9 +172,7 @@ ALONE = Neighbours()
 def hidden_links(
     part: ModelPart, directory: Path
 ) -> tuple[HiddenReceiver | None, HiddenSender | None]:
-    """Return this part's links from the stage before it and to the stage after it.
-
-    They are Unix sockets in `directory`.
+    """Open this part's links from the stage before it and to the stage after it, in `directory`.
 
     Raises: MisuseError if a socket cannot be opened.
     """

@@ -16,8 +16,7 @@ from kvflow.protocols.wire.messages import MAX_RANKS
 class ModelPart:
     """One shard of one stage of a model; by default, the whole model.
 
-    A stage is a run of consecutive layers. The shards of a stage compute each of its layers
-    together.
+    A stage is a run of consecutive layers, and its shards compute each of them together.
     """
 
     stage: int = 0
@@ -26,7 +25,6 @@ class ModelPart:
     shards: int = 1
 
     def __post_init__(self) -> None:
-        """Check the numbers. Raises: MisuseError."""
         for what, index, count in (
             ("stage", self.stage, self.stages),
             ("shard", self.shard, self.shards),
@@ -43,9 +41,7 @@ class ModelPart:
 
     @property
     def rank(self) -> int:
-        """The rank among all processes of the model; the shards of one stage have consecutive
-        ranks.
-        """
+        """The rank in the whole model; the shards of one stage have consecutive ranks."""
         return self.stage * self.shards + self.shard
 
     @property
@@ -108,10 +104,7 @@ class Meeting:
 
 
 def own_layers(config: Any, part: ModelPart, name: str) -> range:
-    """Return the indices of the layers of `part`.
-
-    Raises: MisuseError, with a one-line text, if the model cannot be cut into these stages.
-    """
+    """Return the layers of `part`. Raises: MisuseError if the model cannot be cut into stages."""
     text = config.get_text_config()
     count = getattr(text, "num_hidden_layers", None)
     if part.stages == 1:

@@ -80,8 +80,7 @@ class ShardGroup:
     def close(self) -> None:
         import torch.distributed as dist
 
-        # The connections are shut down first, because destroying the group would wait for the other
-        # shards.
+        # Shut the connections down first, because destroying the group waits for the other shards.
         self.abort()
         with self._lock:
             for connection in self._connections:
@@ -109,8 +108,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _open_files() -> set[int]:
-    # Listing the directory opens a descriptor, and the next file to be opened gets the same number.
-    # So only descriptors that still exist count.
+    # Listing the directory opens a descriptor too, so only those that still exist count.
     return {
         number
         for number in map(int, os.listdir("/proc/self/fd"))

@@ -45,8 +45,7 @@ passage = _Passage()
 
 
 class _Convention:
-    """The model's convention for the output of a layer: hidden states, or a tuple that begins with
-    them.
+    """A model's convention for the output of layers: hidden states, or a tuple beginning with them.
 
     `length` is the length of the tuple, learned from a layer of this stage. Until such a layer
     runs, placeholders return a tuple. A model that expects no tuple passes it unchanged to the next
@@ -56,7 +55,7 @@ class _Convention:
     def __init__(self, name: str) -> None:
         self._name = name
         self.length: int | None = 2  # None: no tuple
-        self._more: list[Any] = []  # further outputs of the stage's layer that ran last
+        self._more: list[Any] = []  # other outputs of the layer that ran last
 
     def plain(self, hidden: Any) -> Any:
         if isinstance(hidden, tuple):
@@ -69,10 +68,7 @@ class _Convention:
         self._more = [more for more in output[1:] if more is not None] if self.length else []
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check that a layer takes only hidden states from the layer before it.
-
-        Raises: MisuseError if its arguments include another output of that layer.
-        """
+        """Check that a layer uses only hidden states of the one before. Raises: MisuseError."""
         if self._more and any(
             value is more for value in (*args, *kwargs.values()) for more in self._more
         ):
@@ -117,10 +113,7 @@ class ForeignLayer(nn.Module):
 
 
 def decoder_layers(model: Any, name: str) -> nn.ModuleList:
-    """Return the model's list of layers: the outermost one of the configured length.
-
-    Raises: MisuseError if there is none.
-    """
+    """Return the model's outermost list of all layers. Raises: MisuseError if there is none."""
     count = model.config.get_text_config().num_hidden_layers
     for inside in (model.get_decoder(), model):
         found = [

@@ -64,10 +64,7 @@ def _interface(name: str) -> _Interface:
 
 
 def divide(model: Any, group: ShardGroup, name: str) -> None:
-    """Reduce every weight that the plan divides to this shard's part, in place.
-
-    Raises: MisuseError if the shards cannot have whole heads each.
-    """
+    """Reduce every divided weight to this shard's part. Raises: MisuseError if heads do not fit."""
     interface, shards = _interface(name), group.part.shards
     plan = dict(model._resolve_parallel_plans(interface.config(tp_size=shards))[0])
     check_heads(model, plan, shards, name)
@@ -119,11 +116,9 @@ def _kv_heads(module: Any) -> int:
 
 
 def _repeat_heads(model: Any, plan: dict[str, str], shards: int) -> None:
-    """Repeat the K/V heads if there are fewer heads than shards, so that each shard gets a whole
-    one.
+    """Repeat the K/V heads if there are fewer than shards, so that each shard gets a whole one.
 
-    Each head is repeated once for every shard that uses it. This is exact, because attention heads
-    that shared a K/V head only form smaller groups.
+    This is exact, because attention heads that shared a K/V head only form smaller groups.
     """
     for module in _split_attention(model, plan):
         heads, dim = _kv_heads(module), int(module.head_dim)
