@@ -20,15 +20,12 @@ from tests.engine.tiny_models import Expected, Generated, Loaded, Stock, Tiny
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """Path of a family's tiny model."""
     directory = tmp_path_factory.mktemp("tiny")
     return lambda family: tiny_models.build(family, directory)
 
 
 @pytest.fixture(scope="session")
 def loaded(tiny: Tiny) -> Loaded:
-    """A family's tiny model on kvflow, loaded once per dtype."""
-
     @functools.cache
     def load(family: str, dtype: str = "float32") -> LoadedModel:
         return load_model(str(tiny(family)), dtype)
@@ -38,8 +35,6 @@ def loaded(tiny: Tiny) -> Loaded:
 
 @pytest.fixture(scope="session")
 def stock(tiny: Tiny) -> Stock:
-    """The same without kvflow."""
-
     @functools.cache
     def load(family: str) -> Any:
         return tiny_models.load_stock(tiny(family))
@@ -49,7 +44,6 @@ def stock(tiny: Tiny) -> Stock:
 
 @pytest.fixture(scope="session")
 def generated(stock: Stock) -> Generated:
-    """The tokens that a family's tiny model generates without kvflow, greedy, asked for once."""
     found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
     def generate(family: str, prompt: list[int], count: int) -> list[int]:
@@ -68,9 +62,7 @@ def llama(loaded: Loaded) -> LoadedModel:
 
 @pytest.fixture
 def stages(tiny: Tiny) -> Iterator[list[LoadedModel]]:
-    """Both stages of the tiny llama, with a way of hidden states between them, which knows no
-    generation yet.
-    """
+    """Both stages of the tiny llama, linked, before their first generation."""
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(STAGES) as threads:
         meeting = Meeting(Path(directory))
         path, parts = str(tiny("llama")), [ModelPart(stage, STAGES) for stage in range(STAGES)]
@@ -83,11 +75,9 @@ def stages(tiny: Tiny) -> Iterator[list[LoadedModel]]:
 
 @pytest.fixture
 def grouped(stages: list[LoadedModel], llama: LoadedModel) -> Grouped:
-    """Makes a prefill of both stages and a decode; see `group` for what it takes."""
     return functools.partial(group, stages, llama)
 
 
 @pytest.fixture
 def expected(generated: Generated) -> Expected:
-    """Four tokens of the tiny llama."""
     return lambda prompt: generated("llama", prompt, 4)

@@ -41,11 +41,7 @@ async def nodes(
     rendezvous_s: float = Timing().rendezvous_s,
     **options: Any,
 ) -> AsyncIterator[Nodes]:
-    """Where a block over them ends well, no room is left, and no page but in a cache that locks
-    none.
-
-    `options`: of the prefill's engine.
-    """
+    """Both nodes and engines; `options` are the prefill engine's. In the end nothing is left."""
     layout = build_layout(
         model.streams, page_size=PAGE_SIZE, num_pages=PAGES, fingerprint=model.fingerprint
     )

@@ -1,6 +1,4 @@
-"""A prefill and a decode engine in one process, each with a pool of its own; rooms between them
-without a network.
-"""
+"""A prefill and a decode engine in one process, each with its own pool; rooms without a network."""
 
 from __future__ import annotations
 
@@ -43,9 +41,9 @@ def poisoned_pool(
     num_rows: int = 6,
     copies: int = 1,
 ) -> PagedPool:
-    """A pool of which every byte is poison: whoever reads what nobody wrote gets NaN.
+    """Return a pool of NaN, so that reading what was never written shows.
 
-    `num_rows`: of a model that keeps rows. `copies`: of every stream, for as many shards.
+    `num_rows` counts if the model keeps rows. `copies` is the number of shards with all streams.
     """
     streams = [
         kind._replace(replica=n, replicas=copies) for n in range(copies) for kind in model.streams
@@ -65,7 +63,7 @@ def poison(pool: PagedPool) -> None:
 
 
 def sequence_of(prompt: list[int], pages: Any, row: int = 0) -> Sequence:
-    """A sequence over these pages of four tokens, which may have eight new ones, and this row."""
+    """Return a sequence over these pages of four tokens, with up to eight new ones."""
     found = Sequence("test", prompt, 8, 4)
     found.add_pages(np.array(pages, dtype=np.int32))
     found.rows = np.array([row], dtype=np.int32)
@@ -73,17 +71,15 @@ def sequence_of(prompt: list[int], pages: Any, row: int = 0) -> Sequence:
 
 
 class Watched:
-    """The steps of a runner from here on, each noted before it is computed.
+    """Records each step of a runner before it is computed.
 
-    While `gate` is closed, those for which `waits()` is true wait in the model thread.
+    While `gate` is closed, the steps for which `waits()` is true wait in the model thread.
     """
 
     def __init__(
         self, runner: Runner, before: Callable[[], object] = lambda: None, *, held: bool = False
     ) -> None:
-        """`before`: what is called in the model thread before each step. `held`: the gate is
-        closed.
-        """
+        """The model thread calls `before` before each step. `held` closes the gate."""
         # Per step, the owner and the new tokens of every row.
         self.steps: list[list[tuple[Any, int]]] = []
         self.entered, self.gate = threading.Event(), threading.Event()
@@ -106,19 +102,15 @@ class Watched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the steps go on that wait, and watch no more."""
         self.gate.set()
         self._runner.forward = self._honest  # type: ignore[method-assign]
 
     @property
     def new(self) -> list[list[int]]:
-        """New tokens of every row of every step."""
         return [[new for _, new in step] for step in self.steps]
 
 
 class Side:
-    """One pool, poisoned at first, with its owners."""
-
     def __init__(
         self,
         model: LoadedModel,
@@ -137,15 +129,12 @@ class Side:
         return SnapshotStore(self.pool, limit, num_rows=layout.num_rows, pages=self.pages)
 
     def scatter(self) -> None:
-        """Hand pages and rows out in no order from now on."""
         for store in (self.pages, self.pool.rows) if self.pool.layout.num_rows else (self.pages,):
             count = store.free_pages
             store._stack[:count] = np.random.default_rng(3).permutation(store._stack[:count])
 
 
 class PrefillHalf:
-    """What prefill sees of a FakeRoom."""
-
     def __init__(self, room: FakeRoom) -> None:
         self.matched, self.send, self.done = room.matched, room.send, room.landed_at_all
         self.on_end, self.close = room.on_end, room.fail
@@ -157,7 +146,7 @@ class PrefillHalf:
 
 
 class FakeRoom:
-    """One room; itself decode's half, `prefill_half` is the other.
+    """One room. This object is decode's half; `prefill_half` is the other.
 
     Writes land while `gate` is open.
     """
@@ -171,7 +160,7 @@ class FakeRoom:
         *,
         late: bool = False,
     ) -> None:
-        """`late`: decode's half comes when the test calls `meet`."""
+        """With `late`, decode's half arrives when the test calls `meet`."""
         self._source, self._target = source, target
         self._owner: Hashable = ("room", id(self))
         self._met: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -194,12 +183,11 @@ class FakeRoom:
         self.prefill_half = PrefillHalf(self)
 
     def meet(self, prefix_tokens: int = 0) -> None:
-        """Decode's half comes, and decode has so many tokens of the prompt."""
         if not self._met.done():
             self._met.set_result(prefix_tokens)
 
     def known(self, pages: int) -> None:
-        """Decode has so many pages of the prompt, which are given back, and not sent."""
+        """Give back the first pages, which decode has already."""
         self.pages, known = self.pages[pages:], self.pages[:pages]
         self._target.places.give_back(known, self._owner)
 
@@ -208,7 +196,6 @@ class FakeRoom:
         return await asyncio.shield(self._met)
 
     async def sent(self) -> None:
-        """Wait until all of the prompt is computed, whether or not it lands."""
         await until(lambda: bool(self.sends) and self.sends[-1][1])
 
     def send(self, pages: PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
@@ -247,11 +234,9 @@ class FakeRoom:
 
     @property
     def handoff(self) -> HandOff:
-        """What prefill has handed over."""
         return HandOff.decode(self._landed.result())
 
     def hand_over(self, handoff: bytes) -> None:
-        """All of it lands, with a hand-over that no prefill has made."""
         self._landed.set_result(handoff)
 
     def keep(self, owner: Hashable) -> PageIndices:
@@ -267,7 +252,6 @@ class FakeRoom:
         self._callbacks.append(callback)
 
     def fail(self, cause: Cause | None = None) -> None:
-        """Prefill's close."""
         if not self._landed.done():
             self.cause = cause or Cause(Code.CLIENT_GONE)
             self._landed.set_exception(room_error(self.cause))
@@ -275,7 +259,6 @@ class FakeRoom:
             self._end()
 
     def close(self, cause: Cause | None = None) -> None:
-        """Decode's close."""
         self.fail(cause)
         if not self.closed:
             self.closed = True
@@ -295,10 +278,7 @@ class FakeRoom:
 
 
 class EnginePair:
-    """Two engines, and requests through both.
-
-    Where a block over it ends well, every page, row and state has to come home.
-    """
+    """Two engines, and requests through both. In the end every page, row and state is free."""
 
     def __init__(self, model: LoadedModel, **options: Any) -> None:
         page_size, num_pages = options.pop("page_size", 16), options.pop("num_pages", 256)
@@ -338,7 +318,6 @@ class EnginePair:
             options["cache"], decode["cache"] = self.caches
             decode["prefetch"] = options.get("prefetch", "wait_complete")
             options["prefetch"] = decode["prefetch"]
-        # One for each role, as in two processes.
         self._threads = Threads("model"), Threads("model")
         self.prefill = PrefillEngine(
             model, self.source.pool, self.source.pages, self._threads[0], **options
@@ -375,14 +354,11 @@ class EnginePair:
             thread.close()
 
     async def rest(self) -> None:
-        """Close the rooms of which the test itself is decode, and find that nothing is left.
-
-        What prefill had is home at once. A burst of decode holds its pages until its thread has
-        returned, and is waited for. Caches lock nothing, and are flushed.
-        """
+        """Close the rooms whose decode is the test itself; check that nothing is left or locked."""
         for room in self.rooms:
             if not room.decode_reads:
                 room.close()
+        # A burst of decode holds its pages until its thread returns.
         if self.decode.steps or self.decode.failed_steps:
             await until(lambda: self.home)
         assert self.home
@@ -397,7 +373,7 @@ class EnginePair:
         assert all(tier.pages.at_rest() and not tier.pages.owned() for tier in self.host_tiers)
 
     async def evict_all(self) -> None:
-        """Both pools lose all that is cached, and every byte of them is poison again."""
+        """Evict all cached pages of both pools, and poison every byte again."""
         for cache, side in zip(self.caches, (self.source, self.target), strict=True):
             await until(lambda side=side: not side.pages.held_pages)  # type: ignore[misc]
             cache.evict(side.pages.capacity)
@@ -413,14 +389,12 @@ class EnginePair:
     def send(
         self, room: FakeRoom, prompt: list[int], params: SamplingParams, **more: Any
     ) -> asyncio.Task[TokenOut]:
-        """Prefill's leg of a request."""
         leg = self.prefill.prefill(room.prefill_half, prompt, params, **more)
         return asyncio.create_task(leg)
 
     async def stream(
         self, prompt: list[int], params: SamplingParams
     ) -> AsyncGenerator[TokenOut, None]:
-        """One request through both engines. Raises what decode raises."""
         admission = await self.decode.admit(prompt, params)
         prefix = await self.decode.cached(prompt, admission=admission)
         room = self.room(prompt, 0 if prefix is None else prefix.tokens)
@@ -438,7 +412,6 @@ class EnginePair:
     async def not_admitted(
         self, prompt: list[int], params: SamplingParams, prefix: Prefix | None = None
     ) -> AsyncGenerator[TokenOut, None]:
-        """A request whose room decode opened without an admission."""
         room = self.room(prompt, 0 if prefix is None else prefix.tokens)
         leg = self.send(room, prompt, params)
         async for out in self.decode.generate(room, prompt, params, prefix=prefix):
@@ -448,7 +421,7 @@ class EnginePair:
     async def begun(
         self, prompt: list[int], params: SamplingParams
     ) -> tuple[AsyncGenerator[TokenOut, None], TokenOut]:
-        """A request that has more than one token, the first of which has been read."""
+        """Return a request whose first token was read, and that token."""
         stream = self.stream(prompt, params)
         first = await anext(stream)
         assert first.finish_reason is None
@@ -463,7 +436,6 @@ class EnginePair:
     async def tokens_of_all(
         self, prompts: list[list[int]], params: SamplingParams
     ) -> list[list[int]]:
-        """Of requests that run at once."""
         return await asyncio.gather(*(self.tokens(prompt, params) for prompt in prompts))
 
     async def together(
@@ -472,21 +444,22 @@ class EnginePair:
         params: SamplingParams,
         begin: Callable[[], object] = lambda: None,
     ) -> list[list[TokenOut]]:
-        """All in one batch; `begin` is called before its first step."""
+        """Run all in one batch; call `begin` before its first step."""
         return await one_batch(self.decode, [self.outputs(p, params) for p in prompts], begin)
 
     async def spoiled(
-        self, prompt: list[int], count: int, lost: Callable[[Component], bool], page: int = -1
+        self, prompt: list[int], count: int, lost: Callable[[Component], bool]
     ) -> list[int]:
-        """Tokens of a request of which one place is zeroed when it has landed, in every component
-        that is `lost`: the row, or one of the pages.
+        """Return the tokens of a request one of whose places is zeroed when it lands.
+
+        That is its row, or its last page, in every component for which `lost` is true.
         """
         pool = self.target.pool
 
         def zero(room: FakeRoom) -> None:
             places = pool.layout.split(room.pages)
             for component in filter(lost, pool.layout.components):
-                place = places.rows[0] if component.in_rows else places.pages[page]
+                place = places.rows[0] if component.in_rows else places.pages[-1]
                 pool.tensor(component.name)[int(place)] = 0
 
         def spoil(room: FakeRoom) -> None:
@@ -508,7 +481,6 @@ class EnginePair:
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
-    """Ids that repeat themselves nowhere near."""
     return [(i * i * 31 + i * 7 + salt * 101) % 509 + 2 for i in range(length)]
 
 
@@ -517,7 +489,6 @@ def greedy(count: int, **more: Any) -> SamplingParams:
 
 
 async def tokens_of(stream: AsyncGenerator[TokenOut, None]) -> list[int]:
-    """What is left of it. Raises what it raises."""
     return [out.token_id async for out in stream]
 
 
@@ -526,9 +497,7 @@ async def one_batch(
     requests: list[Coroutine[Any, Any, list[TokenOut]]],
     begin: Callable[[], object] = lambda: None,
 ) -> list[list[TokenOut]]:
-    """What requests give that decode in one batch, from their first step to the last; `begin` is
-    called before it.
-    """
+    """Decode all requests in one batch; call `begin` before its first step."""
     decode.pause()
     running = [asyncio.ensure_future(request) for request in requests]
     await until(lambda: decode.load().running == len(running))
@@ -537,14 +506,7 @@ async def one_batch(
     return list(await asyncio.gather(*running))
 
 
-def goes_wrong_after_the_first(tokens: list[int], whole: list[int]) -> None:
-    """The first token is prefill's; those of decode show what was lost."""
-    assert tokens[0] == whole[0]
-    assert tokens != whole
-
-
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that nobody announces; a test that waits in vain fails."""
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.001)

@@ -1,6 +1,4 @@
-"""Prefill and decode in one process, on one pool: the same engines, and a room that copies no
-pages.
-"""
+"""Both engines on one pool in one process, and a room that copies no pages."""
 
 from __future__ import annotations
 
@@ -29,7 +27,6 @@ class SharedRoom:
     """Both sides of a room, with the same pages and row as source and target."""
 
     def __init__(self, places: PageStore, count: int, owner: Hashable) -> None:
-        """Take `count` places for `owner`. Raises: CapacityError."""
         self._places, self._owner = places, owner
         self.pages: PageIndices = places.take_room(count, owner)
         self._owned = True
@@ -62,13 +59,12 @@ class SharedRoom:
             self._handoff.set_exception(
                 room_error(cause or Cause(Code.CLIENT_GONE, "the room was closed"))
             )
-            # There may be no reader, and asyncio logs an exception that is never retrieved.
+            # asyncio logs an exception that is never retrieved.
             self._handoff.exception()
             for callback in self._callbacks:
                 callback()
 
     def free(self) -> None:
-        """Give the places back, unless a sequence became their owner."""
         if self._owned:
             self._owned = False
             self._places.give_back(self.pages, self._owner)
@@ -77,8 +73,8 @@ class SharedRoom:
 class SingleEngine:
     """Both engines over one pool: the reference for prefill and decode in two processes.
 
-    `max_batch_rooms=1` prefills one prompt at a time; `decode.pause` and `decode.resume` collect
-    requests, so that they decode in lockstep.
+    `options` are the prefill engine's; `max_batch_rooms=1` prefills one prompt at a time.
+    `decode.pause` and `decode.resume` collect requests for one batch.
     """
 
     def __init__(
@@ -88,24 +84,10 @@ class SingleEngine:
         pages: PageAllocator,
         executor: Threads,
         *,
-        chunk_tokens: int = 512,
-        max_batch_tokens: int = 512,
-        max_batch_rooms: int | None = None,
         max_batch: int = 256,
+        **options: Any,
     ) -> None:
-        """Create both engines over `pool`.
-
-        Raises: LayoutError when the pool is not this model's.
-        """
-        self.prefill = PrefillEngine(
-            model,
-            pool,
-            pages,
-            executor,
-            chunk_tokens=chunk_tokens,
-            max_batch_tokens=max_batch_tokens,
-            max_batch_rooms=max_batch_rooms,
-        )
+        self.prefill = PrefillEngine(model, pool, pages, executor, **options)
         self.decode = DecodeEngine(model, pool, pages, executor, max_batch=max_batch)
         self._places, self._layout = pool.places_over(pages), pool.layout
         self._numbers = itertools.count()
@@ -121,10 +103,6 @@ class SingleEngine:
     async def generate(
         self, prompt: Prompt, params: SamplingParams
     ) -> AsyncGenerator[TokenOut, None]:
-        """Yield tokens as they are generated. Closing the generator ends the request in any state.
-
-        Raises: MisuseError, CapacityError.
-        """
         admission = await self.decode.admit(prompt, params)
         try:
             room = SharedRoom(
@@ -137,8 +115,7 @@ class SingleEngine:
             raise
         prefill = asyncio.create_task(self.prefill.prefill(room, prompt, params, into=room.pages))
         tokens = self.decode.generate(room, prompt, params, admission)
-        # The stack unwinds in reverse: the tokens close first, then prefill ends, then the pages
-        # are freed. Each step runs even if an earlier one raises.
+        # The stack unwinds in reverse, and each step runs even if an earlier one raises.
         async with AsyncExitStack() as ends:
             ends.callback(room.free)
             ends.push_async_callback(_give_up, prefill)
@@ -148,13 +125,12 @@ class SingleEngine:
 
 
 async def _give_up(prefill: asyncio.Task[TokenOut]) -> None:
-    """Return when `prefill` ends, since until then it may write to the room's pages."""
     prefill.cancel()
     try:
         await all_ended([prefill])
     finally:
         if not prefill.cancelled():
-            # Retrieved, so that asyncio does not log it: decode raises the same error.
+            # Decode raises the same error, and asyncio must not log this one.
             prefill.exception()
 
 
@@ -162,7 +138,7 @@ async def _give_up(prefill: asyncio.Task[TokenOut]) -> None:
 async def one_process(
     model: LoadedModel, num_pages: int, *, num_rows: int = 32, starts: bool = True, **options: Any
 ) -> AsyncIterator[tuple[SingleEngine, Side]]:
-    """Both engines over one pool with pages of 16 tokens, which is whole again in the end."""
+    """Both engines over one pool with pages of 16 tokens, which is free again in the end."""
     side = Side(model, num_pages, 16, "page_first", num_rows)
     with Threads("model") as executor:
         engine = SingleEngine(model, side.pool, side.pages, executor, **options)

@@ -1,6 +1,4 @@
-"""Two stages of one model in one process, each a rank of a prefill over real sockets, nodes and
-rooms, and a decode.
-"""
+"""Two stages of one model in one process as ranks of a prefill over real sockets, and a decode."""
 
 from __future__ import annotations
 
@@ -49,7 +47,6 @@ HERE = "127.0.0.1"
 
 
 def a_status(rank: int, **changes: Any) -> wire.Status:
-    """The status of a rank at rest, but for these fields."""
     names = ("pages_free", "pages_total", "pinned_pages", "requests", "tickets", "bytes_moved")
     none = dict.fromkeys((*names, "failed_steps", "handler_errors", "dropped"), 0)
     given: dict[str, Any] = {"pid": 1, "pages_at_rest": True, "rooms": {}, **none, **changes}
@@ -57,7 +54,7 @@ def a_status(rank: int, **changes: Any) -> wire.Status:
 
 
 class Stages:
-    """A prefill of two ranks with `pages` each, and a decode of `PAGES`."""
+    """A prefill of two ranks with `pages` each, whose engine has `options`, and a decode."""
 
     def __init__(
         self,
@@ -73,7 +70,6 @@ class Stages:
         decode_caches: bool = False,
         **options: Any,
     ) -> None:
-        """`options`: of the prefill's engine."""
         self._options = options
         self.models, self.whole, self._stack, self._pages = models, whole, stack, pages
         self._timing = Timing(rendezvous_s=rendezvous_s)
@@ -171,7 +167,7 @@ class Stages:
         await self.follower.start()
 
     async def replace_second(self) -> None:
-        """Rank 1 ends with all that it has, and another process of that rank takes its place."""
+        """End rank 1 with all that it has, and let another process of that rank take its place."""
         node, member = self.nodes[1], self.members[1]
         await self._stop_second(member)
         self._fence(node)
@@ -189,8 +185,7 @@ class Stages:
         await until(lambda: not self.group.unavailable_reason)
 
     def _fence(self, node: PrefillNode) -> None:
-        """Tell decode what it would see of a process that ends: this one goes on, and nothing else
-        proves the end of what was lent to the node while it closed, and was never read there."""
+        """Report the node's death to decode, because this process, its writer, lives on."""
         shell = self.decode.shell
         for peer in list(shell.endpoint.peers):
             if peer.key.incarnation == node.incarnation and peer.phase in (
@@ -216,7 +211,7 @@ class Stages:
         await self.leader.close()
         for member in self.members:
             await member.drain(5.0)
-        await self.decode.close()  # first: it may be waiting for a rank to say that it has drained
+        await self.decode.close()  # first: it may wait for a rank to drain
         await self._stop_second(self.members[1])
         await self.members[0].stop()
         await self.nodes[0].close()
@@ -229,8 +224,6 @@ class Stages:
             thread.close()
 
     def _of_group(self, name: str) -> Callable[..., None]:
-        """A method of the group, which is made after the steps that call it."""
-
         def call(*given: Any) -> None:
             getattr(self.group, name)(*given)
 
@@ -316,10 +309,7 @@ class Stages:
         params: SamplingParams,
         begin: Callable[[], object] = lambda: None,
     ) -> list[int]:
-        """Decode's half of a request; `begin` is called when it has been admitted.
-
-        Raises what decode raises.
-        """
+        """Run decode's half of a request; call `begin` once it is admitted."""
         admission = await self.decode_engine.admit(prompt, params)
         try:
             begin()
@@ -338,7 +328,6 @@ class Stages:
             admission.release()
 
     async def tokens(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        """One request through both ranks and decode. Raises what prefill raises, or decode."""
         number = next(self.rooms)
         legs: list[asyncio.Task[TokenOut]] = []
         try:
@@ -355,7 +344,6 @@ class Stages:
         return found
 
     def hold(self, *kinds: type) -> list[bytes]:
-        """The first message of one of these kinds from the second rank, once it was to be sent."""
         held: list[bytes] = []
         send = self.dealer.send
 
@@ -369,17 +357,13 @@ class Stages:
         return held
 
     async def rest(self, *, drops_frames: bool = False) -> None:
-        """Nothing is left of any request, at either rank or at decode, and no frame was wrong."""
         await self.home()
         assert not any(shell.counts.handler_errors for shell in [*self.members, self.leader])
         dropped = self.steps.dropped or self.follower.dropped or self.follower._dropped_ahead
         assert drops_frames or not dropped
 
     async def home(self, within_s: float = 20.0) -> None:
-        """Nothing is left of any request, at either rank or at decode.
-
-        Raises: AssertionError telling what is.
-        """
+        """Wait until nothing of any request is left at any rank or at decode."""
         began_s = monotonic()
         while (left := self.left) and monotonic() - began_s < within_s:
             await asyncio.sleep(0.001)
@@ -416,10 +400,9 @@ class Stages:
 async def group(
     models: list[LoadedModel], whole: LoadedModel, *, drops_frames: bool = False, **options: Any
 ) -> AsyncIterator[Stages]:
-    """A group that is running, with the options of `Stages`.
+    """Run a group with the options of `Stages`.
 
-    Where a block over it ends well, nothing is left of any request, and no frame was wrong unless
-    it `drops_frames`.
+    In the end nothing is left of any request, and no frame was wrong unless it `drops_frames`.
     """
     async with AsyncExitStack() as stack:
         found = Stages(models, whole, stack, **options)

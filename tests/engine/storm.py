@@ -1,4 +1,4 @@
-"""Requests in lanes: one after the other in each, with turns of the event loop between them."""
+"""Requests in lanes, one after the other in each."""
 
 from __future__ import annotations
 
@@ -21,6 +21,5 @@ async def in_lanes(lanes: int, requests: int, one: Callable[[int], Awaitable[obj
 
 
 async def turns(chance: random.Random, *counts: int) -> None:
-    """Let the event loop turn as often as one of `counts`."""
     for _ in range(chance.choice(counts)):
         await asyncio.sleep(0)

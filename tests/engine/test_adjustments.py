@@ -1,10 +1,7 @@
-"""Penalties, biases and bans: against transformers' `generate`, OpenAI's formula,
-and one process.
-"""
+"""Penalties, biases and bans: against transformers, OpenAI's formula, and one process."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -27,8 +24,7 @@ from kvflow.serve.engine.scheduler.params import MAX_BAD_WORD_TOKENS, MAX_LOGIT_
 from kvflow.serve.engine.scheduler.sampling import Draw, choose
 from tests.engine import tiny_models
 from tests.engine.pair import EnginePair, greedy, prompt_of
-from tests.engine.test_parity import equals_one_process
-from tests.engine.tiny_models import Generated, Loaded, Stock
+from tests.engine.tiny_models import Stock
 
 NEW = 24
 PROMPT = prompt_of(30)
@@ -48,7 +44,6 @@ def draw(params: SamplingParams, tokens: list[int], prompt_length: int, *eos_ids
 
 
 def theirs(stock: Stock, **options: Any) -> list[int]:
-    """What the tiny llama generates in transformers, greedy."""
     return tiny_models.generate(stock("llama"), PROMPT, NEW, min_new_tokens=None, **options)
 
 
@@ -58,9 +53,6 @@ async def ours(model: LoadedModel, **params: Any) -> list[int]:
 
 
 async def test_over_two_engines_equals_generate(llama: LoadedModel, stock: Stock) -> None:
-    """Prefill chooses the first token and decode the others: each option alone,
-    then all at once.
-    """
     plain = theirs(stock)
     bad = [[plain[0]], plain[3:5], plain[8:11], [PROMPT[-1], plain[1]]]
     bias = {plain[0]: -100.0, plain[5]: 3.5, 77: 2.25}
@@ -109,9 +101,7 @@ def test_min_new_tokens_leaves_an_ignored_eos_alone() -> None:
 async def test_frequency_and_presence_follow_openais_formula(
     llama: LoadedModel, stock: Stock, frequency: float, presence: float
 ) -> None:
-    """mu[j] - count[j] * frequency - (count[j] > 0) * presence, over generated tokens and not over
-    the prompt.
-    """
+    """mu[j] - count[j] * frequency - (count[j] > 0) * presence, over generated tokens only."""
     tokens: list[int] = []
     for _ in range(NEW):
         with torch.inference_mode():
@@ -143,9 +133,6 @@ def test_a_penalty_counts_every_repetition() -> None:
     ],
 )
 def test_min_p_keeps_what_transformers_keeps(cuts: dict[str, Any]) -> None:
-    """The tokens drawn in many draws are those that transformers' warpers, in `generate`'s order,
-    leave.
-    """
     temperature, count = 1.4, 6000
     logits = row(11, 60)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
@@ -164,7 +151,6 @@ def test_min_p_keeps_what_transformers_keeps(cuts: dict[str, Any]) -> None:
 
 
 def test_the_other_rows_of_a_batch_are_chosen_as_without_it() -> None:
-    """And the adjusted ones as alone, bit for bit; log-probabilities stay those of the model."""
     logits = torch.cat([row(i) for i in range(8)]).to(torch.bfloat16)
     plain = [
         Draw(greedy(9), 0, 30),
@@ -188,41 +174,6 @@ def test_the_other_rows_of_a_batch_are_chosen_as_without_it() -> None:
     raw = torch.log_softmax(logits[4].float(), -1)
     assert alone[4].logprob == float(raw[alone[4].token_id])
     assert [i for i, _ in alone[4].top_logprobs] == raw.topk(2).indices.tolist()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_adjusted_sampling_equals_one_process(dtype: str, loaded: Loaded) -> None:
-    model = loaded("qwen3", dtype)
-    prompts = [prompt_of(n, n) for n in (3, 16, 41)]
-    options: tuple[dict[str, Any], ...] = (
-        {"min_p": 0.05},
-        {"frequency_penalty": 1.0, "presence_penalty": 0.5, "top_p": 0.9},
-        {"repetition_penalty": 1.4, "logit_bias": ((9, 4.0),), "min_p": 0.02, "top_k": 50},
-        {
-            "bad_words": ((11,), (12, 13)),
-            "min_new_tokens": 5,
-            "stop_token_ids": tuple(range(20, 60)),
-        },
-    )
-    for n, more in enumerate(options):
-        params = SamplingParams(temperature=1.3, seed=7 + n, max_new_tokens=NEW, logprobs=1, **more)
-        await equals_one_process(model, prompts, params)
-
-
-async def test_company_does_not_change_an_adjusted_request(
-    llama: LoadedModel, generated: Generated
-) -> None:
-    params = SamplingParams(
-        seed=5, repetition_penalty=1.3, frequency_penalty=0.5, min_p=0.01, max_new_tokens=NEW
-    )
-    async with EnginePair(llama) as pair:
-        alone = await pair.tokens(PROMPT, params)
-        others = [prompt_of(n, n) for n in (9, 31, 70)]
-        among, found = await asyncio.gather(
-            pair.tokens(PROMPT, params), pair.tokens_of_all(others, greedy(NEW))
-        )
-    assert among == alone
-    assert found == [generated("llama", prompt, NEW) for prompt in others]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +224,6 @@ def test_values_out_of_range_are_named(params: dict[str, Any], text: str) -> Non
 async def test_ids_that_the_model_does_not_have(
     llama: LoadedModel, params: dict[str, Any], text: str
 ) -> None:
-    """By the limits, which the server consults before a room opens, and by both engines."""
     with pytest.raises(MisuseError, match=text):
         EngineLimits(512, 512, 16, 100).check_sampling(PROMPT, SamplingParams(**params))
     async with EnginePair(llama) as pair:

@@ -1,6 +1,4 @@
-"""Prompts whose places are not there yet begin in the order in which they came, as far as there are
-places.
-"""
+"""Prompts without places begin in the order in which they came, as far as there are places."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ class Steps:
 
 
 def asking(wants: int, **changes: Any) -> Any:
-    """A request of a prompt of which eight tokens are cached, and which wants so many places."""
+    """Return a request for `wants` places, whose prompt has eight cached tokens."""
     given = {"is_asking": True, "agreed": None, "cached_tokens": 8, **changes}
     return SimpleNamespace(wants=wants, sequence=SimpleNamespace(computed=8), **given)
 

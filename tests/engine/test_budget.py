@@ -25,14 +25,12 @@ async def settled() -> None:
 
 
 async def asking(budget: PageBudget, *totals: int, **more: Any) -> list[asyncio.Task[Admission]]:
-    """Requests that have asked, in this order."""
     asked = [asyncio.create_task(budget.admit(total, **more)) for total in totals]
     await settled()
     return asked
 
 
 async def granted(waiting: asyncio.Task[Admission]) -> None:
-    """It is admitted now, and lets go of what it is promised."""
     (await asyncio.wait_for(waiting, 5)).release()
 
 
@@ -47,7 +45,8 @@ async def test_a_promise_counts_whether_taken_or_not() -> None:
     fits = await budget_soon(budget, 4)
     assert fits is None, "four pages are free, but a request that came before waits"
     pages.give_back(pages.pages_of("first"), "first")
-    first.release()
+    for _ in range(2):
+        first.release()
     await granted(waiting)
     budget.close(AbortedError())
 
@@ -99,25 +98,6 @@ async def test_who_sits_on_pages_is_ended_when_nobody_can_free_any() -> None:
     with pytest.raises(CapacityError, match="free pool tokens to grow"):
         await budget.admit(7, taken=5)
     budget.close(AbortedError())
-
-
-async def test_release_is_idempotent() -> None:
-    budget = PageBudget(PageAllocator(4))
-    admission = await budget.admit(4)
-    admission.release()
-    admission.release()
-    (await budget.admit(4)).release()
-
-
-async def test_closing_ends_those_who_wait() -> None:
-    pages = PageAllocator(4)
-    budget = PageBudget(pages)
-    pages.take(4, "a room")
-    [waiting] = await asking(budget, 2)
-    budget.close(AbortedError("closing"))
-    with pytest.raises(AbortedError, match="closing"):
-        await waiting
-    assert budget.waiting == 0
 
 
 async def test_a_release_in_the_turn_in_which_a_waiter_is_cancelled() -> None:
@@ -306,7 +286,7 @@ async def test_rows_that_nobody_will_free(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Growing:
-    """A request as Growth sees it: so many pages for one step, and for more."""
+    """A request that lacks `now` pages for one step, and `ahead` for more."""
 
     def __init__(self, now: int, ahead: int) -> None:
         self._now, self._ahead, self.taken = now, ahead, 0
@@ -349,22 +329,23 @@ async def test_who_needs_no_page_for_one_step_takes_it_in_the_fullest_pool() -> 
     admission.release()
 
 
-async def test_nobody_takes_pages_for_later_steps_that_another_needs_now() -> None:
-    growth, (ahead, now, neither) = growing(1, (0, 1), (1, 1), (0, 0))
-    assert growth.grow([ahead, now, neither], 8) == ([ahead, now, neither], 1)
-    assert (ahead.taken, now.taken, growth.short) == (0, 1, {})
-
-
-async def test_where_all_can_have_pages_for_all_steps_they_take_them() -> None:
-    growth, (first, second) = growing(2, (0, 1), (1, 1))
-    assert growth.grow([first, second], 8) == ([first, second], 8)
-    assert (first.taken, second.taken) == (1, 1)
-
-
-async def test_who_finds_no_page_for_one_step_is_short_of_it_and_the_others_step() -> None:
-    growth, (first, second, third) = growing(1, (1, 2), (1, 2), (0, 1))
-    assert growth.grow([first, second, third], 8) == ([first, third], 1)
-    assert (first.taken, growth.short) == (1, {second: 1})
+@pytest.mark.parametrize(
+    ("free", "needs", "steps", "taken", "short"),
+    [
+        (1, [(0, 1), (1, 1), (0, 0)], 1, [0, 1, 0], {}),
+        (2, [(0, 1), (1, 1)], 8, [1, 1], {}),
+        (1, [(1, 2), (1, 2), (0, 1)], 1, [1, 0, 0], {1: 1}),
+    ],
+    ids=["needed now before later", "enough for all steps", "one is short and the others step"],
+)
+async def test_who_takes_pages_for_the_next_steps(
+    free: int, needs: list[Any], steps: int, taken: list[int], short: dict[int, int]
+) -> None:
+    growth, requests = growing(free, *needs)
+    ready = [request for i, request in enumerate(requests) if i not in short]
+    assert growth.grow(requests, 8) == (ready, steps)
+    assert [request.taken for request in requests] == taken
+    assert growth.short == {requests[i]: count for i, count in short.items()}
 
 
 async def test_what_a_request_begins_with_is_promised_to_it_no_more_and_once() -> None:
@@ -387,6 +368,7 @@ async def test_closing_spares_those_whose_wait_was_cancelled_in_the_same_turn() 
     budget.close(AbortedError("closing"))
     await asyncio.wait([gone, waits])
     assert gone.cancelled() and isinstance(waits.exception(), AbortedError)
+    assert budget.waiting == 0
     held.release()
 
 

@@ -1,6 +1,4 @@
-"""Several steps for one call of the model thread: tokens leave at once, and whatever happens ends
-the burst.
-"""
+"""Several steps per call of the model thread: when tokens leave, and what ends a burst."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ Tokens = AsyncGenerator[TokenOut, None]
 
 
 class Stepped(Watched):
-    """The steps of a pair's decode and the calls of its model thread; with `gated`, a step ends
-    when it is allowed.
-    """
+    """Counts the calls of a decode's model thread; with `gated`, a step ends when allowed."""
 
     def __init__(self, pair: EnginePair, *, gated: bool = False) -> None:
         super().__init__(pair.decode._runner)
@@ -52,12 +48,11 @@ class Stepped(Watched):
         self._allowed.release(steps)
 
     async def at_step(self, number: int) -> None:
-        """Wait until that step has begun; it does not end before it is allowed."""
+        """Wait until that step begins; it does not end before it is allowed."""
         await until(lambda: len(self.steps) >= number)
 
 
 async def started(pair: EnginePair, prompt: list[int], count: int) -> Tokens:
-    """A request whose first token has been read."""
     stream, _ = await pair.begun(prompt, greedy(count))
     return stream
 
@@ -116,9 +111,6 @@ async def test_short_steps_share_a_delivery(
 async def test_a_turn_of_the_loop_wakes_few_readers(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every reader writes to its client: those of a large batch come in many turns, each with all
-    that is his.
-    """
     monkeypatch.setattr(decode, "READERS_PER_TURN", 2)
     monkeypatch.setattr(burst, "DELIVER_EVERY_S", 60.0)
     prompts = [prompt_of(9 + i, i) for i in range(5)]
@@ -168,9 +160,6 @@ async def test_a_request_that_joins_is_in_the_next_step(llama: LoadedModel) -> N
 
 
 async def test_a_request_that_leaves_is_not_in_the_next_step(llama: LoadedModel) -> None:
-    """Its pages are held while the step runs that reads them, and free after it, not after the
-    whole burst.
-    """
     async with EnginePair(llama) as pair:
         want = await pair.tokens(prompt_of(21, 1), greedy(30))
         watched = Stepped(pair, gated=True)
@@ -192,9 +181,6 @@ async def test_a_request_that_leaves_is_not_in_the_next_step(llama: LoadedModel)
 async def test_several_steps_while_a_request_waits_which_is_granted_when_they_have_ended(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pages came free with the burst, and were seen when the budget looked again by itself, up
-    to 20 ms later.
-    """
     async with EnginePair(llama, page_size=4, num_pages=20, source_pages=64) as pair:
         watched = Stepped(pair, gated=True)
         first = await started(pair, prompt_of(20), MOST_STEPS + 4)
@@ -208,9 +194,6 @@ async def test_several_steps_while_a_request_waits_which_is_granted_when_they_ha
 
 
 async def test_a_burst_ends_with_the_first_request_that_ends(llama: LoadedModel) -> None:
-    """Others may wait for its pages; there is no further step while the event loop is busy with
-    something else.
-    """
     async with EnginePair(llama) as pair:
         want = await pair.tokens(prompt_of(21, 1), greedy(30))
         pair.decode.pause()
@@ -226,9 +209,7 @@ async def test_a_burst_ends_with_the_first_request_that_ends(llama: LoadedModel)
         pair.decode._burst.run = noted  # type: ignore[method-assign,assignment]
         pair.decode.resume()
         await until(lambda: bool(watched.calls))
-        assert returned.wait(20), (
-            "while the event loop stands still here, nothing else tells the burst"
-        )
+        assert returned.wait(20), "the event loop stands still"
         assert watched.widths == [2, 2, 2]
         assert len(await tokens_of(ends)) == 3
         assert await tokens_of(stays) == want[1:]
@@ -253,7 +234,6 @@ async def test_a_step_that_fails_ends_a_burst_after_the_tokens_before_it(
 async def test_readers_that_wait_for_their_turn_get_their_tokens_before_the_error(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """The error overtook the tokens of all but the first readers."""
     monkeypatch.setattr(decode, "READERS_PER_TURN", 2)
     monkeypatch.setattr(burst, "DELIVER_EVERY_S", 60.0)
     found: list[int] = []

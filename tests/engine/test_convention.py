@@ -1,4 +1,4 @@
-"""What a stage hands on in the place of layers that another one has."""
+"""The output of the placeholders for layers of other stages."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Three layers, each of which is given what the one before it returns beside hidden states if
-    it `hands_on` any.
-    """
+    """Three layers; with `hands_on`, each receives the other outputs of the one before."""
 
     def __init__(self, more: int, *, hands_on: bool = False) -> None:
         super().__init__()
@@ -88,7 +86,6 @@ def test_layers_of_other_stages_return_what_those_of_this_one_do(more: int) -> N
 
 
 def test_a_model_whose_layers_hand_on_more_than_hidden_states_is_refused() -> None:
-    """Seen between two layers of one stage, before anything is sent to another."""
     model = Model(1, hands_on=True)
     keep_layers(model, range(2), "model")
     with pytest.raises(MisuseError, match="its layers hand on more than hidden states"):

@@ -89,27 +89,22 @@ async def test_what_can_never_run_is_refused_at_once(llama: LoadedModel) -> None
         ):
             with pytest.raises(CapacityError, match=said):
                 await pair.decode.admit(prompt_of(length), greedy(count))
-        assert pair.decode.limits.max_tokens == 129, (
-            "8 pages, and the last token, which is never fed back"
-        )
+        assert pair.decode.limits.max_tokens == 129, "the last token is never fed back"
         assert len(await pair.tokens(prompt_of(100), greedy(29))) == 29, "8 pages exactly"
 
 
 async def test_nobody_starves_in_a_small_pool(llama: LoadedModel, generated: Generated) -> None:
-    """Twelve requests, each of which grows; at most two fit at once.
-
-    All of them end, with the right tokens.
-    """
     prompts = [prompt_of(20 + n, n) for n in range(12)]
     want = [generated("llama", prompt, 30) for prompt in prompts]
+    # At most two of the requests fit at once, and none is retracted.
     async with EnginePair(llama, page_size=4, num_pages=32) as pair:
         assert await pair.tokens_of_all(prompts, greedy(30)) == want
+        assert not pair.decode.retraction.retracts
 
 
 async def test_without_admission_a_full_pool_ends_a_request_instead_of_all(
     llama: LoadedModel,
 ) -> None:
-    """Rooms took every page before anybody was admitted: one gives up, the others can go on."""
     async with EnginePair(llama, page_size=4, num_pages=20, source_pages=64) as pair:
 
         async def one(n: int) -> int:
@@ -217,7 +212,6 @@ async def test_a_failing_step_ends_its_requests_and_nothing_else(
 
 
 async def test_what_is_refused_before_it_is_admitted(llama: LoadedModel) -> None:
-    """A prompt that cannot be, and every one once the engine is closed."""
     async with EnginePair(llama) as pair:
         with pytest.raises(MisuseError, match="empty"):
             await pair.decode.admit([], SamplingParams())

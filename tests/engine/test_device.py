@@ -1,14 +1,10 @@
-"""Devices: which one is meant, and that all of a step is there.
-
-Runs without one: see tests/gpu for the rest.
-"""
+"""Devices: which one is meant, and that all of a step is there; tests/gpu has the rest."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +16,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.serve.engine.model import device, thread
-from kvflow.serve.engine.model.device import find_device, place_on
+from kvflow.serve.engine.model.device import find_device
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.runner import Runner
 from kvflow.serve.engine.model.sequence import Sequence
@@ -64,9 +60,7 @@ def test_a_device_is_found_or_refused_with_what_there_is(
 
 
 class OneDevice(TorchDispatchMode):
-    """Every operation finds all of its tensors on `device`,
-    but for one that brings a tensor there.
-    """
+    """Checks that every operation finds its tensors on one device, unless it moves them."""
 
     def __init__(self, where: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -99,8 +93,6 @@ def elsewhere(model: LoadedModel, mode: str) -> Runner:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 def test_every_tensor_of_a_step_is_where_the_model_is(family: str, loaded: Loaded) -> None:
-    """Chunks behind other chunks, decoding rows beside chunks, and rows of unlike lengths that
-    decode ahead; gemma2 keeps windows of 16 tokens in rows."""
     runner = elsewhere(loaded(family), "packed")
     rows = [
         sequence_of(prompt_of(n, n), list(range(at, at + (n + 11) // 4)))
@@ -136,9 +128,7 @@ MAKERS = torch.tensor, torch.arange, torch.zeros, torch.ones, torch.empty, torch
 
 
 class Makers(torch.overrides.TorchFunctionMode):
-    """Every tensor that is made from numbers is told where to be, but for those from numpy, which
-    are brought there.
-    """
+    """Checks that every tensor made from numbers is given its device."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -169,9 +159,7 @@ def test_sampling_makes_its_tensors_where_the_logits_are(seed: int) -> None:
 
 
 async def test_a_step_has_ended_when_its_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the step has queued still reads and writes its pages, also when its Python part has
-    failed (I13).
-    """
+    """What the step queued still uses its pages, also after it failed (I13)."""
     pages = PageAllocator(2)
     sequence = Sequence("mine", [1], 0, 1)
     sequence.add_pages(pages.take(1, "mine"))
@@ -191,9 +179,3 @@ async def test_a_step_has_ended_when_its_device_has(monkeypatch: pytest.MonkeyPa
         with pytest.raises(ValueError, match="step"):
             await steps.run([sequence], fail)
     assert seen == ["computed", (gpu, 1), (gpu, 1)] and pages.held_pages == 0
-
-
-@pytest.mark.parametrize("name", ["cpu", "meta"])
-def test_what_a_step_reads_is_placed_on_its_device(name: str) -> None:
-    placed = place_on(torch.device(name))(np.arange(3))
-    assert placed.device.type == name and placed.shape == (3,)

@@ -1,6 +1,4 @@
-"""Prompts that several ranks begin before decode's half has come: in one order on all of them, and
-nothing is left.
-"""
+"""Prompts that several ranks begin before decode's half arrives, in one order on all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +29,6 @@ class Early:
         self.leg: asyncio.Task[TokenOut] = ranks.prefill(self.number, prompt, greedy(1))
 
     async def opened(self) -> Early:
-        """Everywhere."""
         await until(lambda: self._ticket in self.ranks.follower.requests)
         await until(lambda: self.ranks.group._asked[self.ticket].computing is not None)
         return self
@@ -48,7 +45,6 @@ class Early:
 
     @property
     def computed(self) -> tuple[int, int]:
-        """Tokens, at either rank."""
         asked = self.ranks.group._asked[self.ticket]
         followed = self.ranks.follower.requests[self.ticket]
         first = asked.computing.sequence.computed if asked.computing else 0
@@ -56,7 +52,6 @@ class Early:
 
     @property
     def phases(self) -> list[PrefillPhase]:
-        """Of its rooms."""
         found = [shell.requests.values() for shell in self.ranks.members]
         return [
             request.room.phase
@@ -66,7 +61,6 @@ class Early:
         ]
 
     async def whole(self) -> None:
-        """It is computed at both ranks, and the first one knows the token."""
         await until(lambda: self.computed == (len(self.prompt),) * 2)
         computing = self.ranks.group._asked[self.ticket].computing
         assert computing is not None
@@ -76,7 +70,6 @@ class Early:
         return asyncio.create_task(self.ranks.decoded(self.number, self.prompt, greedy(4)))
 
     async def answers(self, expected: Expected) -> None:
-        """Decode comes, and both have the tokens of a model that is whole."""
         assert await self.meet() == expected(self.prompt)
         assert (await self.leg).token_id == expected(self.prompt)[0]
 
@@ -92,7 +85,6 @@ async def early_and_whole(ranks: Stages, tokens: int) -> Early:
 
 
 async def beside(ranks: Stages, expected: Expected, tokens: int = 24, salt: int = 1) -> None:
-    """Another request, which is matched at once and gets its tokens."""
     prompt = prompt_of(tokens, salt)
     assert await ranks.tokens(prompt, greedy(4)) == expected(prompt)
 
@@ -115,9 +107,7 @@ async def test_what_is_computed_leaves_every_rank_when_decode_comes(
         load, steps = ranks.engine.load(), ranks.steps._step
         assert (load.running, load.waiting) == (1, 0)
         await early.answers(expected)
-        assert counts(ranks) == (1, 1, 0, 0) and ranks.steps._step == steps == 3, (
-            "nothing was computed after it"
-        )
+        assert counts(ranks) == (1, 1, 0, 0) and ranks.steps._step == steps == 3
 
 
 async def test_without_tries_nothing_begins_before_decode_comes(
@@ -138,7 +128,6 @@ async def test_without_tries_nothing_begins_before_decode_comes(
 async def test_every_rank_gives_places_back_for_whoever_has_both_halves(
     pages: tuple[int, int], grouped: Grouped, expected: Expected
 ) -> None:
-    """The early prompt has all pages of the smallest pool, whichever rank has that."""
     async with grouped(pages=pages, chunk_tokens=10, optimistic_tries=2) as ranks:
         early = await early_and_whole(ranks, 24)
         await beside(ranks, expected)
@@ -151,9 +140,6 @@ async def test_every_rank_gives_places_back_for_whoever_has_both_halves(
 async def test_a_prompt_that_shares_cached_pages_gives_way_to_whom_no_page_is_missing_here(
     grouped: Grouped, expected: Expected
 ) -> None:
-    """Both fit into the pools that cache their pages,
-    and one alone into a pool that has lost them.
-    """
     async with grouped(pages=(10, 10), caches=True, chunk_tokens=10, optimistic_tries=2) as ranks:
         await beside(ranks, expected, 24, 0)
         early = await early_and_whole(ranks, 24)
@@ -182,9 +168,7 @@ async def test_after_its_last_try_a_prompt_waits_for_its_match(
 async def test_a_prompt_loses_its_places_when_only_the_other_rank_knows_that_it_has_started(
     grouped: Grouped, expected: Expected
 ) -> None:
-    """That rank must not send what it has: the first one's word about places comes in the order of
-    the steps.
-    """
+    """The first rank's word about places comes in the order of the steps."""
     async with grouped(pages=(SMALL, SMALL), optimistic_tries=1) as ranks:
         early = await early_and_whole(ranks, 24)
         held: list[RankRequest] = []
@@ -227,7 +211,6 @@ async def test_a_rank_that_hears_late_of_the_start_sends_then(
 async def test_decode_comes_while_another_prompt_is_computed(
     grouped: Grouped, expected: Expected
 ) -> None:
-    """What a rank has computed leaves at once, though a step runs there."""
     async with grouped(optimistic_tries=1) as ranks:
         early = await early_and_whole(ranks, 24)
         with Watched(ranks.follower.steps.runner, held=True) as gate:
@@ -240,7 +223,7 @@ async def test_decode_comes_while_another_prompt_is_computed(
 async def test_the_token_of_a_computation_that_was_lost_is_not_taken(
     grouped: Grouped, expected: Expected
 ) -> None:
-    """It comes after the places have been taken; what is computed again may choose another one."""
+    """What is computed again may choose another token."""
     async with grouped(pages=(SMALL, SMALL), optimistic_tries=2) as ranks:
         held = ranks.hold(wire.FirstToken)
         taken: list[tuple[int, int]] = []
@@ -274,13 +257,9 @@ async def test_the_token_of_a_computation_that_was_lost_is_not_taken(
 async def test_a_prompt_waits_until_every_rank_has_dropped_what_it_needs(
     grouped: Grouped, expected: Expected
 ) -> None:
-    """The room of the one before has ended at the first rank, where there are pages enough, and the
-    group has not decided yet: the other rank could not take part in a step, and would not come to
-    read that it may."""
+    """A rank without places could take no part in a step."""
     async with grouped(pages=(40, SMALL)) as ranks:
-        assert ranks.group.limits.max_tokens == SMALL * PAGE_SIZE + 1, (
-            "by the smallest pool of all ranks"
-        )
+        assert ranks.group.limits.max_tokens == SMALL * PAGE_SIZE + 1
         with pytest.raises(CapacityError, match=f"limit {SMALL * PAGE_SIZE}"):
             await ranks.prefill(1, prompt_of(SMALL * PAGE_SIZE + 1), greedy(1))
         votes: list[Callable[[], None]] = []
@@ -307,7 +286,7 @@ async def test_a_prompt_waits_until_every_rank_has_dropped_what_it_needs(
 
 
 def hold_failures(shell: MemberShell, votes: list[Callable[[], None]]) -> None:
-    """What has failed at this rank is told to the group by `votes`."""
+    """Report what fails at this rank to the group only by `votes`."""
     failed, released = shell.member.failed, shell.member.released
 
     def hold(key: TicketKey, cause: Cause) -> None:
@@ -332,7 +311,6 @@ async def test_decode_never_comes(grouped: Grouped, expected: Expected) -> None:
 
 
 async def test_no_step_names_what_a_generation_has_failed(grouped: Grouped) -> None:
-    """The next one may begin before the clients have their answers."""
     async with grouped(optimistic_tries=1) as ranks:
         early = await early_and_whole(ranks, 24)
         waiting = await begun(ranks, 250, 1)
@@ -383,9 +361,7 @@ async def test_an_end_at_any_moment_leaves_nothing_at_any_rank(
         if replacing is not None:
             await replacing
         if (way, moment) == ("a step fails", "lost"):
-            assert await early.meet() == expected(early.prompt), (
-                "it had nothing that a step could have named"
-            )
+            assert await early.meet() == expected(early.prompt)
         await asyncio.wait([early.leg])
         codes = {"its room ends at one rank": Code.ENGINE_ERROR, "a rank is lost": Code.PEER_LOST}
         if way in codes:

@@ -1,10 +1,4 @@
-"""A storm over two ranks that begin prompts early, in pools of a few prompts, one smaller than the
-other.
-
-Matches come late or never, clients leave, rooms fail at one rank, a step fails, a rank is replaced.
-Who has met gets its tokens, and in the end no rank has anything of any request. Bugs that are
-planted are found by it.
-"""
+"""A storm over two ranks that begin prompts early; in the end no rank holds anything."""
 
 from __future__ import annotations
 
@@ -38,7 +32,7 @@ OF_A_BREAK = {Code.PROTOCOL_ERROR, Code.PEER_LOST, Code.SHUTDOWN}
 
 
 def prompt_in(length: int, caches: bool) -> list[int]:
-    """With caches, one that begins like the others."""
+    """Return a prompt, which with caches begins like the others."""
     return (
         [*prompt_of(10, 1), *prompt_of(length, length)][:length]
         if caches
@@ -59,7 +53,6 @@ class Storm:
         self.breaks = 0
 
     def _weather(self) -> None:
-        """What happens to the caches: they forget, or one of them loses more than the others."""
         what, pages = self.chance.random(), self.chance.randrange(1, 6)
         cache = self.chance.choice(self.ranks.caches)
         if cache is not None and what < 0.1:
@@ -135,10 +128,7 @@ async def played(
     tries: int = 2,
     **options: Any,
 ) -> tuple[Counter[str], Any]:
-    """How the requests of one storm have ended, and what the engine has counted.
-
-    Raises what is wrong.
-    """
+    """Return how the requests of one storm ended, and what the engine counted."""
     expected = {length: generated("llama", prompt_in(length, caches), 4) for length in LENGTHS}
     options |= {"chunk_tokens": 8, "max_batch_tokens": 16, "optimistic_tries": tries}
     async with grouped(pages=POOLS, caches=caches, drops_frames=True, **options) as ranks:

@@ -1,6 +1,4 @@
-"""Every wait of the engines' requests and of their close is cancelled: pages come home, no step is
-forgotten (I12).
-"""
+"""Every wait of the engines' requests and of their close is cancelled (I12)."""
 
 from __future__ import annotations
 
@@ -45,17 +43,15 @@ async def prefilling(pair: EnginePair) -> Work:
 
 
 async def prefilling_slowly(pair: EnginePair) -> Work:
-    """All is computed and nothing has landed."""
     room = pair.room(PROMPT)
-    room.gate.clear()
+    room.gate.clear()  # all is computed, and nothing lands
     asyncio.get_running_loop().call_later(0.02, room.gate.set)
     return send(pair, room)
 
 
 async def prefilling_in_turn(pair: EnginePair) -> Work:
-    """Another room has all the pages."""
     first = pair.room(PROMPT)
-    first.gate.clear()
+    first.gate.clear()  # it has all the pages
     beside(send(pair, first))
     await until(lambda: first.sends != [])
     asyncio.get_running_loop().call_later(0.02, first.gate.set)
@@ -108,9 +104,7 @@ async def test_every_wait(llama: LoadedModel, scene: Scene, how: str) -> None:
             (result,) = await asyncio.gather(steps.task(), return_exceptions=True)
             assert not isinstance(result, Exception) or isinstance(result, KvflowError), result
             for closing, side in ((closing_prefill, pair.source), (closing_decode, pair.target)):
-                assert scene is not closing or not side.pages.held_pages, (
-                    "a step outlived its engine"
-                )
+                assert scene is not closing or not side.pages.held_pages, "a step outlived it"
             pair.has_to_rest = False
         for room in pair.rooms:
             room.close()

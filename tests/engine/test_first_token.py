@@ -1,6 +1,4 @@
-"""The first token is prefill's: decode takes it only where both halves of the request choose it in
-the same way.
-"""
+"""The first token is prefill's; decode takes it if both halves choose it in the same way."""
 
 from __future__ import annotations
 
@@ -91,9 +89,7 @@ def test_what_decides_nothing_is_left_out_and_one_thing_in_other_words_has_one_d
 
 
 def test_a_prefill_that_was_asked_for_exactly_one_token() -> None:
-    """Proxies of vLLM's kind send prefill `max_tokens` and `min_tokens` 1; what a client asked for
-    stays decode's.
-    """
+    """Proxies like vLLM's send prefill `max_tokens` and `min_tokens` 1."""
     leg = SamplingParams(
         **{**WARM, "max_new_tokens": 1, "min_new_tokens": 1, "stop_token_ids": (4,)}
     )
@@ -127,8 +123,7 @@ async def test_legs_that_ask_for_one_token_in_other_words_agree(
 
 
 async def test_a_token_that_was_chosen_for_another_request_is_refused(llama: LoadedModel) -> None:
-    """As where a room id is used again at once, for the same prompt: the first leg at prefill meets
-    the second one's other half."""
+    """A room id that is used again at once may join legs of two requests."""
     prompt = prompt_of(20)
     first, second = SamplingParams(**WARM), SamplingParams(**{**WARM, "temperature": 0.0})
     async with EnginePair(llama) as pair:

@@ -1,6 +1,4 @@
-"""A rank whose steps cannot go on says so: else the first one would wait for it for ever, and call
-itself healthy.
-"""
+"""A rank whose steps cannot go on reports it, because the first one would wait forever."""
 
 from __future__ import annotations
 
@@ -28,10 +26,7 @@ PLAN = wire.Plan(generation=1, step=1, rows=(wire.PlannedRow(1, 0, 1, 0),))
 
 
 class Socket:
-    """Implements `ControlSocket`, in memory.
-
-    Frames as they are put into `frames`; an error is raised instead.
-    """
+    """Implements `ControlSocket` in memory. An error in `frames` is raised."""
 
     def __init__(self) -> None:
         self.frames: asyncio.Queue[bytes | Exception] = asyncio.Queue()
@@ -49,7 +44,7 @@ class Socket:
 
 
 class Follower:
-    """One whose requests can be given back to nobody, and whose status may be unknown."""
+    """A follower that cannot give requests back, and whose status may be unknown."""
 
     def __init__(self, rank: int = 1, shards: int = 1) -> None:
         socket: Any = Socket()
@@ -92,7 +87,6 @@ class Follower:
 
     @property
     def said(self) -> list[wire.ToFirst]:
-        """To the first rank."""
         return list(map(wire.parse_at_first, self.socket.sent))
 
     def hear(self, *messages: wire.ToOthers) -> None:
@@ -108,7 +102,6 @@ class Follower:
         return found.request
 
     def add(self, *tickets: int) -> None:
-        """Requests of three tokens, which have no places yet."""
         room: Any = SimpleNamespace(ended=False, prefix_tokens=0)
         for ticket in tickets:
             self.steps.add(ticket, room, np.arange(3), SamplingParams())
@@ -175,7 +168,6 @@ async def test_shards_of_the_first_stage_finish_a_step_that_failed_in_another_st
 
 
 async def test_only_a_step_that_runs_is_broken_off() -> None:
-    """It may wait for hidden states that do not come; between steps nobody waits for any."""
     steps = (follower := Follower()).steps
     running, go_on = asyncio.Event(), asyncio.Event()
 
@@ -337,7 +329,6 @@ async def test_a_rank_that_is_closed_is_not_unusable() -> None:
 
 
 def first_rank(world_size: int, told: list[KvflowError]) -> tuple[StepLeader, Any]:
-    """And its socket."""
     socket: Any = Socket()
     nothing: Any = lambda *_: None  # noqa: E731
     neighbours: Any = SimpleNamespace(begin=nothing, abort=nothing, broken=False)

@@ -1,6 +1,4 @@
-"""The hand-over: what it may carry, and that every field of it belongs to the request that keeps
-it.
-"""
+"""The hand-over: what it may carry, and that every field stays that of its request."""
 
 from __future__ import annotations
 
@@ -181,9 +179,7 @@ def test_the_largest_fits_into_a_message() -> None:
 
 
 class Buffers:
-    """Where an engine leaves the outputs of its last step: every request overwrites those of the
-    one before.
-    """
+    """An engine's output buffers: every request overwrites those of the one before."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
@@ -191,7 +187,6 @@ class Buffers:
         self.probabilities, self.ids = np.zeros((2, 8), "f4"), np.zeros((2, 8), "i8")
 
     def hand_over(self, number: int) -> HandOff:
-        """Every field is set, and differs from one request to the next."""
         random = self._random
         self.hidden.copy_(torch.from_numpy(random.standard_normal((2, HIDDEN))))
         self.probabilities[:] = random.random((2, 8))
@@ -215,7 +210,6 @@ class Buffers:
 
 
 def values(handoff: HandOff) -> list[Any]:
-    """Every field as plain values; the arrays as they are read, number by number."""
     fields = {name: getattr(handoff, name) for name in handoff.__struct_fields__}
     assert None not in fields.values(), "a field that no hand-over sets is not looked at"
     return [
@@ -249,7 +243,6 @@ async def over_zmq() -> AsyncIterator[tuple[PrefillNode, Open]]:
 
 
 async def hand_over(node: PrefillNode, open_room: Open, room: int, handoff: bytes) -> bytes:
-    """Through a room of its own, and pages with it."""
     source = node.room(room, range(PROMPT))
     async with await open_room(room) as target:
         await source.matched()
@@ -267,7 +260,7 @@ Read = Callable[[bytes], HandOff]
 async def changed_after(
     later: int, connected: Any, read: Read, random: np.random.Generator
 ) -> list[str]:
-    """Fields of the first hand-overs that are not what prefill said, after `later` more."""
+    """Return the changed fields of the first hand-overs after `later` more."""
     buffers, kept = Buffers(random), list[tuple[HandOff, list[Any]]]()
     async with connected() as (node, open_room):
         for room in range(8 + later):
@@ -293,9 +286,7 @@ async def test_no_field_changes_with_a_thousand_later_hand_overs(
 
 
 async def test_a_view_into_a_slot_would_be_seen() -> None:
-    """What it protects from: a reader that keeps views of one buffer, which the next hand-over
-    fills.
-    """
+    """The negative control: a reader keeps views of one buffer."""
     slot = bytearray(1 << 20)
 
     def read(data: bytes) -> HandOff:
@@ -316,7 +307,6 @@ async def test_a_view_into_a_slot_would_be_seen() -> None:
 @settings(max_examples=20)
 @given(st.integers(0, 2**32))
 def test_what_is_read_is_no_view_of_the_bytes(seed: int) -> None:
-    """Nor of what the engine packed: both are overwritten."""
     buffers = Buffers(np.random.default_rng(seed))
     made = buffers.hand_over(3)
     told = values(made)

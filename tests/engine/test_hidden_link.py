@@ -44,14 +44,13 @@ def thread() -> Iterator[ThreadPoolExecutor]:
 
 
 def begin(generation: int, *ends: HiddenReceiver | HiddenSender) -> None:
-    """Each is in the first step of this generation."""
     for end in ends:
         end.begin(generation)
         end.next_step()
 
 
 def blocked(executor: ThreadPoolExecutor, work: Callable[[], Any]) -> Future[Any]:
-    """`work` in the thread, once it sleeps there."""
+    """Run `work` in the thread, and return once it sleeps there."""
     started, number = threading.Event(), []
 
     def run() -> Any:
@@ -215,7 +214,6 @@ def test_addresses_that_others_can_reach_are_refused(address: str) -> None:
 
 
 def test_the_path_of_a_unix_socket_has_107_bytes_at_most() -> None:
-    """As many as Linux takes."""
     check_address("ipc:///" + 106 * "a")
     with pytest.raises(MisuseError, match="at most 107 bytes"):
         check_address("ipc:///" + 107 * "a")
@@ -224,8 +222,6 @@ def test_the_path_of_a_unix_socket_has_107_bytes_at_most() -> None:
 def test_an_address_that_cannot_be_bound_gets_one_line(tmp_path: Path) -> None:
     with pytest.raises(MisuseError, match="hidden states cannot be passed at ipc"):
         HiddenReceiver(f"ipc://{tmp_path}/missing/x")
-    with pytest.raises(MisuseError, match="at most 107 bytes"):
-        HiddenReceiver("ipc:///" + "x" * 200)
 
 
 def test_loopback_ports_work_as_well() -> None:

@@ -1,6 +1,4 @@
-"""The last hidden states of each token: those of transformers' own forward, from prefill and from
-decode.
-"""
+"""The last hidden states of each token equal those of transformers' own forward."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ NEW_TOKENS = 6
 
 
 def states_of(stock: Any, tokens: list[int]) -> torch.Tensor:
-    """What the model's body says of every token, before its output layer."""
     with torch.inference_mode():
         found: torch.Tensor = stock.base_model(input_ids=torch.tensor([tokens])).last_hidden_state[
             0
@@ -38,7 +35,6 @@ def states_of(stock: Any, tokens: list[int]) -> torch.Tensor:
 async def test_they_are_those_of_one_forward(
     family: str, loaded: Loaded, stock: Stock, generated: Generated
 ) -> None:
-    """Several requests at once, in chunks, some of which ask for none."""
     model = loaded(family)
     prompts = [prompt_of(n, n) for n in (19, 1, 33)]
     async with EnginePair(model, chunk_tokens=16) as pair:

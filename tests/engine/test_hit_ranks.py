@@ -1,6 +1,4 @@
-"""The prefix caches of two ranks: a prompt begins where both can,
-whatever one of them has alone.
-"""
+"""The prefix caches of two ranks: a prompt begins where both can."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ def test_answers_that_nobody_waits_for_change_nothing() -> None:
 
 
 class Cached:
-    """Two ranks with caches, and requests that have to get the tokens of a model that is whole."""
+    """Two ranks with caches, whose requests must get the tokens of the whole model."""
 
     def __init__(self, ranks: Stages, expected: Expected) -> None:
         self.ranks, self._expected = ranks, expected
@@ -90,7 +88,7 @@ class Cached:
         assert len(self.caches) == 2
 
     async def hits(self, prompt: list[int] = PROMPT, **options: Any) -> int:
-        """How many tokens of a prompt are cached at both, for a request that runs alone."""
+        """Return how many tokens both ranks have cached, for a request that runs alone."""
         room, legs = next(self.ranks.rooms), list[asyncio.Task[TokenOut]]()
         found = await self.ranks.decoded(
             room,
@@ -103,17 +101,14 @@ class Cached:
         return first.cached_tokens
 
     def begin(self) -> tuple[asyncio.Task[TokenOut], asyncio.Task[list[int]]]:
-        """Both legs of a request."""
         room = next(self.ranks.rooms)
         half = asyncio.create_task(self.ranks.decoded(room, PROMPT, greedy(4)))
         return self.ranks.prefill(room, PROMPT, greedy(4)), half
 
     def locked(self) -> None:
-        """Both ranks have locked all that they have of a prompt."""
         assert [cache.evictable_pages for cache in self.caches] == [0, 0], "locked at both"
 
     async def lose(self, rank: int) -> None:
-        """The pool of a rank loses all that is cached in it, and only that."""
         await until(lambda: not any(cache.busy for cache in self.caches))
         self.caches[rank].evict(99)
         assert self.caches[rank].stats().pages == 0
@@ -140,7 +135,6 @@ def caching(grouped: Grouped, expected: Expected) -> Caching:
 
 
 async def ended(*legs: asyncio.Task[Any]) -> None:
-    """Wait for legs that have to end, and not well."""
     results = await asyncio.gather(*legs, return_exceptions=True)
     assert all(isinstance(r, KvflowError | asyncio.CancelledError) for r in results), results
 
@@ -172,7 +166,6 @@ async def test_a_prompt_begins_with_what_both_ranks_have(tries: int, caching: Ca
 
 @pytest.mark.parametrize("tries", [0, 2])
 async def test_ranks_send_what_decode_lacks(tries: int, caching: Caching) -> None:
-    """Of prompts of whole pages and others, whoever has more of them."""
     async with caching(decode_caches=True, optimistic_tries=tries, chunk_tokens=8) as both:
         assert both.ranks.decode_cache is not None
         for length in (1, 4, 5, 16, 17, 30):
@@ -201,7 +194,6 @@ async def test_who_has_lost_its_places_asks_again(caching: Caching, expected: Ex
 async def test_both_lose_what_is_flushed_before_its_first_step(
     caching: Caching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At whatever moment: while the ranks are asked, when one has answered, and when all have."""
     async with caching(chunk_tokens=8) as both:
         ranks = both.ranks
 
@@ -238,9 +230,6 @@ async def test_both_lose_what_is_flushed_before_its_first_step(
 
 
 async def test_each_rank_loads_what_it_has_in_host_memory(caching: Caching) -> None:
-    """When the first rank asks: so a pool that has lost a prefix is no reason for the others to
-    compute theirs.
-    """
     async with caching(host_pages=32) as both:
         await both.hits()
         for rank in range(2):
@@ -253,7 +242,6 @@ async def test_each_rank_loads_what_it_has_in_host_memory(caching: Caching) -> N
 async def test_prompts_that_queue_lose_nothing_of_what_the_hosts_of_both_ranks_have(
     caching: Caching,
 ) -> None:
-    """Either pool has room for one prompt."""
     prompts = [prompt_of(30, salt) for salt in range(6)]
     async with caching(host_pages=64, pages=(12, 13), chunk_tokens=8) as both:
         for prompt in prompts:
@@ -300,9 +288,6 @@ async def test_a_rank_that_loads_for_a_request_that_ends_holds_nothing(
 def test_what_ranks_store_is_not_taken_for_one_anothers(
     stages: list[LoadedModel], llama: LoadedModel
 ) -> None:
-    """Whether they share a store or not: stages, the shards of each, and shards that have copies of
-    the same.
-    """
     parts = [llama.streams]
     for stage in stages:
         heads, *rest = map(int, stage.streams[0].shape)
@@ -325,7 +310,6 @@ def test_what_ranks_store_is_not_taken_for_one_anothers(
 async def test_pages_of_a_room_that_failed_enter_no_cache(
     failing: int, caching: Caching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails at one rank after its last chunk has landed at the other."""
     async with caching(drops_frames=True) as both:
         ranks, original = both.ranks, PrefillSteps.send
         where = (ranks.engine.steps, ranks.follower.steps)[failing]
@@ -362,9 +346,7 @@ async def test_a_rank_that_does_not_answer_holds_nothing_once_the_client_has_lef
 
 
 async def agreed_on(both: Cached) -> tuple[asyncio.Task[TokenOut], asyncio.Task[list[int]]]:
-    """Both legs of a request whose ranks have answered how much they have of it, and no step has
-    named it.
-    """
+    """Return both legs of a request whose ranks agreed, before a step names it."""
     await both.hits()
     await both.ranks.rest()
     agreed: list[int] = []
@@ -437,9 +419,7 @@ async def test_a_storm_over_caches_leaves_no_lock(
 
 
 async def unlike_caches(both: Cached) -> None:
-    """Either rank has more than the other, and a third one, of which only the answer is there, less
-    than both.
-    """
+    """Either rank has more than the other, and a simulated third one less than both."""
     await both.hits()
     for rank in range(2):
         await both.ranks.rest()
@@ -458,7 +438,6 @@ async def unlike_caches(both: Cached) -> None:
 
 
 async def left_before_a_step(both: Cached) -> None:
-    """A client that leaves when the ranks have locked what they have, and none has begun."""
     leg, half = await agreed_on(both)
     both.locked()
     leg.cancel()
@@ -467,7 +446,6 @@ async def left_before_a_step(both: Cached) -> None:
 
 
 def begin_with_ones_own(patch: pytest.MonkeyPatch) -> None:
-    """The second rank."""
     patch.setattr(
         PrefillSteps, "agree", lambda self, request, tokens: setattr(request, "agreed", None)
     )
@@ -499,7 +477,6 @@ def forget_a_lock(patch: pytest.MonkeyPatch) -> None:
 
 
 def lock_no_more(patch: pytest.MonkeyPatch) -> None:
-    """What was found may be evicted before the step."""
     answer = StepFollower._answer
 
     def planted(self: StepFollower, request: Any) -> None:

@@ -1,6 +1,4 @@
-"""Which model it is: the same wherever it lies,
-another one when its configuration or a weight is.
-"""
+"""A model's identity: the same at any path, another for another configuration or weight."""
 
 from __future__ import annotations
 
@@ -21,7 +19,6 @@ from tests.engine.tiny_models import Tiny
 
 @pytest.fixture
 def copied(tiny: Tiny, tmp_path: Path) -> Path:
-    """The tiny llama at another path."""
     return Path(shutil.copytree(tiny("llama"), tmp_path / "elsewhere"))
 
 

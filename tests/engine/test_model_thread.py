@@ -8,7 +8,6 @@ import threading
 import pytest
 
 from kvflow.aio import Threads
-from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.arguments import pages_wanted
 from kvflow.protocols.pages.kinds import ROW, StateKind
@@ -37,17 +36,3 @@ async def test_pages_and_row_of_a_step_are_free_when_it_has_ended(rows: int) -> 
         gate.set()
         assert await step
         assert pool.places.at_rest()
-
-
-async def test_an_error_of_the_step_is_raised_and_nothing_stays_held() -> None:
-    pages = PageAllocator(2)
-    sequence = Sequence("mine", [1], 0, 1)
-    sequence.add_pages(pages.take(1, "mine"))
-
-    def fail() -> None:
-        raise ValueError("step")
-
-    layout = build_layout(KINDS[:1], page_size=1, num_pages=2)
-    with Threads("model") as executor, pytest.raises(ValueError, match="step"):
-        await ModelThread(executor, pages, layout).run([sequence], fail)
-    assert pages.held_pages == 0

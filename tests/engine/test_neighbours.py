@@ -1,6 +1,4 @@
-"""A step beside other processes of the model: whose hidden states it takes, and what the loss of a
-shard becomes.
-"""
+"""A step beside other processes of the model: hidden states, aborts, and lost shards."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Prompts that begin before their room is matched: what leaves when, who gives way to whom, and
-what is left behind.
-"""
+"""Prompts that begin before their room is matched: what leaves when, and who gives way."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ Begun = tuple[FakeRoom, asyncio.Task[TokenOut]]
 
 
 class Early(Watched):
-    """The prefill steps of a pair, which begins early, and requests that were begun so."""
+    """The prefill steps of a pair that begins early, and such requests."""
 
     def __init__(self, pair: EnginePair, *, held: bool = False) -> None:
         super().__init__(pair.prefill.steps.runner, held=held)
@@ -36,7 +34,7 @@ class Early(Watched):
         return room, self.pair.send(room, prompt, params or greedy(1))
 
     async def matched(self, prompt: list[int]) -> Begun:
-        """A matched prompt that is computed and keeps its places, for nothing of it lands."""
+        """Begin a matched prompt that is computed and keeps its places, because nothing lands."""
         room, leg = self.begin(prompt)
         room.gate.clear()
         room.meet()
@@ -44,7 +42,6 @@ class Early(Watched):
         return room, leg
 
     async def first_tokens(self, *prompts: list[int]) -> list[int]:
-        """What prompts begin with that are matched first; their steps are forgotten."""
         found = [(await self.pair.outputs(prompt, greedy(1)))[0].token_id for prompt in prompts]
         self.steps.clear()
         return found
@@ -56,7 +53,6 @@ class Early(Watched):
 
     @property
     def owners(self) -> list[int]:
-        """Whose rows the steps had."""
         return [owner[1] for step in self.steps for owner, _ in step]
 
     async def computed(self, tokens: int) -> None:
@@ -64,7 +60,6 @@ class Early(Watched):
 
 
 def of_one_prompt(model: LoadedModel, tries: int = 1, **options: Any) -> EnginePair:
-    """A prefill whose pool holds one prompt of 24 tokens."""
     given = {"source_pages": 6, "num_pages": 64, **options}
     return EnginePair(model, page_size=4, optimistic_tries=tries, **given)
 
@@ -102,7 +97,6 @@ async def test_without_tries_nothing_begins_before_decode_comes(llama: LoadedMod
 
 
 async def test_decode_comes_in_the_middle_of_a_step(llama: LoadedModel) -> None:
-    """What was computed before leaves at once, what the step computes after it."""
     async with EnginePair(llama, page_size=4, chunk_tokens=10, optimistic_tries=1) as pair:
         early = Early(pair, held=True)
         early.waits = lambda: len(early.steps) == 2
@@ -131,9 +125,7 @@ async def test_tokens_decode_has_already_are_computed_and_not_sent(
 
 
 async def test_a_pool_of_one_prompt_is_for_whoever_has_both_halves(llama: LoadedModel) -> None:
-    """The early prompt has the whole pool, and its decode waits behind that of the other: no
-    deadlock.
-    """
+    """The decode of the early prompt waits behind that of the other: no deadlock."""
     async with of_one_prompt(llama, tries=2) as pair:
         early = Early(pair)
         alone = await early.first_tokens(prompt_of(24), prompt_of(24, 1))
@@ -168,9 +160,6 @@ async def test_after_its_last_try_a_prompt_waits_for_its_match(llama: LoadedMode
 
 
 async def test_those_with_the_least_work_give_way_and_none_in_vain(llama: LoadedModel) -> None:
-    """Early prompts of 16, 8, 24 and 4 tokens in a pool of 13 pages; matched ones need pages, one
-    after the other.
-    """
     lengths = [16, 8, 24, 4]
     async with of_one_prompt(llama, source_pages=13) as pair:
         early = Early(pair)
@@ -181,15 +170,12 @@ async def test_those_with_the_least_work_give_way_and_none_in_vain(llama: Loaded
             return {owner[1] for owner in pair.source.pages.owned()}  # type: ignore[index]
 
         async def lost_to(tokens: int) -> set[int]:
-            """Whose places a matched prompt of so many tokens takes; its own stay taken."""
             before = owners()
             begun.append(await early.matched(prompt_of(tokens, tokens + 50)))
             return before - owners()
 
         assert await lost_to(4) == {3}, "one page: the prompt of four tokens is enough"
-        assert await lost_to(12) == {0}, (
-            "three pages: with eight tokens lost first there would be one too few"
-        )
+        assert await lost_to(12) == {0}, "three pages, and none lost in vain"
         assert await lost_to(4) == set(), "the page that was left over"
         assert await lost_to(28) == {1, 2}
         for room, leg in [*begun[4:], *begun[:4]]:
@@ -200,7 +186,7 @@ async def test_those_with_the_least_work_give_way_and_none_in_vain(llama: Loaded
 
 
 async def test_no_place_is_taken_from_a_running_step(llama: LoadedModel) -> None:
-    """I13: the matched prompt has to wait for the end of the step that writes into them."""
+    """The step still writes into these places (I13)."""
     async with of_one_prompt(llama) as pair:
         early = Early(pair, held=True)
         first, first_leg = early.begin(prompt_of(24))
@@ -236,9 +222,6 @@ async def test_matched_prompts_come_first_in_a_step_and_at_the_pages(llama: Load
 async def test_a_prompt_that_was_computed_twice_gives_what_it_would_have(
     family: str, loaded: Loaded
 ) -> None:
-    """First token (drawn by its seed), log-probabilities and hidden states of the prompt, pages and
-    row.
-    """
     params = SamplingParams(
         temperature=0.8,
         seed=11,
@@ -346,9 +329,7 @@ async def test_an_end_at_any_moment_leaves_nothing(
         assert leg.cancelled() or isinstance(leg.exception(), KvflowError)
         if how == "step failed":
             assert room.cause is not None and room.cause.code is Code.ENGINE_ERROR
-            assert [type(await leg) for _, leg in others] == [TokenOut], (
-                "which waited for the pages"
-            )
+            assert [type(await leg) for _, leg in others] == [TokenOut]
         if closing is not None:
             await closing
         for other, other_leg in others:
@@ -361,9 +342,6 @@ async def test_an_end_at_any_moment_leaves_nothing(
 
 
 async def test_a_storm_in_a_small_pool(seed: int, llama: LoadedModel) -> None:
-    """Matches and aborts in any order, far more prompts than pages: whoever is matched gets its
-    token.
-    """
     chance = random.Random(seed)
     options = {"source_pages": 14, "num_pages": 2048, "chunk_tokens": 8, "max_batch_tokens": 16}
     async with of_one_prompt(llama, tries=2, **options) as pair:
@@ -442,7 +420,6 @@ def holding(*requests: Any, tries: int = 1) -> OptimisticStarts[Any]:
 
 
 def test_as_many_pages_as_are_missing_are_enough() -> None:
-    """Of a prompt that shares pages, those count that no other one keeps."""
     pages = np.arange(6, dtype=np.int32)
     first, second = Held(pages[[0, 1, 2, 3]], 2), Held(pages[[0, 4]], 1)
     # The first has two pages of its own, and page 1 is cached for it alone; page 0 is the second
@@ -458,7 +435,6 @@ def test_of_two_that_are_not_both_needed_the_one_that_has_computed_more_stays() 
 
 
 def test_a_request_that_is_added_again_waits_once_and_takes_places_once() -> None:
-    """A rank's word that a request is open there may come a second time."""
     request = Held(np.arange(3, dtype=np.int32))
     starts = holding(request, tries=2)
     starts.add(request)

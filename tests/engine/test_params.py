@@ -57,13 +57,6 @@ def test_what_ends_a_request(token: int, generated: int, params: dict[str, Any],
     assert finish(token, generated, 4, SamplingParams(**params), frozenset({2})) == want
 
 
-def test_handoff_survives_the_wire() -> None:
-    told = HandOff(
-        first_token=7, logprob=-0.25, top_logprobs=((7, -0.25), (8, -3.5)), prompt_tokens=40
-    )
-    assert HandOff.decode(told.encode()) == told
-
-
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", b"x" * 100, b"\x81\xa4type\xa5other"])
 def test_other_bytes_are_no_handoff(data: bytes) -> None:
     with pytest.raises(WireError, match="hand-over"):

@@ -1,23 +1,23 @@
-"""Token parity: two engines, two pools, whatever the family. fp32 against `generate`, bf16 against
-one process.
+"""Token parity of two engines: float32 against `generate`, bfloat16 against one process.
 
-(bf16: batching alone flips tokens in stock transformers, so what is compared must have the same
-batch composition.)
+Batching alone flips bfloat16 tokens in stock transformers, so both must have the same batches.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from kvflow.protocols.pages.components import Component
 from kvflow.protocols.pages.layout import Order
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
 from tests.engine import tiny_models
-from tests.engine.pair import EnginePair, goes_wrong_after_the_first, greedy, one_batch, prompt_of
+from tests.engine.pair import EnginePair, greedy, one_batch, prompt_of
 from tests.engine.single import one_process
 from tests.engine.tiny_models import Generated, Loaded, Stock
 
@@ -83,21 +83,40 @@ async def test_fp32_matrix(
     await compare(family, page, (order, order), loaded, generated)
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
-async def test_a_zeroed_page_changes_the_output(
-    family: str, loaded: Loaded, generated: Generated
+LOST: dict[str, Callable[[Component], bool]] = {
+    "all": lambda component: True,
+    "indexer": lambda component: component.name.endswith("index_k"),
+    "row": lambda component: component.in_rows,
+    "page": lambda component: not component.in_rows,
+}
+HYBRID = ("gpt_oss", "gemma2", "gemma3", "gemma4_shared_kv")
+
+
+@pytest.mark.parametrize(
+    ("family", "lost"),
+    [
+        *((family, "all") for family in tiny_models.FAMILIES),
+        *((family, "indexer") for family in tiny_models.INDEXED),
+        *((family, "row") for family in (*tiny_models.STATEFUL, *HYBRID)),
+        *((family, "page") for family in HYBRID),
+    ],
+)
+async def test_a_zeroed_place_changes_the_output(
+    family: str, lost: str, loaded: Loaded, generated: Generated
 ) -> None:
     """The negative control: parity would not notice pages, or a row, that nobody reads."""
     prompt = prompt_of(60)
     async with EnginePair(loaded(family)) as pair:
-        tokens = await pair.spoiled(prompt, NEW, lambda component: True)
-    goes_wrong_after_the_first(tokens, generated(family, prompt, NEW))
+        assert any(map(LOST[lost], pair.target.pool.layout.components))
+        tokens = await pair.spoiled(prompt, NEW, LOST[lost])
+    whole = generated(family, prompt, NEW)
+    # The first token is prefill's; those of decode show what was lost.
+    assert tokens[0] == whole[0] and tokens != whole
 
 
 async def single(
     model: LoadedModel, prompts: list[list[int]], params: SamplingParams
 ) -> list[list[TokenOut]]:
-    """What one process generates that has them all in one batch."""
     async with one_process(model, 256, chunk_tokens=CHUNK, max_batch_rooms=1) as (engine, _):
 
         async def one(prompt: list[int]) -> list[TokenOut]:
@@ -109,7 +128,6 @@ async def single(
 async def equals_one_process(
     model: LoadedModel, prompts: list[list[int]], params: SamplingParams
 ) -> list[list[TokenOut]]:
-    """Both in one batch: not one bit apart. Returns what they generate."""
     async with EnginePair(model, chunk_tokens=CHUNK, max_batch_rooms=1) as pair:
         found = await pair.together(prompts, params)
     assert found == await single(model, prompts, params)
@@ -127,7 +145,6 @@ async def equals_one_process(
 async def test_half_precision_equals_one_process_bit_for_bit(
     family: str, dtype: str, loaded: Loaded
 ) -> None:
-    """Tokens and log-probabilities, not one bit apart: alone, and eight at once."""
     model = loaded(family, dtype)
     params = greedy(NEW, logprobs=3)
     many = [prompt_of(n, n) for n in (1, 15, 16, 17, 40, 41, 90, 150)]
@@ -140,34 +157,50 @@ async def test_seeded_sampling_equals_one_process(dtype: str, loaded: Loaded) ->
     model = loaded("qwen3", dtype)
     prompts = [prompt_of(n, n) for n in (3, 16, 41)]
     texts = []
-    limits: tuple[dict[str, Any], ...] = (
+    options: tuple[dict[str, Any], ...] = (
         {},
         {"top_k": 20},
         {"top_p": 0.9},
         {"top_k": 40, "top_p": 0.8},
+        {"min_p": 0.05},
+        {"frequency_penalty": 1.0, "presence_penalty": 0.5, "top_p": 0.9},
+        {"repetition_penalty": 1.4, "logit_bias": ((9, 4.0),), "min_p": 0.02, "top_k": 50},
+        {
+            "bad_words": ((11,), (12, 13)),
+            "min_new_tokens": 5,
+            "stop_token_ids": tuple(range(20, 60)),
+        },
     )
-    for n, more in enumerate(limits):
+    for n, more in enumerate(options):
         params = SamplingParams(temperature=1.3, seed=7 + n, max_new_tokens=NEW, logprobs=1, **more)
         found = await equals_one_process(model, prompts, params)
         texts += [tuple(out.token_id for out in outs) for outs in found]
     assert len(set(texts)) == len(texts)
 
 
-async def test_seeded_sampling_in_fp32_ignores_the_company(llama: LoadedModel) -> None:
-    """The same seed gives the same tokens alone and among strangers; another seed, others."""
-    prompt = prompt_of(30)
-    params = SamplingParams(temperature=1.0, top_p=0.95, seed=-5, max_new_tokens=NEW)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 0.95},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_p": 0.01},
+    ],
+    ids=str,
+)
+async def test_company_does_not_change_a_request_in_fp32(
+    options: dict[str, Any], llama: LoadedModel, generated: Generated
+) -> None:
+    def params(seed: int) -> SamplingParams:
+        return SamplingParams(seed=seed, max_new_tokens=NEW, **options)
+
+    prompt, others = prompt_of(30), [prompt_of(n, n) for n in (9, 31, 70)]
     async with EnginePair(llama) as pair:
-        alone = await pair.tokens(prompt, params)
-        crowd = [
-            pair.tokens(prompt_of(n, n), SamplingParams(seed=n, max_new_tokens=NEW))
-            for n in (9, 31, 70)
-        ]
-        among, *_ = await asyncio.gather(pair.tokens(prompt, params), *crowd)
-        other = await pair.tokens(
-            prompt, SamplingParams(temperature=1.0, top_p=0.95, seed=6, max_new_tokens=NEW)
+        alone = await pair.tokens(prompt, params(-5))
+        among, found = await asyncio.gather(
+            pair.tokens(prompt, params(-5)), pair.tokens_of_all(others, greedy(NEW))
         )
+        other = await pair.tokens(prompt, params(6))
     assert alone == among != other
+    assert found == [generated("llama", one, NEW) for one in others]
 
 
 async def test_logprobs_are_those_of_the_stock_model(llama: LoadedModel, stock: Stock) -> None:

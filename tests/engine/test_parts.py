@@ -1,6 +1,4 @@
-"""A model in parts, each in a process of its own: the same tokens, and the same pages, as the whole
-in one.
-"""
+"""A model in parts, each in its own process: the same tokens and pages as the whole in one."""
 
 from __future__ import annotations
 
@@ -38,6 +36,7 @@ from kvflow.serve.engine.model.probe import Layers
 from kvflow.serve.engine.model.selftest import Fit
 from kvflow.transports.host.identity import own_identity
 from tests.engine import tiny_models
+from tests.engine.test_shards import copy_of
 from tests.engine.tiny_models import Loaded, Tiny
 from tests.engine.world import NEW, PAGE_SIZE, PROMPTS, Ran, World, run, world
 
@@ -69,7 +68,6 @@ def annotation(kind: StateKind) -> tuple[int, ...]:
 
 
 def check(found: list[Ran], whole: Ran, stages: int, shards: int) -> None:
-    """Tokens, logits, pages and identity of all parts against those of the whole."""
     held: dict[str, list[tuple[int, int]]] = {}
     for rank, ran in enumerate(found):
         for name in ("tokens", "mode", "fingerprint"):
@@ -150,10 +148,7 @@ def test_an_abort_ends_what_a_shard_waits_for(two: World, tiny: Tiny) -> None:
 def test_a_process_that_is_killed_ends_the_step_of_the_others(
     two: World, tiny: Tiny, shards: int
 ) -> None:
-    """One shard waits for the other in a collective.
-
-    A stage sees nothing: it waits until it is told.
-    """
+    """A shard notices in a collective; a stage waits until it is told."""
     killed, survivor = two.outcomes(tiny("llama"), 2 // shards, shards, killed={0: 3})
     assert killed == "ended"
     assert (
@@ -300,7 +295,7 @@ def test_what_cannot_be_divided_gets_one_line(
     heads: tuple[int, ...],
     said: str,
 ) -> None:
-    """`heads`: attention heads, and those of K and V, where they are not the family's."""
+    """`heads` are the attention heads, and those of K and V, if they are not the family's."""
     changes = dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=False))
     path = tiny_models.build(family, tmp_path, **changes)
     for found in four.outcomes(path, stages, shards):
@@ -368,7 +363,6 @@ def test_a_rank_that_does_not_come_ends_the_wait(tiny: Tiny, meeting: Meeting) -
 
 
 def test_shards_that_are_started_again_wait_for_each_other_again(meeting: Meeting) -> None:
-    """What an earlier process has said is not the word of the next one, nor is its death."""
     parts = [ModelPart(shard=n, shards=2) for n in range(2)]
     wait_for_all([Agreement(part, meeting) for part in parts])
     again = dataclasses.replace(meeting, attempt=1)
@@ -403,9 +397,7 @@ def choose_together(
     fingerprints: tuple[str, str],
     *pad: int,
 ) -> list[Any]:
-    """What two stages choose, which `pad` can only run with the model's own attention: a `Fit`, or
-    an error each.
-    """
+    """Return each stage's `Fit` or error; stages in `pad` cannot run packed."""
 
     def choose(_: Any, layers: Layers, name: str, requested: str, rings: str) -> Fit:
         return Fit(
@@ -449,9 +441,7 @@ def test_a_layer_of_another_stage_is_stood_for_by_one_of_its_kind() -> None:
     plain, linear = DynamicLayer(), LinearAttentionLayer()
     sliding = DynamicSlidingWindowLayer(sliding_window=4)
     assert _stand_in(DynamicLayer(), [sliding, plain]) is plain
-    assert _stand_in(DynamicLayer(), [linear, sliding]) is sliding, (
-        "any that knows how long a sequence is"
-    )
+    assert _stand_in(DynamicLayer(), [linear, sliding]) is sliding, "any with a length"
     assert _stand_in(linear, [plain]) is linear, "no other one has what it has"
 
 
@@ -472,7 +462,6 @@ def test_what_stands_for_a_layer_shows_what_models_read_of_it_and_has_no_weights
 
 
 def test_only_connections_to_another_shard_are_kept(tmp_path: Path) -> None:
-    """Not those of a listener, and none whose other end is in this process."""
     before, store = _open_files(), FileStore(str(tmp_path / "store"), -1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         ends = [
@@ -494,10 +483,7 @@ def test_only_connections_to_another_shard_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_pool_may_hold_the_parts_of_several_shards(llama: LoadedModel) -> None:
-    """As at a decode whose shards share one: here both have copies of everything, and each uses its
-    own.
-    """
-    shards = [dataclasses.replace(llama, layers=copies(llama.layers, n, 2)) for n in range(2)]
+    shards = [copy_of(llama, n) for n in range(2)]
     streams = [kind for shard in shards for kind in shard.streams]
     pages = sum(-(-(len(p) + NEW) // PAGE_SIZE) for p in PROMPTS)
     pool = PagedPool.allocate(build_layout(streams, page_size=PAGE_SIZE, num_pages=pages))
@@ -512,15 +498,6 @@ def test_a_pool_may_hold_the_parts_of_several_shards(llama: LoadedModel) -> None
         other = PagedPool.allocate(build_layout(odd, page_size=PAGE_SIZE, num_pages=pages))
         shards[0].runner(other)
     pool.close()
-
-
-def copies(layers: Layers, replica: int, replicas: int) -> Layers:
-    def one(kind: StateKind | None) -> StateKind | None:
-        return kind and kind._replace(replica=replica, replicas=replicas)
-
-    return tuple(
-        layer and layer._replace(keys=one(layer.keys), values=one(layer.values)) for layer in layers
-    )
 
 
 @pytest.mark.parametrize(
@@ -560,7 +537,6 @@ def test_which_heads_a_shard_has(
 
 
 def test_the_layers_that_share_are_found_in_the_configuration() -> None:
-    """A cut before all of them is none between them."""
     kinds = ["sliding_attention", "full_attention"] * 3
     config = AutoConfig.for_model(
         "gemma3n_text",

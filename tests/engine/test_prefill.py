@@ -17,7 +17,6 @@ from tests.engine.tiny_models import Loaded
 async def steps_of(
     model: LoadedModel, lengths: tuple[int, ...], *priorities: int, **options: Any
 ) -> list[list[int]]:
-    """New tokens of every row of every step, for prompts that come together."""
     async with EnginePair(model, **options) as pair:
         steps = Watched(pair.prefill.steps.runner)
         asked = priorities or (0,) * len(lengths)
@@ -32,7 +31,6 @@ async def steps_of(
 async def test_prompts_that_cannot_be_divided_share_a_step_as_far_as_its_limit_allows(
     loaded: Loaded,
 ) -> None:
-    """One of them alone may have more tokens than that."""
     found = await steps_of(loaded("jamba"), (30, 14, 9, 13), chunk_tokens=8, max_batch_tokens=24)
     assert found == [[30], [14, 9], [13]]
 
@@ -93,7 +91,6 @@ async def test_a_prompt_waits_for_pages_in_its_turn(llama: LoadedModel) -> None:
 async def test_of_prompts_that_wait_for_pages_the_more_urgent_gets_them_first(
     llama: LoadedModel,
 ) -> None:
-    """All need the whole pool; equals keep their order."""
     priorities = [0, 0, -5, 3, 0, 7, 3]
     async with EnginePair(llama, page_size=4, source_pages=6, num_pages=64) as pair:
         rooms = [pair.room(prompt_of(24, n)) for n in range(len(priorities))]
@@ -219,7 +216,6 @@ async def test_a_match_that_comes_after_the_end_is_refused(llama: LoadedModel) -
 
 
 async def test_tokens_decode_has_already_are_not_sent(llama: LoadedModel) -> None:
-    """They are computed all the same: there is no prefix cache on this side yet."""
     async with EnginePair(llama, page_size=4, chunk_tokens=10) as pair:
         room = pair.room(prompt_of(27), late=True)
         room.known(3)

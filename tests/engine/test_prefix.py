@@ -1,6 +1,4 @@
-"""Prompts that begin alike: what is cached is neither computed nor sent again, and no token is
-another for it.
-"""
+"""Cached prefixes are neither computed nor sent again, and change no token."""
 
 from __future__ import annotations
 
@@ -59,37 +57,32 @@ async def test_a_prompt_that_decode_has_whole_moves_nothing(llama: LoadedModel) 
         first = await pair.tokens(prompt, greedy(6))
         again = await pair.outputs(prompt, greedy(6))
         assert [out.token_id for out in again] == first
-        assert again[0].cached_tokens == 12, (
-            "the last token is computed once more: its logits are wanted"
-        )
+        assert again[0].cached_tokens == 12, "the last token's logits are wanted"
         assert pair.rooms[-1].sends[-1] == (0, True) and not pair.rooms[-1].pages.size
 
 
+@pytest.mark.parametrize(("family", "saved"), [("llama", [7, 9]), ("lfm2", [7, 7])])
 async def test_what_was_evicted_comes_back_from_the_host(
-    llama: LoadedModel, generated: Generated
+    family: str, saved: list[int], loaded: Loaded, generated: Generated
 ) -> None:
-    """Every byte of both pools is poison in between."""
+    """Every byte of both pools, rows too, is poison in between."""
     prompt = prompt_of(30)
-    expected = generated("llama", prompt, 7)
+    expected = generated(family, prompt, 7)
     longer = prompt + expected + prompt_of(9, 2)
-    async with EnginePair(
-        llama, page_size=4, cache="lru", cache_host_pages=64, num_pages=40
-    ) as pair:
+    options = {"page_size": 4, "chunk_tokens": 16, "cache_host_pages": 64, "num_pages": 40}
+    async with EnginePair(loaded(family), cache="lru", **options) as pair:
         assert await pair.tokens(prompt, greedy(7)) == expected
-        await until(lambda: [cache.stats().saved_pages for cache in pair.caches] == [7, 9])
+        await until(lambda: [cache.stats().saved_pages for cache in pair.caches] == saved)
         await pair.evict_all()
         found = await pair.outputs(longer, greedy(5))
-        assert [out.token_id for out in found] == generated("llama", longer, 5)
+        assert [out.token_id for out in found] == generated(family, longer, 5)
         assert found[0].cached_tokens == 28
-        assert [cache.stats().loaded_pages for cache in pair.caches] == [7, 9]
+        assert [cache.stats().loaded_pages for cache in pair.caches] == saved
 
 
 async def test_what_was_read_up_to_a_stop_string_is_cached(
     llama: LoadedModel, generated: Generated
 ) -> None:
-    """Its reader closes the tokens, maybe while a step runs: what that step writes is not among the
-    pages kept.
-    """
     prompt = prompt_of(22)
     expected = generated("llama", prompt, 20)
     for read in (1, 2, 3, 7, 11):
@@ -146,23 +139,7 @@ async def test_scores_of_cached_tokens_are_computed(llama: LoadedModel) -> None:
             assert len(mine) == 39 - start and np.allclose(mine, want, atol=1e-4)
 
 
-async def test_pages_of_failed_requests_are_not_cached(llama: LoadedModel) -> None:
-    prompt = prompt_of(30)
-    async with EnginePair(llama, page_size=4, cache="lru") as pair:
-        room = pair.room(prompt)
-        room.gate.clear()  # all of it is computed and nothing lands
-        leg = pair.send(room, prompt, greedy(1))
-        await room.sent()
-        room.close()
-        with pytest.raises(KvflowError):
-            await leg
-        assert not pair.caches[0].stats().pages
-        room.gate.set()
-        assert await pair.tokens(prompt, greedy(3))
-
-
 async def test_a_request_whose_room_fails_locks_nothing_any_more(llama: LoadedModel) -> None:
-    """Decode has a part of its prompt, and prefill sends nothing."""
     prompt = prompt_of(30)
     async with EnginePair(llama, page_size=4, cache="lru") as pair:
         await pair.tokens(prompt, greedy(3))
@@ -188,8 +165,6 @@ async def test_a_flush_leaves_alone_who_reads(llama: LoadedModel) -> None:
 
 
 class Chats:
-    """Conversations of six users, which begin alike."""
-
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
         system = prompt_of(21, rng.randrange(100))
@@ -236,9 +211,6 @@ _without_a_cache: dict[int, list[list[list[int]]]] = {}
 async def test_chats_get_the_tokens_that_they_get_without_a_cache(
     pages: int, options: dict[str, object], policy: str, llama: LoadedModel, seed: int
 ) -> None:
-    """Users whose conversations begin alike and grow, in pools that hold all of them, or hardly two
-    at once.
-    """
     chats = Chats(seed)
     users = range(len(chats.begun))
     if seed not in _without_a_cache:

@@ -1,6 +1,4 @@
-"""A pool that cached prefixes fill: who gets their pages,
-and that nobody waits for them in vain.
-"""
+"""A pool filled by cached prefixes: who gets its pages, and that nobody waits in vain."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from kvflow.serve.cache.prefix import PrefixCache
 from kvflow.serve.cache.tiers import OWNER
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.scheduler.budget import PageBudget
-from tests.engine.pair import EnginePair, greedy, prompt_of, tokens_of, until
+from tests.engine.pair import EnginePair, greedy, prompt_of, until
 from tests.engine.test_optimistic import Early
 from tests.engine.tiny_models import Generated
 
@@ -22,7 +20,6 @@ PAGE = 4
 
 
 def filled(num_pages: int, *prompts: int) -> tuple[PageAllocator, PrefixCache]:
-    """A pool with cached prompts of so many pages each, which share nothing."""
     pages = PageAllocator(num_pages)
     cache = PrefixCache(pages, PAGE)
     for i, count in enumerate(prompts):
@@ -77,9 +74,6 @@ async def test_where_nobody_runs_who_waits_lets_go_of_cached_pages() -> None:
 async def test_requests_that_are_away_do_not_starve_the_one_that_runs(
     llama: LoadedModel, generated: Generated
 ) -> None:
-    """The prefixes of all are locked, each runs on its own, and what it needs is a prefix of who
-    waits for it.
-    """
     prompts = [prompt_of(48, 3 * i + 1) for i in range(3)]
     expected = [generated("llama", prompt, 60) for prompt in prompts]
     small = {"page_size": PAGE, "num_pages": 46, "source_pages": 256, "new_token_ratio": 0.1}
@@ -92,9 +86,7 @@ async def test_requests_that_are_away_do_not_starve_the_one_that_runs(
                 assert await pair.tokens_of_all(prompts, greedy(60)) == expected
             report = pair.decode.retraction
             assert report.retracts == report.resumes + report.recomputes and report.recomputes
-            assert pair.caches[1].stats().asked_tokens == 6 * 48, (
-                "who comes back is not counted again"
-            )
+            assert pair.caches[1].stats().asked_tokens == 6 * 48, "no return is counted"
 
 
 @pytest.mark.parametrize(
@@ -149,24 +141,8 @@ async def test_a_prompt_that_waits_is_looked_up_once(llama: LoadedModel) -> None
         )
 
 
-async def test_without_an_admission_cached_pages_are_not_asked_for_again(
-    llama: LoadedModel,
-) -> None:
-    """The pool has just the pages of one request, and the prefix is most of them."""
-    prompt, params = prompt_of(32), greedy(8)
-    async with EnginePair(
-        llama, page_size=PAGE, num_pages=10, source_pages=64, cache="lru"
-    ) as pair:
-        expected = await pair.tokens(prompt, params)
-        prefix = await pair.decode.cached(prompt)
-        assert prefix is not None and prefix.tokens == 32
-        assert await tokens_of(pair.not_admitted(prompt, params, prefix)) == expected
-
-
 class SlowStore:
-    """In the place of `PrefixCache.fetch`: it brings nothing, and ends when it was cancelled and
-    `may_end`.
-    """
+    """Stands in for `PrefixCache.fetch`, and ends once it was cancelled and `may_end`."""
 
     def __init__(self) -> None:
         self.reads: list[asyncio.Task[None]] = []
@@ -211,9 +187,7 @@ async def test_with_best_effort_storage_is_read_while_a_request_waits_and_no_lon
 async def test_with_write_back_a_request_begins_when_pages_have_left(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of a copy wakes whoever waits for its pages, at both roles; nothing is polled for
-    them.
-    """
+    """The end of a copy wakes those that wait; nothing polls."""
     options = {
         "cache": "lru",
         "cache_host_pages": 64,

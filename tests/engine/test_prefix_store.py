@@ -1,6 +1,4 @@
-"""Engines over a store in trouble: a disk that is full, fails or hangs costs time, once, and never
-a token.
-"""
+"""Engines over a disk that is full, fails or hangs: it costs time, once, and never a token."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ LIMITS = Limits(pause_s=0.05, max_pause_s=0.2)  # the waits that users have; ask
 
 
 class Serving:
-    """A pair whose caches have a store behind them, each in a folder of its own."""
+    """A pair whose caches store pages, each in its own folder."""
 
     def __init__(
         self, pair: EnginePair, expected: list[list[int]], stores: list[GuardedStorage]
@@ -34,8 +32,6 @@ class Serving:
         self.pair, self.expected, self.stores = pair, expected, stores
 
     async def ask(self) -> None:
-        """Every prompt, a few at a time."""
-
         async def one(number: int) -> None:
             assert (
                 await self.pair.tokens(prompts()[number], greedy(MOST_TOKENS))
@@ -46,7 +42,6 @@ class Serving:
             await asyncio.gather(*map(one, range(first, min(first + 4, len(self.expected)))))
 
     async def forget(self) -> None:
-        """All but what is stored."""
         await until(lambda: not any(cache.busy for cache in self.pair.caches))
         for cache in self.pair.caches:
             cache.flush()

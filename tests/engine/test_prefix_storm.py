@@ -1,8 +1,4 @@
-"""A storm over a prefill and a decode that cache prefixes, in pools of a few prompts: clients
-leave, writes are slow, caches are flushed and requests retracted, all at any moment. Who stays gets
-the tokens of a pair that has no cache; in the end nothing is locked, held, or owned by anybody but
-the caches.
-"""
+"""A storm over a prefill and a decode that cache prefixes; in the end nothing is locked."""
 
 from __future__ import annotations
 
@@ -70,7 +66,6 @@ class Storm:
         self.ended: Counter[str] = Counter()
 
     async def _weather(self) -> None:
-        """What happens to all at once."""
         await self._turns()
         what = self.chance.random()
         if what < 0.2:
@@ -157,7 +152,7 @@ _expected: dict[int, list[list[int]]] = {}
 
 
 async def expected_of(model: LoadedModel) -> list[list[int]]:
-    """Without a cache. Greedy tokens are those of every shorter answer, too."""
+    """Greedy tokens without a cache, which begin every shorter answer too."""
     if id(model) not in _expected:
         async with EnginePair(model, page_size=4, num_pages=1000) as pair:
             _expected[id(model)] = await pair.tokens_of_all(prompts(), greedy(MOST_TOKENS))
@@ -176,7 +171,6 @@ async def test_nothing_is_lost_and_nothing_is_wrong(
 async def test_states_are_neither_lost_nor_mixed_up(
     pool: str, loaded: Callable[[str], LoadedModel], seed: int
 ) -> None:
-    """Of a model that keeps one for each request, in a cache that has slots for a few."""
     await storm_over(loaded("lfm2"), pool, seed)
 
 

@@ -1,6 +1,4 @@
-"""Log-probabilities of the prompt: computed by prefill chunk by chunk, handed over, those of a
-plain forward.
-"""
+"""Log-probabilities of the prompt are computed by prefill, handed over, and those of a forward."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 from kvflow.serve.engine.model.load import LoadedModel, load_model
 from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.model.step import Row
-from kvflow.serve.engine.scheduler import limits, scoring
+from kvflow.serve.engine.scheduler import scoring
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.serve.engine.scheduler.sampling import Draw, choose
@@ -59,7 +57,6 @@ def assert_like(
 async def test_they_are_those_of_a_plain_forward(
     attention: str, llama: LoadedModel, tiny: Tiny, stock: Stock, generated: Generated
 ) -> None:
-    """Across chunks and pages, from any token on; beside requests that ask for none."""
     model = llama if attention == "packed" else load_model(str(tiny("llama")), "float32", "pad")
     prompt = prompt_of(150)
     want = reference(stock("llama"), prompt)
@@ -76,7 +73,6 @@ async def test_they_are_those_of_a_plain_forward(
 async def test_what_is_scored_in_one_step_is_bounded(
     llama: LoadedModel, stock: Stock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The logits of a token are as wide as the vocabulary."""
     monkeypatch.setattr(scoring, "TOKENS_PER_STEP", 24)
     counts: list[int] = []
     prompts = [prompt_of(n, n) for n in (90, 33, 60)]
@@ -98,7 +94,6 @@ async def test_what_is_scored_in_one_step_is_bounded(
 
 
 async def test_one_process_hands_over_the_same(loaded: Loaded) -> None:
-    """In bfloat16 not one bit apart; the tokens are those of a request that asks for none."""
     model = loaded("qwen3", "bfloat16")
     prompt = prompt_of(70)
     params = SamplingParams(
@@ -217,22 +212,6 @@ def test_no_more_logits_in_one_step_than_memory_is_meant_for() -> None:
         whole.check_sampling(prompt_of(5000), all_of_it)
 
 
-@pytest.mark.parametrize("family", ["jamba", "llama"])
-async def test_both_legs_refuse_too_many_logits(
-    family: str, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Jamba computes a prompt in one step, llama in chunks: its own are bounded by them."""
-    monkeypatch.setattr(limits, "MAX_LOGITS_BYTES", 1)
-    prompt, params = prompt_of(40), greedy(3, logprobs=0, prompt_logprobs_from=0)
-    async with EnginePair(loaded(family)) as pair:
-        for engine in (pair.prefill, pair.decode):
-            if family == "llama":
-                engine.check(prompt, params)
-            else:
-                with pytest.raises(MisuseError, match="this model computes a prompt in one step"):
-                    engine.check(prompt, params)
-
-
 @pytest.mark.parametrize(("tokens", "top"), [(245_761, 0), (5_994, 20), (948, 128)])
 def test_the_most_that_is_accepted_fits_the_message(tokens: int, top: int) -> None:
     params = SamplingParams(logprobs=top, prompt_logprobs_from=0)
@@ -279,7 +258,6 @@ async def test_scores_that_were_not_asked_for_fail_the_room_or_are_dropped(
     text: str,
     llama: LoadedModel,
 ) -> None:
-    """Where no scores are asked for, those of the prompt are nobody's."""
     field = "asked_logprobs" if isinstance(told, tuple) else "prompt_logprobs"
     scores: dict[str, Any] = {field: told}
     handoff = HandOff(first_token=1, prompt_tokens=40, **scores)

@@ -1,6 +1,4 @@
-"""Two stages of one model in one process, over real sockets, nodes and rooms: their steps, and how
-requests end.
-"""
+"""Two stages of one model over real sockets, nodes and rooms: steps, and how requests end."""
 
 from __future__ import annotations
 
@@ -46,7 +44,6 @@ async def test_stages_compute_in_lockstep_what_one_rank_does(
 async def test_a_step_that_fails_at_one_rank_fails_what_runs_and_no_more(
     grouped: Grouped, expected: Expected
 ) -> None:
-    """The first rank has gone on to the next steps, whose hidden states nobody takes."""
     async with grouped(chunk_tokens=4, max_batch_tokens=4) as ranks:
         steps = Watched(ranks.follower.steps.runner)
         steps.before = lambda: 1 // (len(steps.steps) - 1)
@@ -76,9 +73,6 @@ async def test_a_request_that_cannot_start_ends_and_the_next_one_starts(
 async def test_clients_that_leave_take_their_requests_along(
     grouped: Grouped, expected: Expected
 ) -> None:
-    """Before decode's half has come, and in the middle of their steps;
-    the others get their tokens.
-    """
     async with grouped(chunk_tokens=4, max_batch_tokens=12) as ranks:
         alone = ranks.prefill(next(ranks.rooms), prompt_of(20), greedy(1))
         await until(lambda: len(ranks.follower.requests) == 1)
@@ -173,9 +167,7 @@ async def test_closing_ends_every_request_and_waits_for_them(
 
 
 class LoneGroup:
-    """Requests of a group at the first rank, whose engine is in the hands of a test; one has been
-    asked for.
-    """
+    """A group at the first rank with one request, whose engine the test controls."""
 
     def __init__(self) -> None:
         self.agreed: list[Any] = []
@@ -193,7 +185,6 @@ class LoneGroup:
         self.asked = self.group._asked[1] = _Asked(nothing, [1], SamplingParams(), ANY, 2)
 
     async def opened(self, first: TokenOut | KvflowError | None) -> None:
-        """At the first rank, where it ends with `first`."""
         room: Any = SimpleNamespace(close=self.closed.append)
         self.group.opened(1, room)
         if isinstance(first, KvflowError):
@@ -204,7 +195,6 @@ class LoneGroup:
 
 
 async def test_the_token_that_the_first_rank_chooses_is_the_groups() -> None:
-    """Early, it waits for the group to start the request."""
     token = TokenOut(5)
     lone = LoneGroup()
     await lone.opened(token)

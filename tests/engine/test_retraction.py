@@ -1,6 +1,4 @@
-"""Over-commitment: requests leave a full pool and come back, with the tokens of a pool that is
-never full.
-"""
+"""Retracted requests return with the tokens of a pool that is never full."""
 
 from __future__ import annotations
 
@@ -32,7 +30,6 @@ from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.serve.engine.scheduler.retraction import Retractions
 from kvflow.serve.launch.logs import RequestFields
 from kvflow.telemetry.requests import CURRENT, RequestTrace
-from tests.engine import tiny_models
 from tests.engine.pair import EnginePair, greedy, prompt_of, tokens_of, until
 from tests.engine.tiny_models import Generated, Loaded
 from tests.memory.gate import CopyGate
@@ -49,7 +46,6 @@ HOST: dict[str, dict[str, int]] = {
 
 @pytest.fixture
 def want(generated: Generated) -> list[list[int]]:
-    """The answers to all prompts, greedy."""
     return [generated("llama", prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
@@ -65,12 +61,6 @@ async def test_a_small_pool_gives_the_same_tokens(
         assert bool(report.recomputes) == (host != "snapshots")
         await until(lambda: pair.home)
         assert (report.retracted_now, report.host_bytes_used) == (0, 0)
-
-
-async def test_the_safe_mode_retracts_nobody(llama: LoadedModel) -> None:
-    async with EnginePair(llama, **{**SMALL, "new_token_ratio": 1.0}) as pair:
-        await pair.tokens_of_all(PROMPTS, greedy(NEW_TOKENS))
-        assert pair.decode.retraction.retracts == 0
 
 
 @pytest.mark.parametrize(
@@ -162,10 +152,7 @@ SAMPLED = SamplingParams(
 async def answers(
     pair: EnginePair, prompts: list[list[int]], params: SamplingParams, steps: set[int]
 ) -> list[list[int]]:
-    """The answers to `prompts`, which decode in one batch from their first steps on.
-
-    All who run are retracted after `steps`, counted from 1; 0: before the first one.
-    """
+    """Decode in one batch; retract all after each of `steps` (0: before the first one)."""
     engine, loop = pair.decode, asyncio.get_running_loop()
 
     def begin() -> None:
@@ -196,7 +183,6 @@ async def answers(
 async def test_everybody_is_retracted_in_mid_decode(
     llama: LoadedModel, host: str, steps: set[int], params: SamplingParams
 ) -> None:
-    """Also between landing and the first step, and twice in a row."""
     async with EnginePair(llama, page_size=4) as roomy:
         want = await answers(roomy, PROMPTS[:4], params, set())
     async with EnginePair(llama, page_size=4, **HOST[host]) as pair:
@@ -204,24 +190,10 @@ async def test_everybody_is_retracted_in_mid_decode(
         assert pair.decode.retraction.retracts >= 4
 
 
-@pytest.mark.parametrize("family", [*tiny_models.INDEXED, *tiny_models.STATEFUL, "gpt_oss"])
-async def test_every_kind_of_state_leaves_and_comes_back(loaded: Loaded, family: str) -> None:
-    """In mid-decode, once to host memory and once to be computed again."""
-    model, params = loaded(family), greedy(24)
-    async with EnginePair(model, page_size=4) as roomy:
-        want = await answers(roomy, PROMPTS[:3], params, set())
-    for host, counts in (("snapshots", (3, 0)), ("none", (0, 3))):
-        async with EnginePair(model, page_size=4, **HOST[host]) as pair:
-            assert await answers(pair, PROMPTS[:3], params, {5}) == want
-            report = pair.decode.retraction
-            assert (report.resumes, report.recomputes) == counts
-
-
 @pytest.mark.parametrize("family", ["llama", "jamba"])
 async def test_a_long_prompt_is_computed_again_as_it_was_at_first(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Some tokens a step, beside those of others; a prompt that cannot be divided, all at once."""
     monkeypatch.setattr("kvflow.serve.engine.scheduler.burst.RECOMPUTED_PER_STEP", 16)
     model, params, prompts = loaded(family), greedy(12), [prompt_of(n, n) for n in (100, 41, 9)]
     async with EnginePair(model, page_size=4) as roomy:
@@ -257,7 +229,6 @@ async def test_a_closed_engine_copies_no_more(
 async def test_a_request_ends_while_it_is_away(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, phase: ResidencyPhase, how: str
 ) -> None:
-    """Host memory and pages come home once, when no copy uses them."""
     residents: list[Resident] = []
     real = Resident.__init__
 
@@ -347,7 +318,6 @@ async def test_a_request_that_nobody_can_make_room_for_is_told(
 async def test_pages_of_a_room_that_has_not_landed_are_waited_for(
     llama: LoadedModel, generated: Generated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long its prefill takes: who runs is not ended meanwhile."""
     asked = ((PROMPTS[0], NEW_TOKENS), (prompt_of(40, 5), 4))
     async with EnginePair(llama, **{**SMALL, "num_pages": 16}) as pair:
         growth, looks = pair.decode._growth, list[int]()
@@ -374,7 +344,6 @@ async def test_pages_of_a_room_that_has_not_landed_are_waited_for(
 async def test_what_has_failed_or_ended_does_not_wait_for_its_reader(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others wait for its pages, and for its place."""
     async with EnginePair(llama, page_size=4, host_pages=64, max_batch=2) as pair:
         failing, ended = (
             pair.stream(p, greedy(n)) for p, n in zip(PROMPTS, (NEW_TOKENS, 1), strict=False)
@@ -393,9 +362,7 @@ async def test_what_has_failed_or_ended_does_not_wait_for_its_reader(
 async def test_who_comes_back_finds_its_pages_taken_and_is_protected(
     llama: LoadedModel, want: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another owner of the pool takes them after they were promised: it waits again, and stays once
-    it is back.
-    """
+    """Another owner takes the pages after they were promised."""
     resume, waits = Resident.resume, asyncio.Event()
 
     async def late(self: Resident) -> bool:
@@ -441,14 +408,10 @@ async def test_who_leaves(llama: LoadedModel) -> None:
         assert [r.number for r in order] == [running[n].number for n in (3, 2, 1)]
         last = running[3]
         alone = {last: 2, running[0]: last.resident.sizes[0]}
-        assert engine._retractions.victims(running, alone) == [last], (
-            "it lacks nothing either when it has left"
-        )
+        assert engine._retractions.victims(running, alone) == [last], "its own lack goes with it"
         running[3].protected_until = 50
         order = engine._retractions.victims(running, {running[0]: 10_000})
-        assert [r.number for r in order] == [running[n].number for n in (2, 1, 0)], (
-            "it has just come back"
-        )
+        assert [r.number for r in order] == [running[n].number for n in (2, 1, 0)]
         assert engine._retractions.victims(running[:1], {running[0]: 1}) == []
         for task in asked:
             task.cancel()
@@ -535,9 +498,6 @@ def test_the_ratio_decays_and_is_raised_by_a_retract() -> None:
 async def test_a_hand_over_stays_its_requests_own_while_others_come_and_go(
     llama: LoadedModel,
 ) -> None:
-    """Also while it is retracted: everything prefill said is there at the end, and no other
-    request's.
-    """
     numbers = iter(range(1000))
     told: dict[int, HandOff] = {}
     requests: list[DecodeRequest] = []

@@ -1,6 +1,4 @@
-"""What a step reads of rings and writes to them, told by numbers in place of states: whose token,
-and which one.
-"""
+"""What steps read of rings and write to them, with numbers in place of states."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ PAGE, TOKENS, MANY = 4, 1200, 10_000
 
 
 class Requests:
-    """Some requests over one stream of rings; what a token keeps is `MANY` times its request plus
-    its position.
-    """
+    """Requests over one stream of rings; a token keeps `MANY` * its request + its position."""
 
     def __init__(self, window: int, count: int) -> None:
         self.window, self.rows = window, torch.full((count + 3, window, 1, 1), float("nan"))
@@ -42,9 +38,7 @@ class Requests:
         return float(MANY * (owner + 1) + position)
 
     def step(self, rows: list[Row]) -> None:
-        """One step, of which every query must see the last tokens of its own request, and be given
-        no garbage.
-        """
+        """Run one step, in which every query must see the last tokens of its own request."""
         step = self._step(rows)
         ordered = [rows[i] for i in step.order]
         wrote = [
@@ -55,15 +49,11 @@ class Requests:
         keys = self.stream.exchange(step, torch.tensor(wrote)[None, None, :, None])[0, 0, :, 0]
         rings = step.rings(self.window)
         places = list(zip(rings.write_rows.tolist(), rings.write_slots.tolist(), strict=True))
-        assert len(set(places)) == len(places), (
-            "of two tokens for one slot, either may be the one that is written"
-        )
+        assert len(set(places)) == len(places), "two tokens for one slot"
         seen: list[torch.Tensor] = []
         for batch in rings.batches:
             lent = batch.region(keys[None, :, None])[0, :, : batch.keys, 0]
-            assert bool(torch.isfinite(lent).all()), (
-                "what is masked is multiplied with 0, and must be a number"
-            )
+            assert bool(torch.isfinite(lent).all()), "masked keys are multiplied with 0"
             mask = batch.mask(batch.keys, torch.float32)
             masks = torch.zeros_like(lent) if mask is None else mask[:, 0, 0]
             seen += [row[m == 0] for row, m in zip(lent, masks, strict=True)]
@@ -97,9 +87,7 @@ class Requests:
         return step
 
     def _check_slots(self) -> None:
-        """Each ring has the last tokens of its request, each in its slot; other rows are as they
-        were.
-        """
+        """Check that each ring has its request's last tokens, and other rows are untouched."""
         for s in self.sequences:
             last = range(max(0, s.computed - self.window), s.computed)
             ring = self.rows[int(s.rows[0]), :, 0, 0]
@@ -115,9 +103,6 @@ class Requests:
 def test_every_query_sees_its_window(
     window: int, kept: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks shorter and longer than the window, decoding rows beside chunks, rows that fill their
-    rings together.
-    """
     monkeypatch.setattr(ahead, "_MOST_KEPT_BYTES", kept)
     dice = random.Random(seed)
     for _ in range(6):
@@ -158,14 +143,12 @@ def test_the_next_steps_of_rows_that_fill_their_rings_are_planned() -> None:
 
 
 def test_what_an_earlier_request_has_left_is_not_read() -> None:
-    """As `NaN` in the others shows; here it is another request's, which would be found only by its
-    value.
-    """
     requests = Requests(7, 2)
     first, other = requests.sequences
     requests.step([Row(first, 30), Row(other, 9)])
     again = Sequence(4, range(TOKENS), 0, PAGE)
     again.add_pages(first.pages)
+    # NaN shows in other rows; what this one holds is found only by its value.
     again.rows = first.rows
     requests.sequences = [again, other]
     requests.step([Row(again, 2), Row(other, 1)])
@@ -186,9 +169,7 @@ def test_a_layer_without_keys_of_its_own_attends_to_those_of_its_kind() -> None:
         0,
     ]
     assert RingLayers((full, None)).window_of(1, 16) == 0
-    assert rings.window_of(1, 16) == 0, (
-        "its keys are those of pages, whatever window its attention has"
-    )
+    assert rings.window_of(1, 16) == 0, "its keys are in pages"
 
 
 def test_a_row_with_a_full_ring_does_not_pad_all_the_others() -> None:

@@ -1,6 +1,4 @@
-"""One forward over a mix of rows: what it writes, what it must not touch, and that company changes
-nothing in fp32.
-"""
+"""One forward over a mix of rows: what it writes, and that company changes nothing in fp32."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ def test_a_model_does_not_attend_outside_of_a_step(llama: LoadedModel) -> None:
 @pytest.mark.parametrize("order", ["page_first", "layer_first"])
 @pytest.mark.parametrize("family", ["gemma2", "deepseek_v2", "gpt2", "bloom"])
 def test_a_step_touches_its_own_slots_only(family: str, order: Order, loaded: Loaded) -> None:
-    """All else is NaN before and after: neither read, for the logits are numbers, nor written.
-
-    (gemma2 has windows of 16 tokens in rows.)"""
+    """All else is NaN before and after. gemma2 has windows of 16 tokens in rows."""
     model = loaded(family)
     pool = poisoned_pool(model, 20, order=order, num_rows=5)
     runner = model.runner(pool)

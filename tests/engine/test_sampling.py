@@ -27,9 +27,7 @@ def test_greedy_is_the_argmax() -> None:
 
 
 def test_the_uniform_number_of_a_draw_never_changes() -> None:
-    """Two machines, or two releases, must draw the same token: these are part of the wire, in a
-    way.
-    """
+    """Two machines, or two releases, must draw the same token."""
     assert [round(uniform(s, p), 12) for s, p in ((0, 0), (7, 3), (-1, 5))] == [
         0.506247308828,
         0.509655346368,
@@ -51,9 +49,7 @@ def test_frequencies_follow_the_probabilities() -> None:
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (-1, 0.7), (4, 0.6), (2, 0.01), (500, 0.9)])
 def test_cuts_keep_exactly_the_nucleus(top_k: int, top_p: float) -> None:
-    """Against the definition: the first top_k, then the smallest set of them whose share reaches
-    top_p.
-    """
+    """By definition: the first top_k, then the smallest set of them that reaches top_p."""
     logits = torch.linspace(3, -3, 12)[
         torch.randperm(12, generator=torch.Generator().manual_seed(5))
     ]

@@ -1,6 +1,4 @@
-"""The services of both roles over real engines and nodes: what they answer, refuse and report, with
-one rank or two.
-"""
+"""The services of both roles over real engines and nodes, with one rank or two."""
 
 from __future__ import annotations
 
@@ -38,7 +36,6 @@ class Pair(NamedTuple):
     page_bytes: int
 
     async def tokens(self, room: int, prompt: list[int], count: int) -> list[int]:
-        """Both legs of a request. Raises: what decode raises."""
         leg = asyncio.create_task(all_of(self.prefill, request(room, prompt, count)))
         try:
             found = await all_of(self.decode, request(room, prompt, count))
@@ -80,7 +77,7 @@ async def services(
 
 
 async def begun(service: CompletionService, room: int = 7) -> asyncio.Task[Code]:
-    """A request whose other half does not come; how it ends."""
+    """Begin a request whose other half does not come; return how it ends."""
     leg = asyncio.create_task(code_of(service, request(room, prompt_of(5))))
     await until(lambda: service.report().rooms_by_state != {})
     return leg
@@ -222,6 +219,4 @@ async def test_a_group_that_ends_its_requests_ends_those_that_wait_for_their_dec
         service.end_requests()
         assert await leg is Code.SHUTDOWN
         assert await code_of(service, request(8, prompt_of(5))) is Code.SHUTDOWN
-        assert service.report().requests_refused == {}, (
-            "it was opened, or refused by the group itself"
-        )
+        assert service.report().requests_refused == {}

@@ -1,6 +1,4 @@
-"""Two shards of a decode in one process, each with all of the model and a copy of every stream: the
-same steps.
-"""
+"""Two decode shards in one process, each with the whole model and a copy of every stream."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def copy_of(model: LoadedModel, shard: int) -> LoadedModel:
 
 @contextlib.contextmanager
 def some_process() -> Iterator[ProcessIdentity]:
-    """What is killed in the place of the second shard's process, which is this one."""
+    """A process to be killed in place of the second shard's, which is this one."""
     with subprocess.Popen(["sleep", "60"]) as child, contextlib.ExitStack() as stack:
         stack.callback(child.kill)
         ticks = int(Path(f"/proc/{child.pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
@@ -71,7 +69,7 @@ def some_process() -> Iterator[ProcessIdentity]:
 
 
 class Shards:
-    """A pair of engines, of which decode has two shards."""
+    """A pair of engines, of which decode has two shards; `process` is said to be the second's."""
 
     def __init__(
         self,
@@ -82,13 +80,12 @@ class Shards:
         process: ProcessIdentity,
         lost: list[LostError],
     ) -> None:
-        """`process` is said to be the second shard's."""
         self.pair, self.leader, self.follower, self.following = pair, leader, follower, following
         self.process, self.lost = process, lost
 
     @property
     def differing(self) -> list[str]:
-        """The streams of which the shards do not have the same bytes, in places that were used."""
+        """The streams whose bytes differ between the shards."""
         pool = self.pair.target.pool
         names = {component.name for component in pool.layout.components}
         both = {name: [pool.array(name, replica=shard) for shard in range(2)] for name in names}
@@ -125,8 +122,6 @@ async def shards(model: LoadedModel, **options: Any) -> AsyncIterator[Shards]:
 
 
 async def test_both_compute_and_keep_the_same(llama: LoadedModel, generated: Generated) -> None:
-    """Requests come and go, are retracted to host memory and computed again; in the end the second
-    shard's copy of the pool is that of the first, byte for byte."""
     prompts = [prompt_of(n, n) for n in (1, 3, 17, 40, 64, 30)]
     async with shards(llama, page_size=4, num_pages=50, new_token_ratio=0.0, host_pages=20) as both:
         pair = both.pair
@@ -143,9 +138,6 @@ async def test_both_compute_and_keep_the_same(llama: LoadedModel, generated: Gen
 async def test_every_kind_of_state_is_followed(
     loaded: Loaded, generated: Generated, family: str
 ) -> None:
-    """Latents, windows in rings, and states in rows; sampled, with all that a request may ask for
-    beside tokens.
-    """
     model, prompts = loaded(family), [prompt_of(n, n) for n in (5, 21, 40)]
     asked = greedy(12, logprobs=2, hidden_states=True)
     async with shards(model, page_size=4) as both:
@@ -161,7 +153,6 @@ async def test_every_kind_of_state_is_followed(
 
 
 def held(both: Shards) -> Watched:
-    """The second shard waits in the middle of its next steps."""
     assert both.follower._runner is not None
     return Watched(both.follower._runner, held=True)
 
@@ -182,7 +173,6 @@ async def test_pages_are_held_until_every_shard_has_ended_the_step(llama: Loaded
 async def test_a_shard_that_fails_is_killed_before_its_pages_are_free(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request gets one error, and so does whoever comes later."""
     async with shards(llama) as both:
         pair, steps = both.pair, held(both)
         steps.before = lambda: 1 // 0
@@ -294,9 +284,6 @@ async def test_a_plan_that_cannot_be_meant_ends_the_shard(llama: LoadedModel) ->
 
 
 def test_what_the_shards_of_a_model_keep() -> None:
-    """Heads, heads of which two shards have the same, latents, and a ring that is divided along its
-    second axis.
-    """
     heads = StateKind("k", "float32", (2, 8), whole=4)
     few = StateKind("v", "float32", (1, 8), start=0, whole=1, replica=0, replicas=2)
     latent = StateKind("latent", "float32", (1, 24), replica=1, replicas=2)
@@ -312,7 +299,7 @@ def test_what_the_shards_of_a_model_keep() -> None:
 async def test_a_lost_shard_is_waited_for_until_its_process_is_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Until then it may write into the pool; here the signal that kills it is long in coming."""
+    """Until then it may write into the pool; here the signal is long in coming."""
     waits, poll = threading.Event(), select.poll
 
     def watched() -> select.poll:
@@ -343,7 +330,6 @@ def own_pidfds() -> int:
 
 
 async def test_a_leader_that_is_closed_has_no_descriptor_left_to_close_again() -> None:
-    """Nor has it lost the other shards, which end by themselves."""
     with some_process() as process:
         before, other = own_pidfds(), Other(process)
         [shard] = other.leader.shards

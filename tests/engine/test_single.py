@@ -1,6 +1,4 @@
-"""Prefill and decode in one process: requests end wherever they are,
-and the pool is whole again.
-"""
+"""Prefill and decode in one process: requests end anywhere, and the pool is free again."""
 
 from __future__ import annotations
 
@@ -63,8 +61,6 @@ async def engine(llama: LoadedModel) -> AsyncIterator[SingleEngine]:
 async def test_a_request_whose_pages_are_gone_keeps_no_promise_of_others(
     engine: SingleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was admitted, and others have taken what it was to take."""
-
     def refuse(count: int, owner: Hashable) -> NoReturn:
         raise CapacityError("pages", count, 0)
 

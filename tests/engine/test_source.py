@@ -1,6 +1,4 @@
-"""Where models come from: what cannot be loaded is one line, at once, that names the file or the
-hub.
-"""
+"""Where models come from: what cannot be loaded is named in one line, at once."""
 
 from __future__ import annotations
 
@@ -123,7 +121,7 @@ def test_a_whole_folder_is_taken_as_it_is() -> None:
 def decode(
     tmp_path: Path, endpoint: str, name: str = "nobody/nothing"
 ) -> tuple[subprocess.CompletedProcess[str], float]:
-    """`kvflow decode` of a name, with an empty cache; and the seconds it took."""
+    """Run `kvflow decode` with an empty cache; return the result and the seconds it took."""
     environment = {
         k: v
         for k, v in os.environ.items()

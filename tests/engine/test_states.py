@@ -1,6 +1,4 @@
-"""Models that keep more than K and V: token parity, whatever the family; what a row holds, and
-whose it is.
-"""
+"""Models that keep more than K and V: token parity, what a row holds, and whose it is."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.pages.components import Component
 from kvflow.protocols.pages.kinds import ROW
 from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler import limits
@@ -20,7 +17,6 @@ from tests.engine import tiny_models
 from tests.engine.pair import (
     EnginePair,
     Watched,
-    goes_wrong_after_the_first,
     greedy,
     poisoned_pool,
     prompt_of,
@@ -43,7 +39,6 @@ PROMPTS = [prompt_of(n, n) for n in LENGTHS]
 async def equal_generate(
     family: str, pair: EnginePair, generated: Generated, prompts: list[list[int]] = PROMPTS
 ) -> None:
-    """Requests at once have the tokens of `generate`, which differ."""
     found = await pair.tokens_of_all(prompts, greedy(NEW))
     assert found == [generated(family, prompt, NEW) for prompt in prompts]
     assert len({tuple(tokens) for tokens in found}) == len(prompts)
@@ -69,29 +64,10 @@ async def test_however_a_prompt_is_divided(
         await equal_generate(family, pair, generated, PROMPTS[:7])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-async def test_a_zeroed_stream_changes_the_output(
-    family: str, loaded: Loaded, generated: Generated
-) -> None:
-    """The negative control: one page of every indexer, or the row, is lost on the way."""
-    indexed = family in tiny_models.INDEXED
-
-    def lost(component: Component) -> bool:
-        return component.name.endswith("index_k") if indexed else component.in_rows
-
-    async with EnginePair(loaded(family)) as pair:
-        assert any(map(lost, pair.target.pool.layout.components))
-        tokens = await pair.spoiled(PROMPTS[-1], NEW, lost, page=3)
-    goes_wrong_after_the_first(tokens, generated(family, PROMPTS[-1], NEW))
-
-
 @pytest.mark.parametrize("family", ["falcon_h1", "jamba", "mamba2", "gpt_oss", "mistral"])
 async def test_one_row_for_one_request_after_the_other(
     family: str, loaded: Loaded, generated: Generated
 ) -> None:
-    """Prompts wait for the one row of prefill, which begins at nothing for each; so do requests in
-    one process.
-    """
     model = loaded(family)
     async with EnginePair(model, source_rows=1, chunk_tokens=CHUNK) as pair:
         await equal_generate(family, pair, generated)
@@ -103,11 +79,12 @@ async def test_one_row_for_one_request_after_the_other(
 
 
 @pytest.mark.parametrize("host_pages", [200, 0], ids=["snapshots", "computed again"])
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "gemma3", "mistral"])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, "gpt_oss", "gemma2", "gemma3", "gemma4_shared_kv", "mistral"]
+)
 async def test_everybody_is_retracted_in_mid_decode(
     family: str, host_pages: int, loaded: Loaded, generated: Generated
 ) -> None:
-    """Once, all of them, after four steps together."""
     async with EnginePair(loaded(family), host_pages=host_pages, chunk_tokens=CHUNK) as pair:
         steps = Watched(pair.decode._runner)
         # The burst ends with this step.
@@ -164,9 +141,10 @@ async def test_logprobs_of_a_prompt_that_is_not_divided_are_bounded(
 ) -> None:
     monkeypatch.setattr(limits, "MAX_LOGITS_BYTES", 69 * 4 * loaded(family).vocab_size)
     async with EnginePair(loaded(family), chunk_tokens=CHUNK) as pair:
-        pair.prefill.check(prompt_of(70), greedy(1, prompt_logprobs_from=1, logprobs=2))
-        with pytest.raises(MisuseError, match="one step") if refused else nullcontext():
-            pair.prefill.check(prompt_of(70), greedy(1, prompt_logprobs_from=0, logprobs=2))
+        for engine in (pair.prefill, pair.decode):
+            engine.check(prompt_of(70), greedy(1, prompt_logprobs_from=1, logprobs=2))
+            with pytest.raises(MisuseError, match="one step") if refused else nullcontext():
+                engine.check(prompt_of(70), greedy(1, prompt_logprobs_from=0, logprobs=2))
 
 
 @pytest.mark.parametrize("family", ["lfm2", "gpt_oss"])
@@ -188,13 +166,12 @@ async def test_a_request_that_ends_in_any_state_gives_its_row_back(
 
 
 def pages_from(first: int, tokens: int) -> range:
-    """For a prompt of so many tokens, and eight new ones."""
     return range(first, first + -(-(tokens + 8) // 4))
 
 
 @pytest.mark.parametrize("family", tiny_models.STATEFUL)
 def test_a_step_reads_and_writes_its_own_rows_in_every_layer(family: str, loaded: Loaded) -> None:
-    """Rows of others are poison, and stay it; a new request does not see what lies in its own."""
+    """Rows of others are poison, and stay it."""
     model = loaded(family)
     pool = poisoned_pool(model, 40, num_rows=5)
     runner = model.runner(pool)

@@ -1,5 +1,4 @@
-"""Stop strings in a text that comes piece by piece: what is found and held back is exact, and long
-stop strings cost no more than short ones."""
+"""Stop strings in text that comes in pieces: found and held back exactly, at any length."""
 
 from __future__ import annotations
 
@@ -32,9 +31,7 @@ def tokenizer() -> Tokenizer:
 def looked_at_whole(
     pieces: list[str], stops: list[str], include_stop: bool
 ) -> tuple[list[str], str | None]:
-    """What each piece releases, and the stop string that was met; everything is compared with
-    everything.
-    """
+    """Return what each piece releases, and the stop string, by comparing everything."""
     released: list[str] = []
     pending = ""
     for piece in pieces:
@@ -98,7 +95,7 @@ def lines_executed(work: Callable[[], Any]) -> int:
 def test_a_text_that_nearly_matches_costs_the_same_for_all_stop_strings(
     tokenizer: Tokenizer, number: int, length: int, last: bool
 ) -> None:
-    """Ten lines a character and ten a piece, whether the strings are few or many, short or long."""
+    """Ten lines a character and ten a piece, however many strings there are."""
     others = [chr(0x4E00 + i) for i in range(number)]
     half = length // 2
     stops = [

@@ -59,16 +59,6 @@ def test_text_ends_before_the_stop_string(tokenizer: Tokenizer) -> None:
     assert pieces[4:] == [""] * (len(pieces) - 4)
 
 
-def test_only_what_could_become_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
-    pieces, _ = feed(tokenizer, "abSTxSTO", ("STOP",))
-    assert pieces == ["a", "b", "", "", "STx", "", "", "", "STO"]
-
-
-def test_the_first_stop_string_wins(tokenizer: Tokenizer) -> None:
-    pieces, stream = feed(tokenizer, "x--y##z", ("##", "--"))
-    assert "".join(pieces) == "x" and stream.stopped == "--"
-
-
 def test_any_cut_of_any_text_is_the_text_before_the_stop(tokenizer: Tokenizer, seed: int) -> None:
     chooser = random.Random(seed)
     for _ in range(200):
@@ -85,9 +75,7 @@ def test_no_fast_tokenizer_no_stream() -> None:
 
 
 def test_stop_strings_before_the_least_length_are_text(tokenizer: Tokenizer) -> None:
-    """As in vLLM: neither found nor held back,
-    nor counted as the beginning of one that ends later.
-    """
+    """As in vLLM, they do not even count as the beginning of one that ends later."""
     text = "xabab-ab"
     for least, want in (
         (0, "x"),

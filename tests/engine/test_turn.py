@@ -1,6 +1,4 @@
-"""What the host has of prompts that queue: each loads in its turn, holds it until it begins, and
-blocks nobody else.
-"""
+"""Prompts that queue load in turn what the host has, and block nobody else."""
 
 from __future__ import annotations
 
@@ -37,7 +35,6 @@ STANDS_STILL = 1000
 
 
 def small_pair(model: LoadedModel, pages: int = 8, **options: Any) -> EnginePair:
-    """Prefill's pool has room for one prompt, and the host for all of them."""
     return EnginePair(
         model, page_size=PAGE, source_pages=pages, cache="lru", cache_host_pages=200, **options
     )
@@ -45,7 +42,6 @@ def small_pair(model: LoadedModel, pages: int = 8, **options: Any) -> EnginePair
 
 @asynccontextmanager
 async def only_on_the_host(model: LoadedModel, **options: Any) -> AsyncIterator[EnginePair]:
-    """Every prompt has been computed, and is on prefill's host alone."""
     async with small_pair(model, **options) as pair:
         for prompt in PROMPTS:
             await pair.outputs(prompt, greedy(1))
@@ -75,9 +71,7 @@ async def test_prompts_that_queue_lose_nothing_of_what_the_host_has(
         before = pair.caches[0].stats().loaded_pages
         found = await asyncio.gather(*(cached_tokens(pair, prompt) for prompt in PROMPTS))
         assert found == [WHOLE] * len(PROMPTS)
-        assert pair.caches[0].stats().loaded_pages - before == len(PROMPTS) * WHOLE // PAGE, (
-            "each is loaded once"
-        )
+        assert pair.caches[0].stats().loaded_pages - before == len(PROMPTS) * WHOLE // PAGE
 
 
 async def test_who_comes_before_takes_the_turn_and_both_have_their_pages(
@@ -113,7 +107,6 @@ async def test_a_prompt_that_loads_is_left_to_load(
 async def test_a_prompt_that_waits_for_places_holds_nothing_of_the_cache(
     llama: LoadedModel,
 ) -> None:
-    """Those before it may need what it would hold."""
     async with small_pair(llama, pages=12) as pair:
         await pair.outputs(PROMPTS[0], greedy(1))
         await until(lambda: pair.home)
@@ -187,10 +180,7 @@ async def test_an_early_prompt_that_loads_gives_way_to_one_that_is_matched(
 
 
 class Queue:
-    """Prompts of which the host has all, of any priority, at any moment; some leave.
-
-    `broken`: rules, by name.
-    """
+    """Prompts of which the host has all; some leave. `broken` names broken rules."""
 
     def __init__(self, pair: EnginePair, seed: int) -> None:
         self._pair, self._chance = pair, random.Random(seed)
@@ -217,7 +207,6 @@ class Queue:
             self.broken.add("one holder")
 
     async def _watch(self) -> None:
-        """Break off a queue that stands still."""
         engine, still, last = self._pair.prefill, 0, None
         assert engine.cache is not None
         while still < STANDS_STILL:
@@ -333,9 +322,7 @@ async def test_a_request_whose_turn_was_taken_from_it_loads_again_when_it_comes_
     )
     turn = Turn(steps, "wait_complete", lambda: None)  # type: ignore[arg-type]
     request: Any = SimpleNamespace()
-    assert not turn.begins(request) and turn.begins(request), (
-        "it is loading, and what it has is held for it"
-    )
+    assert not turn.begins(request) and turn.begins(request), "it holds its turn"
     turn.over(request)
     assert forgotten == [request] and not turn.begins(request)
     await turn.close()

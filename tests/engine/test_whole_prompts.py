@@ -1,6 +1,4 @@
-"""Prompts of whole pages that decode has whole, over real nodes: a last chunk without pages, and an
-answer.
-"""
+"""Prompts of whole pages that decode has whole, over real nodes: a last chunk without pages."""
 
 from __future__ import annotations
 
@@ -30,7 +28,6 @@ class Asking:
         self._rooms = itertools.count(1)
 
     async def ask(self, prompt: list[int]) -> tuple[TokenOut, list[int]]:
-        """What prefill answers, and decode's tokens. Raises: what either raises."""
         room, nodes = next(self._rooms), self._nodes
         prefilling = nodes.sending.prefill(
             nodes.prefill.room(room, prompt), prompt, greedy(NEW_TOKENS)

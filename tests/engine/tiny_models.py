@@ -1,7 +1,7 @@
 """Tiny random models of many families, for token parity.
 
-The initializer range is large and Gemma's embeddings are untied: with the usual small weights a
-random model repeats one token for ever, and parity would mean nothing.
+The initializer range is large and Gemma's embeddings are untied: with small weights a random model
+repeats one token forever, and parity would mean nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ Family = tuple[str, dict[str, Any]]
 
 
 def family(model_type: str, *parts: dict[str, Any], **changes: Any) -> Family:
-    """`BASE` with these parts, and what is named."""
     values = dict(BASE)
     for part in (*parts, changes):
         values |= part
@@ -237,9 +236,7 @@ ALL = {**FAMILIES, **CORNERS, **INDEXED, **STATEFUL, **MORE_STATEFUL, **REFUSED}
 
 
 def build(family: str, directory: Path, **changes: Any) -> Path:
-    """Write the family's random model to `directory`, once; returns its path, which `changes` have
-    a part in.
-    """
+    """Write the family's random model, with `changes`, to `directory` once; return its path."""
     target = directory / (
         f"{family}-{zlib.crc32(repr(changes).encode()):08x}" if changes else family
     )
@@ -265,14 +262,13 @@ def build(family: str, directory: Path, **changes: Any) -> Path:
 
 
 def load_stock(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The same model without kvflow, for `generate`."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
     return model
 
 
 def generate(stock: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
-    """What `model.generate` says, greedy: `count` tokens, unless `options` let it end earlier."""
+    """Return `count` tokens of `model.generate`, greedy, unless `options` end it earlier."""
     ids = torch.tensor([prompt])
     given = {"min_new_tokens": count, "eos_token_id": None, **options}
     out = stock.generate(

@@ -16,7 +16,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2 and Gemma have it: spaces are marked, and characters without a token are bytes."""
+    """A tokenizer like Llama 2's: spaces are marked, other unknown characters are bytes."""
     pieces = [
         "<unk>",
         *(f"<0x{byte:02X}>" for byte in range(256)),

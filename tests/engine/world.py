@@ -1,6 +1,4 @@
-"""Processes that each run a part of a model: the same requests on all of them, and what comes out
-of each.
-"""
+"""Processes that each run a part of a model on the same requests."""
 
 from __future__ import annotations
 
@@ -38,13 +36,11 @@ NEW, PAGE_SIZE, CHUNK = 12, 4, 16
 TIMEOUT_S = 30.0
 
 Tell = Callable[[list[int] | None], list[int]]
-"""Given the tokens that were chosen here, or None where no logits are, returns what was chosen."""
+"""Takes the tokens that were chosen here, None without logits; returns what was chosen anywhere."""
 
 
 class Ran(NamedTuple):
-    """Tokens of each prompt, the logits they were chosen from, step by step, and what lies in the
-    pool in the end.
-    """
+    """The tokens of each prompt, their logits by step, and the pool's contents in the end."""
 
     tokens: list[list[int]]
     logits: list[torch.Tensor]
@@ -57,10 +53,7 @@ class Ran(NamedTuple):
 
 
 def run(model: LoadedModel, tell: Tell | None = None, pool: PagedPool | None = None) -> Ran:
-    """Both prompts in chunks, then decoding in one batch; greedy.
-
-    In `pool`, or one that is made for it.
-    """
+    """Compute both prompts in chunks, then decode them in one batch, greedy."""
     count = sum(-(-(len(p) + NEW) // PAGE_SIZE) for p in PROMPTS)
     num_rows = len(PROMPTS) if model.has_rows else 0
     given = pool
@@ -113,10 +106,10 @@ def local(parameter: Any) -> torch.Tensor:
 
 
 class Job(NamedTuple):
-    """`killed`: it ends by SIGKILL after so many tokens; 0: while the model is loaded.
+    """`killed`: the process dies after so many tokens, or with 0 while it loads.
 
-    `idle`: whether it is the one shard that begins no step until the others have been aborted; None
-    where all do."""
+    `idle`: True for the one shard that begins no step until the others are aborted.
+    """
 
     path: str
     part: ModelPart
@@ -127,16 +120,10 @@ class Job(NamedTuple):
 
 
 class World:
-    """`size` processes, which run one job after another.
-
-    One that was killed is started again for the next.
-    """
+    """`size` processes, which run one job after another. A killed one is started again."""
 
     def __init__(self, size: int, directory: Path) -> None:
-        """`directory`: where the parts of each job meet.
-
-        They may write there until they end: torch's store of a model does so when the model is
-        collected."""
+        # Each job has a folder of its own: torch's store writes there until the model is collected.
         self._meetings = (directory / str(n) for n in itertools.count())
         started = [_start() for _ in range(size)]
         self.processes, self.jobs, self.aborts = (
@@ -144,13 +131,11 @@ class World:
         )
 
     def run(self, path: Path, stages: int, shards: int, **options: Any) -> list[Ran]:
-        """A model's prompts on stages x shards of the processes; by rank.
+        """Run a model's prompts on stages x shards of the processes; return the results by rank.
 
-        Raises: AssertionError, with the failures.
-
-        Once more where glibc has aborted a process: about once in a thousand groups of shards, a
-        thread of gloo (torch 2.13) finds its heap damaged when the first collective runs. The cause
-        is not found; a role starts such a rank again, too.
+        Runs once more if glibc aborted a process: about once in a thousand groups of shards, a
+        thread of gloo (torch 2.13) finds its heap damaged in the first collective. The cause is not
+        found; a role starts such a rank again, too.
         """
         found = self.outcomes(path, stages, shards, **options)
         if "ended" in found and self._was_aborted(stages * shards):
@@ -174,9 +159,10 @@ class World:
         idle: int | None = None,
         **options: Any,
     ) -> list[Any]:
-        """By rank: `Ran`, or the text of the error, or "ended" for a process that is no more:
-        `killed`, a rank after so many tokens. Other stages are told to abort when one has ended;
-        shards are not, for they notice."""
+        """Return by rank: `Ran`, the text of the error, or "ended" for a process that died.
+
+        `killed` maps ranks to tokens. Other stages are told to abort when one ended; shards notice.
+        """
         for n, process in enumerate(self.processes):
             if not process.is_alive():
                 self.processes[n], self.jobs[n], self.aborts[n] = _start()
@@ -309,10 +295,7 @@ def _run(jobs: Connection, job: Job) -> Ran:
 
 
 def _abort_a_wait(jobs: Connection, model: LoadedModel, *, idle: bool) -> None:
-    """One shard runs a step, which the idle one runs when that has been aborted.
-
-    Raises: LostError.
-    """
+    """Abort one shard's step, which the idle one runs only afterwards. Raises: LostError."""
     if idle:
         jobs.recv()
     else:
