@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.parity_pair import ProcessPair
-from tests.engine import tiny_models
+from tests.serve.engine import tiny_models
 
 
 @pytest.fixture(scope="session")

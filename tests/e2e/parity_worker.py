@@ -39,7 +39,7 @@ from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 from kvflow.serve.launch.process import die_with_parent
 from kvflow.testing.pair import until
 from kvflow.transports.data.select import open_plane
-from tests.engine.single import SingleEngine
+from tests.serve.engine.single import SingleEngine
 
 HOME_S = 10.0
 RETRACT_AFTER = 4

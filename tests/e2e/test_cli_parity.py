@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from kvflow.serve.launch.process import PARENT_PID
-from tests.engine.pair import prompt_of
+from tests.serve.engine.pair import prompt_of
 
 NEW = 16
 START_S, STOP_S, REQUEST_S, HOME_S = 90.0, 20.0, 60.0, 10.0

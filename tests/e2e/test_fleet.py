@@ -24,7 +24,7 @@ from kvflow.http.authorization import Keys, bearer
 from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from tests.e2e.service import START_S, Service, free_port, serving
 from tests.e2e.sglang import router_over
-from tests.engine import tiny_models
+from tests.serve.engine import tiny_models
 from tests.soak import sized
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets"), pytest.mark.timeout(900)]

@@ -15,9 +15,9 @@ import pytest
 
 from kvflow.serve.engine.model.probe import RINGS
 from tests.e2e.parity_pair import CHUNKS, Model, ProcessPair, WorkerError
-from tests.engine.pair import prompt_of
-from tests.engine.tiny_models import FAMILIES
 from tests.planes import mooncake_unavailable_reason, nixl_unavailable_reason
+from tests.serve.engine.pair import prompt_of
+from tests.serve.engine.tiny_models import FAMILIES
 
 NEW = 16
 CHUNK = CHUNKS["chunk_tokens"]

@@ -15,8 +15,8 @@ from kvflow.serve.demo_model import DEMO_MODEL_DIR
 from tests.e2e.fleet import all_home, ask, running
 from tests.e2e.test_prefix import PAGE_SIZE, say
 from tests.e2e.test_ranks import gauges, ranks_home
-from tests.engine import tiny_models
-from tests.engine.pair import prompt_of
+from tests.serve.engine import tiny_models
+from tests.serve.engine.pair import prompt_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets"), pytest.mark.timeout(300)]
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.fleet import all_home, ask, running
 from tests.e2e.test_prefix import say
-from tests.engine.pair import prompt_of
+from tests.serve.engine.pair import prompt_of
 
 NEW = 8
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]

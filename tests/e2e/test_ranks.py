@@ -19,8 +19,8 @@ import msgspec
 import pytest
 
 from tests.e2e.fleet import WITHIN_S, all_home, ask, rank_is_home, running
-from tests.engine.pair import prompt_of
 from tests.planes import nixl_unavailable_reason
+from tests.serve.engine.pair import prompt_of
 from tests.soak import sized
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets"), pytest.mark.timeout(600)]

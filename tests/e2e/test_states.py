@@ -15,8 +15,8 @@ import pytest
 
 from kvflow.serve.engine.model.probe import RINGS
 from tests.e2e.parity_pair import CHUNKS, Model, ProcessPair
-from tests.engine import tiny_models
-from tests.engine.pair import prompt_of
+from tests.serve.engine import tiny_models
+from tests.serve.engine.pair import prompt_of
 
 NEW = 16
 CHUNK = CHUNKS["chunk_tokens"]

@@ -17,11 +17,11 @@ from kvflow.protocols.pages.kinds import ROW
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.serve.engine.model.load import LoadedModel, load_model
 from kvflow.serve.engine.scheduler.params import SamplingParams
-from tests.engine import tiny_models
-from tests.engine.pair import prompt_of
-from tests.engine.single import SingleEngine
-from tests.engine.tiny_models import INDEXED, STATEFUL
 from tests.memory.kinds import KINDS, layout_of, names_of
+from tests.serve.engine import tiny_models
+from tests.serve.engine.pair import prompt_of
+from tests.serve.engine.single import SingleEngine
+from tests.serve.engine.tiny_models import INDEXED, STATEFUL
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)

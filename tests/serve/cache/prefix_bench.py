@@ -19,7 +19,7 @@ from kvflow.serve.cache.prefix import Prefix, PrefixCache
 from kvflow.serve.cache.storage.guarded import GuardedStorage
 from kvflow.serve.cache.storage.port import Storage
 from kvflow.serve.cache.stored import StorageTier
-from tests.engine.pair import until
+from tests.serve.engine.pair import until
 
 PAGE_SIZE, PAGES = 2, 12
 

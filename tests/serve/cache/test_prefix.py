@@ -22,9 +22,9 @@ from kvflow.serve.cache.host import HostTier
 from kvflow.serve.cache.prefix import Prefix, PrefixCache
 from kvflow.serve.cache.states import StateStore
 from kvflow.serve.cache.tiers import OWNER
-from tests.engine.pair import until
 from tests.memory.gate import CopyGate
 from tests.serve.cache.prefix_bench import PAGE_SIZE, PAGES, bench
+from tests.serve.engine.pair import until
 
 
 async def test_whoever_needs_pages_gets_those_that_nobody_reads() -> None:

@@ -27,10 +27,10 @@ from kvflow.serve.cache.publisher import EventPublisher
 from kvflow.serve.config.kv_events import KvEvents
 from kvflow.testing.cancellation import Steps
 from kvflow.transports.control.curve import ControlKey, read_key, write_key
-from tests.engine.pair import until
 from tests.protocols.cache.decoders import DECODERS, apply
 from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain
 from tests.protocols.cache.test_stream import Knower
+from tests.serve.engine.pair import until
 
 WITHIN_S = 20.0  # that a message may take on a busy machine
 QUICK_S = 0.02  # a heartbeat: tests learn by it that a subscription has arrived

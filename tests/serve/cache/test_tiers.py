@@ -21,11 +21,11 @@ from kvflow.serve.cache.storage.file import FileBackend
 from kvflow.serve.cache.storage.guarded import GuardedStorage, Limits
 from kvflow.serve.cache.storage.identity import identity_of
 from kvflow.serve.cache.storage.port import Result
-from tests.engine.pair import until
 from tests.memory.gate import CopyGate
 from tests.protocols.cache.subscriber import Subscriber
 from tests.serve.cache.prefix_bench import PAGE_SIZE, PAGES, Bench, bench, layout_of
 from tests.serve.cache.storage.files import QUICK, FaultyDisk, pages_in
+from tests.serve.engine.pair import until
 
 
 async def opened(

@@ -8,10 +8,10 @@ import pytest
 
 from kvflow.protocols.cache.events import Tier
 from kvflow.serve.cache.tiers import OWNER
-from tests.engine.pair import until
 from tests.memory.gate import CopyGate
 from tests.protocols.cache.subscriber import Subscriber
 from tests.serve.cache.prefix_bench import PAGES, Bench, bench
+from tests.serve.engine.pair import until
 
 
 async def made_free(b: Bench, count: int) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.pair import until
 from tests.serve.cache.storage.files import FILE_BYTES, read, store, unfinished_in, wrote
+from tests.serve.engine.pair import until
 
 COUNT = 20
 
@@ -19,7 +19,7 @@ LIMITED = """
 import asyncio, resource, sys
 from pathlib import Path
 from tests.serve.cache.storage.files import VALUE_BYTES, read, store, unfinished_in, wrote
-from tests.engine.pair import until
+from tests.serve.engine.pair import until
 
 async def main():
     async with store(Path(sys.argv[1])) as pages:

@@ -20,7 +20,6 @@ from kvflow.serve.cache.storage.file import PAGES_AT_ONCE
 from kvflow.serve.cache.storage.guarded import GuardedStorage, Limits, _Side
 from kvflow.serve.cache.storage.port import StorageCounts
 from kvflow.serve.cache.storage.record import HEADER_BYTES
-from tests.engine.pair import until
 from tests.serve.cache.storage.files import (
     QUICK,
     VALUE_BYTES,
@@ -36,6 +35,7 @@ from tests.serve.cache.storage.files import (
     values,
     wrote,
 )
+from tests.serve.engine.pair import until
 
 PER_SLICE = PAGES_AT_ONCE
 ONE_THREAD: dict[str, Any] = {"threads": 1, "waiting": 2}

@@ -22,8 +22,8 @@ from kvflow.serve.cache.storage.guarded import GuardedStorage, Limits
 from kvflow.serve.cache.storage.mooncake import MooncakeBackend
 from kvflow.serve.cache.storage.port import Result
 from kvflow.serve.cache.storage.record import HEADER_BYTES
-from tests.engine.pair import until
 from tests.serve.cache.storage.files import IDENTITY, empty, ended, key, keys, value
+from tests.serve.engine.pair import until
 
 SIZE = 256 << 10
 LENT_BYTES = 64 << 20
