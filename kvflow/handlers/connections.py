@@ -25,7 +25,6 @@ Connect = Callable[[str, int], ControlSocket]
 
 Raises: MisuseError for an address it cannot connect to.
 """
-# Interval, in seconds, at which the lockout reason of every socket is read.
 POLL_S = 0.1
 
 
@@ -35,7 +34,7 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """Carries out the endpoint's commands about links, on sockets and tasks."""
+    """Runs the endpoint's commands that concern links."""
 
     def __init__(
         self, shell: Shell, endpoint: DecodeEndpoint, plane: DataPlane, connect: Connect
@@ -85,7 +84,7 @@ class Connections:
                 if reason:
                     self._endpoint.locked_out(key, reason, now)
 
-    # --- the writers behind them
+    # --- writers
 
     def watch_writer(self, command: c.WatchWriter) -> None:
         key = command.peer

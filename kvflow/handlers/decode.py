@@ -40,14 +40,12 @@ from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
-# Waiting rooms that receive pages in one turn of the event loop.
+# At most this many waiting rooms receive pages in one turn of the event loop.
 LEND_WORK = 32
 
 
 class DecodeShell(Shell):
-    """One decode endpoint on the event loop, with its sockets, pages and fences, and the rooms that
-    its users hold.
-    """
+    """The asyncio side of one decode endpoint."""
 
     def __init__(
         self,
@@ -79,7 +77,6 @@ class DecodeShell(Shell):
             None if arrivals is None else arrivals.lent,
             self.guard,
         )
-        # Rooms that wait for pages of the staging.
         self.waiting: Waiting[GrantId] = Waiting()
         self._lends_later = False
         # The value of `staging_can_come_back` that `run` saw last.
@@ -88,7 +85,6 @@ class DecodeShell(Shell):
         self.opening: dict[DecodeRoom, asyncio.Task[None]] = {}
         # Open rooms, and ended rooms whose pages are not yet free.
         self.rooms: dict[GrantId, DecodeRoom] = {}
-        # Only open rooms have a verifier.
         self._verifiers: dict[GrantId, ChunkVerifier] = {}
         self.connections = Connections(self, endpoint, plane, connect)
         self.runners = {
@@ -186,7 +182,7 @@ class DecodeShell(Shell):
             self.open(room, ranks, prompt, deadline_at_s, announce=True)
 
     def _opening_ended(self, room: DecodeRoom, error: BaseException | None) -> None:
-        """Refuse the room if the attempt to open it ended for any reason without opening it."""
+        """Refuse the room if `_resolve_and_open` ended without opening it."""
         self.opening.pop(room, None)
         if room.record is None and room.refused is None:
             error = error or RuntimeError("it ended without a word")
@@ -196,7 +192,7 @@ class DecodeShell(Shell):
             )
 
     def _refused(self, room: DecodeRoom, error: KvflowError) -> None:
-        """End a room that did not reach the endpoint, and so has lent no pages."""
+        """End a room that never reached the endpoint. Such a room lent no pages."""
         if room.refused is None:
             room.refused = error.cause()
             self.counts.room_refused(room.refused)
@@ -207,7 +203,6 @@ class DecodeShell(Shell):
             self.call_back_later(room.callbacks)
 
     def _fail(self, room: DecodeRoom, error: KvflowError | Cause) -> None:
-        """Report `error` to the room's users, whether they wait now or later."""
         if room.held_back:
             room.when_begun.give(None, error)
         room.when_opened.give(None, error)
@@ -378,7 +373,7 @@ class DecodeShell(Shell):
             never = CapacityError(
                 what, (wanted - has_row) * layout.page_size, layout.num_pages * layout.page_size
             )
-            # The client must not retry: the prompt will never fit, as if it exceeded the pool.
+            # The prompt will never fit, so the client must not retry.
             never.code = Code.BAD_REQUEST
             raise never
         if self.waiting:
@@ -439,8 +434,8 @@ class DecodeShell(Shell):
         self.lend_returned()
 
     def lend_returned(self) -> None:
-        """Lend to waiting rooms; called when another node may have returned pages of this
-        staging.
+        """Lend to waiting rooms. The node calls it when another node over the same staging may have
+        returned pages.
         """
         if self.waiting and not self.stopped:
             self.guard(self._lend_waiting, "lending pages of staging")
@@ -504,7 +499,9 @@ class DecodeShell(Shell):
 
 
 def _check(checksums: Checksums | None, arrivals: Arrivals | None) -> Begin:
-    """Return the function that starts to copy a landed chunk from the staging, or to sum it."""
+    """Return the function that starts work on a landed chunk: a copy from the staging or, without
+    staging, a checksum.
+    """
     if arrivals is not None:
         return arrivals.begin
     assert checksums is not None

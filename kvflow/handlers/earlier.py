@@ -54,10 +54,10 @@ class EarlierShell:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         # The integer is the number of pages in the lease.
         self._leases: dict[GrantId, tuple[Quarantine, LeaseId, int]] = {}
-        # With staging, earlier loans of the pool itself are counted apart: this node lends pages of
-        # the staging only, and those loans keep none of them.
+        # With staging, this node lends pages of the staging only. Earlier loans of the pool keep
+        # none of these, so they are counted apart.
         self.leases_beside = self.pages_beside = 0
-        self._watches: dict[int, asyncio.Task[None]] = {}  # by the writer's number
+        self._watches: dict[int, asyncio.Task[None]] = {}
         self._left = False
         shell.runners |= {
             c.WatchEarlierWriter: self._watch_writer,
@@ -73,7 +73,7 @@ class EarlierShell:
             quarantine.leave(self)
 
     def free(self, command: c.FreePages) -> None:
-        """Return the pages of a room that an earlier node lent."""
+        """Return the pages that an earlier node lent for a room."""
         quarantine, lease, pages = self._leases.pop(command.grant)
         if quarantine is not self._quarantines[-1]:
             self.pages_beside -= pages
@@ -81,10 +81,7 @@ class EarlierShell:
         quarantine.free(lease)
 
     def check_unseen(self, incarnation: int) -> None:
-        """Raise MisuseError if a writer of this incarnation runs on this host.
-
-        An operator must not declare a process dead that may still write.
-        """
+        """Raise MisuseError if a writer of this incarnation runs on this host."""
         for writer in self._loans.of(incarnation):
             if writer.address is not None:
                 check_unseen(self._plane, incarnation, writer.address)

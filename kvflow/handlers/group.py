@@ -61,12 +61,12 @@ class GroupRequest:
     async def decided(self) -> None:
         """Wait until the request succeeded on every rank.
 
-        Raises: the KvflowError of the first failure; the group decides on one for all ranks.
+        Raises: the KvflowError of the failure that the group decided on. It is the same at every
+        rank.
         """
         await self.when_decided.get()
 
     def close(self, cause: Cause | None = None) -> None:
-        """End the request on every rank; no effect once it is decided."""
         self._shell.close_request(self, check_cause(cause))
 
 
@@ -283,7 +283,6 @@ class MemberShell(Shell):
             log.info("rank %d is in its group", self.member.rank)
 
     async def _follow(self, request: RankRequest) -> None:
-        """Report to the leader that this rank is ready, then wait until its room is done."""
         room = request.room
         if self._ready is not None:
             await self._ready(room, request.request)
@@ -307,13 +306,10 @@ class MemberShell(Shell):
             member.failed(key, cause)
             room.close(cause)
 
-        async def wait_released() -> None:
-            await room.released()
-
         def released(_: BaseException | None) -> None:
             (member.landed if error is None else member.released)(key)
 
-        self.spawn(wait_released(), f"kvflow-group-release-{room.room}", ended=released)
+        self.spawn(room.released(), f"kvflow-group-release-{room.room}", ended=released)
 
     async def _until_dead(self, process: ProcessIdentity) -> None:
         if await seen_ended(

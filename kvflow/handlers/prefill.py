@@ -155,9 +155,7 @@ def _is_short(error: BaseException | None) -> bool:
 
 
 class PrefillShell(Shell):
-    """One prefill endpoint on the event loop, with its socket, routes and writes, and the rooms
-    that its engine holds.
-    """
+    """The asyncio side of one prefill endpoint."""
 
     def __init__(
         self,
@@ -183,7 +181,7 @@ class PrefillShell(Shell):
             core.identity.layout.room_bytes,
         )
         self.checksums = checksums
-        self.rooms: dict[int, PrefillRoom] = {}  # by the serial of the room's record
+        self.rooms: dict[int, PrefillRoom] = {}
         self.routes: dict[Incarnation, Route] = {}
         self._writes: dict[int, _OpenWrite] = {}
         self._watches: dict[Incarnation, asyncio.Task[None]] = {}
@@ -294,7 +292,6 @@ class PrefillShell(Shell):
             self.endpoint.note_stall(stalled_s)
 
     async def _connect(self, command: c.OpenRoute) -> None:
-        """Open the data plane's route into a decode's pool."""
         route = await self.plane.connect(command.address, command.layout)
         if not callable(getattr(route, "write", None)):
             raise TransferError(
@@ -303,10 +300,9 @@ class PrefillShell(Shell):
         self.routes[command.peer] = route
 
     def _connected(self, peer: Incarnation, error: BaseException | None) -> None:
-        """Report to the endpoint whether `_connect` succeeded; the endpoint then answers decode."""
         if error is None:
-            # The decode may be gone by now, and its route must be closed. `_close_route` already
-            # did so if the decode left after `_connect` stored the route.
+            # If the decode is gone, its route must be closed. If the decode left after `_connect`
+            # stored the route, `_close_route` already closed it.
             known = self.endpoint.route_opened(peer, self.now())
             if not known and (route := self.routes.pop(peer, None)) is not None:
                 route.close()
@@ -469,14 +465,8 @@ class PrefillShell(Shell):
         # sends the message that returns decode's pages, and before any user is notified.
         self.run(then=functools.partial(self.pages.unhold, source_pages))
 
-    def _unhold(self, source_pages: PageIndices) -> None:
-        """End the hold on source pages. An error of the store is logged, so that the room can
-        end.
-        """
-        self.guard(lambda: self.pages.unhold(source_pages), "letting source pages go")
-
     def _read_no_more(self, room: PrefillRoom, source_pages: PageIndices) -> None:
-        self._unhold(source_pages)
+        self.guard(lambda: self.pages.unhold(source_pages), "letting source pages go")
         room.readers -= 1
         if room.over and not room.readers:
             room.when_released.give(None)

@@ -124,7 +124,7 @@ class RoomPages:
         self._stores, self._room, self._settled = stores, room, settled
         self.state = Ownership(staging=None if stores.staging is None else PagePhase.NONE)
         self.pages: PageIndices = NO_PLACES
-        # What prefill writes into: `pages` or, with staging, as many places of the staging.
+        # Places that prefill writes into: `pages` or, with staging, as many places of the staging.
         self.lent: PageIndices = NO_PLACES
         self._owner: Hashable = ("room", room)
         self._staging_owner: Hashable = self._owner
@@ -249,7 +249,7 @@ class DecodeRoom:
         self.prefix_tokens: int | None = None  # as passed to `offer`
         self.grant = GrantId(0)
         self.record: DecodeRoomRecord | None = None
-        # The cause of the end of a room that never reached the endpoint.
+        # The reason why the room never reached the endpoint.
         self.refused: Cause | None = None
         self.when_begun: Answer[bool] = Answer()
         self.when_opened: Answer[None] = Answer()
@@ -261,7 +261,7 @@ class DecodeRoom:
         self.callbacks: list[Callable[[], None]] = []  # the shell runs them when the room ends
         # Tasks that serve all requests log about this room, and read the request's id here.
         self.request_id = CURRENT.get().request_id
-        # True until `offer`; the shell takes no pages for the room before.
+        # While this is True, the shell takes no pages for the room.
         self.held_back = True
 
     def __repr__(self) -> str:
@@ -446,8 +446,7 @@ class PrefillRoom:
         self.request_id = CURRENT.get().request_id
         self.writes: dict[int, Write] = {}
         self.landed_before = 0  # bytes that landed in writes that ended
-        # `readers` counts the checksums that took too long: their threads still read the room's
-        # pages.
+        # `readers` counts checksums that took too long. Their threads still read the room's pages.
         self.over, self.readers = False, 0
         self.when_matched: Answer[int] = Answer()
         self.when_done: Answer[None] = Answer()

@@ -41,7 +41,6 @@ class Answer(Generic[T]):
         self._waiting: tuple[asyncio.Future[None], ...] = ()
 
     async def get(self) -> T:
-        """Wait for the answer, then return the result or raise the error."""
         if not self.given:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting += (waiter,)
@@ -98,7 +97,7 @@ class Shell:
         now: Callable[[], float],
     ) -> None:
         self._endpoint = endpoint
-        self.runners: dict[type, Callable[[Any], None]] = {}  # by the type of the command
+        self.runners: dict[type, Callable[[Any], None]] = {}
         self.timing, self.counts, self.now = timing, counts, now
         self._loop = asyncio.get_running_loop()
         # Tasks and timers serve all requests. Their log lines must not name the request during
@@ -183,7 +182,6 @@ class Shell:
         )
 
     def call_back_later(self, callbacks: list[Callable[[], None]]) -> None:
-        """Call each callback once, after the current commands, and empty the list."""
         self._callbacks += callbacks
         callbacks.clear()
 

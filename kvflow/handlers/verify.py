@@ -99,6 +99,5 @@ class ChunkVerifier:
         task.done.add_done_callback(done)
 
     def cancel(self) -> None:
-        """Cancel the checksums and copies of a room that is over."""
         for task in self._running:
             task.cancel()
