@@ -49,7 +49,7 @@ class Reclaimable(Protocol):
 
 
 class _Account:
-    """The mark that one owner's pages carry, and the number of these pages."""
+    """The pages of one owner: the mark that they carry, and their number."""
 
     __slots__ = ("count", "mark")
 
@@ -437,7 +437,6 @@ class PageAllocator:
 
     @staticmethod
     def _named(where: Index, which: NDArray[np.bool_]) -> int:
-        """Return the first page of the index `where` at which `which` is true."""
         first = int(np.argmax(which))
         return where.start + first if isinstance(where, slice) else int(where[first])
 

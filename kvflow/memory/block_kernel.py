@@ -17,12 +17,12 @@ from triton import language as tl
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.pages.plan import Blocks
 
-# From this average block size on, cudaMemcpyAsync is as fast, and leaves all multiprocessors to the
-# model.
+# For blocks of at least this average size cudaMemcpyAsync is as fast, and it leaves all
+# multiprocessors to the model.
 LARGE_BYTES = 256 << 10
 _MIN_BLOCKS = 16
 _WORD_BYTES = 8
-# Words that a program of the kernel moves at once.
+# A program of the kernel moves this many words at once.
 _WORDS = 2048
 # 16 programs are as fast as 128, and leave most of the device to the model.
 _PROGRAMS = 16

@@ -22,8 +22,8 @@ from kvflow.protocols.pages.components import in_order
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices, Places, PoolLayout
 
-# Cached plans, one for each combination of parts that a rank sends. The ranks of a room need at
-# most half as many.
+# Size of the cache of plans. Each combination of parts that a rank sends has a plan of its own, and
+# the ranks of one room need at most half of the cache.
 SHARES = 128
 # `update` holds the GIL for small blocks, so other threads get a turn after this many bytes.
 _BREATH_BYTES = 1 << 20
@@ -96,8 +96,8 @@ class PoolSums:
     ) -> bytes:
         """Return the checksum of `places`; empty if cancelled. Runs in a thread.
 
-        With `served`, it covers only the parts that one rank sent, in that rank's order of bytes,
-        and so equals the rank's own checksum.
+        With `served`, the checksum covers only the parts that one rank sent, in that rank's order
+        of bytes. It then equals the rank's own checksum.
         """
         if served is not None and (gathered := self._gathered(served)) is not None:
             return gathered.sum(places, cancelled)
@@ -105,13 +105,12 @@ class PoolSums:
         return found.digest() if sum_places(found, self._stores, places, cancelled) else b""
 
     def close(self) -> None:
-        """Drop every reference to the pool's memory."""
         self._stores = Stores([], [])
         self._gathered.cache_clear()
 
 
 def _gathered(layout: PoolLayout, served: tuple[Served, ...]) -> GatheredSum | None:
-    """Return a plan that gathers what one rank served, or None if whole pages can be summed."""
+    """Return None if whole pages can be summed, so that nothing has to be gathered."""
     return None if is_as_it_lies(layout, served) else GatheredSum(layout, served)
 
 

@@ -258,7 +258,6 @@ class CudaCopier:
         )
 
     def _synchronize(self) -> None:
-        """Wait for the stream, with the GIL released. Raises: TransferError."""
         try:
             self._stream.synchronize()
         except RuntimeError as error:
@@ -353,7 +352,6 @@ def _block_kernel(device: torch.device) -> BlockKernel | None:
 
 
 def _on(device: torch.device) -> Any:
-    """Return a context manager that makes `device` the thread's current CUDA device."""
     import torch
 
     return torch.cuda.device(device)

@@ -66,7 +66,6 @@ def stream_in(memory: torch.Tensor, layout: PoolLayout, c: Component) -> torch.T
 
 
 def misplaced(c: Component, page_bytes: int) -> LayoutError:
-    """Return the error for a component that is not aligned for its dtype."""
     return LayoutError(
         f"component {c.name!r}: {c.dtype} cannot lie at {c.offset} in pages of {page_bytes} bytes"
     )

@@ -16,7 +16,6 @@ from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import NO_PLACES, Places, PoolLayout, build_layout
 from kvflow.protocols.pages.plan import Pairing
 
-# Bytes that are gathered and summed at a time.
 _BATCH_BYTES = 1 << 20
 
 
@@ -79,7 +78,6 @@ class GatheredSum:
         return found.digest()
 
     def _parts(self, places: Places, there: PoolLayout) -> Iterator[Places]:
-        """Yield the pages in batches, then the rows one by one. Empty pages or rows are skipped."""
         for start in range(0, places.pages.size if there.page_bytes else 0, self._batch):
             yield Places(places.pages[start : start + self._batch], NO_PLACES)
         for n in range(places.rows.size if there.row_bytes else 0):
@@ -97,7 +95,6 @@ def is_as_it_lies(layout: PoolLayout, served: tuple[Served, ...]) -> bool:
 
 
 def _kinds(layout: PoolLayout, served: tuple[Served, ...]) -> list[StateKind]:
-    """Return the state kinds that a rank served, in the order of `components.in_order`."""
     found, known = [], by_name(layout.components)
     for each in sorted(served, key=lambda each: (len(each.name), each.name, each.start)):
         c = known[each.name][0]

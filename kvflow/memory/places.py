@@ -29,11 +29,9 @@ class PlaceAllocator:
         return self.pages.free_pages
 
     def at_rest(self) -> bool:
-        """Return True if both allocators are at rest; see `PageAllocator.at_rest`."""
         return self.pages.at_rest() and self.rows.at_rest()
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
-        """Take pages only. Raises: CapacityError (nothing is taken)."""
         return self.pages.take(count, owner)
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
@@ -47,7 +45,6 @@ class PlaceAllocator:
         return self._layout.numbered(Places(pages, row))
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
-        """Change the owner of pages and rows. Raises: OwnershipError (nothing is moved)."""
         both = self._split(pages)
         self.pages.move(both.pages, owner, new_owner)
         self._or_undo(
@@ -56,50 +53,35 @@ class PlaceAllocator:
         )
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
-        """Return pages and rows to their free lists.
-
-        Raises: OwnershipError (nothing is given back).
-        """
         both = self._split(pages)
-        # This move changes no row. It raises if `owner` does not own the rows, before any page is
-        # given back.
+        # This move changes nothing, but raises before any page is given back if `owner` does not
+        # own the rows.
         self.rows.move(both.rows, owner, owner)
         self.pages.give_back(both.pages, owner)
         self.rows.give_back(both.rows, owner)
 
     def hold(self, pages: PageIndices) -> None:
-        """Hold pages and rows. Raises: OwnershipError (nothing is held)."""
         both = self._split(pages)
         self.pages.hold(both.pages)
         self._or_undo(lambda: self.rows.hold(both.rows), lambda: self.pages.unhold(both.pages))
 
     def unhold(self, pages: PageIndices) -> None:
-        """End one hold on pages and rows.
-
-        Raises: OwnershipError if one of them is not held (no hold ends).
-        """
         both = self._split(pages)
         self.pages.unhold(both.pages)
         self._or_undo(lambda: self.rows.unhold(both.rows), lambda: self.pages.hold(both.pages))
 
     def withhold(self, pages: PageIndices) -> None:
-        """Keep pages and rows from every new owner until `unhold`.
-
-        Raises: OwnershipError for a place outside the pool (nothing is withheld).
-        """
         both = self._split(pages)
         self.pages.withhold(both.pages)
         self.rows.withhold(both.rows)
 
     def owned(self) -> dict[Hashable, int]:
-        """Count the pages and rows of each owner."""
         found = self.pages.owned()
         for owner, count in self.rows.owned().items():
             found[owner] = found.get(owner, 0) + count
         return found
 
     def count_by(self, kind: Hashable) -> int:
-        """Count the pages and rows of owners that match `kind`; see `PageAllocator.count_by`."""
         return self.pages.count_by(kind) + self.rows.count_by(kind)
 
     def _split(self, indices: PageIndices) -> Places:

@@ -401,7 +401,6 @@ class PagedPool:
 
 
 def _placed(layout: PoolLayout, offsets: Sequence[int], address: int) -> PoolLayout:
-    """Return `layout` with each buffer at `address` plus its offset."""
     buffers = zip(layout.buffers, offsets, strict=True)
     placed = tuple(msgspec.structs.replace(b, address=address + offset) for b, offset in buffers)
     return msgspec.structs.replace(layout, buffers=placed)

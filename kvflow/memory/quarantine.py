@@ -45,10 +45,11 @@ class PoolQuarantine:
         self._layout = layout
         self._lock = threading.RLock()
         self.leases: dict[LeaseId, _Lease] = {}
-        # The number of leases that contain each place; allocated for the first lease.
+        # The number of leases that contain each place. None until the first lease.
         self._named: NDArray[np.int32] | None = None
-        self._own: list[PageStore] = []  # stores of the pool itself
-        self._heirs: list[tuple[Heir, PageStore]] = []  # running nodes with their stores
+        # Stores of the pool itself, and running nodes with their stores.
+        self._own: list[PageStore] = []
+        self._heirs: list[tuple[Heir, PageStore]] = []
 
     def __repr__(self) -> str:
         return f"<PoolQuarantine of {len(self.leases)} leases, {len(self._heirs)} nodes>"

@@ -29,7 +29,7 @@ NOTHING = Places(NO_PLACES, NO_PLACES)
 
 
 class _StoppedError(Exception):
-    """Raised in a copy that `close` stopped."""
+    """`close` stopped the copy."""
 
 
 class Resident:

@@ -186,7 +186,6 @@ class SharedSegment:
 
 
 def _read_claims(fd: int, offset: int) -> set[int]:
-    """Return the claims in a sealed segment; `offset` is that of its last page. Raises: OSError."""
     return {owner for (owner,) in _CLAIM.iter_unpack(os.pread(fd, _CLAIMS_BYTES, offset)) if owner}
 
 

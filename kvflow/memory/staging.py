@@ -213,7 +213,6 @@ class StagedChecksums(PageTasks):
 
 
 def _parts(places: Places, host: PoolLayout) -> Iterator[Places]:
-    """Yield parts of `places` that fit into `host`: the pages, then the rows one by one."""
     for start in range(0, len(places.pages), host.num_pages):
         yield Places(places.pages[start : start + host.num_pages], NO_PLACES)
     for n in range(len(places.rows)):

@@ -147,7 +147,8 @@ def _num_pages(streams: Sequence[Stream], given: SupportsIndex | None) -> int:
             raise LayoutError(
                 f"num_pages is for pools of nothing but rows: stream {paged.name!r} has pages"
             )
-        return 1  # replaced once the streams are counted
+        # `describe` replaces it by the count of the streams.
+        return 1
     if given is None:
         raise LayoutError(
             "a pool of nothing but rows needs num_pages: its pages count the tokens of its requests"
@@ -232,7 +233,6 @@ def _of_numpy(name: str, array: NDArray[Any]) -> Stream:
 
 
 def _allocation(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array that owns the memory of a chain of views."""
     owner: Any = array
     while (owner := getattr(owner, "base", None)) is not None:
         if isinstance(owner, np.ndarray):
