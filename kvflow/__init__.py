@@ -117,11 +117,11 @@ __all__ = list(_HOMES)
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        home, _, there = _HOMES.get(name, "").partition(":")
-        if not home:
+        home = _HOMES.get(name)
+        if home is None:
             raise AttributeError(f"module 'kvflow' has no attribute {name!r}")
         # The name is stored in the module, so that its next use does not call this function.
-        found = globals()[name] = getattr(import_module(home), there or name)
+        found = globals()[name] = getattr(import_module(home), name)
         return found
 
 

@@ -64,7 +64,6 @@ def _option(name: str, role: str) -> Any:
 
 
 def _shown(default: Any) -> str:
-    """Return a default value as a user would write it."""
     if isinstance(default, bool):
         return "on" if default else "off"
     return f"{default:g}" if isinstance(default, float) else str(default)

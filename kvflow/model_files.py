@@ -100,7 +100,6 @@ def weights_digest(name: str) -> str:
 
 
 def _of_safetensors(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name of every weight, and the bytes that go into the digest."""
     # `pread` with POSIX_FADV_RANDOM reads only the samples. In a mapped file, the kernel would read
     # ahead.
     with path.open("rb") as file:
@@ -131,7 +130,6 @@ def _of_pickle(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _places(size: int) -> list[tuple[int, int]]:
-    """Return the (offset, length) of each sample of a weight of `size` bytes."""
     if size <= STRETCHES * STRETCH_BYTES:
         return [(0, size)]
     return [

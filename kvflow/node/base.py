@@ -93,7 +93,6 @@ class Node(Generic[S]):
         return layout
 
     def _sums(self) -> Checksums | None:
-        """Return an object that computes checksums of the pool's pages, to verify transfers."""
         return PageChecksums(self.pool, self._moved(self.pool.layout))
 
     @property

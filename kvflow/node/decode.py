@@ -125,8 +125,8 @@ class DecodeNode(Node[DecodeShell]):
 
     @property
     def unavailable_reason(self) -> str:
-        """Reason why this decode opens no rooms, namely a quarantine above its limit; empty if it
-        can.
+        """Reason why this decode opens no rooms: its quarantine is above the limit. Empty if it
+        opens rooms.
         """
         return self.shell.endpoint.core.ledger.excess
 
@@ -351,15 +351,10 @@ class DecodeNode(Node[DecodeShell]):
             task.exception()
 
     async def _answer(self, prefill: str) -> Sequence[RankInfo]:
-        """Call the user's `resolve`, and check what it returns."""
         assert self._resolve is not None
         return check_infos(await self._resolve(prefill), f"what resolve({prefill!r}) returns")
 
     async def _close(self) -> None:
-        """Close the node. Lent pages return if a living prefill proves the end of their loans.
-
-        The pool keeps the other loans in its quarantine.
-        """
         if self._shell is not None:
             await self._shell.close()
             self._unproven = self._unproven_loans()

@@ -104,9 +104,6 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
             raise WireError(f"{text}, those of the model of {hidden_size}")
 
     def _fault(self) -> str:
-        """Return the name of a malformed array and what is wrong with it; empty if there is
-        none.
-        """
         for name in ("hidden_states", "draft_probabilities", "draft_token_ids"):
             packed: PackedArray | None = getattr(self, name)
             if packed is not None and packed.fault:

@@ -99,5 +99,4 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 
 
 def size_bytes(tokens: int, top: int, asked: int) -> int:
-    """Return the size of the packed log-probabilities in bytes."""
     return tokens * (4 + 8 * top + 4 * asked)

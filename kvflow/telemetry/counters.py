@@ -86,11 +86,7 @@ def failed_in(ending: RoomEnding) -> str:
 
 
 class Counts:
-    """Counters of one node. Implements `protocols.ports.Observer`.
-
-    They cover rooms with their endings and durations, bytes that landed, chunks whose checksum
-    differed, and dropped messages.
-    """
+    """Counters of one node. Implements `protocols.ports.Observer`."""
 
     def __init__(self, page_bytes: int = 0, row_bytes: int = 0) -> None:
         """`row_bytes` is for pools with rows, in which the last page of every room is its row."""
@@ -172,7 +168,6 @@ class Counts:
         self.ended.clear()
 
     def room_refused(self, cause: Cause) -> None:
-        """Count a request that ended before its room reached the endpoint."""
         if cause.code not in _WANTED:
             self.refusals[cause.code] += 1
 

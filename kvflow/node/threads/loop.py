@@ -34,7 +34,7 @@ class LoopThread:
         self._lock = threading.Lock()
         self._posted: list[Callable[[], None]] = []
         self._woken = self._stopped = False
-        self.errors = 0  # posted calls that raised
+        self.errors = 0
         self._asked: set[concurrent.futures.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event

@@ -255,7 +255,6 @@ class NodeThread(Generic[N, A, R]):
             self.pages.unhold(pages)
 
     def _act(self, act: Callable[[N], None]) -> None:
-        """Call `act` with the node, unless the node is closed."""
         if not self._closed:
             assert self._node is not None
             act(self._node)
@@ -313,7 +312,6 @@ class NodeThread(Generic[N, A, R]):
         task.add_done_callback(report)
 
     def _explained(self, error: BaseException, room: R) -> KvflowError:
-        """Convert the exception that ended a room into the error of its "failed" event."""
         assert self._node is not None
         return self._node.shell.explained(error, f"room {room.room} of the {self.role} thread")
 
