@@ -1,6 +1,4 @@
-"""Why a data plane cannot be used here, found out once in each process of the tests: each look
-imports a library in a process of its own.
-"""
+"""Why a data plane cannot be used here; cached, because each look starts a process."""
 
 from __future__ import annotations
 

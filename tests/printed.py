@@ -71,16 +71,13 @@ _ENTER = re.compile(r"(python3 -m venv \S+ && )?\. \S+/bin/activate$")
 
 
 class Step(NamedTuple):
-    """A script of one shell.
-
-    `commands` are the printed ones that it runs; `is_alone` has a network of its own.
-    """
+    """A script of one shell. `commands` are the printed ones that it runs."""
 
     name: str
     script: str
     commands: tuple[str, ...]
     timeout_s: float = 60
-    is_alone: bool = False
+    is_alone: bool = False  # it has a network of its own
     needs: tuple[str, ...] = ()  # modules
     is_quiet: bool = False  # it prints no error
 
@@ -110,17 +107,12 @@ def blocks_of(page: str, language: str = "sh") -> list[str]:
 
 
 def commands_of(block: str) -> list[str]:
-    """The commands of a block of shell, each as printed, continuation lines included, without its
-    comment.
-    """
+    """The commands of a block of shell, as printed, without comments."""
     lines = re.findall(r"^((?:.*\\\n)*.*[^\\\n])$", block, re.MULTILINE)
     return [line.partition("  #")[0].rstrip() for line in lines]
 
 
 def printed() -> list[tuple[str, str]]:
-    """Every page, and every command that it prints;
-    examples are pages that print how they are run.
-    """
     found = [
         (page, command)
         for page in PAGES
@@ -149,17 +141,14 @@ def steps() -> list[Step]:
 
 
 def not_run(command: str) -> str:
-    """Why it is not run; empty where a step has to."""
     return next((why for beginning, why in NOT_RUN.items() if command.startswith(beginning)), "")
 
 
 def less_of(command: str) -> str:
-    """Return what follows the command to make it shorter; empty where nothing has to."""
     return next((more for beginning, more in LESS.items() if command.startswith(beginning)), "")
 
 
 def _block_with(beginning: str, page: str) -> tuple[str, str]:
-    """Return the block of `page` that has a command which begins so, and that command."""
     for block in blocks_of(page):
         for command in commands_of(block):
             if command.startswith(beginning):
@@ -173,9 +162,7 @@ def _demo() -> Step:
 
 
 def install(page: str = QUICKSTART) -> Step:
-    """The block of a page that makes an environment and installs kvflow into it; a command is found
-    there after.
-    """
+    """The block of a page that installs kvflow; a command is found there after."""
     (block,) = (block for block in blocks_of(page) if "pip install" in block)
     return Step(
         f"{page}: install", f"{block}cd / && kvflow --help", tuple(commands_of(block)[1:]), 1800
@@ -183,9 +170,6 @@ def install(page: str = QUICKSTART) -> Step:
 
 
 def _served() -> list[Step]:
-    """Return the services of the first pages, each with the request that is printed for one
-    machine.
-    """
     one, _ = _block_with("kvflow up", QUICKSTART)
     two, _ = _block_with("kvflow prefill", SERVE)
     _, curl = _block_with("curl", QUICKSTART)
@@ -208,7 +192,6 @@ def _served() -> list[Step]:
 
 
 def _started(block: str) -> str:
-    """The block, whose servers run beside the shell; what they log is not the answer."""
     lines = commands_of(block)
     return "\n".join(
         f"{line.removesuffix(' &')} >&2 &" if _SERVER.match(line) else line for line in lines
@@ -235,7 +218,6 @@ def _two_machines() -> Step:
 
 
 def _configured() -> Step:
-    """`kvflow up` with the file of the examples, and the chat."""
     chat, up = _how_to_run(ROOT / CHAT), _config_command()
     script = f"{STOP}. .venv/bin/activate\n{up} >&2 &\n{_WAIT}\n" + "\n".join(chat)
     return Step(
@@ -253,9 +235,6 @@ def _config_command() -> str:
 
 
 def _long() -> list[Step]:
-    """Return the simulators and benches, each in a shell of its own that enters the environment as
-    its block does.
-    """
     found = []
     for page in PAGES:
         for block in blocks_of(page):
@@ -288,7 +267,6 @@ def _examples() -> list[Step]:
 
 
 def _secrets() -> Step:
-    """The keys of examples/kubernetes, which need no cluster."""
     block, *_ = (block for block in blocks_of("examples/kubernetes/README.md") if "keygen" in block)
     enter, *rest = commands_of(block)
     commands = [line for line in rest if not not_run(line)]
@@ -297,11 +275,7 @@ def _secrets() -> Step:
 
 
 def _log(folder: Path, wanted: list[str]) -> int:
-    """Take every step in a new clone, or those whose names have one of the `wanted` texts, and
-    print it.
-
-    Returns how many failed.
-    """
+    """Take the steps whose names have one of `wanted`, by default all. Returns how many failed."""
     checkout = Checkout(folder / "kvflow", folder / "home", PATH)
     checkout.home.mkdir()
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(checkout.folder)], check=True)

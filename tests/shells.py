@@ -1,6 +1,4 @@
-"""Commands of the pages of this repository, run as printed: in a fresh shell, and in a network of
-their own.
-"""
+"""Commands of this repository's pages, run as printed in a fresh shell."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ class Checkout(NamedTuple):
     def shell(
         self, script: str, timeout_s: float, *before: str, **more: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run `script` in a shell that inherits nothing, with no environment of Python's on its
-        PATH.
-        """
+        """Run `script` in a shell that inherits nothing."""
         return subprocess.run(
             [*before, "bash", "-euo", "pipefail", "-c", script],
             cwd=self.folder,
@@ -57,16 +53,11 @@ class Checkout(NamedTuple):
         )
 
     def alone(self, script: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        """`shell`, with a network of its own, where both addresses that the pages print are this
-        machine's.
-        """
         return self.shell(NETWORK + script, timeout_s, *ALONE)
 
 
 def set_up(folder: Path) -> Checkout:
-    """A copy of this checkout where `make setup` has run: its `.venv` is this environment, by
-    links.
-    """
+    """A copy of this checkout, whose `.venv` is this environment, by links."""
     copy, home = folder / "checkout", folder / "home"
     shutil.copytree(ROOT, copy, symlinks=True, ignore=_NOT_COPIED)
     (copy / ".venv").mkdir()
@@ -84,9 +75,7 @@ def set_up(folder: Path) -> Checkout:
 
 
 def with_packages_of_this_environment(script: str) -> str:
-    """`script`, whose new environment finds here what it would download: that takes minutes, and
-    proves nothing.
-    """
+    """Let the new environment of `script` find here what it would download."""
     paths = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     made = re.search(r"^python3 -m venv (\S+) .*$", script, re.MULTILINE)
     assert made is not None, "the block makes no environment"

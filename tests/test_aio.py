@@ -1,7 +1,4 @@
-"""Blocking work in threads: bounded, in order, to its end (I12), and what hangs hangs alone.
-
-What arrives at once goes on in turns.
-"""
+"""Blocking work in threads: bounded, in order, to its end (I12); arrivals go on in turns."""
 
 from __future__ import annotations
 
@@ -22,8 +19,6 @@ from tests.transports.peer_process import until
 
 
 class Gate:
-    """Work that hangs until it is let go."""
-
     def __init__(self, result: int = 0) -> None:
         self.entered, self.opened, self.result = threading.Event(), threading.Event(), result
 
@@ -145,7 +140,6 @@ def _no_thread(_: threading.Thread) -> None:
 
 
 async def test_a_call_that_hangs_delays_none_that_a_free_thread_could_do() -> None:
-    """However the calls before it came and went: idle threads are counted exactly."""
     rng = random.Random(7)
     threads = Threads("test", 3)
     for _ in range(200):
@@ -175,8 +169,6 @@ async def test_one_thread_works_in_the_order_in_which_work_comes() -> None:
 
 
 class Slices:
-    """Work in slices, which asks after each of them whether to stop."""
-
     def __init__(self) -> None:
         self.slices, self.entered, self.go_on = 0, threading.Event(), threading.Semaphore(0)
 
@@ -357,9 +349,7 @@ async def test_work_that_ends_by_itself_is_left_to_its_owner(how: str) -> None:
 async def turns_of_a_crowd(
     turnstile: Turnstile, cancelled: range = range(0)
 ) -> tuple[list[int], list[int]]:
-    """Of 20 that come at once: in which order they go on, and how many of them in each turn of the
-    loop.
-    """
+    """Of 20 that come at once: their order, and how many go on in each turn of the loop."""
     order: list[int] = []
 
     async def one(number: int) -> None:

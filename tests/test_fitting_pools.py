@@ -1,6 +1,4 @@
-"""Pools of two engines, through whole nodes: opaque pages arrive, and pools that do not fit are
-refused in words.
-"""
+"""Pools of two engines through whole nodes: they fit, or are refused in words."""
 
 from __future__ import annotations
 

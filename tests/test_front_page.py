@@ -1,6 +1,4 @@
-"""`import kvflow` is the front page: few names, each where it says, nothing loaded before it is
-used.
-"""
+"""`import kvflow` is the front page: nothing is loaded before it is used."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The manifests of examples/kubernetes: valid by Kubernetes' schemas, and true of kvflow and of
-each other.
-"""
+"""The manifests of examples/kubernetes: valid, and true of kvflow and of each other."""
 
 from __future__ import annotations
 
@@ -68,7 +66,6 @@ def test_what_is_not_valid_is_found(wrong: Any) -> None:
 
 
 def settings_of(role: str) -> Any:
-    """As the process reads them, by the same code."""
     container = container_of(role)
     args = container["args"]
     given = {

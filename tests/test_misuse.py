@@ -1,7 +1,4 @@
-"""What a user gets wrong is said where it is done: the field, the value, the limit.
-
-What a peer gets wrong never is.
-"""
+"""A user's mistake is said where it is made: the field, the value, the limit."""
 
 from __future__ import annotations
 
@@ -81,7 +78,7 @@ async def test_a_prefix_that_is_not_whole_pages(kvflow_pair: Pair, prefix: int) 
 
 
 async def test_a_prompt_of_more_pages_than_an_offer_may_have(kvflow_pair: Pair) -> None:
-    """Prefill would drop the offer as malformed, and both legs would wait for their deadlines."""
+    """Prefill would drop the offer as malformed, and both legs would wait."""
     p = kvflow_pair
     prompt = np.zeros(4 * MAX_PAGES_PER_ROOM + 1, dtype=np.uint32)
     most = 4 * MAX_PAGES_PER_ROOM

@@ -215,9 +215,7 @@ async def test_a_close_is_cancelled_while_the_two_connect(role: str) -> None:
 async def test_one_network_address_takes_so_many_places_and_no_more(
     kvflow_clean_loop: None,
 ) -> None:
-    """Over ZMQ: of the address that the TCP connection comes from, whatever a decode says of
-    itself.
-    """
+    """What counts is where the TCP connection comes from, whatever a decode says of itself."""
 
     def connect_from_elsewhere(control: str, incarnation: int) -> ControlSocket:
         return connect_dealer(control.replace("tcp://", "tcp://127.0.0.2:0;"), incarnation)
@@ -245,7 +243,6 @@ async def test_one_network_address_takes_so_many_places_and_no_more(
 
 
 async def test_nodes_in_one_process_know_nothing_of_one_that_has_closed() -> None:
-    """Over ZMQ and shared memory: as workers that switch their roles, in either order."""
     pools = [PagedPool.allocate(small_layout()) for _ in range(3)]
 
     async def one_room(prefill: PrefillNode, decode: DecodeNode, room: int) -> None:

@@ -1,6 +1,4 @@
-"""Rooms over pages of the engine's own allocator: held in the store from the call on, until nothing
-can touch them.
-"""
+"""Rooms over pages of the engine's own allocator, held until nothing can touch them."""
 
 from __future__ import annotations
 
@@ -36,7 +34,6 @@ pytest_plugins = ["kvflow.testing.fixtures"]
 async def external_pair(
     *, verify: bool = False
 ) -> AsyncIterator[tuple[Pair, ExternalPages, ExternalPages]]:
-    """A pair whose nodes own no page: the stores of prefill's and of decode's engine."""
     async with pair() as p:
         stores = ExternalPages(64), ExternalPages(64)
         for node in p.nodes:

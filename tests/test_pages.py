@@ -38,7 +38,6 @@ FOREIGN = {
 
 
 def python_blocks() -> dict[str, str]:
-    """Return every Python block, by its page and its number there."""
     found = {}
     for page in PAGES:
         for number, block in enumerate(blocks_of(page, "python")):
@@ -58,13 +57,11 @@ def without_code(text: str) -> str:
 
 
 def cited(page: str, pattern: str) -> set[str]:
-    """Return what the code spans of a page have that fits `pattern`."""
     spans = re.findall(r"`([^`\n]+)`", without_code(text_of(page)))
     return {found for span in spans for found in re.findall(pattern, span)}
 
 
 def flags_of_commands() -> set[str]:
-    """Return every flag of every command of `kvflow`."""
     import typer.main
 
     found, waiting = set(), [typer.main.get_command(one) for one in (app, bench, sim)]
@@ -179,7 +176,6 @@ def test_the_configuration_reference_has_every_setting() -> None:
 
 
 def test_the_metrics_reference_has_every_metric() -> None:
-    """Some names stand whole in the sources, and others are put together there."""
     folders = [ROOT / "kvflow" / name for name in ("http", "router", "serve/http")]
     sources = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
     written = {name for text in sources for name in re.findall(r'Family\(\s*"(kvflow_\w+)"', text)}

@@ -1,5 +1,4 @@
-"""What README.md, docs/ and examples/ print runs as printed, in the shell of a new user without an
-environment of Python's."""
+"""What README.md, docs/ and examples/ print runs as printed, in the shell of a new user."""
 
 from __future__ import annotations
 
@@ -36,7 +35,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 @pytest.fixture(scope="module")
 def installed(checkout: Checkout) -> Iterator[Checkout]:
-    """By the page of two machines."""
     done = _installed(checkout, printed.install(printed.TWO_MACHINES))
     assert done.returncode == 0, done.stderr
     yield checkout
@@ -51,7 +49,6 @@ def named(step: Step) -> str:
 
 
 def succeeded(step: Step, checkout: Checkout) -> str:
-    """What it has printed. Skips where it cannot run."""
     for module in step.needs:
         pytest.importorskip(module)
     if taken := step.taken_ports:
@@ -65,7 +62,6 @@ def succeeded(step: Step, checkout: Checkout) -> str:
 
 
 def test_every_printed_command_is_run_or_has_a_reason() -> None:
-    """And a reason has a command, and a step has nothing that is not printed."""
     run = {command for step in STEPS for command in step.commands}
     commands = [command for _, command in printed.printed()]
     assert [

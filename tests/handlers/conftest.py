@@ -1,7 +1,4 @@
-"""The pair that most of these tests use, and an end for a test that hangs.
-
-It is cancelled, so that the next one runs: a signal does not get through to uvloop's loop.
-"""
+"""The pair that most of these tests use, and an end for a test that hangs."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ PATIENCE_S = 20
 
 @pytest_asyncio.fixture(autouse=True)
 async def _no_hang() -> AsyncIterator[None]:
+    # A signal does not get through to uvloop's loop, so a test that hangs is cancelled.
     def cancel() -> None:
         for task in asyncio.all_tasks():
             if not task.get_name().startswith("kvflow"):
@@ -32,5 +30,4 @@ async def _no_hang() -> AsyncIterator[None]:
 
 @pytest.fixture
 def p(kvflow_pair: Pair) -> Pair:
-    """A prefill and a decode on a network in memory, which are at rest when the test ends."""
     return kvflow_pair

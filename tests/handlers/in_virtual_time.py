@@ -1,5 +1,4 @@
-"""Endings that must reach the other side's client in under a second of the nodes' own timers,
-however slow the machine is."""
+"""Plays an ending in virtual time: the other side's client must hear of it in under a second."""
 
 from __future__ import annotations
 

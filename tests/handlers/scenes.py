@@ -1,4 +1,4 @@
-"""What many of these tests begin with, how they put messages on the wire, and how a room ended."""
+"""Situations in which many of these tests begin, and messages that they put on the wire."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def links(node: DecodeNode) -> list[PrefillPeer]:
 
 
 def known(node: PrefillNode) -> list[DecodePeer]:
-    """The decodes a prefill knows."""
     return list(node.shell.endpoint.peers)
 
 
@@ -47,7 +46,6 @@ def between(p: Pair) -> dict[str, Any]:
 
 
 def to_prefill(p: Pair, *messages: Message) -> None:
-    """As if decode had sent them."""
     for message in messages:
         p.network.inject(
             Frame(p.prefill.info.control, routing_id(p.decode.incarnation), True, encode(message))
@@ -55,7 +53,6 @@ def to_prefill(p: Pair, *messages: Message) -> None:
 
 
 def to_decode(p: Pair, *messages: Message) -> None:
-    """As if prefill had sent them."""
     for message in messages:
         p.network.inject(
             Frame(p.prefill.info.control, routing_id(p.decode.incarnation), False, encode(message))
@@ -76,7 +73,6 @@ def registered(p: Pair, **fields: Any) -> Registered:
 
 
 async def more(p: Pair, kind: str, times: int = 1) -> None:
-    """So many messages of that kind are sent from here on."""
     before = p.network.seen[kind]
     await until(lambda: p.network.seen[kind] >= before + times)
 
@@ -95,15 +91,12 @@ def slow_way(p: Pair) -> asyncio.Event:
 
 
 async def all_read() -> None:
-    """What is on its way has been read: a frame takes one turn of the loop,
-    and its reader another.
-    """
+    """Let what is on its way be read: a frame takes one turn of the loop, its reader another."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 async def code_of(waiting: Awaitable[object]) -> Code:
-    """The code of the error it raises."""
     try:
         await waiting
     except KvflowError as error:
@@ -144,9 +137,7 @@ async def sending(
 
 
 async def midway(p: Pair, room: int = 7) -> tuple[PrefillRoom, DecodeRoom]:
-    """Two of five pages have landed as chunk 0; chunk 1 runs, and one of its three pages has
-    landed.
-    """
+    """Two of five pages landed as chunk 0, and one of the three pages of chunk 1, which runs."""
     source, target = await matched(p, room)
     plane = p.plane(p.prefill)
     plane.hold()
@@ -172,7 +163,6 @@ async def every_rank_writes(p: Pair, room: int = 7) -> tuple[list[PrefillRoom], 
 
 
 async def finish(p: Pair, source: PrefillRoom, target: DecodeRoom, *, chunks: int = 1) -> None:
-    """The room moves all of its pages, and its client leaves."""
     await source.matched()
     p.send_all(source, chunks=chunks)
     assert await target.landed() == b"handoff"
@@ -186,7 +176,6 @@ async def prove(p: Pair) -> None:
 
 
 async def success(p: Pair, room: int = 7, *, chunks: int = 2) -> None:
-    """A whole room, its bytes compared."""
     source, target = await matched(p, room)
     pages = p.send_all(source, chunks=chunks)
     assert await target.landed() == b"handoff"

@@ -1,6 +1,4 @@
-"""A room ended on purpose, in every phase and from either side: one cause, every page home, no late
-write.
-"""
+"""A room ended on purpose, in every phase and from either side."""
 
 from __future__ import annotations
 
@@ -42,7 +40,6 @@ Both = tuple[PrefillRoom, DecodeRoom]
 
 
 async def between_chunks(p: Pair) -> Both:
-    """The first chunk has landed and nothing runs."""
     source, target = await matched(p)
     mine = p.prefill.pages.take(2, "engine")
     source.on_end(lambda: p.prefill.pages.give_back(mine, "engine"))
@@ -130,9 +127,7 @@ async def test_closing_what_has_landed_is_no_abort(p: Pair) -> None:
 
 
 async def test_nothing_is_written_and_no_page_is_free_before_the_drain(p: Pair) -> None:
-    """A write that cannot be stopped: client and engine have their error, but the pages stay lent
-    (I2, I12).
-    """
+    """A write that cannot be stopped: both users have their error, pages stay lent (I2, I12)."""
     source, target = await sending(p, Fault.STUCK)
     target.close(WHY)
     assert await code_of(target.landed()) is await code_of(source.done()) is WHY.code
@@ -146,7 +141,6 @@ async def test_nothing_is_written_and_no_page_is_free_before_the_drain(p: Pair) 
 
 
 async def test_freed_pages_are_written_by_their_new_owner_only(p: Pair) -> None:
-    """The pages of an aborted room, taken again at once, keep what their new owner writes."""
     _, target = await midway(p)
     pages = target.pages.copy()
     target.close()
@@ -160,7 +154,6 @@ async def test_freed_pages_are_written_by_their_new_owner_only(p: Pair) -> None:
 
 
 async def success_on_a_full_pool(p: Pair) -> None:
-    """Nothing fits, so nothing may be written."""
     prefill = p.prefill.room(9, PROMPT)
     with pytest.raises(Exception, match="pages: asked for 5, limit 0"):
         await p.decode.room(9, "sim", PROMPT)
@@ -232,9 +225,6 @@ async def test_queued_chunks_never_reach_the_target(p: Pair) -> None:
 
 
 async def test_each_rank_answers_for_itself() -> None:
-    """One has drained, one cannot prove anything: the room is lost, and only that one's loan stays
-    out.
-    """
     async with pair(ranks=2) as p:
         p.network.hold(RoomFailed)
         _, target = await every_rank_writes(p)
@@ -254,9 +244,7 @@ async def test_each_rank_answers_for_itself() -> None:
 
 
 async def test_a_rank_that_could_not_vouch_does_not_take_that_back() -> None:
-    """After its `unproven` a last chunk of the same rank is a contradiction: counted,
-    and no proof.
-    """
+    """A last chunk of the same rank after its `unproven` is a contradiction, and no proof."""
     async with pair(ranks=2) as p:
         p.network.hold(RoomFailed)
         _, target = await every_rank_writes(p)

@@ -1,6 +1,4 @@
-"""How long half a room waits: for an announced decode as long as that lives, for any other a set
-time.
-"""
+"""How long half a room waits: as long as the decode that announced it lives, or a set time."""
 
 from __future__ import annotations
 
@@ -35,9 +33,6 @@ async def pass_time(p: Pair, seconds: float) -> None:
 
 
 async def test_a_room_waits_for_as_long_as_it_says(p: Pair) -> None:
-    """Minutes where a proxy calls decode only when prefill has answered; a moment where both are
-    called at once.
-    """
     short = p.prefill.room(6, PROMPT, rendezvous_s=1)
     normal = p.prefill.room(7, PROMPT)
     patient = p.prefill.room(8, PROMPT, rendezvous_s=600)
@@ -134,9 +129,7 @@ async def test_a_lost_announcement_is_repeated_while_there_are_no_pages(p: Pair)
 
 
 async def test_a_room_that_was_announced_is_offered_with_its_own_grant(p: Pair) -> None:
-    """Two decodes announce one number: the second is refused, and its withdrawal ends nothing of
-    the first.
-    """
+    """Two decodes announce one number: withdrawing the second ends nothing of the first."""
     other = await p.add_decode()
     source, target = await announced(p)
     assert await code_of(other.announce(7, "sim", PROMPT).landed()) is Code.ROOM_IN_USE

@@ -1,6 +1,4 @@
-"""Cancel at every await a user has, and close nodes in the middle of everything: nothing is left
-behind (I5, I12).
-"""
+"""Users are cancelled at every await, and nodes close at every moment (I5, I12)."""
 
 from __future__ import annotations
 
@@ -183,9 +181,6 @@ async def test_closing_decode_in_mid_transfer(
 
 
 async def test_closing_decode_while_prefill_does_not_answer(p: Pair) -> None:
-    """Patience ends, every room has its one ending, and what is not proven stays out of the free
-    list.
-    """
     source, target = await midway(p)
     p.network.drop(Abort, times=1_000)
     node = p.decodes.pop(0)
@@ -199,7 +194,6 @@ async def test_closing_decode_while_prefill_does_not_answer(p: Pair) -> None:
 
 
 async def test_closing_decode_waits_for_no_prefill_that_never_answered(p: Pair) -> None:
-    """Nothing was lent to it: there is no proof to wait for."""
     p.network.cut()
     room = p.decode.room(7, "sim", PROMPT)
     await until(lambda: links(p.decode))
@@ -210,7 +204,6 @@ async def test_closing_decode_waits_for_no_prefill_that_never_answered(p: Pair) 
 
 
 async def test_closing_decode_waits_for_no_living_prefill_that_owes_nothing() -> None:
-    """One rank is lost with a loan; that another is up does not bring its proof."""
     async with pair(ranks=2) as p:
         _, target = await every_rank_writes(p)
         p.network.cut(p.prefills[1].info.control)
@@ -291,8 +284,7 @@ async def test_leaving_by_an_exception_tells_the_other_side(p: Pair, side: str) 
 
 
 async def test_a_decode_that_left_before_its_way_was_reported_open(p: Pair) -> None:
-    """The task that opens the way has ended, its report comes in the next turn, and between the two
-    the decode left: the way was closed with it."""
+    """The decode left between the end of the task that opens the way and its report."""
     shell = p.prefill.shell
     stranger = Incarnation(p.decode.incarnation ^ 1)
     assert stranger not in shell.routes

@@ -1,6 +1,4 @@
-"""Verified transfers: what lands is what was sent, or the room fails with both sums; no page being
-read is free.
-"""
+"""Verified transfers: what lands is what was sent, or the room fails with both sums."""
 
 from __future__ import annotations
 
@@ -48,8 +46,6 @@ class SlowSum:
 
 
 class SlowChecksums(PageChecksums):
-    """Checksums that end when the test ends them."""
-
     def __init__(self, pool: PagedPool) -> None:
         super().__init__(pool)
         self.begun: list[SlowSum] = []
@@ -63,7 +59,6 @@ class SlowChecksums(PageChecksums):
         slow.released.set_result(None)
 
     def give_up(self, slow: SlowSum) -> None:
-        """Its thread hangs, until `release`."""
         slow.error = "the checksum took longer than 120 s"
         slow.done.set_result(b"")
 
@@ -99,7 +94,6 @@ async def turns(count: int) -> None:
 
 @pytest_asyncio.fixture
 async def p(kvflow_pair: Pair) -> AsyncIterator[Pair]:
-    """Both nodes verify."""
     for node in kvflow_pair.nodes:
         verify(node)
     yield kvflow_pair
@@ -129,7 +123,6 @@ def corrupt(p: Pair, seq: int, page: int) -> None:
 
 
 async def checking(p: Pair, chunks: int = 1) -> tuple[PrefillRoom, DecodeRoom, SlowChecksums]:
-    """Every chunk has landed in a room, and decode is about to sum them."""
     sums = slow_sums(p.decode)
     source, target = await sending(p, chunks=chunks)
     await until(lambda: len(sums.begun) == chunks)
@@ -171,9 +164,6 @@ async def test_a_changed_byte_fails_the_room_on_both_sides(p: Pair) -> None:
 
 
 async def test_a_changed_byte_of_the_last_chunk(p: Pair) -> None:
-    """Prefill's writes have landed, which ends its loan; what landed is wrong,
-    which ends the room.
-    """
     corrupt(p, seq=2, page=4)
     source, target = await sending(p, chunks=3)
     with pytest.raises(KvflowError, match="chunk 2 of rank 0: checksum"):
@@ -259,9 +249,7 @@ async def test_a_cancelled_wait_does_not_end_the_check(p: Pair) -> None:
 
 @pytest.mark.parametrize("agrees", [True, False])
 async def test_prefill_dies_during_the_check(p: Pair, agrees: bool) -> None:
-    """Its ChunkDone(last) is proof of its writes, and nothing more is needed from it: the room ends
-    by its checksum.
-    """
+    """Its ChunkDone(last) proves its writes, so the room ends by its checksum."""
     _, target, sums = await checking(p)
     if not agrees:
         flip(p.decode.pool, int(target.pages[0]))
@@ -333,9 +321,7 @@ async def test_a_write_in_doubt_stays_in_doubt(p: Pair) -> None:
 
 
 async def test_a_room_of_no_pages_has_nothing_to_verify(p: Pair) -> None:
-    """Found by the bare simulator: decode has the whole prompt already, so its only chunk has no
-    checksum.
-    """
+    """Found by the bare simulator: the only chunk of such a room has no checksum."""
     source = p.prefill.room(7, range(8))
     target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
     await finish(p, source, target)
@@ -442,7 +428,6 @@ async def test_a_checksum_at_prefill_that_does_not_come_back_ends_the_room_on_bo
 
 
 async def test_a_room_is_released_when_its_last_write_has_ended_too(p: Pair) -> None:
-    """A checksum that hung has come back, and a write of the same room still reads its pages."""
     sums = slow_sums(p.prefill)
     plane = p.plane(p.prefill)
     plane.hold()
@@ -473,7 +458,6 @@ async def test_a_lost_chunk_is_sent_again_with_its_checksum(p: Pair) -> None:
 
 @pytest.mark.parametrize("spoiled", [False, True])
 async def test_over_shared_memory(spoiled: bool, kvflow_clean_loop: None) -> None:
-    """Real nodes, socket, data plane and threads."""
     pools = [PagedPool.allocate(small_layout(256)) for _ in range(2)]
     planes = [LocalPlane(pool.segment) for pool in pools]
     async with (

@@ -1,6 +1,4 @@
-"""Closing is idempotent: from every phase, by every path, again and again; the first cause stands
-(I4, I5).
-"""
+"""Closing is idempotent from every phase and by every path; the first cause stands (I4, I5)."""
 
 from __future__ import annotations
 
@@ -82,7 +80,6 @@ async def lost(p: Pair) -> Both:
 
 
 async def lost_by_both(p: Pair) -> Both:
-    """Decode aborts, and receives the answer for an unknown grant before the failure."""
     plane = p.plane(p.prefill)
     plane.script(Fault.ERROR)
     plane.hold()
@@ -101,7 +98,7 @@ async def by_itself(p: Pair, session: Any) -> None:
 
 
 async def by_its_context(p: Pair, session: Any) -> None:
-    """Entered and left; where it cannot be entered yet, or any more, that is what ends it."""
+    """Enter and leave the room; where it cannot be entered, that ends it."""
 
     async def use() -> None:
         with contextlib.suppress(KvflowError):
@@ -129,9 +126,7 @@ async def by_its_deadline(p: Pair, session: Any) -> None:
 
 
 async def by_the_peer(p: Pair, session: Any) -> None:
-    """What the other side would send about this grant: fed at once, so that the phase is still the
-    one meant.
-    """
+    """Feed the message at once, so that the phase is still the one meant."""
     if isinstance(session, PrefillRoom):
         abort = Abort(cause=OTHER, **header(p, session.room, session.record.grant or 1 << 39))
         p.prefill.shell.endpoint.receive(

@@ -1,6 +1,4 @@
-"""Peers that answer late, or again: nothing is lost by their absence, and nothing stays lost for
-ever.
-"""
+"""Peers that answer late, or again: nothing is lost by their absence."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ IMPATIENT = msgspec.structs.replace(QUICK, lost_after_s=5, register_s=600)
 
 
 async def test_a_prefill_that_first_answers_after_the_time_of_silence() -> None:
-    """Its link is as old as its answer: silence counts from there, and not from when it was
-    dialled.
-    """
+    """Silence counts from the first answer, and not from when the link was dialled."""
     async with pair(timing=IMPATIENT) as p:
         p.network.cut()
         source = p.prefill.room(7, PROMPT)
@@ -57,9 +53,7 @@ async def test_a_prefill_that_first_answers_after_the_time_of_silence() -> None:
 
 
 async def forgotten(p: Pair) -> None:
-    """Prefill has given the place of `p.decode`, which was silent, to another; a loan of five pages
-    is in doubt.
-    """
+    """Prefill gave the place of the silent `p.decode` to another; five pages are in doubt."""
     core = p.prefill.shell.endpoint.core
     core.bounds = Bounds(targets=1)
     source, target = await matched(p)
@@ -92,7 +86,6 @@ async def test_a_forgotten_decode_comes_back_and_its_loan_ends(p: Pair) -> None:
 
 
 async def test_a_forgotten_decode_for_which_there_is_no_place_yet(p: Pair) -> None:
-    """It asks again and again; until it is answered nothing is proven."""
     await forgotten(p)
     p.network.mend()
     await more(p, "Registered", 4)  # refused
@@ -105,9 +98,7 @@ async def test_a_forgotten_decode_for_which_there_is_no_place_yet(p: Pair) -> No
 
 
 async def test_acceptance_of_an_older_register_brings_no_silent_link_up(p: Pair) -> None:
-    """Prefill does not know yet that the announced room has ended: were the link up, nobody would
-    ever tell it.
-    """
+    """Prefill does not know yet that the room ended; on a link that is up it would never hear."""
     _, lent = await midway(p, 6)  # keeps the link, since its pages are in doubt
     source, target = await announced(p)
     for lost in (Register, Abort):

@@ -1,6 +1,4 @@
-"""What the sockets do when they cannot: an address nobody can dial, a queue that is full, a key
-that is not let in.
-"""
+"""Sockets that cannot: an address nobody can dial, a queue that is full, a key not let in."""
 
 from __future__ import annotations
 
@@ -21,8 +19,6 @@ STRANGER = Incarnation(0xBAD)
 
 
 class Full:
-    """A socket whose queue takes nothing, until it does."""
-
     def __init__(self, socket: DealerSocket) -> None:
         self._socket = socket
         self.full, self.closed, self.lockout_reason = True, False, ""
@@ -39,8 +35,6 @@ class Full:
 
 
 class FullSockets:
-    """A connect that makes them."""
-
     def __init__(self, p: Pair) -> None:
         self._connect = p.network.connect
         self.made: list[Full] = []
@@ -51,7 +45,6 @@ class FullSockets:
 
 
 async def dial_with(p: Pair, connect: connections.Connect) -> DecodeNode:
-    """Another decode, which dials in this way."""
     network = p.network.connect
     p.network.connect = connect  # type: ignore[method-assign,assignment]
     try:

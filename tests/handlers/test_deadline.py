@@ -1,6 +1,4 @@
-"""A room's deadline covers all of it: asking the registry, linking, waiting for pages and for the
-transfer.
-"""
+"""A room's deadline covers all of it: registry, link, pages and transfer."""
 
 from __future__ import annotations
 
@@ -30,7 +28,6 @@ async def test_while_prefill_does_not_answer(p: Pair) -> None:
 
 
 async def test_while_prefill_cannot_reach_our_memory(p: Pair) -> None:
-    """It lives and says so: only the deadline ends the room. Its engine's half is told."""
     go_on = slow_way(p)
     source = p.prefill.room(7, PROMPT)
     room = p.decode.room(7, "sim", PROMPT, deadline_s=30)

@@ -1,6 +1,4 @@
-"""Writes that cannot be vouched for: the room is over, its pages stay out of use until there is
-proof (I2, I3).
-"""
+"""Writes that cannot be vouched for: their pages stay out of use until there is proof (I2, I3)."""
 
 from __future__ import annotations
 
@@ -35,7 +33,6 @@ from tests.handlers.scenes import (
 
 
 async def doubtful(p: Pair, *faults: Fault, chunks: int = 1) -> DecodeRoom:
-    """A room whose write ended in error; its five pages are in quarantine."""
     source, target = await sending(p, *faults, chunks=chunks)
     assert await code_of(target.landed()) is Code.TRANSFER_ERROR
     assert await code_of(source.done()) is Code.TRANSFER_ERROR
@@ -167,7 +164,6 @@ async def test_a_decode_that_dies_is_written_to_no_more(p: Pair) -> None:
 
 
 async def test_prefill_never_calls_a_doubtful_grant_drained(p: Pair) -> None:
-    """Not after its tombstone was evicted, and not when its Bootstrap comes once more."""
     p.prefill.shell.endpoint.core.bounds = Bounds(closed_grants=2)
     target = await doubtful(p, Fault.LATE)
     (peer,), grant = known(p.prefill), target.grant

@@ -52,7 +52,6 @@ def beside(work: Work) -> None:
 
 
 def slow(p: Pair) -> None:
-    """Connecting to a decode takes two turns of the loop."""
     plane = p.plane(p.prefill)
     connect = plane.connect
 
@@ -94,7 +93,6 @@ async def opening(p: Pair) -> Work:
 
 
 async def opening_known(p: Pair) -> Work:
-    """The link is up already."""
     await success(p, 1)
     return await opening(p)
 
@@ -152,8 +150,6 @@ async def draining_prefill(p: Pair) -> Work:
 
 
 async def living(p: Pair) -> Work:
-    """One more prefill from start to close, with a room in between."""
-
     async def life() -> None:
         node = PrefillNode(
             p.prefill.pool, FakePlane(p.planes), bind=p.network.bind, timing=p.timing
@@ -200,9 +196,7 @@ TASKS = [
 
 @asynccontextmanager
 async def audited() -> AsyncIterator[Pair]:
-    """A pair whose nodes are closed at the end; nothing is left of them then, and no write found a
-    free page.
-    """
+    """Close the nodes at the end: nothing is left of them, and no write found a free page."""
     async with pair() as p:
         nodes, store = p.nodes, p.decode.pages
         yield p
@@ -232,9 +226,6 @@ async def _close(p: Pair, node: PrefillNode | DecodeNode) -> None:
 
 
 async def rest(p: Pair) -> None:
-    """Once the other leg has left, and the pages that are free have become somebody else's, all of
-    the room ends.
-    """
     await leave()
     for node in p.nodes:
         p.plane(node).release()
@@ -282,9 +273,7 @@ async def test_every_wait(kvflow_clean_loop: None, scene: Scene, how: str) -> No
 @pytest.mark.parametrize("how", ["once", "twice", "throughout"])
 @pytest.mark.parametrize(("name", "nth"), TASKS)
 async def test_every_wait_of_a_task(kvflow_clean_loop: None, name: str, nth: int, how: str) -> None:
-    """A task of the node's own ends too early: rooms may fail, closing must still bring everything
-    to rest.
-    """
+    """A task of the node ends too early: closing must still bring everything to rest."""
     for first in itertools.count():
         with stepping(name, *plan(first, how), nth=nth) as found:
             async with audited() as p:

@@ -1,6 +1,4 @@
-"""A link belongs to one incarnation at one address, and what one request may ask for is bounded
-(I7).
-"""
+"""A link belongs to one incarnation at one address, and requests are bounded (I7)."""
 
 from __future__ import annotations
 
@@ -41,7 +39,6 @@ from tests.handlers.scenes import (
 
 
 async def impersonate(socket: RouterSocket) -> None:
-    """A stranger that answers to any incarnation, and claims that everything has landed."""
     while True:
         for peer, frame in await socket.receive():
             message = parse_at_prefill(frame)

@@ -1,6 +1,4 @@
-"""What the seeded simulator found in endpoints and shells,
-each as the shortest run that shows it.
-"""
+"""What the seeded simulator found in endpoints and shells, as the shortest run that shows it."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ AGAIN = list(range(1, 21))
 
 
 async def test_a_lost_offer_of_an_announced_room_is_made_again(p: Pair) -> None:
-    """Seed 203: both halves are there, the Bootstrap is lost; asked by Resync, prefill answered
-    nothing.
-    """
+    """Seed 203: the Bootstrap is lost; asked by Resync, prefill answered nothing."""
     source = p.prefill.room(7, PROMPT)
     target = p.decode.announce(7, "sim", PROMPT)
     await until(lambda: source.phase.name == "ANNOUNCED")
@@ -32,9 +28,7 @@ async def test_a_lost_offer_of_an_announced_room_is_made_again(p: Pair) -> None:
 
 
 async def test_an_end_that_both_halves_know_is_not_for_the_next_room_of_that_id(p: Pair) -> None:
-    """Seed 5: decode withdraws a room, the engine's half comes late and is told; the next attempt
-    is a new room.
-    """
+    """Seed 5: decode withdraws a room, and the engine's half comes late and is told."""
     first = p.decode.announce(7, "sim", PROMPT)
     await until(lambda: p.network.seen["Announce"])
     first.close(Cause(Code.CLIENT_GONE, "retracted"))
@@ -49,9 +43,7 @@ async def test_an_end_that_both_halves_know_is_not_for_the_next_room_of_that_id(
 
 
 async def test_a_prefill_that_answers_is_asked_soon_for_what_it_has_missed() -> None:
-    """Seed 422: an Abort that is not answered is repeated less and less often; with any answer that
-    is over.
-    """
+    """Seed 422: an unanswered Abort is repeated less often, until any answer comes."""
     timing = Timing(
         heartbeat_s=300, lost_after_s=900, repeat_after_s=0.5, rendezvous_s=900, register_s=900
     )
@@ -74,9 +66,7 @@ async def test_a_prefill_that_answers_is_asked_soon_for_what_it_has_missed() -> 
 
 
 async def test_a_stall_is_not_credited_for_what_was_read_since(p: Pair) -> None:
-    """Seed 1225: after a stall of 2 s a peer that was heard again only now was found silent 1 s too
-    late.
-    """
+    """Seed 1225: a peer heard again after a stall was found silent 1 s too late."""
     _, target = await matched(p)
     for node in p.nodes:
         (peer,) = node.shell.endpoint.peers

@@ -1,9 +1,4 @@
-"""Nodes that close in a process that lives on: what they had to do with each other ends by their
-word (I2, I5, I6).
-
-The data plane is the local one, whose fence is the end of the process: here that proves nothing, as
-after a switch of roles.
-"""
+"""Nodes that close in a process that lives on: all ends by their word (I2, I5, I6)."""
 
 from __future__ import annotations
 
@@ -38,13 +33,13 @@ from tests.handlers.scenes import (
 )
 
 
+# The fence of the local plane is the end of the process, which proves nothing here.
 def local(pool: PagedPool) -> LocalPlane:
     return LocalPlane(pool.segment)
 
 
 @asynccontextmanager
 async def living(**options: int) -> AsyncIterator[Pair]:
-    """Nodes whose process does not end with them."""
     async with pair(open_plane=local, **options) as p:  # type: ignore[arg-type]
         yield p
 
@@ -61,13 +56,11 @@ async def linked(p: Pair) -> None:
 
 
 async def forgotten(p: Pair) -> None:
-    """Decode has its pages, and knows nothing of the prefill that has closed."""
     await p.rest()
     assert not links(p.decode) and not p.decode.quarantined_pages
 
 
 async def test_what_is_still_in_the_socket_when_prefill_closes(p: Pair) -> None:
-    """A Bootstrap that prefill has never received, and a room that is only announced."""
     await linked(p)
     p.network.hold(Bootstrap)
     lent = await p.decode.room(7, "sim", PROMPT)
@@ -80,7 +73,6 @@ async def test_what_is_still_in_the_socket_when_prefill_closes(p: Pair) -> None:
 
 
 async def test_a_prefill_that_comes_back_at_its_address_serves(p: Pair) -> None:
-    """As a worker that was made a decode, and is a prefill again."""
     await linked(p)
     p.network.hold(Bootstrap)
     lent = await p.decode.room(7, "sim", PROMPT)
@@ -96,10 +88,7 @@ async def test_a_prefill_that_comes_back_at_its_address_serves(p: Pair) -> None:
 
 @pytest.mark.parametrize("lost", [Goodbye, GoodbyeAck])
 async def test_a_goodbye_of_prefill_or_its_answer_is_lost(p: Pair, lost: type) -> None:
-    """The first is said again.
-
-    Decode has hung up when it answers, so the second is waited for a while only.
-    """
+    """Decode hung up when it answered, so its answer is waited for a while only."""
     await linked(p)
     p.network.hold(Bootstrap)
     await p.decode.room(7, "sim", PROMPT)
@@ -111,7 +100,6 @@ async def test_a_goodbye_of_prefill_or_its_answer_is_lost(p: Pair, lost: type) -
 
 
 async def test_a_decode_that_was_silent_hears_it_when_it_comes_back(p: Pair) -> None:
-    """Its loan has been in doubt since."""
     await linked(p)
     p.network.hold(Bootstrap)
     lent = await p.decode.room(7, "sim", PROMPT)
@@ -125,7 +113,6 @@ async def test_a_decode_that_was_silent_hears_it_when_it_comes_back(p: Pair) -> 
 
 
 async def test_one_rank_of_a_group_closes() -> None:
-    """The other one is asked for its proof, as at any end of a room."""
     async with living(ranks=2) as p:
         await success_of_two(p)
         p.network.hold(Bootstrap)
@@ -150,7 +137,6 @@ async def success_of_two(p: Pair) -> None:
 
 
 async def test_a_write_in_doubt_stays_on_loan() -> None:
-    """All else that was lent there is free at once."""
     async with pair() as p:
         _, target = await sending(p, Fault.LATE)
         assert await code_of(target.landed()) is Code.TRANSFER_ERROR
@@ -167,9 +153,7 @@ async def test_a_write_in_doubt_stays_on_loan() -> None:
 
 
 async def test_writes_that_do_not_drain_are_named() -> None:
-    """Patience ends while they run: what they become is not known,
-    until the plane has ended them.
-    """
+    """What they become is not known until the plane has ended them."""
     async with pair(ranks=1) as p:
         (source,), target = await every_rank_writes(p)
         prefill = p.prefill
@@ -264,8 +248,6 @@ async def test_shares_of_the_staging_that_lost_decodes_hold_go_to_new_ones() -> 
 
 
 class FewDescriptors(LocalPlane):
-    """There are enough for one route."""
-
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> LocalRoute:
         if self._routes:
             raise TransferError("cannot open the pool") from OSError(

@@ -1,6 +1,4 @@
-"""Ranks that agree: real sockets between their shells, real rooms at each, one decode that takes
-from all of them.
-"""
+"""Ranks that agree: real sockets, a room at each rank, and one decode."""
 
 from __future__ import annotations
 
@@ -45,10 +43,7 @@ LATER = Cause(Code.ENGINE_ERROR, "this stage is out of memory")
 
 
 class Ranks:
-    """A leader, and a member at each prefill of a pair.
-
-    A rank's process is a child of its own, which can be killed.
-    """
+    """A leader, and a member at each prefill of a pair; the process of a rank is a child."""
 
     def __init__(self, nodes: Pair) -> None:
         self.nodes = nodes
@@ -125,18 +120,15 @@ class Ranks:
         return request, await self.nodes.decode.room(room, "sim", PROMPT)
 
     async def compute(self, member: MemberShell) -> RankRequest:
-        """What this rank's engine does with the next request."""
         request = await member.started()
         node = self.node_of(member)
         self.nodes.send_all(request.room, node=node, chunks=2)
         return request
 
     async def started(self) -> list[RankRequest]:
-        """The next request, at every rank."""
         return list(await asyncio.gather(*(member.started() for member in self.members)))
 
     async def serve(self, room: int) -> None:
-        """A whole request, which every rank computes."""
         request, target = await self.open(room)
         await asyncio.gather(*(self.compute(member) for member in self.members))
         await request.decided()
@@ -147,7 +139,6 @@ class Ranks:
         return self.nodes.prefills[member.member.rank]
 
     async def rest(self) -> None:
-        """Nothing is left of any request, at any rank."""
         await self.nodes.rest()
         await until(
             lambda: not any(shell.requests or shell.member.tickets for shell in self.members)
@@ -175,7 +166,6 @@ def identity_of(pid: int) -> ProcessIdentity:
 
 @asynccontextmanager
 async def group(ranks: int, *, rests: bool = True) -> AsyncIterator[Ranks]:
-    """A group that is complete; at its end nothing is left of its requests."""
     async with pair(ranks=ranks) as nodes:
         found = Ranks(nodes)
         try:
@@ -272,7 +262,6 @@ async def test_a_rank_that_cannot_open_its_room_fails_all() -> None:
 
 
 async def test_a_rank_that_refuses_a_request_refuses_its_decode_too() -> None:
-    """Whether that came before or comes later."""
     async with group(2) as g:
         for room in (7, 8):
             early = await g.nodes.decode.room(room, "sim", PROMPT) if room == 7 else None

@@ -1,6 +1,4 @@
-"""Rooms with one half only, or with halves that do not fit: both get the cause as soon as one side
-has it (I4).
-"""
+"""Rooms with one half only, or with halves that do not fit (I4)."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ async def test_decode_never_comes(p: Pair) -> None:
 
 
 async def test_prefill_does_not_wait_while_it_stands_still(p: Pair) -> None:
-    """Its timer is late by the time that the event loop stood still: decode's half may be there,
-    unread.
-    """
+    """Decode's half may be there, unread."""
     source, endpoint = p.prefill.room(7, PROMPT), p.prefill.shell.endpoint
     now = source.record.deadline_at_s + 5.0
     endpoint.credit_stall(5.0, now)
@@ -55,7 +51,6 @@ async def test_prefill_does_not_wait_while_it_stands_still(p: Pair) -> None:
 
 
 async def test_a_room_is_credited_no_more_than_it_has_waited(p: Pair) -> None:
-    """Opened in the middle of a stall, or nothing ever comes: it ends all the same."""
     source, endpoint = p.prefill.room(7, PROMPT), p.prefill.shell.endpoint
     due_at_s = source.record.deadline_at_s
     endpoint.credit_stall(1000.0, source.record.opened_at_s + 3.0)
@@ -99,7 +94,6 @@ async def test_the_engine_refuses_a_room_it_never_opened(p: Pair) -> None:
 
 
 async def test_the_engine_refuses_a_room_decode_has_given_up(p: Pair) -> None:
-    """Both know: nothing is kept for the next user of the id."""
     target = await offered(p)
     target.close(WHY)
     await until(p.decode.pool.pages.at_rest)

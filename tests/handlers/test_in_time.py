@@ -1,9 +1,4 @@
-"""What ends a room on one side reaches the other side's client in under a second, with its reason
-(I4).
-
-In virtual time and with the times that ship: a second is a second of the node's own timers, however
-slow the machine.
-"""
+"""An end on one side reaches the other client in under a second, with its reason (I4)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The sender matters: other incarnations of a peer, other versions,
-silence that is not death (I6).
-"""
+"""Other incarnations of a peer, other versions, silence that is not death (I6)."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ async def test_a_restarted_prefill_at_the_same_address(p: Pair) -> None:
 
 
 async def test_another_incarnation_answers_and_nobody_saw_the_old_one_die(p: Pair) -> None:
-    """Rooms end at once; loans do not: a new incarnation at an address is no proof of the old one's
-    end.
-    """
+    """A new incarnation at an address is no proof of the old one's end."""
     source, target = await midway(p)
     port = int(p.prefill.info.control.rsplit(":", 1)[1])
     old = p.prefill
@@ -85,10 +81,7 @@ async def test_another_incarnation_answers_and_nobody_saw_the_old_one_die(p: Pai
 
 
 async def test_a_silent_prefill_that_comes_back(p: Pair) -> None:
-    """Silence ends rooms.
-
-    The loan is recalled when the next message arrives, and the answer is proof.
-    """
+    """Its answer to the recall is proof."""
     source, target = await midway(p)
     p.network.cut()
     p.clock(p.decode).advance(p.timing.lost_after_s + 1)
@@ -130,7 +123,6 @@ async def test_a_silent_decode_that_comes_back(p: Pair) -> None:
 
 
 async def test_a_forgotten_decode_that_registers_again_and_a_bootstrap_of_its_past(p: Pair) -> None:
-    """Prefill has given its place to another; no grant of the time before begins again."""
     first, core = p.decode, p.prefill.shell.endpoint.core
     past: list[Frame] = []
     p.network.rules.append(lambda f: past.append(f) if isinstance(f.message, Bootstrap) else None)
@@ -164,7 +156,6 @@ async def test_a_forgotten_decode_that_registers_again_and_a_bootstrap_of_its_pa
 
 
 async def test_a_loaded_peer_is_not_a_dead_one(p: Pair) -> None:
-    """A room may stand still for as long as it likes while heartbeats are answered."""
     source, target = await matched(p)
     for _ in range(5):
         for node in (p.prefill, p.decode):

@@ -89,7 +89,6 @@ def test_pages_are_in_quarantine_from_the_recall_to_the_last_proof() -> None:
 
 
 def test_a_source_settles_what_it_has_answered_and_nothing_above_an_open_loan() -> None:
-    """By itself: what another source has answered says nothing about this one."""
     desk = Desk(2)
     second: Lease[int] = Lease(GrantId(2), RoomId(100))
     for rank in (0, 1):

@@ -42,9 +42,7 @@ async def test_a_prefill_whose_worker_hangs_falls_silent(stalled_s: float) -> No
 
 
 async def test_a_loaded_prefill_is_not_dead() -> None:
-    """Writes wait in line three times as long as silence is borne, and the model's step does not
-    end before them.
-    """
+    """Writes wait in line three times as long as silence is borne."""
     pools = [PagedPool.allocate(small_layout(256)) for _ in range(2)]
     rooms, page_bytes = 40, pools[0].layout.page_bytes
     rate = rooms * page_bytes / (3 * IMPATIENT.lost_after_s)

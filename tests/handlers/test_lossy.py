@@ -1,6 +1,4 @@
-"""Every message lost once, sent twice, or overtaken: the room ends the same way, and nothing is
-left behind.
-"""
+"""Every message lost once, sent twice, or overtaken: the room ends the same way."""
 
 from __future__ import annotations
 
@@ -105,7 +103,6 @@ async def test_chunks_out_of_order_wait_for_the_missing_one(p: Pair) -> None:
 
 
 async def test_one_of_several_ranks_never_got_its_bootstrap() -> None:
-    """While another is done already: its pages must be offered again all the same."""
     async with pair(ranks=2) as p:
         sources = [node.room(7, PROMPT) for node in p.prefills]
         second = p.prefills[1].info.control
@@ -132,9 +129,6 @@ async def test_one_of_several_ranks_never_got_its_bootstrap() -> None:
 
 @pytest.mark.parametrize("turn", range(6))
 async def test_everything_at_once(p: Pair, seed: int, turn: int) -> None:
-    """A third of all frames lost, doubled or late, rooms ended at random: what is left at the end
-    is nothing.
-    """
     rng = random.Random(f"{seed} {turn}")
 
     def rule(_: Frame) -> Fate:
@@ -182,8 +176,7 @@ def disturb(p: Pair, kind: type, fault: str) -> None:
 
 
 async def test_a_reason_that_was_lost_is_told_though_its_acknowledgement_was_not(p: Pair) -> None:
-    """The loan is proven, the room has not ended: nothing of it is settled yet, or its end could
-    not be sent again (I4)."""
+    """Nothing of an open room is settled, or its end could not be sent again (I4)."""
     source, target = await matched(p)
     other = await p.decode.room(8, "sim", PROMPT)  # an open loan of a later grant
     p.network.hold(Resync)

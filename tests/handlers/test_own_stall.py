@@ -38,8 +38,6 @@ async def test_all_of_a_stall_is_seen_though_nothing_was_due() -> None:
 
 
 class NothingDue:
-    """An endpoint whose next deadline is far away."""
-
     def __init__(self) -> None:
         self.outbox: list[object] = []
         self.credited_s = 0.0

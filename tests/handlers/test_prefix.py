@@ -1,6 +1,4 @@
-"""Decode has the beginning of the prompt already: only the rest travels, down to a room of no pages
-at all.
-"""
+"""Decode has the beginning of the prompt already: only the rest travels, or no page at all."""
 
 from __future__ import annotations
 
@@ -45,7 +43,6 @@ async def test_the_rest_travels(p: Pair, tokens: int, prefix: int, pages: int, c
 
 
 async def without_pages(p: Pair) -> tuple[PrefillRoom, DecodeRoom]:
-    """A matched room of a prompt that decode has whole."""
     source = p.prefill.room(7, range(8))
     target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
     assert await source.matched() == source.prefix_tokens == 8

@@ -1,6 +1,4 @@
-"""Quarantine is bounded by admission, and an operator can end loans for
-which no proof will come.
-"""
+"""Quarantine is bounded by admission, and an operator can end loans without proof."""
 
 from __future__ import annotations
 
@@ -110,9 +108,6 @@ async def test_a_declared_death_of_a_living_prefill_tells_the_rooms_that_run() -
 
 
 async def test_rooms_that_drain_count(p: Pair) -> None:
-    """Writes that neither land nor fail: their pages are as far from the pool as those of lost
-    rooms.
-    """
     ledger(p.decode).quarantine_limit = 9
     p.plane(p.prefill).script(Fault.STUCK, Fault.STUCK)
     for room in (1, 2):

@@ -1,8 +1,4 @@
-"""A refusal on one side, before any page is taken, reaches the other side's client at once, with
-its reason (I4).
-
-Whichever half came first, and also when the first message about it is lost.
-"""
+"""A refusal, before any page is taken, reaches the other client with its reason (I4)."""
 
 from __future__ import annotations
 
@@ -179,7 +175,6 @@ async def test_a_refusal_takes_no_page_and_leaves_nothing_behind(p: Pair) -> Non
 
 
 async def test_a_refusal_touches_no_room_of_another_decode(p: Pair) -> None:
-    """The same number, announced by another decode since: that room goes on."""
     other = await p.add_decode()
     source, target = await announced(p)
     other.refuse(7, "sim", WHY)
@@ -190,7 +185,6 @@ async def test_a_refusal_touches_no_room_of_another_decode(p: Pair) -> None:
 
 
 async def test_a_decode_that_was_refused_may_come_again(p: Pair) -> None:
-    """Its link is gone, and nothing is kept of it but the reason; that goes when it is let in."""
     core = p.prefill.shell.endpoint.core
     core.bounds = type(core.bounds)(targets=0)
     assert await code_of(p.decode.room(7, "sim", PROMPT).landed()) is Code.REFUSED

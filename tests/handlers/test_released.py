@@ -1,6 +1,4 @@
-"""`released()`: nothing touches the room's pages any more, whatever became of the room, on both
-sides (I2, I13).
-"""
+"""`released()`: nothing touches the room's pages any more, on both sides (I2, I13)."""
 
 from __future__ import annotations
 
@@ -25,7 +23,6 @@ from tests.handlers.scenes import (
 
 
 async def both(source: PrefillRoom, target: DecodeRoom) -> list[asyncio.Task[None]]:
-    """Wait for both, and let them begin."""
     waiting = [asyncio.create_task(room.released()) for room in (source, target)]
     await asyncio.sleep(0)
     return waiting

@@ -1,6 +1,4 @@
-"""Room ids of any integer type are one number; what is none is refused where it is given, and harms
-no other room.
-"""
+"""Room ids of any integer type are one number; anything else is refused where it is given."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A room's debug lines: every event of both sides, under the room and the request that it was
-opened for.
-"""
+"""A room's debug lines name the room and the request that it was opened for."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from tests.handlers.scenes import PROMPT, WHY
 
 
 async def opened_for(p: Pair, room: int, request_id: str) -> Any:
-    """In a task, as a request is: what the room does later happens in other tasks."""
     CURRENT.set(RequestTrace(request_id))
     return await p.open(room, PROMPT)
 
@@ -73,9 +70,7 @@ async def test_nothing_is_followed_unless_it_is_asked_for(
 async def test_a_timer_armed_during_a_request_is_not_about_it(
     p: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Timers and tasks of a shell outlive the request that happened to start them,
-    and serve all.
-    """
+    """Timers and tasks of a shell serve all requests, and outlive the one that started them."""
     seen, ticked = set[str](), asyncio.Event()
     shell = p.decode.shell
     tick = shell.tick

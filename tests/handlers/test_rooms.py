@@ -199,9 +199,7 @@ async def test_misuse_of_a_prefill_room_is_told_and_changes_nothing(p: Pair) -> 
 
 
 async def test_a_write_the_plane_refuses_fails_the_room_and_leaves_nothing_behind(p: Pair) -> None:
-    """What the caller can get wrong was checked before: a refusal here is no word of the caller's,
-    so the room ends.
-    """
+    """What the caller can get wrong was checked before, so the room ends."""
     source, target = await matched(p)
     mine = p.prefill.pages.take(5, "engine")
     (route,) = p.prefill.shell.routes.values()

@@ -1,6 +1,4 @@
-"""What prefill keeps for decode to ask for goes when that pair has settled it; a claim of anything
-else is refused.
-"""
+"""What prefill keeps for decode goes when the pair has settled it; false claims are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +23,6 @@ from tests.handlers.scenes import (
 
 
 async def one_room(p: Pair, room: int, which: int) -> None:
-    """A whole room at one of two prefills, which have nothing to do with each other."""
     node = p.prefills[which]
     async with (
         node.room(room, PROMPT) as source,

@@ -1,6 +1,4 @@
-"""Rooms whose pages no peer can write: what lands in staging is brought to them before it counts
-(I2, I3, I8, I13).
-"""
+"""Rooms whose pages no peer can write: what lands in staging is brought to them (I2, I13)."""
 
 from __future__ import annotations
 
@@ -38,7 +36,6 @@ PAGE_BYTES = small_layout().page_bytes
 
 @asynccontextmanager
 async def staged(**options: Any) -> AsyncIterator[Pair]:
-    """A pair whose decode has staging; everything is at rest when the test ends."""
     async with pair(**options) as made:
         yield made
         for node in made.prefills:
@@ -48,7 +45,6 @@ async def staged(**options: Any) -> AsyncIterator[Pair]:
 
 @pytest.fixture
 async def p() -> AsyncIterator[Pair]:
-    """As much staging as the pool."""
     async with staged(staging_bytes=0) as made:
         yield made
 
@@ -72,10 +68,7 @@ async def left_in_doubt(p: Pair, source: PrefillRoom, target: DecodeRoom, pages:
 async def closed_in_doubt(
     p: Pair, source: PrefillRoom, target: DecodeRoom, pages: int
 ) -> tuple[Staging, UnprovenLoan]:
-    """As `left_in_doubt`, and decode closes.
-
-    Returns its staging, and the one loan that it leaves.
-    """
+    """As `left_in_doubt`, then decode closes. Returns its staging, and the loan that it leaves."""
     await left_in_doubt(p, source, target, pages)
     first, staging = p.decode, p.decode.staging
     assert isinstance(staging, Staging)
@@ -115,7 +108,6 @@ async def test_a_room_lands_in_its_own_pages(p: Pair, chunks: int, verify: bool)
 async def test_a_last_chunk_without_pages_lands_through_staging_too(
     p: Pair, verify: bool, had: int
 ) -> None:
-    """Of a prompt that decode has whole, and of one whose last pages were sent before."""
     if verify:
         verify_checksums(p)
     prompt = range(3 * PAGE_SIZE)
@@ -218,7 +210,6 @@ async def test_rooms_wait_for_staging_in_order(little: Pair) -> None:
 
 
 async def sized(p: Pair, room: int, pages: int) -> tuple[PrefillRoom, DecodeRoom]:
-    """Both halves of a room of so many pages; decode's may wait for staging."""
     prompt = range(pages * PAGE_SIZE)
     return p.prefill.room(room, prompt), p.decode.room(room, "sim", prompt)
 
@@ -253,7 +244,6 @@ async def test_rooms_that_fit_pass_a_large_one_for_a_while_and_then_it_has_what_
 
 
 async def stuck(p: Pair) -> DecodeRoom:
-    """A room of three pages whose write is under way, and stays so until the plane is released."""
     p.plane(p.prefill).script(Fault.STUCK)
     source, target = await sized(p, 1, 3)
     await source.matched()
@@ -284,9 +274,6 @@ async def test_a_room_that_quarantine_keeps_from_its_pages_keeps_nobody_else_wai
 async def test_a_room_that_quarantine_keeps_from_its_pages_after_it_has_waited_keeps_nobody_else(
     little: Pair,
 ) -> None:
-    """What comes back is kept for it, until what it waits for is in quarantine: nothing else
-    happens then.
-    """
     p = little
     holder = await stuck(p)
     large = await sized(p, 2, 5)
@@ -303,9 +290,6 @@ async def test_a_room_that_quarantine_keeps_from_its_pages_after_it_has_waited_k
 
 
 async def test_rows_are_no_pages_that_may_come_back() -> None:
-    """Of seven pages two are in quarantine, and there are rows enough: a room of six waits, and no
-    other.
-    """
     kinds = StateKind("0.k", "uint8", (8,)), StateKind("1.ssm", "uint8", (8,), ROW)
     layout = build_layout(kinds, page_size=PAGE_SIZE, num_pages=64, num_rows=32)
     async with staged(
@@ -343,7 +327,6 @@ async def test_rows_are_no_pages_that_may_come_back() -> None:
 async def test_a_room_that_waits_has_what_the_last_of_several_copies_lets_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two chunks of a room that was closed are being copied; one copy ends before the other."""
     ends, begun, real = [threading.Event(), threading.Event()], itertools.count(), HostCopier.copy
     reached = [threading.Event(), threading.Event()]
 
@@ -439,9 +422,6 @@ async def test_a_room_that_never_fits_is_refused_with_the_numbers(little: Pair) 
 
 
 async def test_a_late_write_reaches_nothing_but_staging(p: Pair) -> None:
-    """A write in doubt: its room ends, and what it still moves goes to pages that are lent until
-    the fence.
-    """
     source, target = await matched(p)
     await left_in_doubt(p, source, target, 5)
     lent = p.decode.reached.places.owned()
@@ -467,7 +447,6 @@ async def test_a_prefill_that_dies_in_mid_write_leaves_its_loan_until_the_fence(
 
 
 async def test_what_is_unproven_at_the_end_stays_with_the_staging(p: Pair) -> None:
-    """The pool's own pages are free at once: nothing of a peer's can reach them."""
     source, target = await matched(p)
     staging, loan = await closed_in_doubt(p, source, target, 5)
     assert staging.pool.pages.at_rest() and not staging.host.places.at_rest()

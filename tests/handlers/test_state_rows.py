@@ -1,6 +1,4 @@
-"""Rooms of pools with rows: the row is the last of the room's places, lent, written, summed and
-returned with them.
-"""
+"""Rooms of pools with rows: the row is the last of the room's places, and shares their fate."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ def at_rest(p: Pair) -> bool:
 
 
 def computed(p: Pair, room: PrefillRoom, pages: int = 3) -> Places:
-    """What an engine has computed for a prompt: pages and one row, given back when nothing reads
-    them.
-    """
+    """Take what an engine computed for a prompt; it is given back when the room ends."""
     pool = p.prefill.pool
     mine = Places(pool.pages.take(pages, "engine"), pool.rows.take(1, "engine"))
 
@@ -161,9 +157,6 @@ async def test_own_pages_without_their_row_are_refused_where_they_are_given(p: P
 
 @pytest.mark.parametrize("fault", [None, Fault.ERROR, Fault.LATE])
 async def test_a_row_on_loan_comes_back_on_proof_only(p: Pair, fault: Fault | None) -> None:
-    """Aborted in mid-transfer: drained at once, or in quarantine, row and pages together, until the
-    fence.
-    """
     plane = p.plane(p.prefill)
     plane.hold()
     if fault:

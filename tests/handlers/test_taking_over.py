@@ -1,6 +1,4 @@
-"""A decode that closes with loans out says so, and the next node over its pool keeps their pages
-until the proof.
-"""
+"""The next node over a pool keeps the pages of loans that a closed node left, until the proof."""
 
 from __future__ import annotations
 
@@ -51,9 +49,6 @@ async def p() -> AsyncIterator[Pair]:
 
 
 async def closed_with_a_loan(p: Pair, fault: Fault = Fault.STUCK) -> DecodeRoom:
-    """Prefill's data plane stands still in the middle of a write; the decode node over the pool is
-    closed.
-    """
     p.plane(p.prefill).script(fault)
     source, target = await matched(p)
     sent = p.send_all(source)
@@ -68,7 +63,6 @@ async def closed_with_a_loan(p: Pair, fault: Fault = Fault.STUCK) -> DecodeRoom:
 
 @asynccontextmanager
 async def heir(p: Pair, bounds: Bounds | None = None) -> AsyncIterator[DecodeNode]:
-    """The next node over the pool of the decode that was closed."""
     node = DecodeNode(
         p.decode.pool, FakePlane(p.planes), connect=p.network.connect, timing=TIMING, bounds=bounds
     )
@@ -170,7 +164,6 @@ async def test_a_node_that_could_prove_everything_leaves_nothing(p: Pair) -> Non
 
 
 def of_the_pool(pool: PagedPool) -> PageStore | None:
-    """The pool's own allocator, which is what a node takes by itself."""
     return None
 
 
@@ -205,7 +198,7 @@ async def leaves_a_loan(
 
 
 def withheld(store: PageStore) -> set[int]:
-    """What of 64 pages nobody is given, where none is in use."""
+    """The pages of 64 that nobody is given, while none is in use."""
     if isinstance(store, ExternalPages):
         return set(store.busy(range(64)).tolist())
     mine = store.take(store.free_pages, "everybody")
@@ -273,9 +266,6 @@ async def test_it_is_handed_on_by_either_role(p: Pair, first: Store, role: str) 
 
 
 async def test_ten_rounds_of_late_writers_and_no_foreign_byte(p: Pair) -> None:
-    """Rooms of the next node land beside what the last one lent; then the last one's writer moves
-    on.
-    """
     pool, foreign, lost = p.decode.pool, 0, 0
     for round_ in range(10):
         writer = p.prefill
@@ -318,8 +308,6 @@ async def test_a_room_that_names_one_of_them_is_refused(p: Pair) -> None:
 
 
 class Careless(ExternalPages):
-    """Somebody's own store, which hands out whatever is asked for."""
-
     def take(self, count: int, owner: object) -> PageIndices:
         return np.arange(count, dtype=np.int32)
 
@@ -498,9 +486,7 @@ async def test_a_node_in_another_thread_leaves_them_to_one_that_runs_here(p: Pai
 async def test_many_leases_are_taken_over_some_in_each_turn(
     p: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the second turn are of a writer that is declared dead in the first: its word is for
-    all of them.
-    """
+    """The writer of all is declared dead in the first turn."""
     monkeypatch.setattr(earlier, "INHERIT_WORK", 2)
     pool = p.decode.pool
     async with next_node(p, "decode", None) as node:

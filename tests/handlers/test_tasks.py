@@ -1,6 +1,4 @@
-"""Nothing dies in silence: a fence that fails is asked again, a task that ends by surprise is
-logged and counted.
-"""
+"""A fence that fails is asked again; a task that ends by surprise is logged and counted."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ from tests.handlers.scenes import PROMPT, code_of, finish, known, midway
 
 
 def few_descriptors(p: Pair, times: int) -> list[int]:
-    """The fences of every plane fail at first, as when no descriptor is left to watch a process
-    with.
-    """
+    """Let the fences of every plane fail at first."""
     failed: list[int] = []
     for node in p.nodes:
         plane = p.plane(node)
@@ -102,9 +98,6 @@ async def test_a_node_closes_whose_task_has_ended_in_the_same_turn(
 async def test_a_command_that_fails_takes_no_other_with_it(
     p: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The commands behind it are other rooms': a frame that is not sent,
-    pages that are not freed.
-    """
     shell = p.decode.shell
     run, failed = shell.runners[Linked], []
 

@@ -1,6 +1,4 @@
-"""What the simulator found: two lives of one address, a memory that was too short, a link lost
-while another opens.
-"""
+"""Two lives of one address, a memory that was too short, a link lost while another opens."""
 
 from __future__ import annotations
 
@@ -30,16 +28,13 @@ from tests.handlers.scenes import (
 
 
 def answer(p: Pair, control: str, source: int, asked: int) -> None:
-    """The prefill at `control` answers that `asked` does not serve there any more."""
     text = "another incarnation serves here now"
     said = registered(p, source=source, refusal=text, address=p.prefill.exported[0], asked=asked)
     p.network.inject(Frame(control, routing_id(p.decode.incarnation), False, encode(said)))
 
 
 async def test_a_room_whose_prefill_has_forgotten_it_fails(p: Pair) -> None:
-    """Its last message was lost, and so many grants were closed since that it is forgotten: waiting
-    would not help.
-    """
+    """Its last message was lost, and too many grants were closed since."""
     core = p.prefill.shell.endpoint.core
     core.bounds = msgspec.structs.replace(core.bounds, closed_grants=1)
 
@@ -70,9 +65,7 @@ async def test_the_answer_to_an_earlier_life_does_not_end_the_link_to_this_one(p
 async def test_a_link_hears_of_its_replacement_through_the_next_one_and_gives_up_its_name(
     p: Pair,
 ) -> None:
-    """Both sockets have one routing id at that address: what is sent to the old link arrives at the
-    new one.
-    """
+    """Both sockets have one routing id: what is sent to the old link arrives at the new one."""
     await midway(p)
     old, control = p.prefill, p.prefill.info.control
     (first,) = links(p.decode)

@@ -1,9 +1,4 @@
-"""Every callable that a user gives to a node raises anything and returns anything: rooms end, and
-the node closes.
-
-What is misused is real: the nodes, their shells and stores, between them the network in memory and
-fake data planes.
-"""
+"""Callables of users raise and return anything: rooms end, and the node closes."""
 
 from __future__ import annotations
 
@@ -76,8 +71,6 @@ def awaited(act: Act | str) -> Act:
 
 
 class Instead:
-    """`whole`, but for what is replaced by name."""
-
     def __init__(self, whole: Any, **replaced: Any) -> None:
         self._whole, self._replaced = whole, replaced
 
@@ -86,7 +79,6 @@ class Instead:
 
 
 def with_property(thing: Any, name: str, act: Act) -> None:
-    """`thing.name` is what `act` makes of it."""
     thing.__class__ = type("Odd", (type(thing),), {name: property(act, lambda *_: None)})
 
 
@@ -157,8 +149,6 @@ def fence(of: Callable[[Pair], Any]) -> Callable[[Pair, Act | str], None]:
 
 
 def route(**names: Act) -> Callable[[Pair, Act], None]:
-    """What `connect` of prefill's plane returns has some method of its own."""
-
     def put(p: Pair, act: Act) -> None:
         plane = p.plane(p.prefill)
         connected = plane.connect
@@ -179,8 +169,6 @@ def route(**names: Act) -> Callable[[Pair, Act], None]:
 
 
 def odd_write(name: str) -> Act:
-    """A write of which one member is odd."""
-
     def write(found: Any, act: Act, *pages: Any) -> Any:
         made = found.write(*pages)
         if name in ("landed_bytes", "error"):
@@ -206,7 +194,6 @@ def odd_write(name: str) -> Act:
 
 
 def on_end(p: Pair, act: Act) -> None:
-    """Both halves' callbacks; the next ones are called all the same."""
     for node in (p.prefill, p.decode):
         opened = node.room
 
@@ -256,7 +243,6 @@ PLACES: dict[str, Callable[[Pair, Any], None]] = {**SYNC, **AWAITED}
 
 
 async def prefill_leg(p: Pair, room: PrefillRoom) -> None:
-    """What an engine does, whatever is raised at it."""
     taken = p.prefill.pages.take(5, "engine")
 
     async def send() -> None:
@@ -283,7 +269,6 @@ async def decode_leg(room: DecodeRoom) -> None:
 
 
 async def one_room(place: str, act: str) -> None:
-    """It ends on both sides, and both nodes close."""
     async with pair(timing=TIMING) as p:
         PLACES[place](p, NEVER if act == NEVER else ACTS[act])
         source = p.prefill.room(7, PROMPT, deadline_s=DEADLINE_S)

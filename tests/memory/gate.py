@@ -13,9 +13,7 @@ from kvflow.protocols.errors import TransferError
 
 
 class CopyGate:
-    """Every copy from here on waits until `go` is set; the one numbered `fails_at`, counted from 1,
-    is refused then.
-    """
+    """Lets copies wait for `go`, and then refuses the one numbered `fails_at`, counted from 1."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_at: int = 0) -> None:
         self.go, self.begun = threading.Event(), 0
@@ -33,6 +31,5 @@ class CopyGate:
         monkeypatch.setattr(HostCopier, "copy", staticmethod(copy))
 
     async def reached(self) -> None:
-        """Return when a copy has begun since the last call."""
         assert await asyncio.to_thread(self._reached.wait, 20)
         self._reached.clear()

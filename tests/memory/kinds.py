@@ -1,6 +1,4 @@
-"""Pools of every kind of state, and what lies in them by name: written down apart from the layouts
-that are tested.
-"""
+"""Pools of every kind of state, written down apart from the layouts that are tested."""
 
 from __future__ import annotations
 
@@ -105,9 +103,7 @@ def check_restored(
     target: Places,
     pool: PagedPool,
 ) -> None:
-    """`before` at `source` is now in `pool` at `target`,
-    and the rest of `pool` is what it `was`.
-    """
+    """`before` at `source` is in `pool` at `target`, and the rest of it is what it `was`."""
     after = contents(kind, pool)
     for name in names_of(kind):
         a, b = (places.rows if in_rows(kind, name) else places.pages for places in (source, target))

@@ -157,8 +157,6 @@ def test_an_allocator_says_how_full_it_is() -> None:
 
 
 class AgainstAModel(RuleBasedStateMachine):
-    """The allocator beside a dict from page to owner and a count of holds."""
-
     def __init__(self) -> None:
         super().__init__()
         self.store = PageAllocator(12, reserved=1)
@@ -248,9 +246,7 @@ TestAgainstAModelInRuns = AgainstAModelInRuns.TestCase
 
 
 def test_long_lists_do_not_take_the_slow_ways_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`np.add.at` took 50 ms of the event loop for the pages of the largest room, `np.unique` a
-    second.
-    """
+    """For the largest room `np.add.at` took 50 ms of the event loop, `np.unique` a second."""
     store = PageAllocator(4096)
     runs = store.take(2048, "a")
     scattered = np.random.default_rng(1).permutation(store.take(2048, "b"))

@@ -15,9 +15,7 @@ MIB = 1 << 20
 
 
 def machine(root: Path, *groups: str, free: int = 1000 * MIB) -> tuple[Path, Path]:
-    """A /proc with `free` bytes and these lines of /proc/self/cgroup, and an empty place for
-    control groups.
-    """
+    """A /proc with these lines of /proc/self/cgroup, and an empty place for control groups."""
     proc, cgroups = root / "proc", root / "cgroup"
     (proc / "self").mkdir(parents=True)
     cgroups.mkdir()

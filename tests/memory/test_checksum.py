@@ -1,6 +1,4 @@
-"""Checksums of pages: equal for equal content in any layout, stopped and drained like any other
-thread (I12).
-"""
+"""Checksums of pages: equal for equal content in any layout, and drained like any thread (I12)."""
 
 from __future__ import annotations
 
@@ -90,8 +88,6 @@ async def test_a_pool_the_cpu_cannot_read_is_refused() -> None:
 
 
 class Gate:
-    """A sum that stops in its first page until it is let go."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.let_go, self.updates = threading.Event(), threading.Event(), 0
         monkeypatch.setattr(checksum, "xxh3_64", lambda: self)

@@ -1,6 +1,4 @@
-"""Copies have ended when they return, in error too; the CUDA calls are stood in for here, and run
-in tests/gpu.
-"""
+"""Copies have ended when they return, in error too; tests/gpu runs the CUDA calls."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ from kvflow.protocols.pages.plan import Blocks
 
 
 class Device:
-    """Both halves of a CUDA stream: what is queued, and is copied no earlier than when it is waited
-    for.
-    """
+    """Both halves of a CUDA stream: a queued block is copied when it is waited for."""
 
     cuda_stream = 7
 
@@ -131,8 +127,6 @@ async def test_host_memory_is_pinned_while_the_store_is_open(device: Device) -> 
 
 
 class Kernel:
-    """A stand-in for the one that runs on a GPU: it writes down what it is given."""
-
     def __init__(self) -> None:
         self.queued: list[Blocks] = []
 
@@ -183,7 +177,6 @@ def pool_layout() -> Any:
 
 @pytest.mark.parametrize("sizes", [(1,), (7,), (64,), (512,), (3, 64, 200), (16, 5000)])
 def test_small_blocks_are_copied_as_memmove_does(sizes: tuple[int, ...], seed: int) -> None:
-    """Each to its own place, whatever the order, and no byte beside them."""
     rng, step = np.random.default_rng(seed), max(sizes) + 3
     source = rng.integers(1, 255, 300 * step, dtype=np.uint8)
     target = np.zeros(200 * step, dtype=np.uint8)

@@ -1,6 +1,4 @@
-"""Pages that the engine's own allocator owns: uses are counted, nothing is handed out, and waits
-end in time.
-"""
+"""Pages of the engine's own allocator: uses are counted, nothing is handed out."""
 
 from __future__ import annotations
 

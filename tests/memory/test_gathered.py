@@ -1,5 +1,4 @@
-"""The checksum of what one rank has sent: the same over the rank's pool, which it fills, and over
-decode's, where its bytes lie between those of others, or more than once."""
+"""The checksum of what one rank sent is the same over its pool and over decode's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Who waits for pages is woken when they return, whatever the order of the return and the wait, and
-looks again for no other reason.
-"""
+"""Waiters for pages are woken when pages return, whatever the order, and for no other reason."""
 
 from __future__ import annotations
 
@@ -25,8 +23,6 @@ PATIENCE_S = 20
 
 
 class Consumer:
-    """Takes `wanted` pages as soon as it can, and looks only when it is woken."""
-
     def __init__(
         self, pages: PageAllocator, wanted: int, reached: Callable[[str], None] = lambda _: None
     ) -> None:
@@ -81,7 +77,6 @@ def read_no_more(pages: PageAllocator, page: PageIndices) -> None:
 
 
 def out_of_quarantine(pages: PageAllocator, page: PageIndices) -> None:
-    """As another node over the pool lets go of what it withheld."""
     pages.unhold(page)
 
 
@@ -122,8 +117,6 @@ async def test_pages_that_return_at_any_moment_are_taken(
 
 
 class Reader(Consumer):
-    """One that reads the cache for its check, so that it locks and unlocks what it finds."""
-
     def __init__(self, cache: PrefixCache, pages: PageAllocator, wanted: int) -> None:
         super().__init__(pages, wanted)
         self._cache = cache
@@ -171,7 +164,6 @@ async def test_pages_that_a_cache_can_give_up_are_taken_and_no_look_wakes_anothe
 
 
 async def test_threads_that_free_and_consumers_that_take_never_miss_each_other() -> None:
-    """Each page travels from a consumer to a thread, which gives it back at any moment."""
     pages, chance = PageAllocator(3), random.Random(5)
     returned: list[threading.Thread] = []
 

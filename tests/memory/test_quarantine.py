@@ -1,6 +1,4 @@
-"""A pool's quarantine: no store of any node hands out what a writer of an earlier node may still
-write into (I2).
-"""
+"""No store hands out what a writer of an earlier node may still write into (I2)."""
 
 from __future__ import annotations
 
@@ -50,8 +48,6 @@ def small(num_rows: int = 0) -> PagedPool:
 
 
 class Heir:
-    """Keeps what it is told."""
-
     def __init__(self) -> None:
         self.inherited: list[UnprovenLoan] = []
         self.ended: list[tuple[int, PlaneAddress | None]] = []
@@ -64,9 +60,7 @@ class Heir:
 
 
 def closed(pool: PagedPool, *grants: int) -> ExternalPages:
-    """A node over an engine's own pages closes with one loan a grant,
-    of the page of that number.
-    """
+    """A node over an engine's own pages closes with one loan for each grant, of that page."""
     store = ExternalPages(8)
     for grant in grants:
         store.hold(pages(grant))
@@ -223,8 +217,6 @@ def test_a_loan_stands_until_its_writer_has_ended_though_its_pages_are_kept_for_
 
 
 class FailingStore(ExternalPages):
-    """A store of somebody's own, with a defect: it raises an error that is not ours."""
-
     def withhold(self, pages: PageIndices) -> None:
         raise ValueError("no such book")
 
@@ -288,7 +280,6 @@ def test_nothing_left_behind_is_nothing_done() -> None:
 
 
 def test_another_thread_withholds_while_this_one_hands_out() -> None:
-    """What is free and what is not stays one sum, whoever comes first."""
     store = PageAllocator(64)
     mine = pages(*range(0, 64, 2))
     go = threading.Barrier(2)

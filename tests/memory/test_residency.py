@@ -1,6 +1,4 @@
-"""A request's state leaves the pool and comes back, or ends, at any moment: everything is owned
-once and freed once.
-"""
+"""A request's state leaves the pool and comes back, or ends, at any moment."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ OWNER = ("sequence", 1)
 
 
 class World:
-    """A pool of 6 pages and 2 rows, host memory for `host_pages` and 2 rows, and one request of 3
-    pages and a row.
-    """
+    """A pool of 6 pages and 2 rows, bounded host memory, and one request of 3 pages and a row."""
 
     def __init__(self, host_pages: int = 8) -> None:
         layout = layout_of(KIND, 4, 6, 2, "page_first")
@@ -47,7 +43,6 @@ class World:
         return [self.pool.pages_bytes(places.pages), self.pool.rows_bytes(places.rows)]
 
     def foreign(self) -> None:
-        """Another request overwrites everything; nothing belongs to the first one."""
         assert self.device_home
         overwrite(self.pool, 99)
 
@@ -58,7 +53,6 @@ class World:
 
 @pytest.fixture
 async def w() -> AsyncIterator[World]:
-    """Host memory holds more than the request has."""
     async with world() as made:
         yield made
 

@@ -1,6 +1,4 @@
-"""Ten thousand times out and back again, with aborts and cancellations at random moments between:
-nothing is left.
-"""
+"""Ten thousand times out and back again, with aborts and cancellations at random moments."""
 
 from __future__ import annotations
 
@@ -31,8 +29,6 @@ ALL_KINDS = sorted(KINDS)
 
 
 class Soak:
-    """Some requests of one pool, each with the bytes that it must find whenever it is resident."""
-
     def __init__(self, kind: str, random: np.random.Generator) -> None:
         self.kind, self._random = kind, random
         layout = layout_of(kind, 4, PAGES, ROWS, "page_first")
@@ -58,7 +54,6 @@ class Soak:
         )
 
     def write(self, places: Places) -> list[NDArray[np.uint8]]:
-        """Random bytes into every buffer of these pages and rows."""
         for name in names_of(self.kind):
             array, at = self.pool.array(name), self._at(name, places)
             bits = self._random.integers(0, 256, array[at].nbytes, dtype=np.uint8)
@@ -76,7 +71,6 @@ class Soak:
         return places.rows if in_rows(self.kind, name) else places.pages
 
     def foreign(self) -> None:
-        """Another request takes all that is free, and writes to it."""
         taken = Places(
             self.pool.pages.take(self.pool.pages.free_pages, "foreign"),
             self.rows.take(self.rows.free_pages, "foreign")
@@ -89,7 +83,6 @@ class Soak:
             self.rows.give_back(taken.rows, "foreign")
 
     def check(self) -> None:
-        """Every resident request has its own bytes, and host memory is that of who is away."""
         for request in self.requests:
             if request.phase is P.RESIDENT:
                 found = self.read(request.places)
@@ -101,7 +94,6 @@ class Soak:
         )
 
     def replace(self, request: Resident) -> None:
-        """It has ended: another one begins."""
         assert request.phase is P.ENDED
         self.requests.remove(request)
         del self.bytes_of[request.owner]
@@ -129,9 +121,6 @@ class Soak:
             await self.come_back(request)
 
     async def cancelled_twice(self, request: Resident) -> None:
-        """While it leaves, and while it comes back: each time it is where it was,
-        or where it went.
-        """
         await self._cut(request.retract(), lambda task: task.cancel())
         if request.phase is P.RESIDENT:
             return
@@ -139,7 +128,6 @@ class Soak:
         await self.come_back(request)
 
     async def aborted(self, request: Resident) -> None:
-        """At any moment on its way out or in."""
         await self._cut(request.retract(), lambda _: request.close())
         if request.phase is not P.ENDED:
             self.foreign()

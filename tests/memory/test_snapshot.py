@@ -1,6 +1,4 @@
-"""Snapshots: byte for byte through a foreign request's hands, host memory bounded and freed once,
-whatever happens.
-"""
+"""Snapshots: byte for byte back; host memory is bounded, and freed once."""
 
 from __future__ import annotations
 
@@ -73,7 +71,6 @@ def shuffled(places: Places, seed: int) -> Places:
 
 
 def mapped(pool: PagedPool) -> list[str]:
-    """The mappings of this process in which a buffer of the pool begins."""
     found: list[str] = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(text, 16) for text in line.split()[0].split("-"))
@@ -122,9 +119,7 @@ async def round_trip(
     during: Callable[[str], AbstractContextManager[None]] = unchanged,
     **options: Any,
 ) -> None:
-    """A request of so many tokens leaves `a`, its places go to others, and it comes back in `b`,
-    elsewhere.
-    """
+    """A request leaves `a`, its places go to others, and it comes back in `b`, elsewhere."""
     overwrite(a, seed)
     with during("copy out"):
         store, other = (SnapshotStore(pool, 1 << 20, **options) for pool in (a, b))
@@ -224,7 +219,6 @@ async def test_a_checksum_that_forgets_a_name_is_found(
     places = pool.layout.numbered(Places(PAGES, ROWS if has_rows(kind) else NO_PLACES))
 
     async def tells_them_apart() -> bool:
-        """Whether the sums of pages and rows change with the first byte of `name`."""
         sums = PageChecksums(pool)
         view = pool.array(name).reshape(len(pool.array(name)), -1).view(np.uint8)
         before = await sums.begin(places).done
@@ -439,9 +433,6 @@ Wrong = Callable[[SnapshotStore], Any]
 async def test_half_a_copy_leaves_everything_accounted_for(
     copy: str, how: str, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After so many slices the copy fails, or is stopped: drained, nothing held, host memory freed
-    or whole.
-    """
     pool, store = store_of(slice_bytes=allocate("hybrid").layout.page_bytes)
     mine, again = take(pool, 4, 1, "mine"), take(pool, 4, 1, "again")
     before = contents("hybrid", pool)

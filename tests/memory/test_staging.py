@@ -156,9 +156,7 @@ def test_more_than_there_is_memory_for_is_refused() -> None:
 
 
 async def test_what_peers_say_that_they_serve_is_kept_within_bounds() -> None:
-    """One that cuts its spans otherwise at each registration, say because it is started again and
-    again.
-    """
+    """A peer may cut its spans otherwise at each registration."""
     layout = build_layout([StateKind("0.k", "uint8", (32, 2), axis=0)], page_size=2, num_pages=3)
     pool = PagedPool.allocate(layout, shared=False)
     staging = Staging(pool, shared=False)

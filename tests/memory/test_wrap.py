@@ -1,6 +1,4 @@
-"""Pools over an engine's own arrays: numpy and torch alike, opaque pages, memory in a shared
-segment, misuse.
-"""
+"""Pools over an engine's own arrays: numpy, torch, opaque pages, shared segments, misuse."""
 
 from __future__ import annotations
 
@@ -191,9 +189,7 @@ def test_no_byte_is_given_twice(kind: Callable[[Any], Any]) -> None:
 
 
 def test_pages_that_leave_their_allocation_are_refused() -> None:
-    """The views of one stream reach further than the memory behind them: what lies between is
-    somebody else's.
-    """
+    """The memory between the views is somebody else's."""
     memory = np.zeros((64, 1), F32)
     strided = np.lib.stride_tricks.as_strided(memory[:8], shape=(3, 2, 4), strides=(96, 16, 4))
     assert PagedPool.wrap({"k": strided[:2]}, page_size=2).layout.num_pages == 2

@@ -1,6 +1,4 @@
-"""Engines without an event loop: both nodes in threads, real sockets, the local plane, pages of the
-engines' own.
-"""
+"""Engines without an event loop: both nodes in threads, real sockets, the local plane."""
 
 from __future__ import annotations
 
@@ -43,21 +41,18 @@ def opened(
     pages: Sequence[int] = (0, 1, 2),
     **more: Any,
 ) -> kvflow.DecodeThreadRoom:
-    """Decode's half of a room, with pages at once."""
     return decode.open(room, prefill=[prefill.info], prompt=PROMPT, pages=pages, **more)
 
 
 def announced(
     prefill: kvflow.PrefillThread, decode: kvflow.DecodeThread, room: int = 7, **more: Any
 ) -> kvflow.DecodeThreadRoom:
-    """Decode's half of a room, whose pages are offered later."""
     return decode.announce(room, prefill=[prefill.info], prompt=PROMPT, **more)
 
 
 def met(
     prefill: kvflow.PrefillThread, decode: kvflow.DecodeThread, pages: Sequence[int] = (0, 1, 2)
 ) -> tuple[kvflow.PrefillThreadRoom, kvflow.DecodeThreadRoom]:
-    """Both halves of a room."""
     sending, target = prefill.open(7, prompt=PROMPT), opened(prefill, decode, pages=pages)
     wait_for(prefill, "matched", sending)
     return sending, target
@@ -67,9 +62,7 @@ def met(
 def engines(
     page_bytes: int = 64, rate: float | None = None
 ) -> Iterator[tuple[kvflow.PrefillThread, kvflow.DecodeThread]]:
-    """Prefill's page p holds p + 1 everywhere; `rate` bytes a second, where a write has to take its
-    time.
-    """
+    """Prefill's page p holds p + 1 everywhere; `rate` limits its writes, in bytes per second."""
     source, target = pool(page_bytes=page_bytes), pool(page_bytes=page_bytes)
     source.array("k")[:] = np.arange(1, PAGES + 1, dtype=np.uint8)[:, None, None]
     plane = kvflow.LocalPlane(None, rate)
@@ -84,7 +77,6 @@ def engines(
 
 
 def fails(side: Side, room: object, error: type[kvflow.KvflowError], text: str = "") -> None:
-    """Its room ends with this error."""
     failed, _ = wait_for(side, "failed", room)
     assert isinstance(failed.error, error) and text in str(failed.error)
     assert failed.room.error is failed.error
@@ -248,9 +240,7 @@ def test_a_loan_without_proof_is_returned_and_its_pages_stay_busy() -> None:
 
 
 def test_decode_is_told_of_a_second_room_that_was_refused_while_the_first_drained() -> None:
-    """As `PrefillNode.room` does it: the engine has its error, and decode's half does not wait for
-    a rendezvous.
-    """
+    """As by `PrefillNode.room`: decode's half does not wait for a rendezvous."""
     network, planes, source, target = Network(), FakeNetwork(), pool(), pool()
     plane = FakePlane(planes)
     plane.drains_at_once = False
@@ -284,7 +274,6 @@ def test_decode_is_told_of_a_second_room_that_was_refused_while_the_first_draine
 
 
 def lost_loan(incarnation: int, writer: PlaneAddress | None = None) -> UnprovenLoan:
-    """Page 1, lent to a peer whose end is not proven."""
     return UnprovenLoan(
         writer=writer,
         incarnation=incarnation,
@@ -297,7 +286,6 @@ def lost_loan(incarnation: int, writer: PlaneAddress | None = None) -> UnprovenL
 
 
 def test_pages_of_an_earlier_node_are_busy_until_its_loans_end() -> None:
-    """Another node over either pool closes in another thread, while these run."""
     writer = PlaneAddress("elsewhere", "", ProcessIdentity("boot", "ns", 1, 1))
     loan = lost_loan(9, writer)
     with engines() as (prefill, decode):
@@ -516,10 +504,6 @@ def test_misuse_of_send_is_raised_by_send() -> None:
 
 
 def test_the_row_of_a_room_is_its_last_place_on_both_sides() -> None:
-    """Rows are numbered on from the pages.
-
-    A place that is wrong is refused by the call that names it.
-    """
     kinds = [("k", "float32", (2,)), ("s", "float32", (5,), "row")]
     layout = kvflow.build_layout(kinds, page_size=PAGE_SIZE, num_pages=32, num_rows=4)
     source, into = kvflow.PagedPool.allocate(layout), kvflow.PagedPool.allocate(layout)
