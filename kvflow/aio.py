@@ -310,9 +310,7 @@ def _undo(undo: Callable[[T], object], ended: asyncio.Future[T]) -> None:
 
 
 class _DaemonThreads(Executor):
-    """An executor of daemon threads. Unlike `ThreadPoolExecutor`, it does not make the process wait
-    for its threads at exit.
-    """
+    """An executor of daemon threads, which do not keep the process from ending."""
 
     def __init__(self, name: str, limit: int) -> None:
         self._name, self._limit = name, limit
@@ -322,7 +320,6 @@ class _DaemonThreads(Executor):
         self._changed = threading.Condition()
 
     def submit(self, work: Callable[..., T], /, *args: Any, **more: Any) -> Future[T]:
-        """Queue `work`. Raises: RuntimeError if no thread can be started, or after `shutdown`."""
         future: Future[T] = Future()
         with self._changed:
             if self._closed:
@@ -336,7 +333,6 @@ class _DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads after the queued work. Both arguments are ignored: it never waits."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

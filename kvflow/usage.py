@@ -21,11 +21,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class App(typer.Typer):
-    """A Typer app with the help pages of this module.
-
-    Options are grouped by their `rich_help_panel`. The groups are in the order of their first
-    options.
-    """
+    """A Typer app whose options are grouped by `rich_help_panel`, in order of appearance."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(

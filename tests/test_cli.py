@@ -50,7 +50,7 @@ def refused(said: str, *arguments: str, before: str = "pass") -> None:
 def help_of(command: str) -> str:
     """`kvflow COMMAND --help` on a terminal of 80 columns."""
     done = run(*command.split(), "--help", before="import os; os.environ['COLUMNS'] = '80'")
-    assert done.returncode == 0
+    assert done.returncode == 0 and "Usage" in done.stdout
     return done.stdout
 
 
@@ -65,11 +65,6 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     assert done.returncode == 0
     assert all(command in done.stdout for command in COMMANDS)
     assert "heavy: []" in done.stdout
-
-
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "bench"])
-def test_every_command_explains_itself(command: str) -> None:
-    assert "Usage" in help_of(command)
 
 
 def test_the_list_of_commands_is_not_cut_off_in_80_columns() -> None:

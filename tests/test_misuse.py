@@ -17,13 +17,6 @@ from kvflow.transports.data.fake import FakeNetwork, FakePlane
 
 PROMPT = range(10)  # 2.5 pages of 4
 pytest_plugins = ["kvflow.testing.fixtures"]
-ROOM_IDS = [
-    (1.0, r"room id 1\.0 is not an integer"),
-    ("7", "room id '7' is not an integer"),
-    (None, "room id None is not an integer"),
-    (-1, "room id -1 is not an unsigned 64-bit integer"),
-    (1 << 64, f"room id {1 << 64} is not an unsigned 64-bit integer"),
-]
 PROMPTS = [
     ([], "the prompt is empty: at least 1 token is needed"),
     (np.empty(0, np.int32), "the prompt is empty: at least 1 token is needed"),
@@ -38,21 +31,6 @@ PROMPTS = [
 
 def misuse(text: str) -> pytest.RaisesExc[kvflow.MisuseError]:
     return pytest.raises(kvflow.MisuseError, match=text)
-
-
-@pytest.mark.parametrize(("room", "text"), ROOM_IDS)
-async def test_what_is_not_a_room_id(kvflow_pair: Pair, room: Any, text: str) -> None:
-    p, cause = kvflow_pair, kvflow.Cause(kvflow.Code.CAPACITY)
-    for call in (
-        lambda: p.prefill.room(room, PROMPT),
-        lambda: p.prefill.refuse(room, cause),
-        lambda: p.decode.room(room, p.ranks, PROMPT),
-        lambda: p.decode.announce(room, p.ranks, PROMPT),
-        lambda: p.decode.refuse(room, p.ranks, cause),
-    ):
-        with misuse(text):
-            call()
-    await p.rest()
 
 
 @pytest.mark.parametrize(("prompt", "text"), PROMPTS)
@@ -91,10 +69,15 @@ async def test_a_prompt_of_more_pages_than_an_offer_may_have(kvflow_pair: Pair) 
 async def test_a_room_before_start_and_a_node_of_no_plane() -> None:
     pool = kvflow.PagedPool.allocate(small_layout(), shared=False)
     planes = FakeNetwork()
+    prefill = kvflow.PrefillNode(pool, FakePlane(planes))
+    decode = kvflow.DecodeNode(pool, FakePlane(planes))
+    assert "new" in repr(prefill) and "new" in repr(decode)
     with misuse(r"the prefill node is not started: .* or start\(\)"):
-        kvflow.PrefillNode(pool, FakePlane(planes)).room(7, PROMPT)
+        prefill.room(7, PROMPT)
     with misuse(r"the decode node is not started: .* or start\(\)"):
-        kvflow.DecodeNode(pool, FakePlane(planes)).room(7, [], PROMPT)
+        decode.room(7, [], PROMPT)
+    for node in (prefill, decode):
+        await node.close()
     with misuse("no data plane 'nvlink'; there are: local, mooncake"):
         kvflow.DecodeNode(pool, "nvlink")
     for incarnation in (0, -1, 1 << 64):
@@ -108,69 +91,6 @@ async def test_prefill_by_a_name_that_nothing_resolves(kvflow_pair: Pair) -> Non
     p.decode._resolve = None
     with misuse(r"prefill '10\.0\.0\.1:8998': this node was given no resolve\(\)"):
         p.decode.room(7, "10.0.0.1:8998", PROMPT)
-
-
-SENDS: list[tuple[Any, dict[str, Any], str]] = [
-    ([5.0], {}, r"pages must be a list of integers, not shape \(1,\) of float64"),
-    (["5"], {}, "pages must be a list of integers, not shape"),
-    ([[5]], {}, r"pages must be a list of integers, not shape \(1, 1\) of int64"),
-    (5, {}, r"pages must be a list of integers, not shape \(\) of int64"),
-    ([64], {}, r"page 64 is outside 0\.\.63"),
-    ([-1, 3], {}, r"page -1 is outside 0\.\.63"),
-    ([1 << 40], {}, rf"page {1 << 40} is outside 0\.\.63"),
-    ([0, 1, 2, 3], {}, "chunk of 4 pages, 3 of decode's are left"),
-    ([0, 1], {"last": True}, "chunk of 2 pages, 3 of decode's are left"),
-    ([], {}, "a chunk without pages that is not the last"),
-    ([0, 1], {"handoff": b"early"}, "hand-over of 5 bytes with a chunk that is not the last"),
-]
-
-
-@pytest.mark.parametrize(("pages", "more", "text"), SENDS)
-async def test_a_chunk_that_cannot_be_sent(
-    kvflow_pair: Pair, pages: Any, more: dict[str, Any], text: str
-) -> None:
-    p = kvflow_pair
-    source, target = await p.open(7, PROMPT)
-    await source.matched()
-    mine = p.prefill.pages.take(4, "engine")
-    with misuse(f"room 7: {text}"):
-        source.send(pages, **more)
-    # Nothing was queued, and a list is as good as an array.
-    source.send(mine[:3].tolist(), last=True)
-    assert await target.landed() == b""
-    p.prefill.pages.give_back(mine, "engine")
-    target.close()
-    await p.rest()
-
-
-async def test_send_too_early_too_late_and_of_pages_without_an_owner(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
-    source = p.prefill.room(7, PROMPT)
-    with misuse(r"room 7: send\(\) before matched\(\)"):
-        source.send([0])
-    with misuse("room 7 is in use"):
-        p.prefill.room(7, PROMPT)
-    target = await p.decode.room(7, p.ranks, PROMPT)
-    await source.matched()
-    with misuse("hold: page 0 has no owner"):
-        source.send([0])
-    with pytest.raises(
-        kvflow.CapacityError, match="bytes of hand-over: asked for 104857600, limit"
-    ):
-        mine = p.prefill.pages.take(3, "engine")
-        source.send(mine, last=True, handoff=bytes(100 << 20))
-    with misuse(r"room 7: pages can be kept once, after landed\(\)"):
-        target.keep("too early")
-    source.send(mine, last=True)
-    with misuse(r"room 7: send\(\) after the last chunk"):
-        source.send([0])
-    await target.landed()
-    kept = target.keep("sequence")
-    with misuse(r"room 7: pages can be kept once, after landed\(\)"):
-        target.keep("again")
-    p.decode.pages.give_back(kept, "sequence")
-    p.prefill.pages.give_back(mine, "engine")
-    await p.rest()
 
 
 def changed(info: RankInfo, **fields: Any) -> RankInfo:

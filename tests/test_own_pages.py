@@ -21,7 +21,6 @@ from kvflow.protocols.errors import (
     OwnershipError,
 )
 from kvflow.protocols.limits import Timing
-from kvflow.protocols.ports import PageStore
 from kvflow.testing.pair import Clock, Pair, pair, until
 from kvflow.transports.data.fake import FakePlane, Fault
 
@@ -222,11 +221,6 @@ async def test_a_list_that_its_owner_changes_is_not_changed_here() -> None:
             await room.landed()
             await sending.released()
         assert sources.at_rest()
-
-
-def test_it_is_a_page_store() -> None:
-    store: PageStore = ExternalPages(4)
-    assert store.free_pages == 0
 
 
 async def test_a_room_that_was_announced_is_given_its_pages_later() -> None:

@@ -116,11 +116,7 @@ class DecodeShell(Shell):
         *,
         announce: bool = False,
     ) -> None:
-        """Open a room at `ranks`.
-
-        Only MisuseError is raised here. Any other refusal ends the room, and awaiting the room
-        raises it.
-        """
+        """Open a room at `ranks`. Only MisuseError is raised: any other refusal ends the room."""
         endpoint, now = self.endpoint, self.now()
         try:
             room.grant = endpoint.open_room(
@@ -145,10 +141,7 @@ class DecodeShell(Shell):
         prompt: Prompt,
         deadline_at_s: float,
     ) -> None:
-        """Open a room at the ranks that `resolve` returns.
-
-        Any error ends the room, and awaiting the room raises it.
-        """
+        """Open a room at the ranks that `resolve` returns. Any error ends the room."""
         work = self._resolve_and_open(room, resolve, prompt, deadline_at_s)
         ended = functools.partial(self._opening_ended, room)
         self.opening[room] = self.spawn(
@@ -209,10 +202,7 @@ class DecodeShell(Shell):
         room.when_landed.give(None, error)
 
     def refuse(self, room: int, ranks: Sequence[RankInfo], cause: Cause) -> None:
-        """Notify prefill ranks that decode refuses a request.
-
-        If the ranks cannot be reached, the failure is only logged.
-        """
+        """Notify prefill ranks that decode refuses a request. A failure is only logged."""
         try:
             self.endpoint.refuse_room(room, ranks, cause, self.now())
         except MisuseError:
@@ -329,19 +319,13 @@ class DecodeShell(Shell):
             self._lend(room)
 
     def offer(self, room: DecodeRoom) -> None:
-        """Take the room's pages and lend them, if every rank is registered.
-
-        Otherwise `_linked` does so later.
-        """
+        """Lend the room's pages. If a rank is not registered yet, `_linked` does so later."""
         if room.record is not None and room.record.linked:
             self._lend(room)
             self.run()
 
     def _lend(self, room: DecodeRoom) -> None:
-        """Lend the room's pages, or queue the room if too few pages of the staging are free.
-
-        Queued rooms receive pages as other rooms return them (see `Waiting`).
-        """
+        """Lend the room's pages, or queue the room if too few pages of the staging are free."""
         record, holding = room.record, room.holding
         if record is None or room.ended or record.lent:
             return
@@ -412,10 +396,7 @@ class DecodeShell(Shell):
         return self.waiting.next(free, self.staging_can_come_back, self.now())
 
     def _lend_waiting(self) -> None:
-        """Lend to waiting rooms, after pages of the staging returned or a room stopped waiting.
-
-        After `LEND_WORK` rooms, the others follow in the next turn of the event loop.
-        """
+        """Lend to at most `LEND_WORK` waiting rooms, and to the others in the next turn."""
         for _ in range(LEND_WORK):
             if not self.waiting or (grant := self._next_waiting()) is None:
                 break
@@ -434,9 +415,7 @@ class DecodeShell(Shell):
         self.lend_returned()
 
     def lend_returned(self) -> None:
-        """Lend to waiting rooms. The node calls it when another node over the same staging may have
-        returned pages.
-        """
+        """Lend to waiting rooms, after another node over the same staging returned pages."""
         if self.waiting and not self.stopped:
             self.guard(self._lend_waiting, "lending pages of staging")
 

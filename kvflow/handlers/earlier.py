@@ -33,10 +33,7 @@ INHERIT_WORK = 64
 
 
 class EarlierShell:
-    """The part of a shell that carries out the commands of `endpoint.earlier`.
-
-    Implements `protocols.ports.Heir`.
-    """
+    """Runs the commands of `endpoint.earlier`. Implements `protocols.ports.Heir`."""
 
     def __init__(
         self,
@@ -45,10 +42,7 @@ class EarlierShell:
         plane: DataPlane,
         stores: Sequence[tuple[Quarantine, PageStore]],
     ) -> None:
-        """`stores` pairs each store from which the node takes pages with its pool's quarantine.
-
-        With staging there are two pairs, and the staging is the last one.
-        """
+        """`stores` pairs each store with the quarantine of its pool; the staging is last."""
         self._shell, self._loans, self._plane = shell, loans, plane
         self._quarantines = [quarantine for quarantine, _ in stores]
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
@@ -67,7 +61,7 @@ class EarlierShell:
             self._take_over(quarantine, quarantine.join(self, store))
 
     def leave(self) -> None:
-        """Leave the quarantines, which keep the pages that still lack proof. Idempotent."""
+        """Leave the quarantines, which keep the pages that lack proof. Idempotent."""
         self._left = True
         for quarantine in self._quarantines:
             quarantine.leave(self)
@@ -169,10 +163,7 @@ def check_unseen(plane: DataPlane, incarnation: int, address: PlaneAddress) -> N
 
 
 def log_declared(incarnation: int, why: str, ended: tuple[int, int]) -> None:
-    """Log that an operator declared a prefill dead.
-
-    `ended` is the number of loans that end, and the number of pages that leave quarantine.
-    """
+    """Log a declaration of death. `ended` has the numbers of loans and of pages that it frees."""
     log.warning(
         "prefill %016x is declared dead (%s): %d loans end without proof, %d pages leave "
         "quarantine",

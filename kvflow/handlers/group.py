@@ -59,11 +59,7 @@ class GroupRequest:
         self.when_decided: Answer[None] = Answer()
 
     async def decided(self) -> None:
-        """Wait until the request succeeded on every rank.
-
-        Raises: the KvflowError of the failure that the group decided on. It is the same at every
-        rank.
-        """
+        """Wait until the request succeeded on every rank. Raises: the failure the group chose."""
         await self.when_decided.get()
 
     def close(self, cause: Cause | None = None) -> None:
@@ -129,10 +125,9 @@ class LeaderShell(Shell):
         return found
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """Refuse a room on every rank instead of opening it.
+        """Refuse a room on every rank instead of opening it, as `PrefillNode.refuse` does at one.
 
-        Decode receives the cause now, or when its half arrives. `PrefillNode.refuse` does the same
-        at a single rank. Raises: MisuseError if `room` is not a room id.
+        Raises: MisuseError if `room` is not a room id.
         """
         self.leader.refuse(room, check_cause(cause))
         self.run()
@@ -203,10 +198,7 @@ class RankRequest:
         self.when_settled: Answer[None] = Answer()
 
     async def settled(self) -> None:
-        """Wait until the request succeeded on every rank.
-
-        Raises: the KvflowError that failed it.
-        """
+        """Wait until the request succeeded on every rank. Raises: the failure the group chose."""
         await self.when_settled.get()
 
 
@@ -249,11 +241,7 @@ class MemberShell(Shell):
         self.run()
 
     async def started(self) -> RankRequest:
-        """Wait for the next request for which every rank is ready. All ranks receive the requests
-        in the same order.
-
-        The request may be over by then; its room reports that.
-        """
+        """Wait for the next request, in an order that all ranks share; its room may be over."""
         return await self._started.get()
 
     async def drain(self, patience_s: float) -> None:

@@ -49,10 +49,7 @@ class _OpenWrite(NamedTuple):
 
 
 class _EndedWrite:
-    """A write that moves no bytes: its chunk has no pages, or the data plane failed to start it.
-
-    Implements `protocols.ports.Write`.
-    """
+    """A write without bytes: its chunk has no pages, or the data plane could not start it."""
 
     landed_bytes = total_bytes = 0
 
@@ -94,10 +91,9 @@ def write_report(write: Write) -> tuple[WriteOutcome, str, int]:
 
 
 class ChecksummedWrite:
-    """A write together with the checksum of its source pages; it ends when both do.
+    """A write and the checksum of its source pages; it ends when both do.
 
-    Implements `protocols.ports.Write`. If the checksum fails, a landed write counts as cancelled,
-    because decode could not verify its bytes.
+    If the checksum fails, a landed write counts as cancelled: decode could not verify its bytes.
     """
 
     def __init__(self, write: Write, task: ChecksumTask) -> None:
@@ -243,13 +239,9 @@ class PrefillShell(Shell):
         self.run()
 
     def send_chunk(self, room: PrefillRoom, pages: PageIndices, last: bool, handoff: bytes) -> None:
-        """Queue a chunk, and hold its pages.
-
-        The hold comes first, because it refuses pages without an owner: no write may be queued for
-        such pages.
-        """
         self.endpoint.check_chunk(room.record, pages, last, len(handoff))
         self.quarantine.check(pages)
+        # The hold refuses pages without an owner, for which no write may be queued.
         self.pages.hold(pages)
         try:
             self.endpoint.queue_chunk(
@@ -333,11 +325,8 @@ class PrefillShell(Shell):
         self.run()
 
     async def drain(self, patience_s: float) -> None:
-        """Wait until the writes of every room end, then until the decodes confirm that those rooms
-        ended.
-
-        The first wait takes at most `patience_s`. Confirmations arrive with heartbeats, so the
-        second wait takes at most two heartbeat intervals.
+        """Wait at most `patience_s` until the writes of every room end, then at most two heartbeat
+        intervals until the decodes confirm that the rooms ended.
         """
         self.leave()
         core = self.endpoint.core
@@ -348,9 +337,7 @@ class PrefillShell(Shell):
             log.warning("the ends of %d rooms are not confirmed by decode %s", len(left), names)
 
     def _unconfirmed(self) -> list[DecodePeer]:
-        """Return one decode for each room that was open at `leave` and whose end that decode did
-        not confirm. Decodes that are down are left out.
-        """
+        """Return the decode of each room whose end it did not confirm, unless it is down."""
         return [
             peer
             for peer, grant in self._last_grants
@@ -358,11 +345,9 @@ class PrefillShell(Shell):
         ]
 
     async def part(self) -> None:
-        """Send goodbye to every decode, and wait for the acknowledgements for at most two heartbeat
-        intervals.
+        """Send goodbye to every decode, and wait at most two heartbeat intervals for the answers.
 
-        Call it once, after `drain`. If writes still run then, close the data plane first, which
-        ends them.
+        Call it once, after `drain`. Writes that still run must be ended by closing the data plane.
         """
         await self.wait_while(lambda: bool(self.endpoint.rooms), 2 * self.timing.heartbeat_s)
         self.endpoint.part(self.now())
@@ -379,10 +364,7 @@ class PrefillShell(Shell):
             )
 
     async def close(self) -> None:
-        """Stop the tasks, and close the routes.
-
-        Close the data plane first, so that no write runs. The caller closes the socket.
-        """
+        """Stop the tasks, and close the routes. Close the data plane first; no write may run."""
         await self.stop()
         self.earlier.leave()
         for route in self.routes.values():

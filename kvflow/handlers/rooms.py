@@ -76,10 +76,7 @@ class RoomStores:
         self._own: NDArray[np.bool_] | None = None
 
     def hold_own(self, room: RoomId, pages: PageIndices) -> None:
-        """Hold the caller's own pages for a room, until `unhold_own`.
-
-        Raises: OwnershipError for pages that the store cannot hold, or that another room uses.
-        """
+        """Hold the caller's own pages for a room, until `unhold_own`. Raises: OwnershipError."""
         if self._own is None:
             self._own = np.zeros(self.layout.num_places, dtype=np.bool_)
         if (taken := self._own[pages]).any():
@@ -137,11 +134,7 @@ class RoomPages:
         self._owner = self._staging_owner = ("grant", grant)
 
     def give(self, pages: PageIndices) -> None:
-        """Use the caller's own pages.
-
-        Raises: OwnershipError for pages that the store cannot hold, that another room uses, or that
-        a writer of an earlier node over the pool may still write into.
-        """
+        """Use the caller's own pages. Raises: OwnershipError; see `DecodeRoom.give`."""
         self._stores.quarantine.check(pages)
         self._stores.hold_own(self._room, pages)
         self.pages = pages

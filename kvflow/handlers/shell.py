@@ -215,10 +215,7 @@ class Shell:
             self._tick()
 
     async def wait_while(self, condition: Callable[[], bool], patience_s: float) -> None:
-        """Wait until `condition` is false, for at most `patience_s` by the node's clock.
-
-        The condition is checked each time the endpoint's commands ran.
-        """
+        """Wait until `condition` is false after some commands ran, for at most `patience_s`."""
         until_s = self.now() + patience_s
         while condition() and (left_s := until_s - self.now()) > 0:
             self.changed.clear()
@@ -285,8 +282,7 @@ class Shell:
     ) -> None:
         """Pass every frame of a socket to `receive(sender, frame)`, until cancelled.
 
-        `before` is called before each burst. An exception is logged and counted, and the loop
-        continues (I7).
+        `before` is called before each burst. An exception does not end the loop (I7).
         """
         this = asyncio.current_task()
         assert this is not None

@@ -45,10 +45,7 @@ class NoSum:
 
 
 def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
-    """Return the task that `begin` starts, or a failed task if `begin` raises.
-
-    The room that waits for the checksum must receive an answer in either case.
-    """
+    """Return the task that `begin` starts or, so that its room has an answer, a failed task."""
     try:
         return begin(*of)
     except ENDS_PROCESS:
@@ -62,10 +59,7 @@ class ChunkVerifier:
     """The running checksums of one decode room; with staging, the running copies to its pages."""
 
     def __init__(self, pages: RoomPages, begin: Begin, released: Callable[[], None]) -> None:
-        """`begin` starts the work on a chunk of `pages`.
-
-        `released` is called for each chunk, when no thread uses its pages any more.
-        """
+        """`released` is called for each chunk, when no thread uses its pages any more."""
         self._pages, self._begin, self._released = pages, begin, released
         self._running: set[ChecksumTask] = set()
 

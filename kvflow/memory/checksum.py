@@ -30,9 +30,7 @@ _BREATH_BYTES = 1 << 20
 
 
 class _Stretch(NamedTuple):
-    """A contiguous part of every page, or row: `size_bytes` bytes at `offset`. Pages are
-    `page_bytes` apart in `memory`.
-    """
+    """`size_bytes` bytes at `offset` of every page, or row; pages are `page_bytes` apart."""
 
     memory: memoryview
     page_bytes: int
@@ -82,10 +80,7 @@ class PageChecksums(PageTasks):
 
 
 class PoolSums:
-    """Computes checksums over whole pages of a pool in host memory, or over what one rank sent.
-
-    The pool must stay open until `close`.
-    """
+    """Computes checksums over whole pages, or over what one rank sent; closed before the pool."""
 
     def __init__(self, layout: PoolLayout) -> None:
         self._stores = stores_of(layout)
@@ -117,10 +112,7 @@ def _gathered(layout: PoolLayout, served: tuple[Served, ...]) -> GatheredSum | N
 def sum_places(
     found: xxh3_64, stores: Stores, places: Places, cancelled: Callable[[], bool]
 ) -> bool:
-    """Update `found` with pages, then rows, in their order. Returns False if cancelled.
-
-    Runs in a thread.
-    """
+    """Update `found` with pages, then rows, in their order. Returns False if cancelled."""
     summed_bytes = 0
     for stretches, indices in (
         (stores.pages, places.pages.tolist()),

@@ -164,18 +164,13 @@ class _Memory:
 
 
 def _elements(addresses: Addresses, size: int) -> tuple[NDArray[np.void], Addresses]:
-    """Return memory as an array of overlapping elements of `size` bytes, and the indices of those
-    at `addresses`.
-    """
+    """Return overlapping elements of `size` bytes, and the indices of those at `addresses`."""
     low = int(addresses.min())
     return np.asarray(_Memory(low, int(addresses.max()) - low + 1, size)), addresses - low
 
 
 class HostCopier:
-    """A copier between host memories, with memmove or, for many small blocks, numpy.
-
-    Implements `Copier`.
-    """
+    """A copier between host memories, with memmove or, for many small blocks, numpy."""
 
     @staticmethod
     def copy(blocks: Blocks) -> None:
@@ -208,7 +203,7 @@ class HostCopier:
 
 
 class CudaCopier:
-    """A copier with its own CUDA stream, apart from the model's. Implements `Copier`.
+    """A copier with a CUDA stream of its own.
 
     It uses cudaMemcpyAsync and, if Triton is installed, a kernel for many small blocks.
     """
@@ -244,10 +239,7 @@ class CudaCopier:
                 self._synchronize()
 
     def takes_kernel(self, blocks: Blocks) -> bool:
-        """Return True if the kernel copies these blocks.
-
-        The kernel can only access host memory that this copier pinned.
-        """
+        """Return True if the kernel copies these blocks: it can access pinned host memory only."""
         if self._kernel is None or not self._kernel.suits(blocks):
             return False
         sources, targets, sizes = blocks
@@ -282,9 +274,7 @@ class CudaCopier:
 
 
 class Runtime:
-    """Functions of the CUDA runtime that torch does not expose, called in the library that torch
-    loaded.
-    """
+    """Functions of the CUDA runtime that torch loaded, but does not expose."""
 
     def __init__(self, path: str | None) -> None:
         """Open the library at `path`; None means that torch loaded none. Raises: LayoutError."""

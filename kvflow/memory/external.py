@@ -82,7 +82,12 @@ class ExternalPages:
         Raises: CapacityError if `count` is not 0: the room was opened without `pages`.
         """
         if count:
-            raise ExternalPagesError(count, owner)
+            error = CapacityError("pages", count, 0)
+            error.args = (
+                f"{owner!r} needs {count} pages and the node has none to give: the engine's "
+                f"allocator owns them; open the room with pages=, {count} of them",
+            )
+            raise error
         return np.empty(0, dtype=np.int32)
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
@@ -151,14 +156,3 @@ class ExternalPages:
             raise OwnershipError(
                 f"cannot {what} {len(pages)} pages: they belong to the engine's own allocator"
             )
-
-
-class ExternalPagesError(CapacityError):
-    """Raised for a room without `pages`, at a node whose engine owns all pages."""
-
-    def __init__(self, count: int, owner: Hashable) -> None:
-        super().__init__("pages", count, 0)
-        self.args = (
-            f"{owner!r} needs {count} pages and the node has none to give: the engine's allocator "
-            f"owns them; open the room with pages=, {count} of them",
-        )

@@ -85,10 +85,7 @@ class GatheredSum:
 
 
 def is_as_it_lies(layout: PoolLayout, served: tuple[Served, ...]) -> bool:
-    """Return True if one rank served the whole pool, and the pool stores it once.
-
-    Whole pages can then be summed without being gathered.
-    """
+    """Return True if one rank served all of the pool, which stores it once."""
     return sends_all(layout, served) and all(
         len(copies) == 1 for copies in copies_of(layout.components)
     )

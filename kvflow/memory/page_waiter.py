@@ -70,10 +70,7 @@ class PageWaiter:
             loop.call_soon_threadsafe(self._come_back)
 
     def evictable(self) -> None:
-        """Wake the waiter, if more pages are available than at its `wait`.
-
-        The allocator calls it, on the event loop, when a cache may have more evictable pages.
-        """
+        """Wake the waiter if more pages are available than at its `wait`. Call it on the loop."""
         if self._waits and any(
             now > before for now, before in zip(self._available(), self._seen, strict=True)
         ):

@@ -12,10 +12,9 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLa
 
 
 class PlaceAllocator:
-    """One store over the two allocators of a pool with rows.
+    """One store over the two allocators of a pool with rows, which may also be used directly.
 
-    Implements `protocols.ports.PageStore`. The two allocators may also be used directly. An
-    operation that raises changes neither of them.
+    Implements `protocols.ports.PageStore`. An operation that raises changes neither of them.
     """
 
     def __init__(self, layout: PoolLayout, pages: PageAllocator, rows: PageAllocator) -> None:

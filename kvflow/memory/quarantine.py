@@ -69,10 +69,7 @@ class PoolQuarantine:
             ]
 
     def check(self, pages: PageIndices) -> None:
-        """Check that no page is in quarantine.
-
-        Raises: OwnershipError, which names the page, its writer, and a remedy.
-        """
+        """Raise OwnershipError, which names a remedy, if a page is in quarantine."""
         # Prefill checks every chunk, so the common case takes no lock.
         if not self.leases:
             return

@@ -161,8 +161,7 @@ class StagedArrivals(PageTasks):
 class StagedChecksums(PageTasks):
     """Checksums over a prefill's pool that the CPU cannot access.
 
-    Implements `protocols.ports.Checksums`. Each thread copies a few pages at a time to host memory,
-    and sums the parts that prefill sends.
+    Each thread copies a few pages at a time to host memory, and sums the parts that prefill sends.
     """
 
     def __init__(self, pool: PagedPool) -> None:

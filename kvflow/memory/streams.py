@@ -165,10 +165,7 @@ def _component(s: Stream, number: int, buffer: Buffer, opaque: bool) -> Componen
 
 
 def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
-    """Group streams whose pages interleave, such as views into one page-first array.
-
-    Any other stream forms its own group.
-    """
+    """Group streams whose pages interleave, such as views into one page-first array."""
     groups: list[list[Stream]] = []
     for s in sorted(streams, key=lambda s: s.address):
         first = groups[-1][0] if groups else None
@@ -184,10 +181,8 @@ def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
 
 
 def _buffer(group: list[Stream], num_pages: int) -> Buffer:
-    """Return the buffer of a group.
-
-    It starts at the first stream, or earlier, so that its last page does not exceed the allocation.
-    """
+    # The buffer starts at the first stream, or earlier, so that its last page does not exceed the
+    # allocation.
     first, size_bytes = group[0], group[0].step * num_pages
     # The views of one allocation may report different bounds: a tensor made by torch.from_numpy
     # knows only the memory of its array.
@@ -303,10 +298,7 @@ def _check(s: Stream, first: Stream, page_size: int, *, typed: bool) -> None:
 
 
 def _dense(dimensions: list[tuple[int, int]], item_bytes: int) -> bool:
-    """Return True if the elements are contiguous, without gaps or overlaps.
-
-    A dimension is (length, stride in bytes); the outermost comes first.
-    """
+    """Return True if dimensions of (length, stride in bytes), outermost first, leave no gap."""
     expected = item_bytes
     for length, stride in reversed(dimensions):
         if length > 1:

@@ -97,9 +97,7 @@ class Node(Generic[S]):
 
     @property
     def _stores(self) -> list[tuple[Quarantine, PageStore]]:
-        """Stores from which this node takes pages, each with the quarantine of its pool. With
-        staging there are two, and the staging is the last one.
-        """
+        """Each store with the quarantine of its pool; the staging is last."""
         found: list[tuple[Quarantine, PageStore]] = [(self.pool.quarantine, self.pages)]
         if self.staging is not None:
             found.append((self.reached.quarantine, self.reached.places))
@@ -133,10 +131,7 @@ class Node(Generic[S]):
 
     @property
     def _open_shell(self) -> S:
-        """The shell, for new work.
-
-        Raises: MisuseError once the node is closed. While it closes, the endpoint refuses new work.
-        """
+        """The shell, for new work. Raises: MisuseError once the node is closed."""
         if self._closing is not None and self._closing.done():
             raise MisuseError(f"the {self.role} node is closed")
         return self.shell
@@ -279,10 +274,7 @@ class Node(Generic[S]):
         raise NotImplementedError
 
     async def _close_memory(self) -> None:
-        """Close everything that accesses the pool: the data plane, the checksums and the copies.
-
-        An error of the data plane is raised after the others are closed.
-        """
+        """Close all that accesses the pool; an error of the data plane is raised at the end."""
         try:
             await self.plane.close()
         finally:

@@ -71,10 +71,9 @@ class TransferMeasures:
 
 
 def failed_in(ending: RoomEnding) -> str:
-    """Return the stage in which a room failed: "engine" (a model step), "bootstrap" (the sides did
-    not meet, or did not fit together) or "transfer".
+    """Return the stage in which a room failed: "engine", "bootstrap" or "transfer".
 
-    Returns an empty string if the room succeeded, or if its client left or aborted the request.
+    The result is empty if the room succeeded, or if its client left or aborted the request.
     """
     if ending.cause is None or ending.cause.code in _WANTED:
         return ""
@@ -142,9 +141,7 @@ class Counts:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Dropped messages, by reason: not decodable, for another incarnation, too late, or without
-        a peer that could receive them.
-        """
+        """Dropped messages: not decodable, for another incarnation, too late, or without a peer."""
         return {
             "malformed": self.malformed,
             "foreign": self.foreign,

@@ -7,14 +7,29 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.proof.sim.loop import VirtualLoop
-from kvflow.protocols.errors import Code, KvflowError
+from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.limits import Timing
 from kvflow.testing import pair as pair_module
 from kvflow.testing.pair import Pair, pair
+from tests.handlers.scenes import WHY
 
 Ending = Callable[[Pair], Awaitable[tuple[Awaitable[object], Code, str]]]
 """Ends a room, and returns what the other side's client waits for, and what it must be told."""
+Scene = Callable[[Pair], Awaitable[tuple[PrefillRoom, DecodeRoom]]]
+
+
+def closed(side: str, scene: Scene, why: Cause = WHY) -> Ending:
+    """The user of one side closes the room."""
+
+    async def ending(p: Pair) -> tuple[Awaitable[object], Code, str]:
+        source, target = await scene(p)
+        (source if side == "prefill" else target).close(why)
+        return target.landed() if side == "prefill" else source.done(), why.code, why.text
+
+    ending.__name__ = f"{side}_closes_{scene.__name__}_{why.code}"
+    return ending
 
 
 def in_virtual_time(

@@ -9,28 +9,17 @@ import pytest
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.limits import Bounds
-from kvflow.protocols.machines.grants import GrantPhase
-from kvflow.protocols.machines.loan import LoanPhase
-from kvflow.protocols.ports import WriteOutcome
-from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import Abort, Bootstrap, ChunkDone, Heartbeat, RoomFailed
-from kvflow.testing.pair import Pair, fill, pair, until
-from kvflow.transports.control.memory import Frame
-from kvflow.transports.data.fake import Fault
+from kvflow.protocols.wire.messages import Abort, ChunkDone, Heartbeat
+from kvflow.testing.pair import Pair, fill, until
 from tests.handlers.scenes import (
     PROMPT,
     WHY,
     code_of,
-    every_rank_writes,
     finish,
     header,
     known,
-    ledger,
     matched,
     midway,
-    more,
-    offer,
     sending,
     success,
     to_prefill,
@@ -126,20 +115,6 @@ async def test_closing_what_has_landed_is_no_abort(p: Pair) -> None:
     assert p.network.seen["Abort"] == 0
 
 
-async def test_nothing_is_written_and_no_page_is_free_before_the_drain(p: Pair) -> None:
-    """A write that cannot be stopped: both users have their error, pages stay lent (I2, I12)."""
-    source, target = await sending(p, Fault.STUCK)
-    target.close(WHY)
-    assert await code_of(target.landed()) is await code_of(source.done()) is WHY.code
-    await more(p, "Abort", 3)  # repeated, and repeated
-    assert p.decode.pages.free_pages == 64 - 5 and len(ledger(p.decode)) == 1
-    assert p.prefill.pool.pages.held_pages == 5 and p.network.seen["AbortAck"] == 0
-    assert source.phase.name == target.phase.name == "DRAINING"
-    p.plane(p.prefill).release()
-    await p.rest()
-    assert target.phase.name == "ABORTED"
-
-
 async def test_freed_pages_are_written_by_their_new_owner_only(p: Pair) -> None:
     _, target = await midway(p)
     pages = target.pages.copy()
@@ -222,93 +197,3 @@ async def test_queued_chunks_never_reach_the_target(p: Pair) -> None:
     assert not any(f.landed_bytes for f in others)
     landed = p.decode.pool.pages_bytes(target.pages).any(axis=1)
     assert landed.tolist() == [True, False, False, False, False]
-
-
-async def test_each_rank_answers_for_itself() -> None:
-    async with pair(ranks=2) as p:
-        p.network.hold(RoomFailed)
-        _, target = await every_rank_writes(p)
-        first, second = p.prefills
-        p.network.hold(Abort)
-        target.close(WHY)
-        second_plane = p.plane(second)
-        second_plane.writes[0].end(WriteOutcome.UNPROVEN, "a lane was reset")
-        p.network.release()
-        await until(lambda: target.ended)
-        assert target.phase.name == "LOST" and target.cause == WHY
-        (peer,) = target.record.lease.loans
-        assert peer.info == second.info and ledger(p.decode).quarantined_pages == 5
-        await p.crash(second)
-        await until(p.decode.pool.pages.at_rest)
-        assert first.pages.at_rest()
-
-
-async def test_a_rank_that_could_not_vouch_does_not_take_that_back() -> None:
-    """A last chunk of the same rank after its `unproven` is a contradiction, and no proof."""
-    async with pair(ranks=2) as p:
-        p.network.hold(RoomFailed)
-        _, target = await every_rank_writes(p)
-        liar = p.prefills[1]
-        p.plane(liar).writes[0].end(WriteOutcome.UNPROVEN, "a lane was reset")
-        await until(lambda: LoanPhase.DOUBTFUL in target.record.lease.loans.values())
-        stale = p.decode.counts.stale
-        last = ChunkDone(
-            room=7,
-            grant=target.grant,
-            source=liar.incarnation,
-            target=p.decode.incarnation,
-            rank=1,
-            seq=0,
-            pages=5,
-            last=True,
-        )
-        p.network.inject(
-            Frame(liar.info.control, routing_id(p.decode.incarnation), False, encode(last))
-        )
-        await until(lambda: p.decode.counts.stale == stale + 1)
-        assert len(target.record.lease.loans) == 2 and target.record.state.filled == (0, 0)
-        target.close(WHY)
-        p.network.release()
-        await p.crash(liar)
-        p.plane(p.prefills[0]).release()
-        await until(p.decode.pool.pages.at_rest)
-
-
-async def test_an_abort_for_an_unknown_room(p: Pair) -> None:
-    """Drained, as nothing of it ever ran; and its grant is closed, whenever its Bootstrap comes."""
-    _, target = await matched(p, 1)
-    (peer,) = known(p.prefill)
-    late = offer(p, 99, 50)
-    for _ in range(3):
-        to_prefill(p, Abort(cause=WHY, **header(p, 99, 50)))
-        await more(p, "AbortAck")
-        assert peer.grants.is_drained(50) and peer.grants.phase(50) is GrantPhase.CLOSED
-        assert set(p.prefill.shell.endpoint.rooms) == {1}
-        to_prefill(p, late)
-    to_prefill(p, Abort(cause=WHY, **header(p, 99, 50)))  # and behind the last Bootstrap
-    await more(p, "AbortAck")
-    assert set(p.prefill.shell.endpoint.rooms) == {1}
-    peer.grants.settle(51)  # a grant of this test's making: no heartbeat would settle it
-    target.close()
-
-
-async def test_a_bootstrap_that_comes_after_its_tombstone_was_evicted(p: Pair) -> None:
-    p.prefill.shell.endpoint.core.bounds = Bounds(closed_grants=2)
-    await success(p, 1)
-    p.network.hold(Heartbeat)
-    p.network.hold(Bootstrap, times=1)
-    late = await p.decode.room(7, "sim", PROMPT)
-    late.close(WHY)
-    await until(p.decode.pool.pages.at_rest)
-    for room in range(20, 24):
-        await success(p, room)
-    (peer,) = known(p.prefill)
-    assert peer.grants.phase(late.grant) is GrantPhase.BELOW and late.grant < peer.grants.low_water
-    half, failed = p.prefill.room(7, range(4)), p.network.seen["RoomFailed"]
-    assert await code_of(half.matched()) is WHY.code  # what ended decode's half is kept for it
-    half = p.prefill.room(7, PROMPT)
-    assert p.network.release()
-    await until(lambda: p.network.seen["RoomFailed"] > failed)
-    assert not half.ended and half.record.bootstrap is None, "a stale Bootstrap bound it"
-    half.close()
-    p.prefill.shell.endpoint.core.rendezvous.expire(float("inf"))

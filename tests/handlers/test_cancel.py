@@ -71,27 +71,6 @@ async def test_a_cancelled_wait_leaves_the_room_as_it_is(p: Pair, name: str, tur
     target.close()
 
 
-@pytest.mark.parametrize("name", AWAITS)
-async def test_a_cancelled_user_whose_context_closes_the_room(p: Pair, name: str) -> None:
-    p.plane(p.prefill).hold()
-
-    async def use(ready: asyncio.Event) -> None:
-        source, target = await p.open(7, PROMPT)
-        async with source, target:
-            if name != "matched":
-                await source.matched()
-                p.send_all(source)
-            ready.set()
-            await AWAITS[name](source, target)
-            await asyncio.Event().wait()
-
-    ready = asyncio.Event()
-    user = asyncio.ensure_future(use(ready))
-    await ready.wait()
-    await cancelled(user)
-    await p.rest()
-
-
 @pytest.mark.parametrize("kind", [Register, Registered], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("turns", range(4))
 async def test_an_opening_that_is_cancelled_leaves_no_room(p: Pair, kind: type, turns: int) -> None:

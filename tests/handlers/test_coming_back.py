@@ -11,24 +11,19 @@ from kvflow.protocols.errors import Code, LostError
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.wire.codec import routing_id
-from kvflow.protocols.wire.messages import Abort, Register
 from kvflow.testing.pair import QUICK, Pair, pair, until
 from kvflow.transports.control.memory import LOST, Fate, Frame
 from tests.handlers.scenes import (
     PROMPT,
     all_read,
-    announced,
     code_of,
     finish,
     known,
     ledger,
     links,
     matched,
-    midway,
     more,
-    registered,
     success,
-    to_decode,
 )
 
 IMPATIENT = msgspec.structs.replace(QUICK, lost_after_s=5, register_s=600)
@@ -95,22 +90,3 @@ async def test_a_forgotten_decode_for_which_there_is_no_place_yet(p: Pair) -> No
     p.prefill.shell.endpoint.core.bounds = Bounds()
     await until(lambda: not len(ledger(p.decode)))
     await success(p, 10)
-
-
-async def test_acceptance_of_an_older_register_brings_no_silent_link_up(p: Pair) -> None:
-    """Prefill does not know yet that the room ended; on a link that is up it would never hear."""
-    _, lent = await midway(p, 6)  # keeps the link, since its pages are in doubt
-    source, target = await announced(p)
-    for lost in (Register, Abort):
-        p.network.drop(lost, times=1 << 30)
-    p.clock(p.decode).advance(p.timing.lost_after_s + 1)
-    assert await code_of(target.landed()) is await code_of(lent.landed()) is Code.PEER_LOST
-    stale = p.decode.counts.stale
-    to_decode(p, registered(p, fresh_from=1))
-    await until(lambda: p.decode.counts.stale > stale)
-    assert p.decode.peers_by_phase() == {"silent": 1} and not source.ended
-    p.network.mend()
-    assert await code_of(source.matched()) is Code.CLIENT_GONE
-    p.plane(p.prefill).release()
-    await p.rest()
-    await success(p, 8)

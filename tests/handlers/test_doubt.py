@@ -8,27 +8,21 @@ import pytest
 
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.protocols.errors import Code
-from kvflow.protocols.limits import Bounds
-from kvflow.protocols.machines.grants import GrantPhase
 from kvflow.protocols.machines.loan import LoanPhase
-from kvflow.protocols.wire.messages import Abort, AbortAck, Heartbeat, RoomFailed
+from kvflow.protocols.wire.messages import Abort, RoomFailed
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import (
     WHY,
     code_of,
     every_rank_writes,
-    header,
     known,
     ledger,
     links,
     midway,
-    more,
-    offer,
     prove,
     sending,
     success,
-    to_prefill,
 )
 
 
@@ -77,16 +71,6 @@ async def test_close_waits_for_the_answers_that_may_still_come(p: Pair) -> None:
         (loan,) = await closing
     assert list(loan.pages) == list(room.pages) and target.when_released.given
     p.decodes.clear()
-
-
-async def test_close_waits_for_loans_that_are_about_to_be_asked_for_again() -> None:
-    async with pair() as p:
-        await doubtful(p, Fault.ERROR)
-        core = p.decode.shell.endpoint.core
-        (peer,) = core.links.peers.values()
-        assert not core.proof_may_come
-        core.for_each_loan(peer, "ask")  # as when its link is up again
-        assert core.proof_may_come
 
 
 async def test_a_late_write_finds_its_pages_still_lent(p: Pair) -> None:
@@ -161,39 +145,3 @@ async def test_a_decode_that_dies_is_written_to_no_more(p: Pair) -> None:
     await p.add_decode()
     p.plane(p.prefill).release()
     await success(p)
-
-
-async def test_prefill_never_calls_a_doubtful_grant_drained(p: Pair) -> None:
-    p.prefill.shell.endpoint.core.bounds = Bounds(closed_grants=2)
-    target = await doubtful(p, Fault.LATE)
-    (peer,), grant = known(p.prefill), target.grant
-    p.network.hold(Heartbeat)
-    for room in range(20, 24):
-        await success(p, room)
-    assert peer.grants.phase(grant) is GrantPhase.BELOW_DOUBTFUL and peer.grants.low_water > grant
-    acks: list[bool] = []
-    p.network.rules.append(lambda frame: _note(acks, frame.message))
-    late = offer(p, 7, grant)
-    to_prefill(p, late, Abort(cause=WHY, **header(p, 7, grant)))
-    await until(lambda: len(acks) == 2)
-    assert acks == [False, False]
-    assert ledger(p.decode).quarantined_pages == 5
-    p.network.mend()
-    await prove(p)
-
-
-def _note(acks: list[bool], message: object) -> None:
-    if isinstance(message, AbortAck):
-        acks.append(message.drained)
-
-
-async def test_tombstones_are_bounded_and_leave_a_low_water_mark(p: Pair) -> None:
-    p.prefill.shell.endpoint.core.bounds = Bounds(closed_grants=3)
-    p.network.hold(Heartbeat)
-    for room in range(8):
-        await success(p, room)
-    (peer,) = known(p.prefill)
-    assert peer.grants.remembered == 3 and peer.grants.low_water == 6
-    to_prefill(p, offer(p, 1, 2))
-    await more(p, "RoomFailed")
-    assert not p.prefill.shell.endpoint.rooms

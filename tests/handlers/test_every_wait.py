@@ -24,6 +24,7 @@ from kvflow.transports.data.fake import FakePlane, Fault
 from tests.handlers.scenes import PROMPT, links, matched, midway, success
 
 Work = Coroutine[Any, Any, object]
+EndOf = Callable[[Pair], Work]
 Scene = Callable[[Pair], Awaitable[Work]]
 CANARY = 0xEE
 LATE_S = 0.01
@@ -118,35 +119,18 @@ async def serving_while_stuck(p: Pair) -> Work:
     return await serving(p)
 
 
-async def closing_decode(p: Pair) -> Work:
-    await midway(p)
-    return p.decode.close()
-
-
-async def closing_decode_while_opening(p: Pair) -> Work:
+async def decode_opens(p: Pair) -> None:
     beside(decode_user(p))
     await until(lambda: links(p.decode))
-    return p.decode.close()
 
 
-async def closing_decode_while_stuck(p: Pair) -> Work:
-    await midway_and_stuck(p)
-    return p.decode.close()
+def ending(name: str, before: Callable[[Pair], Awaitable[object]], end: EndOf) -> Scene:
+    async def scene(p: Pair) -> Work:
+        await before(p)
+        return end(p)
 
-
-async def closing_prefill(p: Pair) -> Work:
-    await midway(p)
-    return p.prefill.close()
-
-
-async def closing_prefill_while_stuck(p: Pair) -> Work:
-    await midway_and_stuck(p)
-    return p.prefill.close()
-
-
-async def draining_prefill(p: Pair) -> Work:
-    await midway_and_stuck(p)
-    return p.prefill.shell.drain(1.0)
+    scene.__name__ = name
+    return scene
 
 
 async def living(p: Pair) -> Work:
@@ -171,16 +155,16 @@ DECODES: list[Scene] = [
     opening_known,
     opening_while_stuck,
     living,
-    closing_decode,
-    closing_decode_while_opening,
-    closing_decode_while_stuck,
+    ending("closing_decode", midway, lambda p: p.decode.close()),
+    ending("closing_decode_while_opening", decode_opens, lambda p: p.decode.close()),
+    ending("closing_decode_while_stuck", midway_and_stuck, lambda p: p.decode.close()),
 ]
 PREFILLS: list[Scene] = [
     serving,
     serving_while_stuck,
-    closing_prefill,
-    closing_prefill_while_stuck,
-    draining_prefill,
+    ending("closing_prefill", midway, lambda p: p.prefill.close()),
+    ending("closing_prefill_while_stuck", midway_and_stuck, lambda p: p.prefill.close()),
+    ending("draining_prefill", midway_and_stuck, lambda p: p.prefill.shell.drain(1.0)),
 ]
 TASKS = [
     ("Shell.consume", 0),  # prefill's

@@ -32,9 +32,6 @@ from tests.handlers.scenes import (
     code_of,
     links,
     matched,
-    registered,
-    success,
-    to_decode,
 )
 
 
@@ -86,26 +83,6 @@ async def test_a_stranger_under_a_prefills_incarnation_serves_who_asks_at_his_ad
         [false.control, p.prefill.info.control]
     )
     stranger.cancel()
-
-
-async def test_a_registry_that_names_another_rank_of_a_linked_address(p: Pair) -> None:
-    await success(p)
-    info = p.prefill.info
-    other = RankInfo(1, 2, info.incarnation, info.control, info.backend, info.model)
-    with pytest.raises(PeerError, match="is rank 0, and was asked for as 1"):
-        await p.decode.room(8, [other, nowhere(0, 0, 2)], PROMPT)
-    await success(p, 9)
-
-
-async def test_another_rank_that_answers_is_not_used(p: Pair) -> None:
-    p.network.drop(Registered, times=1 << 30)
-    room = p.decode.room(7, "sim", PROMPT)
-    await until(lambda: links(p.decode))
-    to_decode(p, registered(p, rank=77, address=p.prefill.exported[0]))
-    with pytest.raises(PeerError, match="says it is rank 77, the registry says 0"):
-        await room
-    p.network.mend()
-    await success(p, 8)
 
 
 @asynccontextmanager

@@ -23,10 +23,8 @@ from tests.handlers.scenes import (
     PROMPT,
     all_read,
     code_of,
-    every_rank_writes,
     finish,
     known,
-    ledger,
     links,
     sending,
     success,
@@ -112,30 +110,6 @@ async def test_a_decode_that_was_silent_hears_it_when_it_comes_back(p: Pair) -> 
     await forgotten(p)
 
 
-async def test_one_rank_of_a_group_closes() -> None:
-    async with living(ranks=2) as p:
-        await success_of_two(p)
-        p.network.hold(Bootstrap)
-        lent = await p.decode.room(7, "sim", PROMPT)
-        await all_read()
-        await p.prefills.pop().close()
-        p.network.release()
-        assert await code_of(lent.landed()) is Code.SHUTDOWN
-        await p.rest()
-        assert [peer.info.rank for peer in links(p.decode)] == [0]
-
-
-async def success_of_two(p: Pair) -> None:
-    sources = [node.room(1, PROMPT) for node in p.prefills]
-    target = await p.decode.room(1, "sim", PROMPT)
-    for node, source in zip(p.prefills, sources, strict=True):
-        await source.matched()
-        p.send_all(source, node=node)
-    await target.landed()
-    target.close()
-    await p.rest()
-
-
 async def test_a_write_in_doubt_stays_on_loan() -> None:
     async with pair() as p:
         _, target = await sending(p, Fault.LATE)
@@ -150,20 +124,6 @@ async def test_a_write_in_doubt_stays_on_loan() -> None:
         (line,) = p.decode.peers()
         assert line["phase"] == "gone" and line["loans"] == 1 and not known(p.prefill)
         p.network.release()
-
-
-async def test_writes_that_do_not_drain_are_named() -> None:
-    """What they become is not known until the plane has ended them."""
-    async with pair(ranks=1) as p:
-        (source,), target = await every_rank_writes(p)
-        prefill = p.prefill
-        prefill.leave()
-        prefill.shell.endpoint.part(prefill.shell.now())
-        prefill.shell.run()
-        await until(lambda: links(p.decode)[0].phase is LinkPhase.GONE)
-        assert p.decode.quarantined_pages == len(target.pages) and len(ledger(p.decode)) == 1
-        assert await code_of(source.done()) is Code.SHUTDOWN
-        p.plane(prefill).release()
 
 
 # --- decode closes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
@@ -180,6 +180,12 @@ async def group(ranks: int, *, rests: bool = True) -> AsyncIterator[Ranks]:
             await found.close()
 
 
+async def fail(error: type[KvflowError], text: str | None, *waiting: Awaitable[object]) -> None:
+    for each in waiting:
+        with pytest.raises(error, match=text):
+            await each
+
+
 async def test_every_rank_is_ready_before_one_starts_and_done_before_one_succeeds() -> None:
     async with group(3) as g:
         request, target = await g.open(7)
@@ -220,11 +226,8 @@ async def test_one_stage_fails_while_it_waits_and_all_let_go(stage: int) -> None
         await until(lambda: all(member.requests for member in g.members))
         rooms = [next(iter(member.requests.values())) for member in g.members]
         rooms[stage].room.close(LATER)
-        with pytest.raises(RefusedError, match="this stage is out of memory"):
-            await request.decided()
-        for each in rooms:
-            with pytest.raises(RefusedError, match="this stage is out of memory"):
-                await each.settled()
+        waiting = [request.decided(), *(each.settled() for each in rooms)]
+        await fail(RefusedError, "this stage is out of memory", *waiting)
         assert all(each.room.cause == LATER for each in rooms)
 
 
@@ -233,29 +236,22 @@ async def test_decode_aborts_and_every_stage_drains() -> None:
         request, target = await g.open(7)
         rooms = await g.started()
         target.close(Cause(Code.CLIENT_GONE, "the client has gone"))
-        with pytest.raises(AbortedError, match="the client has gone"):
-            await request.decided()
-        for each in rooms:
-            with pytest.raises(KvflowError):
-                await each.settled()
+        await fail(AbortedError, "the client has gone", request.decided())
+        await fail(KvflowError, None, *(each.settled() for each in rooms))
 
 
 async def test_the_client_of_the_leader_goes() -> None:
     async with group(2) as g:
         request, target = await g.open(7)
         request.close()
-        with pytest.raises(AbortedError):
-            await request.decided()
-        with pytest.raises(AbortedError):
-            await target.landed()
+        await fail(AbortedError, None, request.decided(), target.landed())
 
 
 async def test_a_rank_that_cannot_open_its_room_fails_all() -> None:
     async with group(2) as g:
         other = g.nodes.prefills[1].room(7, PROMPT)  # the id is in use there
         request = g.leader.open(7, bytes(PROMPT))
-        with pytest.raises(KvflowError, match="room 7 is in use"):
-            await request.decided()
+        await fail(KvflowError, "room 7 is in use", request.decided())
         other.close()
         await until(lambda: not any(member.member.tickets for member in g.members))
         assert not any(member.counts.handler_errors for member in g.members)
@@ -266,10 +262,9 @@ async def test_a_rank_that_refuses_a_request_refuses_its_decode_too() -> None:
         for room in (7, 8):
             early = await g.nodes.decode.room(room, "sim", PROMPT) if room == 7 else None
             request = g.leader.open(room, b"")  # no prompt
-            with pytest.raises(KvflowError, match="prompt is empty"):
-                await request.decided()
-            with pytest.raises(KvflowError, match="prompt is empty"):
-                await (early or await g.nodes.decode.room(room, "sim", PROMPT)).landed()
+            await fail(KvflowError, "prompt is empty", request.decided())
+            target = early or await g.nodes.decode.room(room, "sim", PROMPT)
+            await fail(KvflowError, "prompt is empty", target.landed())
 
 
 @pytest.mark.parametrize("first", ["decode", "leader"])
@@ -283,10 +278,10 @@ async def test_what_the_leader_does_not_open_is_refused_at_every_rank(first: str
         if first == "leader":
             cores = [node.shell.endpoint.core for node in g.nodes.prefills[:2]]
             await until(lambda: all(len(core.rendezvous) == 2 for core in cores))
-        with pytest.raises(LostError, match="rank 2 of the group's 3 is missing"):
-            await (early or await g.nodes.decode.room(7, "sim", PROMPT)).landed()
-        with pytest.raises(RefusedError, match="this stage is out of memory"):
-            await (await g.nodes.decode.room(8, "sim", PROMPT)).landed()
+        target = early or await g.nodes.decode.room(7, "sim", PROMPT)
+        await fail(LostError, "rank 2 of the group's 3 is missing", target.landed())
+        target = await g.nodes.decode.room(8, "sim", PROMPT)
+        await fail(RefusedError, "this stage is out of memory", target.landed())
         with pytest.raises(MisuseError, match="room id -1"):
             g.leader.refuse(-1, LATER)
 
@@ -320,13 +315,9 @@ async def test_the_death_of_a_stage_is_seen_at_once_and_it_may_come_back() -> No
         dead.socket.close()
         rooms[1].room.close()  # with its process
         g.end_process(1)
-        with pytest.raises(LostError, match="rank 1 of the group has died"):
-            await request.decided()
-        for each in (rooms[0], rooms[2]):
-            with pytest.raises(LostError, match="rank 1 of the group has died"):
-                await each.settled()
-        with pytest.raises(KvflowError):
-            await target.landed()
+        waiting = request.decided(), rooms[0].settled(), rooms[2].settled()
+        await fail(LostError, "rank 1 of the group has died", *waiting)
+        await fail(KvflowError, None, target.landed())
         with pytest.raises(LostError, match="rank 1 of the group's 3 is missing"):
             g.leader.open(8, bytes(PROMPT))
         g.start_process(1)
@@ -382,10 +373,8 @@ async def test_the_death_of_the_leader_ends_what_it_has_opened() -> None:
             dead.socket.close()
         rooms[0].room.close()
         g.end_process(0)
-        with pytest.raises(LostError, match="the leader of the group has died"):
-            await rooms[1].settled()
-        with pytest.raises(KvflowError):
-            await target.landed()
+        await fail(LostError, "the leader of the group has died", rooms[1].settled())
+        await fail(KvflowError, None, target.landed())
         g.start_process(0)
         g.start_leader(2000)
         g.start_member(0, 78)
@@ -397,10 +386,8 @@ async def test_the_leader_shuts_down() -> None:
     async with group(2) as g:
         request, target = await g.open(7)
         await g.leader.close()
-        with pytest.raises(AbortedError, match="shutting down"):
-            await request.decided()
-        with pytest.raises(KvflowError, match="shutting down"):
-            await target.landed()
+        await fail(AbortedError, "shutting down", request.decided())
+        await fail(KvflowError, "shutting down", target.landed())
 
 
 async def test_a_leader_that_shuts_down_refuses() -> None:
@@ -408,5 +395,5 @@ async def test_a_leader_that_shuts_down_refuses() -> None:
         g.leader.leave()
         with pytest.raises(AbortedError, match="the leader of the group is shutting down"):
             g.leader.open(7, bytes(PROMPT))
-        with pytest.raises(AbortedError, match="the leader of the group is shutting down"):
-            await (await g.nodes.decode.room(7, "sim", PROMPT)).landed()
+        target = await g.nodes.decode.room(7, "sim", PROMPT)
+        await fail(AbortedError, "the leader of the group is shutting down", target.landed())

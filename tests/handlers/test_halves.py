@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import msgspec
 import pytest
 
-from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, RefusedError
+from kvflow.protocols.errors import Cause, Code, LostError, RefusedError
 from kvflow.protocols.machines.rendezvous import Rendezvous, Side
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.messages import MAX_TEXT, Abort, Bootstrap
@@ -18,13 +17,10 @@ from tests.handlers.scenes import (
     WHY,
     code_of,
     finish,
-    header,
-    known,
     links,
     matched,
     offered,
     success,
-    to_prefill,
 )
 
 
@@ -36,28 +32,6 @@ async def test_decode_never_comes(p: Pair) -> None:
     assert await code_of(source.matched()) is Code.RENDEZVOUS
     target = p.decode.room(7, "sim", PROMPT)  # late, and told so
     assert await code_of(target.landed()) is Code.RENDEZVOUS
-
-
-async def test_prefill_does_not_wait_while_it_stands_still(p: Pair) -> None:
-    """Decode's half may be there, unread."""
-    source, endpoint = p.prefill.room(7, PROMPT), p.prefill.shell.endpoint
-    now = source.record.deadline_at_s + 5.0
-    endpoint.credit_stall(5.0, now)
-    endpoint.tick(now)
-    assert not source.ended
-    target = await p.decode.room(7, "sim", PROMPT)
-    await source.matched()
-    target.close()
-
-
-async def test_a_room_is_credited_no_more_than_it_has_waited(p: Pair) -> None:
-    source, endpoint = p.prefill.room(7, PROMPT), p.prefill.shell.endpoint
-    due_at_s = source.record.deadline_at_s
-    endpoint.credit_stall(1000.0, source.record.opened_at_s + 3.0)
-    endpoint.tick(due_at_s + 2.9)
-    assert not source.ended
-    p.clock(p.prefill).advance(p.timing.rendezvous_s + 3.1)
-    assert await code_of(source.matched()) is Code.RENDEZVOUS
 
 
 async def test_prefill_never_comes(p: Pair) -> None:
@@ -93,35 +67,10 @@ async def test_the_engine_refuses_a_room_it_never_opened(p: Pair) -> None:
     target.close()
 
 
-async def test_the_engine_refuses_a_room_decode_has_given_up(p: Pair) -> None:
-    target = await offered(p)
-    target.close(WHY)
-    await until(p.decode.pool.pages.at_rest)
-    p.prefill.refuse(7, WHY)
-    assert not len(p.prefill.shell.endpoint.core.rendezvous)
-    await success(p, 7)
-
-
-async def test_decode_ends_before_prefill_comes(p: Pair) -> None:
-    target = await offered(p)
-    target.close(WHY)
-    await until(p.decode.pool.pages.at_rest)
-    assert await code_of(p.prefill.room(7, PROMPT).matched()) is WHY.code
-    await success(p, 7)
-
-
 async def test_the_same_half_may_begin_afresh(p: Pair) -> None:
     p.prefill.room(7, PROMPT).close(WHY)
     await success(p, 7)
     assert not len(p.prefill.shell.endpoint.core.rendezvous)
-
-
-async def test_what_nobody_asked_for_is_forgotten(p: Pair) -> None:
-    for room in range(10):
-        p.prefill.room(room, PROMPT).close(WHY)
-    assert len(p.prefill.shell.endpoint.core.rendezvous) == 10
-    p.clock(p.prefill).advance(p.timing.rendezvous_s + 1)
-    await until(lambda: not len(p.prefill.shell.endpoint.core.rendezvous))
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
@@ -166,21 +115,6 @@ async def test_a_second_decode_for_the_same_room(p: Pair) -> None:
     await finish(p, source, target)
 
 
-async def test_a_bootstrap_that_lends_too_few_or_foreign_pages(p: Pair) -> None:
-    _, target = await matched(p, 1)
-    refused = [b"\0" * 8, b"\0\0\0\0", b"\xff\xff\xff\xff" * 5, b"\x40\0\0\0", b"abc", b""]
-    offers: list[tuple[bytes, int, int]] = [(pages, 5 * PAGE_SIZE, 0) for pages in refused]
-    offers += [(b"", 0, 0), (b"", 4, 400), (b"\0\0\0\0", 5, 3)]
-    for i, (pages, tokens, prefix) in enumerate(offers):
-        fields: dict[str, Any] = {"pages": pages, "prompt_tokens": tokens, "prefix_tokens": prefix}
-        to_prefill(p, Bootstrap(prompt_digest=b"d" * 32, **fields, **header(p, 50 + i, 100 + i)))
-    await until(lambda: p.network.seen["RoomFailed"] == len(offers))
-    assert set(p.prefill.shell.endpoint.rooms) == {1}
-    target.close()
-    settled = known(p.prefill)[0].grants.settle(100 + len(offers))
-    assert settled == []  # grants of its own making: no heartbeat would settle them
-
-
 async def test_pools_that_do_not_fit_are_told_what_differs(p: Pair) -> None:
     other = await p.add_decode(small_layout(page_size=8))
     for _ in range(2):
@@ -221,17 +155,6 @@ async def test_nobody_answers(p: Pair) -> None:
         await task
     p.network.mend()
     await success(p)
-
-
-async def test_a_word_nobody_can_resolve(p: Pair) -> None:
-
-    async def resolve(_: str) -> list[object]:
-        raise LostError("no registry there")
-
-    p.decode._resolve = resolve  # type: ignore[assignment]
-    for _ in range(2):
-        with pytest.raises(KvflowError, match="no registry"):
-            await p.decode.room(7, "elsewhere", PROMPT)
 
 
 def test_outcomes_are_bounded_and_told_once_to_the_other_side() -> None:

@@ -12,31 +12,13 @@ from kvflow.protocols.machinery import Timer
 from kvflow.protocols.wire.messages import Abort, Bootstrap, ChunkDone, RoomFailed
 from kvflow.testing.pair import Pair
 from kvflow.transports.data.fake import Fault
-from tests.handlers.in_virtual_time import Ending, in_virtual_time
+from tests.handlers.in_virtual_time import Ending, closed, in_virtual_time
 from tests.handlers.scenes import PROMPT, WHY, matched, midway, offered, sending
 
 FULL = Cause(Code.CAPACITY, "no page for another token")
 
 
 # --- prefill's side fails, decode's client hears it
-
-
-async def engine_fails_waiting(p: Pair) -> Any:
-    source, target = await matched(p)
-    source.close(WHY)
-    return target.landed(), WHY.code, WHY.text
-
-
-async def engine_fails_midway(p: Pair) -> Any:
-    source, target = await midway(p)
-    source.close(WHY)
-    return target.landed(), WHY.code, WHY.text
-
-
-async def engine_is_full(p: Pair) -> Any:
-    source, target = await matched(p)
-    source.close(FULL)
-    return target.landed(), FULL.code, FULL.text
 
 
 async def prefill_refuses_before_decode_comes(p: Pair) -> Any:
@@ -86,18 +68,6 @@ async def prefill_dies(p: Pair) -> Any:
 # --- decode's side fails, prefill's client hears it
 
 
-async def the_client_leaves_waiting(p: Pair) -> Any:
-    source, target = await matched(p)
-    target.close(WHY)
-    return source.done(), WHY.code, WHY.text
-
-
-async def the_client_leaves_midway(p: Pair) -> Any:
-    source, target = await midway(p)
-    target.close(WHY)
-    return source.done(), WHY.code, WHY.text
-
-
 async def the_client_leaves_before_its_bootstrap_arrives(p: Pair) -> Any:
     await matched(p, 1)
     p.network.drop(Bootstrap)
@@ -136,9 +106,9 @@ async def decode_dies(p: Pair) -> Any:
 
 
 AT_PREFILL: list[Ending] = [
-    engine_fails_waiting,
-    engine_fails_midway,
-    engine_is_full,
+    closed("prefill", matched),
+    closed("prefill", midway),
+    closed("prefill", matched, FULL),
     prefill_refuses_before_decode_comes,
     prefill_refuses_after_decode_came,
     the_prompts_differ,
@@ -148,8 +118,8 @@ AT_PREFILL: list[Ending] = [
     prefill_dies,
 ]
 AT_DECODE: list[Ending] = [
-    the_client_leaves_waiting,
-    the_client_leaves_midway,
+    closed("decode", matched),
+    closed("decode", midway),
     the_client_leaves_before_its_bootstrap_arrives,
     decode_has_no_pages,
     decode_runs_out_of_time,

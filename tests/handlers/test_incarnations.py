@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 import pytest
 
 from kvflow.protocols.errors import Code, LostError
-from kvflow.protocols.limits import Bounds
-from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import (
-    WIRE_VERSION,
     Abort,
     AbortAck,
-    Bootstrap,
-    ChunkDone,
     Heartbeat,
-    Message,
-    Register,
-    Registered,
-    Resync,
-    RoomFailed,
 )
 from kvflow.testing.pair import Pair, until
-from kvflow.transports.control.memory import LOST, Frame
+from kvflow.transports.control.memory import Frame
 from tests.handlers.scenes import (
     PROMPT,
     WHY,
-    all_read,
     code_of,
     finish,
-    header,
     known,
     ledger,
     links,
@@ -40,8 +25,6 @@ from tests.handlers.scenes import (
     midway,
     more,
     success,
-    to_decode,
-    to_prefill,
 )
 
 
@@ -122,39 +105,6 @@ async def test_a_silent_decode_that_comes_back(p: Pair) -> None:
     await success(p, 8)
 
 
-async def test_a_forgotten_decode_that_registers_again_and_a_bootstrap_of_its_past(p: Pair) -> None:
-    first, core = p.decode, p.prefill.shell.endpoint.core
-    past: list[Frame] = []
-    p.network.rules.append(lambda f: past.append(f) if isinstance(f.message, Bootstrap) else None)
-    target = await first.room(7, "sim", PROMPT)
-    await until(lambda: bool(past))
-    target.close()
-    await until(lambda: target.ended and not len(ledger(first)))
-    p.network.rules.append(
-        lambda frame: LOST if frame.peer == routing_id(first.incarnation) else None
-    )
-    peer = core.peers[first.incarnation]
-    await all_read()  # a heartbeat that came after the silence would end it
-    p.clock(first).advance(p.timing.lost_after_s + 1)
-    await until(lambda: not links(first))
-    p.clock(p.prefill).advance(p.timing.lost_after_s + 1)
-    await until(lambda: peer.phase is PeerPhase.SILENT)
-    core.bounds, bounds = Bounds(targets=1), core.bounds
-    other = await p.add_decode()
-    (await other.room(30, "sim", PROMPT)).close()
-    assert set(core.peers) == {other.incarnation}
-    core.bounds = bounds
-    p.network.mend()
-    p.network.drop(Heartbeat, times=1 << 30)
-    (await first.room(31, "sim", PROMPT)).close()
-    p.network.inject(past[0])
-    await more(p, "RoomFailed")
-    assert core.peers[first.incarnation] is not peer
-    assert all(record.room != 7 for record in core.rooms.values())
-    p.network.mend()
-    await p.rest()
-
-
 async def test_a_loaded_peer_is_not_a_dead_one(p: Pair) -> None:
     source, target = await matched(p)
     for _ in range(5):
@@ -163,47 +113,6 @@ async def test_a_loaded_peer_is_not_a_dead_one(p: Pair) -> None:
         await more(p, "Heartbeat", 4)
     assert not (source.ended or target.ended)
     await finish(p, source, target)
-
-
-async def test_messages_of_other_lives_are_counted_and_change_nothing(p: Pair) -> None:
-    source, target = await midway(p)
-    me, them, grant = p.decode.incarnation, p.prefill.incarnation, target.grant
-    await until(lambda: target.record.state.filled == (2,))
-    before = target.record.state
-    foreign = [{"source": them, "target": me + 2}, {"source": them + 2, "target": me}]
-    ours = {"source": them, "target": me}
-    last: dict[str, Any] = {"rank": 0, "seq": 1, "pages": 3, "last": True}
-    room: dict[str, Any] = {"room": 7, "grant": grant}
-    to_us: list[Message] = [
-        message
-        for lives in foreign
-        for message in (
-            ChunkDone(**last, **room, **lives),
-            RoomFailed(rank=0, cause=WHY, **room, **lives),
-            AbortAck(rank=0, drained=True, **room, **lives),
-            Resync(rooms=(), **lives),
-            Heartbeat(**lives),
-        )
-    ] + [
-        ChunkDone(**last, **header(p, 8, grant)),  # another room
-        ChunkDone(**last, **header(p, 7, grant + 1)),  # another grant
-        RoomFailed(rank=0, cause=WHY, **header(p, 7, grant + 1)),
-        AbortAck(rank=0, drained=True, **header(p, 7, grant + 1)),
-        ChunkDone(**{**last, "rank": 77}, **room, **ours),  # another rank
-        RoomFailed(rank=77, cause=WHY, **room, **ours),
-        AbortAck(rank=77, drained=True, **room, **ours),
-    ]
-    counted = p.decode.counts
-    seen = counted.stale + counted.foreign
-    to_decode(p, *to_us)
-    await until(lambda: counted.stale + counted.foreign == seen + len(to_us))
-    assert target.record.state == before and len(ledger(p.decode)) == 1
-    dropped = p.prefill.counts.foreign
-    other = {"source": them, "target": me + 2}
-    to_prefill(p, Abort(cause=WHY, **room, **other), Heartbeat(settled_below=1 << 40, **other))
-    await until(lambda: p.prefill.counts.foreign == dropped + 2)
-    assert not source.ended
-    target.close()
 
 
 async def test_an_unknown_peer_gets_no_answer(p: Pair) -> None:
@@ -215,34 +124,6 @@ async def test_an_unknown_peer_gets_no_answer(p: Pair) -> None:
     await until(lambda: p.prefill.counts.stale == stale + 2)
     assert not known(p.prefill)
     stranger.close()
-
-
-async def test_another_wire_version_is_refused_with_both_numbers(p: Pair) -> None:
-    stranger = p.network.connect(p.prefill.info.control, 99)
-    address, layout = p.decode.exported
-    register = Register(
-        source=p.prefill.incarnation,
-        target=99,
-        wire_version=WIRE_VERSION + 6,
-        layout=layout,
-        address=address,
-        fresh_from=1,
-    )
-    stranger.send(encode(register))
-    ((_, frame),) = await asyncio.wait_for(stranger.receive(), 5)
-    answer = Frame("", b"", False, frame).message
-    assert isinstance(answer, Registered) and answer.wire_version == WIRE_VERSION
-    assert str(WIRE_VERSION) in answer.refusal and str(WIRE_VERSION + 6) in answer.refusal
-    assert not known(p.prefill)
-    stranger.close()
-
-
-async def test_decodes_are_bounded(p: Pair) -> None:
-    await success(p)
-    p.prefill.shell.endpoint.core.bounds = Bounds(targets=1)
-    other = await p.add_decode()
-    with pytest.raises(Exception, match="registered already"):
-        await other.room(8, "sim", PROMPT)
 
 
 @pytest.mark.parametrize(

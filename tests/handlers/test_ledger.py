@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvflow.protocols.errors import Cause, Code, QuarantineError
+from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.ledger import Change, Lease, Ledger
 from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase
 from kvflow.protocols.wire.messages import GrantId, RoomId
@@ -70,24 +70,6 @@ def test_pages_are_freed_once_everything_is_over(
     assert desk.ledger.find(0, FIRST) is None, "a late message about an ended loan finds nothing"
 
 
-def test_pages_are_in_quarantine_from_the_recall_to_the_last_proof() -> None:
-    desk = Desk(2)
-    assert desk.ledger.quarantined_pages == 0
-    desk.end_room()
-    assert desk.ledger.quarantined_pages == 4
-    assert desk.ledger.owes(0)
-    assert desk.ledger.owed_by(0) == (1, 4)
-    desk.ledger.check_quarantine()
-    desk.feed(0, LoanKind.UNPROVEN)
-    desk.feed(1, LoanKind.DRAINED)
-    assert desk.lease.doubtful and desk.ledger.quarantined_pages == 4
-    desk.ledger.quarantine_limit = 3
-    with pytest.raises(QuarantineError, match="4 pages are in quarantine, more than 3"):
-        desk.ledger.check_quarantine()
-    desk.feed(0, LoanKind.FENCED)
-    assert desk.ledger.quarantined_pages == 0 and desk.freed == 1 and not desk.ledger.owes(0)
-
-
 def test_a_source_settles_what_it_has_answered_and_nothing_above_an_open_loan() -> None:
     desk = Desk(2)
     second: Lease[int] = Lease(GrantId(2), RoomId(100))
@@ -110,16 +92,6 @@ def test_a_drained_loan_whose_room_is_open_settles_nothing() -> None:
     assert desk.lease.loans == {0: LoanPhase.PROVEN} and desk.ledger.settled_below(0) == FIRST
     desk.end_room()
     assert desk.freed == 1 and desk.ledger.settled_below(0) == 2 and desk.aborts == [0]
-
-
-def test_aborts_are_repeated_for_what_is_not_answered() -> None:
-    desk = Desk(2)
-    desk.end_room()
-    assert desk.aborts == [1, 1]
-    desk.feed(0, LoanKind.DRAINED)
-    assert desk.ledger.find(0, FIRST) is None
-    desk.feed(1, LoanKind.REPEAT_DUE)
-    assert desk.aborts == [1, 2]
 
 
 def test_loans_of_a_lost_source_are_in_doubt_and_no_other() -> None:

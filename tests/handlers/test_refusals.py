@@ -9,7 +9,7 @@ import pytest
 from kvflow.protocols.errors import Cause, Code, RefusedError
 from kvflow.protocols.wire.messages import Abort, Announce, RoomFailed
 from kvflow.testing.pair import Pair, small_layout, until
-from tests.handlers.in_virtual_time import Ending, in_virtual_time
+from tests.handlers.in_virtual_time import Ending, closed, in_virtual_time
 from tests.handlers.scenes import (
     PROMPT,
     WHY,
@@ -48,12 +48,6 @@ async def decode_refuses_on_a_link_that_is_up(p: Pair) -> Any:
     return source.matched(), FULL.code, FULL.text
 
 
-async def an_announced_room_is_withdrawn(p: Pair) -> Any:
-    source, target = await announced(p)
-    target.close(WHY)
-    return source.matched(), WHY.code, WHY.text
-
-
 async def an_announced_room_runs_out_of_time(p: Pair) -> Any:
     source = p.prefill.room(7, PROMPT)
     p.decode.announce(7, "sim", PROMPT, deadline_s=0.5)
@@ -70,9 +64,7 @@ async def an_announced_room_finds_no_pages(p: Pair) -> Any:
 
 
 async def decode_closes_with_an_announced_room(p: Pair) -> Any:
-    source = p.prefill.room(7, PROMPT)
-    p.decode.announce(7, "sim", PROMPT)
-    await until(lambda: source.phase.name == "ANNOUNCED")
+    source, _ = await announced(p)
     await p.decodes.pop().close()
     return source.matched(), Code.SHUTDOWN, "decode is shutting down"
 
@@ -90,12 +82,6 @@ async def prefill_refuses_an_announced_room(p: Pair) -> Any:
 async def prefill_refuses_before_the_announcement(p: Pair) -> Any:
     p.prefill.refuse(7, FULL)
     return p.decode.announce(7, "sim", PROMPT).landed(), FULL.code, FULL.text
-
-
-async def the_engine_closes_an_announced_room(p: Pair) -> Any:
-    source, target = await announced(p)
-    source.close(WHY)
-    return target.landed(), WHY.code, WHY.text
 
 
 async def prefill_closes_with_an_announced_room(p: Pair) -> Any:
@@ -138,12 +124,12 @@ REPEATED: list[Ending] = [
     decode_refuses_a_room_that_waits,
     decode_refuses_before_the_engines_half_comes,
     decode_refuses_on_a_link_that_is_up,
-    an_announced_room_is_withdrawn,
+    closed("decode", announced),
     an_announced_room_runs_out_of_time,
     an_announced_room_finds_no_pages,
     prefill_refuses_an_announced_room,
     prefill_refuses_before_the_announcement,
-    the_engine_closes_an_announced_room,
+    closed("prefill", announced),
     a_pool_that_does_not_fit_is_told_to_decode,
 ]
 

@@ -15,8 +15,6 @@ from tests.handlers.scenes import (
     WHY,
     code_of,
     every_rank_writes,
-    finish,
-    matched,
     more,
     sending,
 )
@@ -47,8 +45,10 @@ async def test_not_before_the_write_has_ended(p: Pair, side: str) -> None:
     assert await code_of(source.done()) is await code_of(target.landed()) is WHY.code
     waiting = await both(source, target)
     await more(p, "Heartbeat", 5)
-    assert not any(task.done() for task in waiting)
+    await more(p, "Abort", 2)  # repeated, and not answered
+    assert not any(task.done() for task in waiting) and p.network.seen["AbortAck"] == 0
     assert p.prefill.pool.pages.held_pages == 5 and p.decode.pages.free_pages == 59
+    assert len(p.decode.shell.endpoint.core.ledger) == 1 and source.phase.name == "DRAINING"
     p.plane(p.prefill).release()
     await asyncio.gather(*waiting)
     assert not p.prefill.pool.pages.held_pages and p.decode.pages.free_pages == 64
@@ -105,13 +105,5 @@ async def test_a_cancelled_wait_changes_nothing(p: Pair) -> None:
             await task
     assert p.decode.pages.free_pages == 59
     p.plane(p.prefill).release()
-    await source.released()
-    await target.released()
-
-
-async def test_it_is_asked_for_long_after(p: Pair) -> None:
-    source, target = await matched(p)
-    await finish(p, source, target)
-    await p.rest()
     await source.released()
     await target.released()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvflow.protocols.errors import Code
-from kvflow.protocols.wire.messages import GrantId, Heartbeat
+from kvflow.protocols.wire.messages import Heartbeat
 from kvflow.testing.pair import Pair, until
 from tests.handlers.scenes import (
     PROMPT,
@@ -17,7 +15,6 @@ from tests.handlers.scenes import (
     ledger,
     matched,
     more,
-    success,
     to_prefill,
 )
 
@@ -62,27 +59,6 @@ async def test_one_room_that_waits_keeps_no_hand_over_of_others(p: Pair) -> None
     assert p.prefill.shell.endpoint.core.kept.total == 0 and not half.record.ended
     waiting.offer()
     await finish(p, half, waiting)
-
-
-@pytest.mark.parametrize("below", [3, 1 << 40])
-async def test_a_claim_to_have_settled_what_was_never_offered_is_dropped(
-    p: Pair, below: int
-) -> None:
-    """In decode's name, by someone else: it would end that decode's use of this prefill."""
-    await success(p, 1)
-    foreign = p.prefill.counts.foreign
-    to_prefill(p, Heartbeat(settled_below=below, **between(p)))
-    await until(lambda: p.prefill.counts.foreign == foreign + 1)
-    assert known(p.prefill)[0].grants.low_water <= 2
-    await success(p, 2)
-
-
-async def test_a_range_that_was_never_offered_is_dropped(p: Pair) -> None:
-    await success(p, 1)
-    foreign = p.prefill.counts.foreign
-    to_prefill(p, Heartbeat(settled=((GrantId(1), GrantId(1 << 40)),), **between(p)))
-    await until(lambda: p.prefill.counts.foreign == foreign + 1)
-    await success(p, 2)
 
 
 async def test_a_claim_about_grants_that_are_open_changes_nothing_for_them(p: Pair) -> None:

@@ -380,19 +380,6 @@ async def test_what_many_rooms_wait_for_is_lent_in_slices(
     assert max(turns) == 2 and sum(turns) == 7
 
 
-async def test_staging_of_a_room_in_which_nothing_has_come_goes_to_the_next(little: Pair) -> None:
-    p = little
-    _, first = await matched(p, 1)
-    source, second = p.prefill.room(2, PROMPT), p.decode.room(2, "sim", PROMPT)
-    await until(lambda: len(p.decode.shell.waiting) == 1)
-    first.close()
-    await asyncio.wait_for(source.matched(), 20)
-    pages = p.send_all(source)
-    await second.landed()
-    assert_same_bytes(p, pages, second)
-    second.close()
-
-
 async def test_a_room_that_waits_meets_its_deadline(little: Pair) -> None:
     p = little
     p.plane(p.prefill).hold()

@@ -35,7 +35,6 @@ from tests.handlers.scenes import (
     every_rank_writes,
     finish,
     matched,
-    prove,
 )
 
 OLD, NEW = 0x11, 0xAA
@@ -48,8 +47,8 @@ async def p() -> AsyncIterator[Pair]:
         yield made
 
 
-async def closed_with_a_loan(p: Pair, fault: Fault = Fault.STUCK) -> DecodeRoom:
-    p.plane(p.prefill).script(fault)
+async def closed_with_a_loan(p: Pair) -> DecodeRoom:
+    p.plane(p.prefill).script(Fault.STUCK)
     source, target = await matched(p)
     sent = p.send_all(source)
     fill(p.prefill.pool, sent, OLD)
@@ -68,25 +67,6 @@ async def heir(p: Pair, bounds: Bounds | None = None) -> AsyncIterator[DecodeNod
     )
     async with node:
         yield node
-
-
-async def test_the_late_write_finds_its_pages_kept(p: Pair) -> None:
-    old = await closed_with_a_loan(p, Fault.LATE)
-    async with heir(p) as node:
-        assert node.quarantined_pages == 5 and node.pool.pages.free_pages == 59
-        mine = node.pages.take(node.pages.free_pages, "the next user")
-        assert len(mine) == 59 and not set(mine) & set(old.pages)
-        fill(p.decode.pool, mine, NEW)
-        assert p.plane(p.prefill).land_late()  # the old write moves on
-        assert (p.decode.pool.pages_bytes(old.pages) == OLD).all()
-        assert (p.decode.pool.pages_bytes(mine) == NEW).all()
-        node.pages.give_back(mine, "the next user")
-        assert node.quarantined_pages == 5, (
-            "a write that was seen to land proves nothing to this node"
-        )
-        await prove(p)
-        assert node.quarantined_pages == 0
-    p.decodes.clear()
 
 
 async def test_rooms_go_on_beside_what_was_taken_over(p: Pair) -> None:
@@ -112,20 +92,6 @@ async def test_what_is_taken_over_counts_as_quarantine(p: Pair) -> None:
     async with heir(p, Bounds(quarantine_share=4 / 64)) as node:
         with pytest.raises(QuarantineError, match="5 pages are in quarantine, more than 4"):
             await node.room(8, p.ranks, PROMPT)
-    p.decodes.clear()
-
-
-async def test_it_is_handed_on_until_there_is_proof(p: Pair) -> None:
-    old = await closed_with_a_loan(p)
-    for _ in range(2):
-        async with heir(p) as node:
-            assert node.quarantined_pages == 5
-        (loan,) = await node.close()
-        assert list(loan.pages) == list(old.pages) and p.decode.pool.unproven == [loan]
-        assert p.decode.pages.free_pages == 59
-    async with heir(p) as node:
-        await prove(p)
-    assert not await node.close() and not p.decode.pool.unproven
     p.decodes.clear()
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvflow.protocols.commands import PeerKey
-from kvflow.protocols.errors import Code, LostError
+from kvflow.protocols.errors import AbortedError, Cause, Code, LostError
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import ChunkDone, Register
@@ -17,9 +17,9 @@ from kvflow.transports.control.memory import HELD, LOST, Fate, Frame
 from tests.handlers.scenes import (
     PROMPT,
     code_of,
+    finish,
     ledger,
     links,
-    matched,
     midway,
     registered,
     sending,
@@ -50,16 +50,6 @@ async def test_a_room_whose_prefill_has_forgotten_it_fails(p: Pair) -> None:
     for room in (8, 9):
         await success(p, room)
     assert await code_of(target.landed()) is Code.STALE_GRANT
-
-
-async def test_the_answer_to_an_earlier_life_does_not_end_the_link_to_this_one(p: Pair) -> None:
-    _, target = await matched(p)
-    (link,) = links(p.decode)
-    stale = p.decode.counts.stale
-    answer(p, link.key.control, link.key.incarnation, asked=12345)
-    await until(lambda: p.decode.counts.stale > stale)
-    assert link.phase is LinkPhase.UP and not target.ended
-    target.close()
 
 
 async def test_a_link_hears_of_its_replacement_through_the_next_one_and_gives_up_its_name(
@@ -113,3 +103,19 @@ async def test_a_link_that_is_lost_while_another_rank_registers_opens_no_room() 
             await opening
         assert p.decode.pool.pages.at_rest()
         await p.rest()
+
+
+async def test_an_end_that_both_halves_know_is_not_for_the_next_room_of_that_id(p: Pair) -> None:
+    """Seed 5: decode withdraws a room, and the engine's half comes late and is told."""
+    first = p.decode.announce(7, "sim", PROMPT)
+    await until(lambda: p.network.seen["Announce"])
+    first.close(Cause(Code.CLIENT_GONE, "retracted"))
+    await until(lambda: p.network.seen["AbortAck"])
+    late = p.prefill.room(7, PROMPT)
+    with pytest.raises(AbortedError, match="retracted"):
+        await late.matched()
+    again = range(1, 21)
+    target = await p.decode.room(7, "sim", again)
+    await until(lambda: p.prefill.shell.endpoint.rooms or p.network.seen["RoomFailed"])
+    source = p.prefill.room(7, again)
+    await finish(p, source, target)

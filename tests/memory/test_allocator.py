@@ -97,14 +97,6 @@ def test_unhold_without_hold_is_an_error_and_changes_nothing() -> None:
     assert store.held_pages == 1
 
 
-def test_a_page_named_twice_in_a_hold_is_held_twice() -> None:
-    store = PageAllocator(4)
-    page = store.take(1, "a")
-    store.hold(np.repeat(page, 2))
-    store.unhold(page)
-    assert store.held_pages == 1
-
-
 def test_moving_keeps_the_hold_and_changes_the_owner() -> None:
     store = PageAllocator(4)
     mine = store.take(2, ("room", 1))

@@ -424,9 +424,6 @@ async def test_host_memory_is_bounded_and_a_full_one_is_named() -> None:
             SnapshotStore(pool, limit)
 
 
-Wrong = Callable[[SnapshotStore], Any]
-
-
 @pytest.mark.parametrize("slices", [0, 1, 3])
 @pytest.mark.parametrize("how", ["error", "cancel", "cancel twice", "close"])
 @pytest.mark.parametrize("copy", ["out", "back"])
@@ -529,38 +526,4 @@ async def test_pages_of_the_engine_s_own_are_held_where_they_are_counted() -> No
     assert external.busy([3, 9]).tolist() == [3, 9]
     (await taking).close()
     assert external.at_rest() and store.used_bytes == 0
-    await store.close()
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-@pytest.mark.slow
-async def test_ten_thousand_cycles_leave_memory_as_it_was(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Out and back again, by turns aborted while out: host bytes are freed once each time, and RSS
-    stays flat.
-    """
-    pool, store = store_of(limit_pages=100)
-    resident: list[int] = []
-    for cycle in range(10_000):
-        mine = take(pool, 3, 1, "mine")
-        held = await store.take(mine)
-        give_back(pool, mine, "mine")
-        if cycle % 5:
-            again = take(pool, 3, 1, "again")
-            await store.restore(held, again)
-            give_back(pool, again, "again")
-        held.close()
-        if cycle % 1000 == 999:
-            resident.append(resident_bytes())
-    assert at_rest(pool) and store.used_bytes == store.count == 0
-    with capsys.disabled():
-        print(
-            "\nRSS in MiB after each 1,000 cycles: "
-            f"{', '.join(f'{size / 2**20:.1f}' for size in resident)}"
-        )
-    assert resident[-1] - resident[1] < 4 << 20
     await store.close()

@@ -450,11 +450,7 @@ def test_a_thread_that_another_one_starts_takes_nothing_until_it_has_started(
     ("change", "text"),
     [
         ({"room": -1}, "room id -1 is not an unsigned 64-bit integer"),
-        ({"room": 1 << 64}, f"room id {1 << 64} is not an unsigned 64-bit integer"),
-        ({"room": 1.5}, "room id 1.5 is not an integer"),
         ({"prompt": []}, "the prompt is empty"),
-        ({"prompt": [0.5]}, "list of token ids, not shape .* of float64"),
-        ({"prompt": [-1]}, "token id -1 is not an unsigned 32-bit integer"),
         ({"pages": [0, 1]}, "room 7: 2 pages given, its prompt needs 3"),
         ({"pages": [0, 1, 1]}, "a page is given twice"),
         ({"pages": [0, 1, 32]}, r"page 32 is outside 0\.\.31"),
@@ -462,7 +458,6 @@ def test_a_thread_that_another_one_starts_takes_nothing_until_it_has_started(
             {"prefix_tokens": 3},
             "prefix_tokens 3 is neither a whole number of 4-token pages nor all of the 10 tokens",
         ),
-        ({"prefix_tokens": 12}, "prefix_tokens 12 is neither"),
         ({"prefill": "10.0.0.1:8998"}, "prefill '10.0.0.1:8998': this node was given no resolve"),
     ],
 )

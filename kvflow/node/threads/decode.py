@@ -162,10 +162,9 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         dp_rank: int | None,
         context: Any,
     ) -> tuple[DecodeThreadRoom, Callable[..., DecodeRoom]]:
-        """Check the arguments of a room, in the caller's thread.
+        """Check the arguments of a room in the caller's thread.
 
-        Returns the room, and a function for the loop's thread, which calls the method of the node
-        that it receives with these arguments.
+        Returns the room, and a function that calls a method of the node with these arguments.
         """
         self._running()
         number, checked = room_id(room), check_prompt(prompt)
@@ -191,9 +190,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     def _prefill(
         self, prefill: str | Sequence[RankInfo], dp_rank: int | None
     ) -> str | Sequence[RankInfo]:
-        """Check `prefill` and `dp_rank` as `DecodeNode` does, so that the error is raised in the
-        caller's thread.
-        """
+        """Check `prefill` and `dp_rank`, so that the error is raised in the caller's thread."""
         check_dp_rank(dp_rank)
         if not isinstance(prefill, str):
             return list(check_infos(prefill, "prefill"))

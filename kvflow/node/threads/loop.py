@@ -27,9 +27,7 @@ class LoopThread:
     def __init__(
         self, name: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     ) -> None:
-        """Start the thread. `loop_factory` creates the event loop; `uvloop.new_event_loop` is an
-        example.
-        """
+        """Start the thread. `loop_factory` creates the event loop."""
         self.name = name
         self._lock = threading.Lock()
         self._posted: list[Callable[[], None]] = []

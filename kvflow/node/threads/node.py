@@ -202,10 +202,7 @@ class NodeThread(Generic[N, A, R]):
         return self._thread
 
     def _post_open(self, room: R, opened: Callable[[N], A], pages: PageIndices) -> None:
-        """Post a call that opens a room.
-
-        `pages` are busy from now on. Once the node opened the room, it holds them itself.
-        """
+        """Post a call that opens a room. Its `pages` are busy from now on."""
         thread = self._running()
         self.pages.hold(pages)
         self._rooms[room] = None
@@ -260,9 +257,7 @@ class NodeThread(Generic[N, A, R]):
             act(self._node)
 
     def _pass_on(self, room: R, pages: PageIndices, use: Callable[[A], None]) -> None:
-        """Call `use` with the node's room, if the node opened it, then end the caller's hold on
-        `pages`. The node holds the pages that it uses itself.
-        """
+        """Call `use` with the node's room, if it is open, then end the hold on `pages`."""
         handle = self._rooms.get(room)
         try:
             if handle is not None:
@@ -276,10 +271,7 @@ class NodeThread(Generic[N, A, R]):
             self.pages.unhold(pages)
 
     def _follow(self, room: R, handle: A) -> Coroutine[Any, Any, None]:
-        """Report what happens to a room by events, until the room succeeds.
-
-        Raises: any error that ends the room.
-        """
+        """Report a room by events until it succeeds. Raises: any error that ends the room."""
         raise NotImplementedError
 
     def _followed(self, room: R, handle: A, error: BaseException | None) -> None:
