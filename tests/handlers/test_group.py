@@ -263,7 +263,7 @@ async def test_a_rank_that_refuses_a_request_refuses_its_decode_too() -> None:
             early = await g.nodes.decode.room(room, "sim", PROMPT) if room == 7 else None
             request = g.leader.open(room, b"")  # no prompt
             await fail(KvflowError, "prompt is empty", request.decided())
-            target = early or await g.nodes.decode.room(room, "sim", PROMPT)
+            target = early or g.nodes.decode.room(room, "sim", PROMPT)
             await fail(KvflowError, "prompt is empty", target.landed())
 
 
@@ -278,9 +278,9 @@ async def test_what_the_leader_does_not_open_is_refused_at_every_rank(first: str
         if first == "leader":
             cores = [node.shell.endpoint.core for node in g.nodes.prefills[:2]]
             await until(lambda: all(len(core.rendezvous) == 2 for core in cores))
-        target = early or await g.nodes.decode.room(7, "sim", PROMPT)
+        target = early or g.nodes.decode.room(7, "sim", PROMPT)
         await fail(LostError, "rank 2 of the group's 3 is missing", target.landed())
-        target = await g.nodes.decode.room(8, "sim", PROMPT)
+        target = g.nodes.decode.room(8, "sim", PROMPT)
         await fail(RefusedError, "this stage is out of memory", target.landed())
         with pytest.raises(MisuseError, match="room id -1"):
             g.leader.refuse(-1, LATER)
@@ -395,5 +395,5 @@ async def test_a_leader_that_shuts_down_refuses() -> None:
         g.leader.leave()
         with pytest.raises(AbortedError, match="the leader of the group is shutting down"):
             g.leader.open(7, bytes(PROMPT))
-        target = await g.nodes.decode.room(7, "sim", PROMPT)
+        target = g.nodes.decode.room(7, "sim", PROMPT)
         await fail(AbortedError, "the leader of the group is shutting down", target.landed())
