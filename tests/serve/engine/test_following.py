@@ -31,6 +31,7 @@ class Socket:
     def __init__(self) -> None:
         self.frames: asyncio.Queue[bytes | Exception] = asyncio.Queue()
         self.sent: list[bytes] = []
+        self.gone: set[bytes] = set()  # peers
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
         frame = await self.frames.get()
@@ -39,6 +40,8 @@ class Socket:
         return [(b"", frame)]
 
     def send(self, frame: bytes, peer: bytes = b"", *, at_once: bool = False) -> bool:
+        if peer in self.gone:
+            return False
         self.sent.append(frame)
         return True
 
@@ -328,11 +331,13 @@ async def test_a_rank_that_is_closed_is_not_unusable() -> None:
     assert not follower.steps.unusable.done()
 
 
-def first_rank(world_size: int, told: list[KvflowError]) -> tuple[StepLeader, Any]:
+def first_rank(
+    world_size: int, told: list[KvflowError], on_broken: Callable[[Cause], None] = lambda _: None
+) -> tuple[StepLeader, Any]:
     socket: Any = Socket()
     nothing: Any = lambda *_: None  # noqa: E731
-    neighbours: Any = SimpleNamespace(begin=nothing, abort=nothing, broken=False)
-    names = ("hello", "opened", "token", "agreed", "broken", "ready")
+    neighbours: Any = SimpleNamespace(begin=nothing, abort=lambda **_: None, broken=False)
+    names = ("hello", "opened", "token", "agreed", "ready")
     steps = StepLeader(
         socket,
         world_size=world_size,
@@ -340,6 +345,7 @@ def first_rank(world_size: int, told: list[KvflowError]) -> tuple[StepLeader, An
         places=(1, 0),
         neighbours=neighbours,
         on_unusable=told.append,
+        on_broken=on_broken,
         **dict.fromkeys((f"on_{name}" for name in names), nothing),
     )
     return steps, socket
@@ -384,3 +390,24 @@ async def test_a_first_rank_that_is_closed_reads_no_more() -> None:
     await steps.start()
     await steps.close()
     assert steps._task is not None and steps._task.cancelled()
+
+
+async def test_a_step_is_announced_to_all_before_the_loss_of_one_ends_its_generation() -> None:
+    """The other shards run an announced step with this one, which gives no places back before."""
+    broken: list[Cause] = []
+    steps, socket = first_rank(4, [], broken.append)
+    peers = {rank: Incarnation(4 + rank) for rank in (1, 2, 3)}
+    for rank, member in peers.items():
+        hello: Any = SimpleNamespace(member=member, rank=rank, pages=1, rows=0)
+        steps._on_rank_ready(routing_id(member), hello)
+    assert steps.ready
+    socket.sent.clear()
+    socket.gone.add(routing_id(peers[2]))
+    row: Any = SimpleNamespace(sequence=SimpleNamespace(computed=0), new=1, logits=0)
+    request: Any = SimpleNamespace(ticket=1)
+    steps.announce([row], [request])
+    assert (broken, steps.unavailable_reason) == ([], "")
+    await until(lambda: bool(broken))
+    assert broken[0].code is Code.PEER_LOST and steps.unavailable_reason
+    told = [type(wire.parse_at_others(frame)) for frame in socket.sent]
+    assert told == [wire.Plan] * 2 + [wire.End] * 2

@@ -236,11 +236,17 @@ class StepLeader:
 
     def _send_all(self, message: wire.ToOthers) -> None:
         frame = wire.encode(message)
-        # The list is a copy, because `lost` changes the dictionary.
-        for peer, rank in list(self._ranks.items()):
+        for peer, rank in self._ranks.items():
             if not self._socket.send(frame, peer) and self._open:
                 log.warning("rank %d cannot be reached", rank)
-                self.lost(rank, f"rank {rank} of the group cannot be reached")
+                # The generation does not end before every rank has this message, and before a step
+                # that it announces holds its pages here: the other shards of this stage run that
+                # step, and would wait for this one.
+                asyncio.get_running_loop().call_soon(self._unreachable, peer, rank)
+
+    def _unreachable(self, peer: bytes, rank: int) -> None:
+        if self._ranks.get(peer) == rank:
+            self.lost(rank, f"rank {rank} of the group cannot be reached")
 
     async def _read(self) -> None:
         """Receive messages until cancelled; a message that fails is only counted (I7)."""

@@ -38,7 +38,6 @@ class Beginnings:
             self._begin(request)
             return
         request.is_asking = True
-        # This call may find that a rank is lost, and drop the request, so it comes last.
         self._lockstep.find(request, request.cached_tokens)
 
     def agreed(self, request: PrefillRequest, tokens: int) -> None:
@@ -58,7 +57,6 @@ class Beginnings:
         """
         if self._lockstep is None:
             return
-        # Call this first: it may find that a rank is lost, and drop some requests of `placed`.
         self._lockstep.flush()
         for request in list(placed):
             if not request.has_begun and request.cached_tokens:

@@ -392,7 +392,7 @@ class PrefillEngine(EngineLoop):
             if request is not self._early.first:
                 losers = self._early.give_way(*short, self._read_of_the_cache(request))
             self._preempt(losers)
-            if not losers or not self._is_ready or max(self._short_of(request)) > 0:
+            if not losers or max(self._short_of(request)) > 0:
                 self._turn.over(request)
                 return False
         if not self._turn.begins(request):
@@ -419,10 +419,7 @@ class PrefillEngine(EngineLoop):
             del self._running[id(request)], self._placed[id(request)]
             self._beginnings.forget(request)
             self.steps.start_again(request)
-        if self._lockstep is not None:
-            # A call may find that a rank is lost, which ends the running requests.
-            # So all requests are updated before the first call.
-            for request in requests:
+            if self._lockstep is not None:
                 self._lockstep.preempt(request)
 
     @property
