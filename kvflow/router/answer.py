@@ -35,8 +35,7 @@ class ClientAnswer:
         self._http, self._measures = http, measures
         self._arrived_at_s = time.perf_counter()
         self._stream: web.StreamResponse | None = None
-        # The error when decode is lost after the first token. The router then marks that worker
-        # lost.
+        # Set if decode is lost after the first token. The router then marks that worker lost.
         self.cut_off: LegFailedError | None = None
 
     async def relay(self, pair: Pair, answer: aiohttp.ClientResponse) -> web.StreamResponse:
@@ -78,12 +77,7 @@ class ClientAnswer:
         return out
 
     async def _until_first_token(self, out: web.StreamResponse, pair: Pair) -> bytes:
-        """Relay empty lines and comments up to the first token.
-
-        Return the piece with that token, after the opening events of a chat.
-
-        Raises: PairFailedError.
-        """
+        """Relay empty lines and comments. Return a chat's opening events and the first token."""
         opening, rest = b"", b""
         while b"\n\n" not in rest:
             piece = await pair.first()

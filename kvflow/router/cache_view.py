@@ -17,10 +17,7 @@ from kvflow.router.prompts import CHUNK_TOKENS, Chain
 
 
 class Prompts(NamedTuple):
-    """The prompts of one request.
-
-    They are hash chains over the bytes of its body, and block hashes if the tokens are known.
-    """
+    """The prompts of one request, as hash chains, and as block hashes if the tokens are known."""
 
     chains: list[Chain]
     blocks: dict[int, list[BlockHashes]]  # by block size in tokens
@@ -60,9 +57,7 @@ class CacheView:
             await self.feed.close()
 
     def matched(self, prompts: Prompts) -> int:
-        """Return how many leading tokens the worker has, or will have soon, summed over these
-        prompts.
-        """
+        """Return how many leading tokens, over all prompts, the worker has or will soon have."""
         size = self.block_size
         if size is not None and self.feed is not None and size in prompts.blocks:
             return size * sum(map(self.feed.blocks.matched, prompts.blocks[size]))
@@ -70,9 +65,7 @@ class CacheView:
 
     @contextmanager
     def expecting(self, prompts: Prompts) -> Iterator[None]:
-        """Count these prompts as cached until the `with` statement ends. By then the worker's
-        events report them.
-        """
+        """Count these prompts as cached within the `with` statement; then events report them."""
         self.prefixes.note(prompts.chains)
         # Keep a reference: a restarted worker may get another feed before the statement ends, and
         # these prompts are not counted in that one.
@@ -89,10 +82,7 @@ class CacheView:
                 feed.blocks.settle(one)
 
     def forget(self) -> None:
-        """Forget the prompts that were sent to the worker, because it emptied its cache.
-
-        The feed is not cleared: the worker's events report the removal.
-        """
+        """Forget all prompts, because the worker emptied its cache. Its events update the feed."""
         self.prefixes.forget()
 
     def begin_anew(self) -> None:

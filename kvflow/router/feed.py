@@ -29,9 +29,7 @@ _OTHER_KEY = ", as where it has another key (--kv-events-key-file)"
 
 
 class Source(NamedTuple):
-    """The place where a worker publishes its events: ZMQ addresses, tokens per block, and the key
-    if one is needed.
-    """
+    """The ZMQ addresses of a worker's events, its block size in tokens, and its key."""
 
     endpoint: str
     replay_endpoint: str | None
@@ -99,7 +97,6 @@ class BlockFeed:
         self.blocks.clear()
 
     async def _follow(self) -> None:
-        """Follow the events until an error. Raises: TimeoutError, FeedError, ZMQError."""
         if self.source.needs_key and self.source.key is None:
             raise FeedError("it sends them to holders of a key (--kv-events-key-file) alone")
         with self._connected(zmq.SUB, self.source.endpoint) as subscriber:
@@ -142,10 +139,7 @@ class BlockFeed:
             await self._catch_up(self._next_seq)
 
     async def _catch_up(self, start: int, *kind: bytes) -> None:
-        """Apply every batch from number `start` on, or a snapshot if `kind` is SNAPSHOT.
-
-        Raises: TimeoutError, FeedError.
-        """
+        """Apply every batch from number `start` on, or a snapshot if `kind` is SNAPSHOT."""
         assert self.source.replay_endpoint is not None
         with self._connected(zmq.DEALER, self.source.replay_endpoint) as dealer:
             await dealer.send_multipart([b"", start.to_bytes(8, "big"), *kind])
@@ -209,11 +203,7 @@ def source_of(
 
 
 def _reached(address: object, host: str) -> str | None:
-    """Return a worker's bound address in the form in which other machines reach it.
-
-    `host` replaces an address that stands for all interfaces. The result is None for anything but a
-    TCP address.
-    """
+    """Return a bound address as other machines reach it; None unless it is a TCP address."""
     if not isinstance(address, str) or not address.startswith("tcp://"):
         return None
     bound, _, port = address.removeprefix("tcp://").rpartition(":")

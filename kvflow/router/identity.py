@@ -38,7 +38,7 @@ class Traits(NamedTuple):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What one worker reports about itself; a text is empty if its engine does not report it."""
+    """The identity that one worker reports; a text is empty if its engine does not report it."""
 
     role: str | None
     started_as: str | None
@@ -47,7 +47,7 @@ class Identity(msgspec.Struct, frozen=True):
     fingerprint: str
     bootstrap_port: int | None
     cache_tokens: int  # tokens that its prefix cache can hold; 0 without one
-    events: Source | None  # where it publishes its cache events
+    events: Source | None  # the source of its cache events
     wire_version: int | None = None  # version of the control link
     data_plane: str = ""
 

@@ -45,19 +45,16 @@ class KvflowEngine:
     keepalive_s = 15.0
 
     def __init__(self, events_key: ControlKey | None = None) -> None:
-        """`events_key` is the key for the workers' cache events, if they need one."""
         self._events_key = events_key
 
     async def identify(
         self, session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None
     ) -> Identity:
-        """Implements `identity.Identify`."""
         return read_identity(
             await ask(session, url, "/server_info", {404: _NOT_KVFLOW}), url, self._events_key
         )
 
     def read(self, body: bytes) -> KvflowCompletion:
-        """Parse the body of a completion. Raises: RequestError (400)."""
         return KvflowCompletion(decoded(body, _Fields))
 
     def families(self) -> Iterator[Metric]:
@@ -68,7 +65,6 @@ class KvflowCompletion:
     """Implements `engines.Completion`."""
 
     def __init__(self, fields: _Fields) -> None:
-        """Create a completion from the fields of its body. Raises: RequestError (400)."""
         self.fields = fields
         self._rooms = _room_count(fields)
 
@@ -94,10 +90,7 @@ class _Sampling(msgspec.Struct):
 
 
 class _Fields(PromptFields):
-    """The fields that determine the prompts of a body and the number of completions.
-
-    The workers check the other fields.
-    """
+    """The fields of a body that determine its prompts and the number of completions."""
 
     sampling_params: _Sampling | list[_Sampling] | None = None
     n: Any = None
@@ -138,9 +131,7 @@ def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
 
 
 def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None) -> Identity:
-    """Return the identity in a /server_info answer, which may be any JSON value. `url` is the
-    worker's URL.
-    """
+    """Return the identity in the /server_info answer, any JSON value, of the worker at `url`."""
     found = info if isinstance(info, dict) else {}
     # Every field is checked here, because the server at this URL may be any program. A value of the
     # wrong type must not reach the code that chooses workers.

@@ -45,10 +45,7 @@ class PairFailedError(LostError):
         """True if the same pair may serve the request later."""
 
     def may_retry(self, statuses: Collection[int]) -> bool:
-        """Return True if another pair may serve the request.
-
-        `statuses` are those after which the engine allows that.
-        """
+        """Return True if another pair may serve the request; the engine retries `statuses`."""
         return self.failure.status in statuses or self.failure.code == Code.RENDEZVOUS
 
 
@@ -76,7 +73,7 @@ class Leg:
         self._answer: aiohttp.ClientResponse | None = None
 
     async def begin(self) -> aiohttp.ClientResponse | web.Response:
-        """Send the request. Return a stream as soon as it begins, any other answer once it is
+        """Send the request. Return a stream as soon as it begins, another answer when it is
         complete.
 
         Raises: LegFailedError.
@@ -125,10 +122,7 @@ class Leg:
             self._answer.close()
 
     def dispose(self, task: asyncio.Task[Any]) -> None:
-        """Release a leg that was closed, when its `task` is done.
-
-        The task may have ended with an answer or an error at the same moment.
-        """
+        """Release a closed leg when its `task` is done, even if the task ended with an error."""
         self.close()
         if not task.cancelled():
             # Retrieving the exception keeps asyncio from logging it. The pair reports its first
@@ -143,7 +137,7 @@ def _describe(error: Exception) -> str:
 
 
 def check(answer: web.Response) -> None:
-    """Check a complete answer. Raises: PairFailedError when it is an error."""
+    """Raise PairFailedError if a complete answer is an error."""
     if answer.status >= 400:
         body = answer.body if isinstance(answer.body, bytes) else b""
         raise PairFailedError(Failure.read(answer.status, body), answer)
@@ -171,10 +165,7 @@ def split_opening(events: bytes) -> tuple[bytes, bytes]:
 
 
 def _is_opening(event: bytes) -> bool:
-    """Return True for an event that contains only the role.
-
-    vLLM sends one before it checks whether the request fails.
-    """
+    """Return True for an event with only the role, which vLLM sends before it checks a request."""
     try:
         choices = msgspec.json.decode(event.removeprefix(b"data:"), type=_Chunk).choices
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -197,10 +188,7 @@ class _Chunk(msgspec.Struct):
 
 
 def error_in(event: bytes) -> Failure | None:
-    """Return the error in a stream's first event, or None.
-
-    After such an error, the stream has no tokens.
-    """
+    """Return the error in a stream's first event, or None."""
     if not event.startswith(b"data:") or b"\n\n" not in event:
         return None
     failure = Failure.read(0, event.partition(b"\n\n")[0].removeprefix(b"data:"))

@@ -9,11 +9,9 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvflow.http.errors import Failure, bounded_code
-from kvflow.http.families import REQUEST_SECONDS, histograms, labelled
+from kvflow.http.families import REQUEST_SECONDS, F, histograms, labelled
 from kvflow.router.workers import Worker
 from kvflow.telemetry.histogram import Histogram
-
-_WORKER_LABELS = ("role", "worker")
 
 
 class RouterMeasures:
@@ -24,10 +22,7 @@ class RouterMeasures:
         self._errors: Counter[str] = Counter()
 
     def first_token(self, arrived_at_s: float) -> None:
-        """Record the time to a stream's first token.
-
-        `arrived_at_s` is when the request arrived, by `time.perf_counter`.
-        """
+        """Record the time from `arrived_at_s` (`time.perf_counter`) to a stream's first token."""
         self._first_token_seconds.observe(time.perf_counter() - arrived_at_s)
 
     def failed(self, failure: Failure) -> None:
@@ -51,38 +46,21 @@ class RouterMeasures:
         )
         waits = "Requests that wait for a worker to come back, or for their next try."
         yield GaugeMetricFamily("kvflow_router_waiting_requests", waits, value=waiting)
-        up = GaugeMetricFamily(
-            "kvflow_router_worker_up", "1 for a worker that gets requests.", labels=_WORKER_LABELS
-        )
-        load = GaugeMetricFamily(
-            "kvflow_router_worker_requests", "Requests at a worker now.", labels=_WORKER_LABELS
-        )
-        served = CounterMetricFamily(
-            "kvflow_router_worker_tries",
-            "Requests sent to a worker, further tries included.",
-            labels=_WORKER_LABELS,
-        )
-        hits = CounterMetricFamily(
-            "kvflow_router_worker_prefix_hits",
+        up = _of_workers(GaugeMetricFamily, "up", "1 for a worker that gets requests.")
+        load = _of_workers(GaugeMetricFamily, "requests", "Requests at a worker now.")
+        text = "Requests sent to a worker, further tries included."
+        served = _of_workers(CounterMetricFamily, "tries", text)
+        text = (
             "Of those, requests whose prompt begins with what the worker has in its cache, as far "
-            "as is known.",
-            labels=_WORKER_LABELS,
+            "as is known."
         )
-        followed = GaugeMetricFamily(
-            "kvflow_router_worker_events_followed",
-            "1 for a worker whose cache is known by the events that it publishes.",
-            labels=_WORKER_LABELS,
-        )
-        blocks = GaugeMetricFamily(
-            "kvflow_router_worker_cached_blocks",
-            "Blocks in its cache, by its events.",
-            labels=_WORKER_LABELS,
-        )
-        gaps = CounterMetricFamily(
-            "kvflow_router_worker_event_gaps",
-            "Times that events were missed and asked for again.",
-            labels=_WORKER_LABELS,
-        )
+        hits = _of_workers(CounterMetricFamily, "prefix_hits", text)
+        text = "1 for a worker whose cache is known by the events that it publishes."
+        followed = _of_workers(GaugeMetricFamily, "events_followed", text)
+        text = "Blocks in its cache, by its events."
+        blocks = _of_workers(GaugeMetricFamily, "cached_blocks", text)
+        text = "Times that events were missed and asked for again."
+        gaps = _of_workers(CounterMetricFamily, "event_gaps", text)
         for worker in workers:
             values = (worker.role, worker.url)
             up.add_metric(values, float(worker.up))
@@ -96,3 +74,7 @@ class RouterMeasures:
                 blocks.add_metric(values, len(feed.blocks))
                 gaps.add_metric(values, feed.gaps)
         yield from (up, load, served, hits, followed, blocks, gaps)
+
+
+def _of_workers(kind: type[F], name: str, text: str) -> F:
+    return kind(f"kvflow_router_worker_{name}", text, labels=("role", "worker"))

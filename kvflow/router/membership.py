@@ -53,7 +53,7 @@ class Membership:
         self, workers: Workers, session: aiohttp.ClientSession, identify: Identify
     ) -> None:
         self._workers, self._session, self._identify = workers, session, identify
-        # incarnation that left, by URL, oldest removal first
+        # Incarnations that left, by URL, the oldest removal first.
         self._removed: OrderedDict[str, str] = OrderedDict()
         # Joins run one at a time, so that two requests cannot add the same URL twice.
         self._one_at_a_time = asyncio.Lock()
@@ -136,7 +136,6 @@ class Membership:
         return worker
 
     async def _identity(self, url: str, role: str | None) -> Identity:
-        """Return the identity that a worker reports. Raises: LostError, RequestError."""
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 return await self._identify(self._session, url, role, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, closing, nullcontext
 from typing import Any, Protocol
 
 import aiohttp
@@ -52,7 +52,6 @@ class TogetherPair:
         self._decoding = asyncio.create_task(decode.begin())
 
     async def answer(self) -> aiohttp.ClientResponse | web.Response:
-        """Return decode's stream once it begins, or its whole answer. Raises: PairFailedError."""
         await asyncio.wait([self._prefilling, self._decoding], return_when=asyncio.FIRST_COMPLETED)
         if not self._decoding.done():
             await self._check_prefill(self._decoding)
@@ -62,12 +61,6 @@ class TogetherPair:
         return answer
 
     async def first(self) -> bytes:
-        """Return the next piece of decode's stream, before its first token.
-
-        A refusal by prefill ends the wait.
-
-        Raises: PairFailedError.
-        """
         reading = asyncio.create_task(self.decode.read())
         try:
             await asyncio.wait([self._prefilling, reading], return_when=asyncio.FIRST_COMPLETED)
@@ -80,8 +73,8 @@ class TogetherPair:
     async def _check_prefill(self, decode: asyncio.Task[Any]) -> None:
         """Check prefill's answer, which is complete.
 
-        Return if it is not a refusal, or if its refusal only follows from a failure of decode. In
-        the latter case decode's own answer, the `decode` task, is complete.
+        Return also after a refusal that follows from decode's failure; the `decode` task is done
+        then.
 
         Raises: PairFailedError.
         """
@@ -114,26 +107,21 @@ async def together(
     prefill: Leg, decode: Leg, headers: Mapping[str, str]
 ) -> AsyncGenerator[TogetherPair, None]:
     """Begin both legs, and close both on exit. `headers` are for the client's answer."""
-    with prefill.worker.busy(), decode.worker.busy():
-        pair = TogetherPair(prefill, decode, headers)
-        try:
-            yield pair
-        finally:
-            pair.close()
+    with (
+        prefill.worker.busy(),
+        decode.worker.busy(),
+        closing(TogetherPair(prefill, decode, headers)) as pair,
+    ):
+        yield pair
 
 
 class SequentialPair:
     """A try that asks decode after prefill answered, using prefill's answer.
 
-    A try may have no prefill.
+    Without a prefill, `ask_decode` gets an empty answer. It may raise PairFailedError.
     """
 
     def __init__(self, prefill: Leg | None, ask_decode: Callable[[web.Response], Leg]) -> None:
-        """`ask_decode` makes decode's leg from prefill's complete answer; it may raise
-        PairFailedError.
-
-        Without a prefill it gets an empty answer.
-        """
         self.headers: Mapping[str, str] = {}
         self._legs = [] if prefill is None else [prefill]
         self._prefill, self._ask_decode = prefill, ask_decode
@@ -147,7 +135,6 @@ class SequentialPair:
         return [leg.worker for leg in self._legs]
 
     async def answer(self) -> aiohttp.ClientResponse | web.Response:
-        """Ask prefill, then decode. Raises: PairFailedError."""
         answer = web.Response()
         if self._prefill is not None:
             answer = await self._prefill.complete()
@@ -159,7 +146,6 @@ class SequentialPair:
         return found
 
     async def first(self) -> bytes:
-        """Return the next piece of decode's stream. Raises: PairFailedError."""
         return await self.decode.read()
 
     def close(self) -> None:
@@ -176,9 +162,6 @@ async def sequential(
 
     Prefill counts as busy to the end, because decode reads its pages after it answered.
     """
-    with prefill.worker.busy() if prefill is not None else nullcontext(), decode.busy():
-        pair = SequentialPair(prefill, ask_decode)
-        try:
-            yield pair
-        finally:
-            pair.close()
+    busy = nullcontext() if prefill is None else prefill.worker.busy()
+    with busy, decode.busy(), closing(SequentialPair(prefill, ask_decode)) as pair:
+        yield pair

@@ -30,9 +30,8 @@ class KnownPrefixes:
         return len(self._known)
 
     def resize(self, tokens: int) -> None:
-        """Limit the known prompts to what a cache of `tokens` tokens can hold.
-
-        `tokens` is 0 for a worker without a prefix cache.
+        """Limit the known prompts to what a cache of `tokens` tokens can hold; 0 without a
+        cache.
         """
         self.limit_bytes = min(tokens * BYTES_PER_TOKEN, MAX_BYTES)
         self._shrink()

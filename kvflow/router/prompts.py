@@ -26,7 +26,7 @@ import numpy as np
 FINE_BYTES, COARSE_BYTES = 64, 1024
 FINE_CHUNKS = 1024
 CHUNK_TOKENS = FINE_BYTES // 4  # tokens of a fine chunk; for text, an estimate
-_STEP_BYTES = 1 << 16  # hashed between two turns of the loop, in some 300 us
+_STEP_BYTES = 1 << 16  # bytes between two turns of the loop; hashing them takes some 300 us
 _PIECE_CHARACTERS = 1 << 14
 
 Chain = list[int]
@@ -38,9 +38,7 @@ def chunk_bytes(index: int) -> int:
 
 
 class PromptFields(msgspec.Struct):
-    """The fields of a body that contain its prompts, and those that decide which prompts can share
-    cached pages.
-    """
+    """The fields of a body with its prompts, and those that decide which prompts share pages."""
 
     text: Any = None
     input_ids: Any = None
@@ -118,7 +116,6 @@ class _Hashing:
 
 
 async def _hash_all(into: _Hashing, pieces: Iterator[bytes]) -> None:
-    """Hash all pieces, and yield to the loop after every `_STEP_BYTES`."""
     done = 0
     for piece in pieces:
         into.add(piece)
@@ -130,10 +127,7 @@ async def _hash_all(into: _Hashing, pieces: Iterator[bytes]) -> None:
 
 
 def _prompt(value: Any) -> Iterator[bytes]:
-    """Yield the bytes of one prompt.
-
-    A token id takes 4 bytes, in a list as in an array, so equal prompts give equal streams.
-    """
+    """Yield the bytes of one prompt; a token id takes 4, in a list as in an array."""
     if isinstance(value, str):
         yield from _text(value)
     elif isinstance(value, list):
@@ -153,10 +147,7 @@ _CLOSED = object()
 
 
 def _pieces(value: Any) -> Iterator[bytes]:
-    """Yield the bytes of any JSON value, with the fields of an object sorted by name.
-
-    Different values give different streams.
-    """
+    """Yield bytes that identify a JSON value, whatever the order of the fields in its objects."""
     # The stack is explicit, because a client may nest values deeper than Python can recurse.
     left = [value]
     while left:

@@ -145,10 +145,7 @@ class Router(Drainable):
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncGenerator[None, None]:
-        """Limit the time of a request.
-
-        Raises: TimeoutError after `request_timeout_s`, or when the router has to end its requests.
-        """
+        """Limit a request to `request_timeout_s`, and to the time until `end_requests`."""
         async with asyncio.timeout(self._timeout_s) as timeout:
             self._timeouts.add(timeout)
             try:
@@ -159,10 +156,7 @@ class Router(Drainable):
     async def _on_some_pair(
         self, request: Forwarded, answer: ClientAnswer, completion: Completion, prompts: Prompts
     ) -> web.StreamResponse:
-        """Serve the request on the first pair that can.
-
-        Raises: PairFailedError of the last try; NoWorkerError.
-        """
+        """Serve the request on the first pair that can. Raises: PairFailedError, NoWorkerError."""
         loop = asyncio.get_running_loop()
         tries = Tries(self._retry_s, self.engine.retried_statuses)
         while True:
@@ -201,10 +195,7 @@ class Router(Drainable):
         )
 
     async def _next_pair(self, tries: Tries, prompts: Prompts) -> tuple[Worker, Worker]:
-        """Return the pair for the next try.
-
-        It returns at once while a pair is untried, and otherwise after a pause or when a worker
-        comes up.
+        """Return the pair for the next try, after a pause if all pairs were tried.
 
         Raises: PairFailedError, NoWorkerError if no further try is allowed.
         """
@@ -231,11 +222,7 @@ class Router(Drainable):
                 raise tries.error
 
     async def _pause(self, wait: Callable[[], Awaitable[object]], tries: Tries) -> bool:
-        """Wait before another try; return False if that is not allowed.
-
-        It is not if the wait takes longer than the request has left, or if too many requests wait
-        already.
-        """
+        """Wait before another try; return False if time is up or too many requests wait."""
         if self.waiting >= self._max_waiting:
             return False
         began_s = asyncio.get_running_loop().time()
@@ -258,8 +245,7 @@ class Router(Drainable):
         body: bytes | None = None,
         headers: Mapping[str, str] = _NO_HEADERS,
     ) -> Any:
-        """Return the JSON answer of a worker; None if it cannot be reached or answers with an
-        error.
+        """Return a worker's JSON answer; None if it cannot be reached or answers with an error.
 
         Raises: RefusedError if the worker has other keys than this router.
         """
@@ -285,9 +271,7 @@ class Router(Drainable):
         return await self.ask(worker, path, method, body, bearer(self.keys.of_operator))
 
     async def forward(self, worker: Worker, http: web.Request) -> web.Response:
-        """Return a worker's answer to this request, whatever its status; 502 if it cannot be
-        reached.
-        """
+        """Return a worker's answer to this request, whatever its status; 502 without an answer."""
         url = f"{worker.url}{http.rel_url.raw_path_qs}"
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         headers = _forwarded_headers(http)
@@ -308,7 +292,6 @@ class Router(Drainable):
 
 
 async def _relayed(pair: Pair, answer: ClientAnswer) -> web.StreamResponse:
-    """Relay decode's stream to the client, or return its whole answer. Raises: PairFailedError."""
     found = await pair.answer()
     if not isinstance(found, web.Response):
         return await answer.relay(pair, found)
@@ -317,6 +300,5 @@ async def _relayed(pair: Pair, answer: ClientAnswer) -> web.StreamResponse:
 
 
 def _forwarded_headers(http: web.Request) -> dict[str, str]:
-    """Return the headers of a client's request that are passed on to workers."""
     headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
     return headers | {REQUEST_ID_HEADER: CURRENT.get().request_id}

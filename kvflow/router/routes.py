@@ -96,8 +96,7 @@ def _operations(router: Router) -> list[web.RouteDef]:
     async def abort(http: web.Request) -> web.StreamResponse:
         """Abort at decode first.
 
-        When prefill ends a room, decode answers the client with an error. An aborted request must
-        end with a normal answer.
+        An aborted request ends with a normal answer, but an error if prefill ends the room.
         """
         raw = await http.read()
         decoded(raw, aborts.AbortRequest)

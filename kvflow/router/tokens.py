@@ -24,7 +24,7 @@ from kvflow.router.prompts import PromptFields
 
 # The longest text that the router encodes: some 250,000 tokens, which take 200 ms in a thread.
 MAX_CHARACTERS = 1 << 20
-_STEP_BYTES, _STEP_BLOCKS = 1 << 16, 1 << 10  # hashed between two turns of the loop, in some 400 us
+_STEP_BYTES, _STEP_BLOCKS = 1 << 16, 1 << 10  # hashing between two turns of the loop: some 400 us
 
 
 class Encoder(Protocol):
@@ -84,10 +84,6 @@ async def _token_ids(fields: PromptFields, encoder: Encoder | None) -> list[Any]
 
 
 def _namespace(fields: PromptFields, index: int, prompts: int) -> Namespace:
-    """Return the namespace of prompt `index`, one of `prompts` prompts.
-
-    Raises: ValueError, KvflowError for values that a worker will refuse.
-    """
     parts = []
     for value in (fields.cache_salt, fields.extra_key):
         one = value[index] if isinstance(value, list) and len(value) == prompts else value
@@ -98,10 +94,7 @@ def _namespace(fields: PromptFields, index: int, prompts: int) -> Namespace:
 
 
 async def _hashes(tokens: bytes, size: int, previous: bytes) -> BlockHashes:
-    """Return the hashes of a prompt's whole blocks of `size` tokens.
-
-    Long prompts are hashed in steps, between which the loop runs.
-    """
+    """Return the hashes of whole blocks of `size` tokens, in steps between which the loop runs."""
     step = max(1, min(_STEP_BYTES // (size * TOKEN_BYTES), _STEP_BLOCKS)) * size * TOKEN_BYTES
     found: BlockHashes = []
     for at in range(0, len(tokens), step):

@@ -79,15 +79,15 @@ class VllmEngine:
     def __init__(self, legs: LegOrder = "sequential") -> None:
         self._together = legs == "together"
         self._decoded_alone: Counter[str] = Counter()
-        self._without_params: set[str] = set()  # URLs of prefills that are logged already
+        self._without_params: set[str] = set()  # URLs of prefills that were logged already
 
     async def identify(
         self, session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None
     ) -> Identity:
-        """Implements `identity.Identify`.
+        """Return the identity of a server, from the last check if it is still up.
 
-        A server that is up is not asked again. Its identity changes only with a restart, and a vLLM
-        takes seconds to start, during which checks of its /health fail.
+        An identity changes only with a restart, and a vLLM takes seconds to start, during which
+        checks of its /health fail.
         """
         if role is None:
             text = "give prefill or decode: a vLLM server does not say which of them it is"
@@ -110,11 +110,10 @@ class VllmEngine:
             # vLLM does not report the size of its cache. Unless it was started without one, it
             # caches prefixes.
             cache_tokens=MAX_BYTES // BYTES_PER_TOKEN,
-            events=None,  # vLLM's events name blocks by hashes of its own
+            events=None,  # vLLM's events name blocks by its own hashes
         )
 
     def read(self, body: bytes) -> VllmCompletion:
-        """Parse the body of a completion. Raises: RequestError (400)."""
         return VllmCompletion(self, decoded(body, _Fields))
 
     def families(self) -> Iterator[Metric]:
@@ -126,10 +125,7 @@ class VllmEngine:
         yield labelled(alone, self._decoded_alone)
 
     def address_of(self, prefill: Worker) -> _Address | None:
-        """Return the address at which decode finds this prefill.
-
-        Return None if the request has to be sequential.
-        """
+        """Return the address at which decode finds this prefill; None for a sequential request."""
         learned = prefill.learned
         if self._together and isinstance(learned, _Learned) and not learned.varies:
             return learned.address
@@ -160,10 +156,9 @@ class VllmCompletion:
     """Implements `engines.Completion`."""
 
     def __init__(self, engine: VllmEngine, fields: _Fields) -> None:
-        """Create a completion from the fields of its body. Raises: RequestError (400)."""
         if isinstance(fields.vllm_xargs, dict) and "kv_transfer_params" in fields.vllm_xargs:
-            # vLLM takes this entry for the field of that name. It is a text, which crashes vLLM's
-            # engine.
+            # vLLM reads this entry as the field of that name. Its value is a text, which crashes
+            # vLLM's engine.
             raise RequestError(
                 "vllm_xargs: kv_transfer_params is not for clients", param="vllm_xargs"
             )
@@ -236,7 +231,7 @@ def _decode_leg(
 
 
 class _Fields(PromptFields):
-    """The fields that decide whether one transfer can serve a request. vLLM checks all fields."""
+    """The fields that decide whether one transfer can serve a request."""
 
     n: Any = None
     echo: Any = None
@@ -275,10 +270,7 @@ class _PrefillAnswer(msgspec.Struct):
 
 
 def _params_in(answer: web.Response, prefill: Worker) -> msgspec.Raw | None:
-    """Return the raw `kv_transfer_params` in a prefill's answer; None if it has none.
-
-    Raises: PairFailedError.
-    """
+    """Return the raw `kv_transfer_params` in a prefill's answer; None if it has none."""
     body = answer.body if isinstance(answer.body, bytes) else b""
     try:
         params = msgspec.json.decode(body, type=_PrefillAnswer).kv_transfer_params
@@ -329,7 +321,6 @@ class _Learned:
         self._last: _Address | None = None
 
     def note(self, address: _Address | None) -> None:
-        """Record the address in prefill's latest answer."""
         self.address = address
         self.varies |= self._last is not None and self._last != address
         self._last = address
@@ -344,7 +335,6 @@ class _Models(msgspec.Struct):
 
 
 def _first_model(models: Any) -> str:
-    """Return the name of the server's first model. Raises: NotServingError."""
     try:
         return msgspec.convert(models, _Models).data[0].id
     except (msgspec.ValidationError, IndexError):

@@ -73,8 +73,8 @@ class Worker:
         self.cache = CacheView(self.url)
         self.prefix_hits = 0
         self.bootstrap_port: int | None = None
-        self.learned: object = None  # what the engine learned from its answers since it came up
-        self.identity: Identity | None = None  # what the last successful check found
+        self.learned: object = None  # knowledge of the engine, from answers since it came up
+        self.identity: Identity | None = None  # result of the last successful check
         self.model = ""
         self.fingerprint = ""
         self.incarnation = ""
@@ -100,7 +100,6 @@ class Worker:
 
     @property
     def traits(self) -> Traits:
-        """The traits that must agree with those of a worker of the other role."""
         return Traits() if self.identity is None else self.identity.traits
 
     def fits(self, other: Worker) -> bool:
@@ -131,9 +130,7 @@ class Worker:
         self.check_due.set()
 
     def mark_served(self) -> None:
-        """End the backoff: a request got its first token, or an answer that shows no fault of the
-        worker.
-        """
+        """End the backoff after a first token, or an answer that shows no fault of the worker."""
         self._losses, self._backoff_until_s = 0, 0.0
 
     def mark_up(self, identity: Identity) -> None:
@@ -181,11 +178,7 @@ class Worker:
                 self._on_idle()
 
     def sent(self, prompts: Prompts) -> AbstractContextManager[None]:
-        """Note that these prompts are being sent to the worker, which will then have them in its
-        cache.
-
-        The caller leaves the `with` statement when they are answered.
-        """
+        """Note that the worker gets these prompts. Leave the `with` statement when it answered."""
         self.prefix_hits += self.cache.matched(prompts) > 0
         return self.cache.expecting(prompts)
 
@@ -199,10 +192,7 @@ class Worker:
         return now < self._backoff_until_s
 
     def summary(self, trouble: str) -> dict[str, Any]:
-        """Return the worker's entry in the router's /server_info.
-
-        `trouble` is the reason why it gets no requests.
-        """
+        """Return the worker's entry in /server_info; `trouble` is why it gets no requests."""
         state = {
             "up": self.up,
             "leaving": self.leaving,
@@ -262,9 +252,7 @@ class Workers:
         await self._check(worker)
 
     def leave(self, worker: Worker) -> None:
-        """Send the worker no more requests, and forget it when those it has are answered.
-        Idempotent.
-        """
+        """Send the worker no more requests, and forget it when it answered its last. Idempotent."""
         if not worker.leaving:
             _log.info("%s %s leaves, with %d requests", worker.role, worker.url, worker.running)
             worker.leave(functools.partial(self._forget, worker))
@@ -327,11 +315,7 @@ class Workers:
         return {worker.traits for worker in self._usable(role)}
 
     def _paired(self, role: str) -> list[Worker]:
-        """Return the workers of a role that get requests.
-
-        They are those that fit a worker of the other role, or all if there is no worker of the
-        other role.
-        """
+        """Return a role's workers that fit one of the other role; all if that role has none."""
         others = self._traits(_OTHER[role])
         alike = {
             one
@@ -384,7 +368,6 @@ class Workers:
             return f"asking it failed: {type(error).__name__}: {error}"
 
     async def _ask(self, worker: Worker) -> Identity | str:
-        """Ask for the worker's health, then for its identity. Raises: see `Identify`."""
         async with self._session.get(f"{worker.url}/health") as health:
             if health.status != 200:
                 reason = Failure.read(health.status, await health.read()).message
@@ -393,7 +376,6 @@ class Workers:
         return await self._identify(self._session, worker.url, worker.role, known)
 
     def _take(self, worker: Worker, found: Identity | str) -> None:
-        """Apply the outcome of a check to its worker."""
         before = (worker.usable, worker.role, worker.traits)
         if isinstance(found, str):
             worker.mark_down(found)
@@ -413,9 +395,8 @@ class Workers:
     def _other_model(self, worker: Worker, identity: Identity) -> str:
         """Return how a worker's model conflicts with those of other workers; empty if it does not.
 
-        It conflicts if the worker served another model before and others still serve that one. It
-        also conflicts if a prefill and a decode of this router serve another model: either model
-        could then answer a request.
+        It conflicts if others still serve the model that the worker served before, or if a prefill
+        and a decode of this router serve another one: either model could then answer a request.
         """
         before, now = worker.fingerprint, identity.fingerprint
         others = [one for one in self.all if one is not worker and one.usable and one.fingerprint]
@@ -437,7 +418,7 @@ class Workers:
 
 
 def _trouble(worker: Worker, others: Collection[Traits]) -> str:
-    """Return the reason why a worker gets no requests; empty if it gets them.
+    """Return why a worker gets no requests; empty if it gets them.
 
     `others` are the traits of all usable workers of the other role.
     """
@@ -450,8 +431,7 @@ def _trouble(worker: Worker, others: Collection[Traits]) -> str:
 def _model_of_most(found: Mapping[Worker, Identity | str]) -> str:
     """Return the fingerprint of the model that the router serves at the start.
 
-    It is one that both roles have, if there is one; then the one that most workers have; then the
-    first.
+    Models that both roles have come first, then those that most workers have.
     """
     roles: dict[str, list[str]] = {}
     for worker, identity in found.items():
