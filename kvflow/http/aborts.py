@@ -1,7 +1,5 @@
-"""POST /abort_request, compatible with SGLang.
-
-It ends running requests by their id or X-Request-ID. Each of them responds with the tokens that it
-generated so far.
+"""POST /abort_request, compatible with SGLang: aborted requests respond with their tokens so
+far.
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ PATH = "/abort_request"
 
 
 class AbortRequest(msgspec.Struct, frozen=True):
-    """Body of an abort request: the id of a request, or `abort_all`. With neither, no request is
-    aborted, as in SGLang.
-    """
+    """Body of an abort request. Without an id or `abort_all` it aborts nothing, as in SGLang."""
 
     rid: str | None = None
     abort_all: bool | None = None
@@ -45,10 +41,9 @@ class RunningChoices:
     def listed(
         self, request_id: str, ids: Sequence[str], stop: Callable[[int], None]
     ) -> Iterator[None]:
-        """List the choices of one request until the block ends, under the request's id and under
-        their own `ids`.
+        """List one request's choices by its id and by their `ids`, until the block ends.
 
-        Ids need not be unique. `stop` receives the index of the choice to stop.
+        `stop` receives the index of the choice to stop.
         """
         listed = [(name, i) for i, one in enumerate(ids) for name in {one, request_id or one}]
         numbers = [next(self._numbers) for _ in ids]

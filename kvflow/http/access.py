@@ -14,20 +14,9 @@ from kvflow.telemetry.requests import CURRENT, NO_REQUEST, RequestTrace, clean_r
 REQUEST_ID_HEADER = "X-Request-ID"
 # Routers, scrapers and workers that join (`--join`) repeat these requests every second or two, so
 # they are logged at debug level unless one fails. The router logs each new worker separately.
-POLLED_PATHS = frozenset(
-    {
-        *(
-            "/livez",
-            "/health",
-            "/health_generate",
-            "/metrics",
-            "/server_info",
-            "/get_server_info",
-            "/get_load",
-        ),
-        *("/get_loads", "/workers"),
-    }
-)
+_PROBED = {"/livez", "/health", "/health_generate", "/metrics"}
+_WATCHED = {"/server_info", "/get_server_info", "/get_load", "/get_loads", "/workers"}
+POLLED_PATHS = _PROBED | _WATCHED
 # The status appears in log lines only, because a client that disconnected receives no response.
 CLIENT_GONE_STATUS = 499
 MAX_PATH = 256
@@ -46,11 +35,7 @@ def traced(request: web.Request) -> Iterator[RequestTrace]:
 
 
 async def echo_request_id(_: web.Request, response: web.StreamResponse) -> None:
-    """Add the request id to the headers of a response.
-
-    The application calls this before it sends the headers. For a stream, that is while the handler
-    still runs.
-    """
+    """Add the request id to the headers of a response, before they are sent."""
     if (trace := CURRENT.get()) is not NO_REQUEST:
         response.headers[REQUEST_ID_HEADER] = trace.request_id
 
@@ -74,16 +59,12 @@ def log_access(request: web.Request, status: int, started: float, trace: Request
         "status": status,
         "duration_s": duration_s,
     }
-    tokens = (
-        f", {trace.prompt_tokens}+{trace.completion_tokens} tokens" if trace.prompt_tokens else ""
-    )
+    text = f'{request.remote} "{request.method} {path}" {status} {duration_s:.3f} s'
     if trace.prompt_tokens:
-        fields |= {
-            "prompt_tokens": trace.prompt_tokens,
-            "completion_tokens": trace.completion_tokens,
-        }
+        text += f", {trace.prompt_tokens}+{trace.completion_tokens} tokens"
+        fields["prompt_tokens"] = trace.prompt_tokens
+        fields["completion_tokens"] = trace.completion_tokens
     if trace.error:
+        text += f": {trace.error}"
         fields["error"] = trace.error
-    error = f": {trace.error}" if trace.error else ""
-    text = f'{request.remote} "{request.method} {path}" {status} {duration_s:.3f} s{tokens}{error}'
     _log.log(level, "%s", text, extra={"fields": fields})

@@ -1,8 +1,4 @@
-"""The aiohttp application around the routes of a server.
-
-Its middlewares handle request ids, error bodies, bearer keys, metrics, and time-outs of request
-bodies.
-"""
+"""The aiohttp application around the routes of a server, with the middlewares of every role."""
 
 from __future__ import annotations
 
@@ -70,16 +66,12 @@ def build_app(
 
 
 async def _livez(_: web.Request) -> web.StreamResponse:
-    """Report that the event loop of this process runs. /health reports whether it can serve
-    requests.
-    """
+    """Report that the event loop runs. /health reports whether this server can serve."""
     return json_response({"status": "ok"})
 
 
 def _answered(metrics: HttpMetrics) -> Middleware:
-    """Return the middleware that converts errors to responses, and counts and logs every
-    response.
-    """
+    """Return the middleware that converts errors to responses, and counts and logs responses."""
 
     @web.middleware
     async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -111,7 +103,6 @@ def _answered(metrics: HttpMetrics) -> Middleware:
 async def _response(
     request: web.Request, handler: Handler, trace: RequestTrace
 ) -> web.StreamResponse:
-    """Return the handler's response, or the response for the error that it raises."""
     headers: dict[str, str] = {}
     try:
         return await handler(request)
@@ -141,9 +132,7 @@ async def _response(
 
 
 def _with_body(turnstile: Turnstile) -> Middleware:
-    """Return the middleware that reads the body before the handler runs. It responds with 408 if
-    the body does not arrive in time.
-    """
+    """Return the middleware that reads the body first, and responds with 408 if it is late."""
 
     @web.middleware
     async def read(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -167,9 +156,7 @@ def _with_body(turnstile: Turnstile) -> Middleware:
 
 
 class _MalformedRequestFilter(logging.Filter):
-    """Drops log records about bytes that are not HTTP/1, such as an HTTP/2 preface or TLS. aiohttp
-    responds to them with 400.
-    """
+    """Drops records about bytes that are not HTTP/1, which aiohttp answers with 400."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

@@ -36,9 +36,7 @@ class Keys(NamedTuple):
 
     @property
     def of_operator(self) -> str:
-        """The key that an operator sends: the operator's key, or the API key if there is no
-        operator's key.
-        """
+        """The key that an operator sends: the operator's key, or else the API key."""
         return self.admin or self.api
 
 
@@ -49,33 +47,18 @@ ROUTES: dict[Access, frozenset[str]] = {
         {
             *("POST /generate", "POST /v1/completions", "POST /v1/chat/completions"),
             *("POST /tokenize", "POST /v1/tokenize", "POST /detokenize", "POST /v1/detokenize"),
-            *(
-                "GET /v1/models",
-                "GET /v1/models/{model}",
-                "GET /model_info",
-                "GET /get_model_info",
-                "GET /version",
-            ),
+            *("GET /v1/models", "GET /v1/models/{model}", "GET /version"),
+            *("GET /model_info", "GET /get_model_info"),
             # Routers and decodes use these routes, and have only the clients' key.
-            *(
-                "GET /server_info",
-                "GET /get_server_info",
-                "GET /get_load",
-                "GET /get_loads",
-                "GET /ranks",
-            ),
+            *("GET /server_info", "GET /get_server_info", "GET /get_load", "GET /get_loads"),
+            "GET /ranks",
         }
     ),
     Access.OPERATOR: frozenset(
         {
             *("GET /flush_cache", "POST /flush_cache", "POST /abort_request"),
-            *(
-                "GET /rooms",
-                "GET /rooms/{room}",
-                "GET /peers",
-                "GET /workers",
-                "GET /workers/{worker_id}",
-            ),
+            *("GET /rooms", "GET /rooms/{room}", "GET /peers"),
+            *("GET /workers", "GET /workers/{worker_id}"),
             "PUT /ranks/{rank}",  # decodes connect to the address given here
         }
     ),
@@ -96,9 +79,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def authorized(keys: Keys) -> Middleware:
-    """Return the middleware that responds with 401 if a request lacks the key for its route, and
-    with 403 if no key opens the route.
-    """
+    """Return the middleware that responds with 401, or with 403 on routes that no key opens."""
 
     @web.middleware
     async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -109,10 +90,7 @@ def authorized(keys: Keys) -> Middleware:
 
 
 def check_routes(app: web.Application) -> None:
-    """Check that `ROUTES` has a class for every route of `app`.
-
-    Raises: AssertionError with the routes that it lacks.
-    """
+    """Raise AssertionError if `ROUTES` lacks a route of `app`."""
     missing = [route for route in routes_of(app) if route not in _ACCESS_OF]
     if missing:
         raise AssertionError(
@@ -153,10 +131,7 @@ def _refusal(request: web.Request, keys: Keys) -> Failure | None:
 
 
 def _access(request: web.Request) -> Access:
-    """Return the access class of a request's route.
-
-    An unknown path needs a client's key.
-    """
+    """Return the class of a request's route; that of clients for an unknown path."""
     resource = request.match_info.route.resource
     method = "GET" if request.method == "HEAD" else request.method
     if resource is None:

@@ -14,9 +14,7 @@ PREFLIGHT_AGE_S = 600
 
 
 def cross_origin(origins: Collection[str]) -> Middleware:
-    """Return the middleware that responds to preflight requests, which carry no key. `AllowOrigin`
-    adds the headers to all other responses.
-    """
+    """Return the middleware that responds to preflight requests, which carry no key."""
 
     @web.middleware
     async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -51,9 +49,7 @@ class AllowOrigin:
 
 
 def _allowed(request: web.Request, origins: Collection[str]) -> str:
-    """Return the value of Access-Control-Allow-Origin; empty if the request has no origin, or one
-    that is not allowed.
-    """
+    """Return the value of Access-Control-Allow-Origin; empty unless the origin is allowed."""
     origin = request.headers.get("Origin", "")
     if not origin:
         return ""

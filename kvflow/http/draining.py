@@ -17,8 +17,7 @@ _SHUTTING_DOWN = "this server is shutting down"
 
 
 class Drainable:
-    """Base class of servers that can be drained: it counts running requests, and refuses new ones
-    while draining.
+    """Base class of servers that count running requests, and refuse new ones while draining.
 
     A drain lasts until the process ends (`stop`), or from `pause` to `resume`.
     """
@@ -53,9 +52,7 @@ class Drainable:
         self.draining_reason = _SHUTTING_DOWN
 
     def end_requests(self) -> None:
-        """End each running request with an error that gives the reason. Called when the time for
-        the drain is over.
-        """
+        """End all running requests with an error, because the time for the drain is over."""
         raise NotImplementedError
 
     @contextmanager

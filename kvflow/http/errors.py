@@ -60,9 +60,7 @@ _TYPE_OF_STATUS = {
 
 
 class RequestError(MisuseError):
-    """A request that the client must change. The text explains how; `param` is the name of the
-    field.
-    """
+    """A request that the client must change. The text explains how; `param` is the field."""
 
     status = 400
     reason = str(Code.BAD_REQUEST)
@@ -83,9 +81,7 @@ class UnknownModelError(RequestError):
 
 
 class ConflictError(RequestError):
-    """An operator's request that conflicts with the state of this server. The text gives the
-    reason.
-    """
+    """An operator's request that conflicts with the state of this server."""
 
     status = 409
 
@@ -163,7 +159,6 @@ class Failure(msgspec.Struct, frozen=True):
         return text[:MAX_SUMMARY]
 
     def response(self) -> web.Response:
-        """Return the error as an HTTP response."""
         headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
         body = msgspec.json.encode(self.body)
         return web.Response(

@@ -23,9 +23,7 @@ REQUEST_SECONDS = (
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 Figure = tuple[str, str] | tuple[str, str, str]
-"""(suffix of the metric's name, help) or (suffix, help, field). `field` is the attribute with the
-value; by default it is the suffix.
-"""
+"""Suffix of the name, help, and the attribute with the value, which is by default the suffix."""
 V = TypeVar("V", bound=tuple[str, ...])
 
 
@@ -40,18 +38,14 @@ class FamiliesOf(Collector):
 
 
 def labelled(family: F, counts: Mapping[str, float]) -> F:
-    """Add one sample for each label value in `counts` to `family`, which has one label. Return
-    `family`.
-    """
+    """Add one sample for each label value in `counts` to `family`, and return `family`."""
     for label, count in counts.items():
         family.add_metric([label], count)
     return family
 
 
 def each(family: type[F], prefix: str, found: object, *figures: Figure) -> Iterator[F]:
-    """Yield one family without labels for each of `figures`, with values from attributes of
-    `found`.
-    """
+    """Yield one family without labels for each of `figures`, with values from `found`."""
     for name, text, *field in figures:
         yield family(f"{prefix}{name}", text, value=getattr(found, *field or [name]))
 

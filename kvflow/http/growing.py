@@ -1,9 +1,7 @@
-"""JSON values that grow. In a cumulative stream each event repeats the text so far; with these
-values every token is encoded only once.
+"""JSON values that grow, so that a cumulative stream encodes every token only once.
 
-A body may contain a `GrowingText` or a `GrowingArray` anywhere. `encode` returns pieces, and the
-full blocks of a growing value are pieces that are not copied. `write` then sends the pieces in
-steps of bounded size, so a large event is never joined to one string.
+`encode` returns pieces of a body, and does not copy the full blocks of a growing value. `write`
+sends the pieces in steps of bounded size, so a large event is never joined to one string.
 """
 
 from __future__ import annotations
@@ -79,8 +77,6 @@ class GrowingArray(_Growing):
 
 
 class _Element(_Growing):
-    """The only element of an array: what is encoded between the brackets."""
-
     def __init__(self, array: GrowingArray) -> None:
         self._array = array
 

@@ -1,10 +1,9 @@
-"""Decoding of large JSON bodies in steps. Decoding 8 MiB at once would block the event loop for up
-to 80 ms.
+"""Decoding of large JSON bodies in steps. Decoding 8 MiB at once would block the event loop for 80
+ms.
 
 A thread would not help, since the decoder holds the GIL. Long strings and long arrays of token ids
-are decoded in steps, between which other tasks can run. A marker replaces each of them in the body.
-The small rest is then decoded like any other body, and `LongValues.put_back` replaces the markers
-with the values.
+are decoded in steps, and a marker replaces each of them in the body. The small rest is then decoded
+like any other body, and `LongValues.put_back` replaces the markers with the values.
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class LongValues:
-    """The values that were cut out of a body. Each has a marker that a client cannot guess, because
-    markers are random for each body.
-    """
+    """The values that were cut out of a body, each with a marker that a client cannot guess."""
 
     def __init__(self) -> None:
         self._name = secrets.token_hex(16)
@@ -60,9 +57,7 @@ class LongValues:
         self._found: list[str | NDArray[np.uint32]] = []
 
     def marker(self, value: str | NDArray[np.uint32]) -> bytes:
-        """Store `value`, and return its marker as JSON: a string for a string, a list of integers
-        for an array.
-        """
+        """Store `value` and return its marker as JSON: a string, or for an array a list."""
         self._found.append(value)
         index = len(self._found) - 1
         return msgspec.json.encode(
@@ -129,11 +124,7 @@ async def take_apart(raw: bytes, added_bytes: int = 0) -> tuple[bytes, LongValue
 
 
 class _Body:
-    """One pass over a body.
-
-    `_kept` contains the pieces of the condensed body so far, markers included. They cover the body
-    up to position `_done`.
-    """
+    """One pass over a body. `_kept` has the condensed pieces of the body up to `_done`."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw, self._kept, self._done = raw, list[bytes](), 0
@@ -167,10 +158,7 @@ class _Body:
             at = close + 1
 
     async def _string(self, quote: int) -> int:
-        """Return the position after the string that begins at `quote`; 0 if the string is invalid.
-
-        A long string is cut out.
-        """
+        """Cut out a long string. Return the position after the string, or 0 if it is invalid."""
         raw, at = self._raw, quote + 1
         await self._count()
         parts: list[bytes] = []

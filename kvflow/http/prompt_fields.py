@@ -1,5 +1,4 @@
-"""The fields of a request body that determine a prompt's tokens, and the prompts with which it can
-share cached pages.
+"""The fields of a request that determine a prompt's tokens and its namespace in the cache.
 
 Workers and the router interpret them with the same code, so that the router finds the worker whose
 cache contains the prompt.
@@ -15,9 +14,7 @@ from numpy.typing import NDArray
 from kvflow.protocols.cache.hashes import Namespace
 
 PromptIds = NDArray[np.uint32]
-"""The token ids of a prompt, uint32 [n]. On an array, checks and the digest take microseconds; on a
-list they would take milliseconds.
-"""
+"""The token ids of a prompt, uint32 [n]. On a list, checks would take milliseconds."""
 
 
 class TemplateFields(Protocol):
@@ -37,7 +34,5 @@ def template_variables(body: TemplateFields) -> dict[str, Any]:
 
 
 def namespace_of(salt: str, extra_key: str) -> Namespace:
-    """Return the cache namespace for a request's `cache_salt` and `extra_key`; a missing one is an
-    empty string.
-    """
+    """Return the cache namespace of a request. A missing field is an empty string."""
     return Namespace(salt=f"{salt}\0{extra_key}" if extra_key else salt)

@@ -15,15 +15,15 @@ READ_TIMEOUT_S = 60.0
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
-    """Return `body` as a JSON response."""
     return web.Response(
         body=msgspec.json.encode(body), status=status, content_type="application/json"
     )
 
 
 async def long_json_response(http: web.Request, body: Any) -> web.StreamResponse:
-    """Return `body` as a JSON response; it may contain growing values. A large response is already
-    sent when this returns.
+    """Return `body` as a JSON response; it may contain growing values.
+
+    A large response is already sent when this returns.
 
     Raises: ConnectionError if the client disconnects, or does not read the response in time.
     """

@@ -1,6 +1,4 @@
-"""Server-sent events. While a stream is silent it sends empty lines, and if it fails after its
-start, its last event is the error.
-"""
+"""Server-sent events. A silent stream sends empty lines, and the error that ends it is an event."""
 
 from __future__ import annotations
 
@@ -37,37 +35,31 @@ class EventStream:
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
-        self._response = web.StreamResponse(headers=_HEADERS)
-
-    @property
-    def response(self) -> web.StreamResponse:
-        return self._response
+        self.response = web.StreamResponse(headers=_HEADERS)
 
     async def start(self) -> None:
-        """Prepare the response. Its status and headers are fixed from now on, and leave with the
-        next write; a later error can only be an event.
-        """
-        await self._response.prepare(self._request)
+        """Prepare the response. Its status and headers are fixed from now on."""
+        await self.response.prepare(self._request)
 
     async def send(self, *events: Any) -> None:
         """Send `events` as JSON, in one write unless they are large."""
         pieces: list[bytes] = []
         for event in events:
             pieces += (b"data: ", *encode(event), b"\n\n")
-        await write(self._response, pieces)
+        await write(self.response, pieces)
 
     async def keepalive(self) -> None:
         """Send an empty event. A proxy notices only at a write that its client disconnected."""
-        await self._response.write(KEEPALIVE)
+        await self.response.write(KEEPALIVE)
 
     async def fail(self, failure: Failure) -> None:
         """Send the error as the last event."""
         await self.send(failure.body)
-        await self._response.write_eof()
+        await self.response.write_eof()
 
     async def end(self) -> None:
-        await self._response.write(DONE)
-        await self._response.write_eof()
+        await self.response.write(DONE)
+        await self.response.write_eof()
 
 
 class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
@@ -185,9 +177,7 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         self._timer = asyncio.get_running_loop().call_later(after_s, self._look, silence_s)
 
     def _look(self, silence_s: float) -> None:
-        """Wake the reader if `silence_s` passed since it began to wait, so that it receives an
-        empty batch.
-        """
+        """Wake the reader with an empty batch after `silence_s` without an item."""
         left_s = self._asked_at_s + silence_s - asyncio.get_running_loop().time()
         if left_s <= 0:
             self._silent = True
