@@ -160,9 +160,7 @@ def answers(text: str = "", *, status: int = 200, content_type: str = "text/plai
 
 
 def stream_of(*steps: Step) -> Handler:
-    """A handler that streams pieces, waits for events and makes calls, step by step. None is the
-    end of its connection.
-    """
+    """A handler that streams pieces, waits for events and makes calls; None ends its connection."""
 
     async def stream(http: web.Request) -> web.StreamResponse:
         out = web.StreamResponse(headers={"Content-Type": EVENTS})

@@ -1,6 +1,4 @@
-"""A prefill and a decode without engine and node, which really meet by room: for the routes and the
-router.
-"""
+"""A prefill and a decode without engine and node, which really meet by room."""
 
 from __future__ import annotations
 
@@ -108,8 +106,8 @@ class Meeting:
 
 
 def _scores(request: GenerationRequest) -> PromptLogprobs:
-    """-0.5 for each token of the prompt, which is also its most likely one; -1.5 for the next id;
-    -i for an asked i.
+    """-0.5 for each token of the prompt, its most likely one; -1.5 for the next id; -i for asked
+    i.
     """
     start, top = request.params.prompt_logprobs_from or 0, request.params.logprobs or 0
     behind = np.array(request.prompt[start + 1 :], dtype=np.int64)
@@ -134,10 +132,7 @@ RETRACTION = EngineRetractions(
 
 
 class FakeService:
-    """Counts up from the prompt's last token.
-
-    `gate` holds every token after the first until it is set.
-    """
+    """Counts up from the prompt's last token; `gate` holds every token after the first."""
 
     def __init__(self, role: str, meeting: Meeting, *, pool_tokens: int = 64) -> None:
         self.role = role
@@ -346,8 +341,8 @@ class Role(Server):
     async def refuses(
         self, path: str, document: Any, *, status: int = 400, code: Code = Code.BAD_REQUEST
     ) -> Any:
-        """Post what is refused before anything begins, and return the error. The other leg, which
-        waits in room 7, has the same one.
+        """Post what is refused before anything begins. The other leg, in room 7, has the same
+        error.
         """
         before = len(self.service.requests)
         error = await self.refused(status, path, document)

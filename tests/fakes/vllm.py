@@ -135,19 +135,15 @@ class FakeVllm(Server):
 
     def _refused(self, body: dict[str, Any]) -> dict[str, Any] | None:
         if body["model"] != self.model:
-            return error(
-                404, f"The model `{body['model']}` does not exist.", "NotFoundError", "model"
-            )
+            text = f"The model `{body['model']}` does not exist."
+            return error(404, text, "NotFoundError", "model")
         if body.get("stream_options") and not body.get("stream"):
             text = "Stream options can only be defined when `stream=True`."
             return error(400, text, "BadRequestError", "stream_options")
         most = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         if body.get("min_tokens", 0) > most:
-            return error(
-                400,
-                f"min_tokens must be less than or equal to max_tokens={most}",
-                "BadRequestError",
-            )
+            text = f"min_tokens must be less than or equal to max_tokens={most}"
+            return error(400, text, "BadRequestError")
         return None
 
     @contextmanager
@@ -161,21 +157,13 @@ class FakeVllm(Server):
 
     async def _computed(self, body: dict[str, Any]) -> None:
         params = body.get("kv_transfer_params") or {}
-        met = (
-            self.rooms.setdefault(params["kvflow_room"], asyncio.Event())
-            if "kvflow_room" in params
-            else None
-        )
-        if (
-            met is not None
-            and params["do_remote_prefill"]
-            and params["kvflow_room"] != ROOM_OF_PREFILL
-        ):
+        room = params.get("kvflow_room", 0)
+        met = self.rooms.setdefault(room, asyncio.Event())
+        if room not in (0, ROOM_OF_PREFILL) and params["do_remote_prefill"]:
             await met.wait()
             return
         await self.gate.wait()
-        if met is not None:
-            met.set()
+        met.set()
 
     def _tokens(self, body: dict[str, Any]) -> list[str]:
         most = body.get("max_completion_tokens") or body.get("max_tokens") or 16
@@ -183,24 +171,17 @@ class FakeVllm(Server):
 
     def _answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         text, count = "".join(self._tokens(body)), len(self._tokens(body))
-        choice: dict[str, Any] = {
-            "index": 0,
-            "finish_reason": "length",
-            "logprobs": None,
-            "stop_reason": None,
-        }
-        choice |= (
-            {"message": {"role": "assistant", "content": text}} if path == CHAT else {"text": text}
-        )
-        usage = {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count}
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "stop_reason": None}
+        choice["logprobs"] = None
+        if path == CHAT:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        usage = _usage(count)
         kind = "chat.completion" if path == CHAT else "text_completion"
         head = {"id": "cmpl-1", "object": kind, "created": 1, "model": self.model}
-        return {
-            **head,
-            "choices": [choice],
-            "usage": usage,
-            "kv_transfer_params": self._given(body),
-        }
+        params = self._given(body)
+        return {**head, "choices": [choice], "usage": usage, "kv_transfer_params": params}
 
     def _given(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """The params that a prefill answers with."""
@@ -236,12 +217,8 @@ class FakeVllm(Server):
             "model": self.model,
         }
         if path == CHAT:  # before it has looked whether the first result is an error
-            opening = {
-                "index": 0,
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
+            delta = {"role": "assistant", "content": ""}
+            opening = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
             yield {**head, "choices": [opening]}
         if failed:
             yield error(500, "Internal server error")
@@ -252,12 +229,12 @@ class FakeVllm(Server):
             what = {"delta": {"content": token}} if path == CHAT else {"text": token}
             yield {**head, "choices": [{"index": 0, **what, "finish_reason": reason}]}
         if (body.get("stream_options") or {}).get("include_usage"):
-            usage = {
-                "prompt_tokens": 3,
-                "completion_tokens": len(tokens),
-                "total_tokens": 3 + len(tokens),
-            }
-            yield {**head, "choices": [], "usage": usage}
+            yield {**head, "choices": [], "usage": _usage(len(tokens))}
+
+
+def _usage(completion: int) -> dict[str, int]:
+    total = 3 + completion
+    return {"prompt_tokens": 3, "completion_tokens": completion, "total_tokens": total}
 
 
 @asynccontextmanager
@@ -276,9 +253,7 @@ async def fleet(
 
 
 async def ask(front: Front, path: str = COMPLETIONS, *, stream: bool = False, **more: Any) -> Any:
-    """Return the answer to a request with `more` fields, or the events of one. Its text is that of
-    the fakes.
-    """
+    """Return the answer to a request with `more` fields, or its events."""
     document = {**REQUESTS[path], **more}
     answer: Any
     if stream:

@@ -1,6 +1,4 @@
-"""POST /abort_request: what runs ends with what there is, through the router on both legs; what
-does not is let be.
-"""
+"""POST /abort_request, through the router on both legs: what runs ends with its tokens so far."""
 
 from __future__ import annotations
 
@@ -192,7 +190,7 @@ def longest_end_s(ids: list[str]) -> float:
 
 
 def test_an_id_that_a_crowd_has_chosen_costs_the_event_loop_no_more_than_one_of_its_own() -> None:
-    """It was a list, searched for every choice:
-    a third of a second for each of a hundred requests.
+    """A list, searched for every choice, took a third of a second for each of a hundred
+    requests.
     """
     assert longest_end_s(["same"] * 100) < 20 * longest_end_s([str(i) for i in range(100)])

@@ -1,6 +1,4 @@
-"""Request ids and the access log: a client's id is cleaned, echoed, forwarded, and in every line of
-its request.
-"""
+"""Request ids and the access log: a client's id is cleaned, echoed, forwarded and logged."""
 
 from __future__ import annotations
 

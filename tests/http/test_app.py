@@ -18,8 +18,8 @@ CROWD = 64
 
 
 async def entered(last: str) -> list[tuple[str, int]]:
-    """A crowd of requests with a body arrives at once, and `last` after it: whose handler began, in
-    which turn.
+    """Send a crowd of requests with a body, then `last`; return whose handler began in which
+    turn.
     """
     turns, found = itertools.count(), list[tuple[str, int]]()
     turn = next(turns)

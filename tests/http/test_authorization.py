@@ -1,6 +1,4 @@
-"""The keys of clients and of operators, over every route of every role: what each opens, and what
-none does.
-"""
+"""The keys of clients and of operators, over every route of every role."""
 
 from __future__ import annotations
 
@@ -24,12 +22,8 @@ from tests.fakes.service import FakeService, Meeting, Role
 Session = aiohttp.ClientSession
 CLIENT, ADMIN = "sesame", "open sesame"
 NAMES = ("prefill", "decode", "router", "router of vllm", "registry")
-CONFIGURED = {
-    "none": NO_KEYS,
-    "api": Keys(CLIENT),
-    "admin": Keys(admin=ADMIN),
-    "both": Keys(CLIENT, ADMIN),
-}
+CONFIGURED = {"none": NO_KEYS, "api": Keys(CLIENT), "admin": Keys(admin=ADMIN)}
+CONFIGURED["both"] = Keys(CLIENT, ADMIN)
 STRANGERS = [
     {},
     bearer("open"),
@@ -109,9 +103,7 @@ NO_UTF8 = [b"\xff", b"\xed\xa0\x80", b"sesame\xff"]
 
 @pytest.mark.parametrize("key", [b"sesame", *NO_UTF8])
 async def test_a_key_that_is_no_utf8_is_a_key_as_others_are(key: bytes) -> None:
-    """The server answered 500 to every request, as it could not compare such a key with what it was
-    given.
-    """
+    """The server answered 500 to every request, as it could not compare such a key."""
     async with server_of("decode", Keys(key.decode("utf-8", "surrogateescape"))) as server:
         for given in (key, key + b"x", b"sesame", b"\xfe", b"?", b"", *NO_UTF8):
             head = b"GET /get_load HTTP/1.1\r\nHost: kvflow\r\nConnection: close\r\n"
@@ -137,6 +129,7 @@ async def test_who_is_refused_learns_which_key_is_needed(
         given_key = {"headers": bearer(given)}
         error = await server.refused(status, "/switch_role", {"role": "prefill"}, **given_key)
         assert part in error["message"]
+        assert error["code"] == ("forbidden" if status == 403 else "unauthorized")
 
 
 async def test_a_route_in_no_class_is_not_served() -> None:
@@ -159,9 +152,7 @@ async def test_every_route_of_a_class_is_served_by_some_role() -> None:
 
 @asynccontextmanager
 async def keyed(of_router: Keys, of_workers: Keys) -> AsyncIterator[Front]:
-    """A router, and a pair of workers with keys of their own. The client is the router's
-    operator.
-    """
+    """A router and a pair of workers with their keys; the client is the router's operator."""
     meeting = Meeting()
     async with (
         Role(FakeService("prefill", meeting), keys=of_workers) as prefill,

@@ -1,6 +1,4 @@
-"""Pages of other origins: only those that the flag names, on every role,
-with a key as without one.
-"""
+"""Pages of other origins: only those that the flag names, with a key as without one."""
 
 from __future__ import annotations
 

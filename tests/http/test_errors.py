@@ -59,9 +59,7 @@ def test_the_status_of_an_error_in_a_stream_is_that_of_its_code(code: str, statu
 
 
 def test_what_a_router_may_try_elsewhere_is_no_status_of_the_client() -> None:
-    """4xx are the client's and are not tried again; 502 and 503 are about this pair; 504 is about
-    time.
-    """
+    """4xx are the client's and final; 502 and 503 are about this pair; 504 is about time."""
     found: dict[int, set[Code]] = {}
     for code, status in STATUS_OF_CODE.items():
         found.setdefault(status, set()).add(code)

@@ -1,6 +1,4 @@
-"""A large body taken apart in steps is the body that decoding it at once would give, and no step is
-long.
-"""
+"""A large body taken apart in short steps is the body that decoding it at once gives."""
 
 from __future__ import annotations
 
@@ -200,9 +198,7 @@ async def test_a_prompt_is_an_array_wherever_it_comes_from(decode: Role, met: No
 
 
 async def test_rooms_of_a_body_that_no_leg_takes_are_not_looked_up(decode: Role) -> None:
-    """Each would be a question to a registry of the sender's choice; 900,000 of them took the event
-    loop 15 s.
-    """
+    """Each would be a question to a registry; 900,000 of them took the event loop 15 s."""
     for count, refused in ((256, 256), (257, 0)):
         rooms = list(range(count))
         await decode.refused(400, "/generate", body(bootstrap_room=rooms))

@@ -1,6 +1,4 @@
-"""A router that follows the cache events of its workers: real publishers over ZMQ, before them real
-indexes.
-"""
+"""A router that follows the cache events of workers with real indexes and publishers."""
 
 from __future__ import annotations
 
@@ -58,12 +56,8 @@ class Cache:
     def __init__(self, page_size: int = PAGE, **keywords: Any) -> None:
         self.index = PrefixIndex(page_size, events=True)
         self._now = 0.0
-        given: dict[str, Any] = {
-            "address": FREE,
-            "replay_address": FREE,
-            "heartbeat_s": 0.02,
-        } | keywords
-        self.publisher = EventPublisher(self.index, page_size, **given)
+        given: dict[str, Any] = {"address": FREE, "replay_address": FREE, "heartbeat_s": 0.02}
+        self.publisher = EventPublisher(self.index, page_size, **given | keywords)
 
     @property
     def source(self) -> Source:
@@ -125,8 +119,15 @@ def hashes_of(ids: list[int], size: int = PAGE) -> list[int]:
 PROMPT = [i % 50 for i in range(4 * PAGE + 3)]
 
 
-async def test_what_was_cached_before_and_what_comes(stack: AsyncExitStack) -> None:
-    worker = cache(stack)
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"positional": True}, *({"media": media_of(dialect)} for dialect in get_args(Dialect))],
+    ids=["maps", "positional", *get_args(Dialect)],
+)
+async def test_what_was_cached_before_and_what_comes(
+    stack: AsyncExitStack, form: dict[str, Any]
+) -> None:
+    worker = cache(stack, **form)
     worker.insert(PROMPT[: 2 * PAGE])
     feed = follow(stack, worker.source)
     await until(lambda: feed.live)
@@ -138,20 +139,12 @@ async def test_what_was_cached_before_and_what_comes(stack: AsyncExitStack) -> N
     worker.insert([7] * PAGE)
     await until_matched(feed, [7] * PAGE, 1)
     assert feed.blocks.matched(hashes_of(PROMPT)) == 4, "host memory has them"
+    worker.evict(1)
+    await until_matched(feed, [7] * PAGE, 0)
     worker.index.flush()
     worker.publisher.notify()
     await until(lambda: len(feed.blocks) == 0)
     assert feed.live and feed.gaps == 0
-
-
-@pytest.mark.parametrize("positional", [False, True])
-async def test_either_form_of_events(stack: AsyncExitStack, positional: bool) -> None:
-    worker = cache(stack, positional=positional)
-    worker.insert(PROMPT)
-    feed = follow(stack, worker.source)
-    await until_matched(feed, PROMPT, 4)
-    worker.evict(1)
-    await until_matched(feed, PROMPT, 3)
 
 
 async def test_without_a_replay_socket_it_learns_as_it_goes(stack: AsyncExitStack) -> None:
@@ -168,7 +161,6 @@ async def test_without_a_replay_socket_it_learns_as_it_goes(stack: AsyncExitStac
 async def test_what_was_missed_is_asked_for(
     stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every third batch gets lost on its way."""
     worker = cache(stack, limits=StreamLimits(kept_batches=2))
     feed = follow(stack, worker.source)
     await until(lambda: feed.live)
@@ -189,21 +181,15 @@ async def test_what_was_missed_is_asked_for(
 async def test_another_life_of_a_publisher(
     stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its numbers begin anew.
-
-    (Where they have come as far as the old ones before anything arrives, the worker's incarnation
-    tells: a router follows that one from its beginning.)"""
+    """Its numbers begin anew. If they come as far as the old ones, the incarnation tells."""
     monkeypatch.setattr(feed_module, "PAUSE_S", 0.01)
     first = Cache(first_seq=1_000_000)
     first.insert(PROMPT)
     feed = follow(stack, first.source)
     await until(lambda: feed.blocks.matched(hashes_of(PROMPT)) == 4 and feed._last_live > 0)
-    addresses = {
-        "address": first.publisher.address,
-        "replay_address": first.publisher.replay_address,
-    }
+    address, replay_address = first.publisher.address, first.publisher.replay_address
     await first.publisher.close()
-    second = await again(stack, **addresses)
+    second = await again(stack, address=address, replay_address=replay_address)
     second.insert([3] * PAGE)
     await until_matched(feed, [3] * PAGE, 1)
     await until_matched(feed, PROMPT, 0)
@@ -229,10 +215,7 @@ TOO_DEEP = (
     [
         [b"one"],
         [b"", b"short", b""],
-        [b"", bytes(8), b"\xc1"],
-        [b"", bytes(8), b"\x90"],
-        [b"", bytes(8), NO_TEXT],
-        [b"", bytes(8), TOO_DEEP],
+        *([b"", bytes(8), batch] for batch in (b"\xc1", b"\x90", NO_TEXT, TOO_DEEP)),
     ],
 )
 async def test_what_is_no_stream_is_not_followed(
@@ -311,19 +294,6 @@ def test_media_that_are_one_tier_in_both_dialects_are_one_here() -> None:
         assert known.matched([1]) == 0
 
 
-@pytest.mark.parametrize("dialect", get_args(Dialect))
-async def test_either_dialect(stack: AsyncExitStack, dialect: Dialect) -> None:
-    worker = cache(stack, media=media_of(dialect))
-    worker.insert(PROMPT)
-    worker.to_host(PROMPT)
-    feed = follow(stack, worker.source)
-    await until_matched(feed, PROMPT, 4)
-    worker.evict(4)
-    worker.insert([7] * PAGE)
-    await until_matched(feed, [7] * PAGE, 1)
-    assert feed.blocks.matched(hashes_of(PROMPT)) == 4, "host memory has them"
-
-
 async def test_events_that_need_a_key(
     stack: AsyncExitStack,
     tmp_path: Path,
@@ -370,21 +340,14 @@ async def test_a_key_is_shown_to_no_worker_that_needs_none(
     assert found == worker.source and found.key is None
 
 
-def test_a_worker_cannot_fill_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks_module, "MAX_BLOCKS", 10)
-    known = KnownBlocks()
-    for start in range(0, 40, 8):
-        known.apply(StoredBlocks(list(range(start, start + 8)), PAGE, "GPU"))
-    assert len(known) == 10
-
-
-def test_a_full_router_learns_further_media_of_the_blocks_it_knows(
+def test_a_full_router_learns_only_further_media_of_the_blocks_it_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(blocks_module, "MAX_BLOCKS", 2)
     known = KnownBlocks()
-    known.apply(StoredBlocks([1, 2], PAGE, "GPU"))
+    known.apply(StoredBlocks([1, 2, 7], PAGE, "GPU"))
     known.apply(StoredBlocks([2, 3], PAGE, "CPU"))
+    assert len(known) == 2
     known.apply(RemovedBlocks([1, 2], "GPU"))
     assert known.matched([2]) == 1, "it is in host memory still"
     assert known.matched([1]) == known.matched([3]) == 0
@@ -546,7 +509,6 @@ async def test_texts_by_the_tokenizer() -> None:
 async def test_a_new_router_finds_what_workers_have(
     meeting: Meeting, stack: AsyncExitStack
 ) -> None:
-    """Two pairs of fakes, of which the second has the prompt; what they publish is real."""
     caches = [cache(stack) for _ in range(4)]
     bare = {"cache": NO_CACHE, "pages_total": 4096}
     roles = []

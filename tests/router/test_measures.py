@@ -1,6 +1,4 @@
-"""The router's own metrics: tries, load and state of each worker, errors by class, the first token
-of a stream.
-"""
+"""The router's own metrics: tries, load and state of each worker, errors, first tokens."""
 
 from __future__ import annotations
 

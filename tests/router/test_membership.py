@@ -1,6 +1,4 @@
-"""Workers that join a running router, leave it, come back as something else, or should not have
-been named.
-"""
+"""Workers that join a running router, leave it, come back as another one, or may not join."""
 
 from __future__ import annotations
 
@@ -71,7 +69,6 @@ async def test_workers_join_an_empty_router_and_leave_it(
 async def test_a_worker_that_leaves_is_forgotten_when_its_last_request_is_answered(
     front: Front, prefill: Role, decode: Role, comes_back: bool
 ) -> None:
-    """Unless it has joined again by then."""
     await front.join(prefill)
     path = (await front.join(decode))["location"]
     decode.service.gate.clear()
@@ -190,21 +187,6 @@ async def test_a_worker_that_answers_nonsense_is_down_and_is_asked_again(
     assert (await front.checked(decode)).up
 
 
-async def test_without_a_key_nobody_joins_or_leaves(prefill: Role, decode: Role) -> None:
-    async with Front([prefill], [decode]) as front:
-        error = await front.refused(403, "/workers", {"url": decode.url})
-        assert error["code"] == "forbidden"
-        await leave(front, f"/workers/{front.worker(decode).id}", 403)
-        assert (await front.get("/workers"))["total"] == 2
-        await front.post("/generate", BODY)
-
-
-async def test_the_wrong_key_is_401(front: Front, prefill: Role) -> None:
-    async with Client(front.port) as stranger:
-        for method, path in (("POST", "/workers"), ("GET", "/workers"), ("DELETE", "/workers/x")):
-            assert (await stranger.call(method, path, {"url": prefill.url})).status == 401
-
-
 async def test_no_more_workers_than_a_router_watches(
     front: Front, prefill: Role, decode: Role, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,8 +241,6 @@ async def test_a_router_that_is_told_the_first_role_of_a_worker_takes_the_one_it
 
 @asynccontextmanager
 async def member(router: Client, role: Role) -> AsyncIterator[None]:
-    """The worker joins by itself."""
-
     def identity() -> joining.WorkerIdentity:
         return joining.WorkerIdentity(role.pipeline.service.role, role.incarnation, None)
 
@@ -310,10 +290,7 @@ async def test_a_member_that_switches_its_role_leaves_and_joins_again(
     monkeypatch: pytest.MonkeyPatch,
     router_is_first: bool,
 ) -> None:
-    """Routers that keep the role they were told want it so.
-
-    Whether the router has seen the new one by then or not.
-    """
+    """Routers that keep the role they were told want it so."""
     monkeypatch.setattr(joining, "JOIN_EVERY_S", 0.01)
     decode.at_rest_before(FakeService("prefill", meeting))
     told = joining.WorkerIdentity("decode", decode.incarnation, None)

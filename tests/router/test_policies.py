@@ -1,6 +1,4 @@
-"""How a router chooses among workers: by what they were sent, by their load, or in turn; over
-fakes.
-"""
+"""A router that chooses among fake workers by what they were sent, by load, or in turn."""
 
 from __future__ import annotations
 
@@ -128,9 +126,7 @@ async def test_workers_without_a_cache_are_chosen_by_load() -> None:
 
 @pytest.mark.parametrize("opened", [b"[", b'{"a":'], ids=["lists", "objects"])
 async def test_a_large_body_that_is_nested_deep_is_400(front: Pairs, opened: bytes) -> None:
-    """As deep as JSON may be: neither the router nor, where the router does not look, a worker
-    fails on it.
-    """
+    """As deep as JSON may be. Where the router does not look, a worker refuses it."""
     deep = opened * 900 + b"1" + (b"]" if opened == b"[" else b"}") * 900
     raw = b'{"text": "%b", "chat_template_kwargs": %b, "messages": [{}]}' % (
         b"x" * LARGE_BYTES,

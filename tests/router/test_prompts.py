@@ -1,6 +1,4 @@
-"""What a router remembers of prompts: the hashes of their beginnings, and which of them a worker
-was sent.
-"""
+"""The hashes of prompts' beginnings, and the prompts that a worker was sent."""
 
 from __future__ import annotations
 
@@ -221,9 +219,7 @@ ACTIONS = st.lists(st.one_of(PROMPTS, st.just("forget"), st.integers(0, 12)), ma
 def test_what_is_known_was_sent_and_fits(
     actions: list[Any], chunks: int, asked: list[Chain]
 ) -> None:
-    """Against the list of all prompts since the last flush: never more, and never less where
-    nothing had to go.
-    """
+    """Against the list of all prompts since the last flush."""
     prefixes = known(chunks * 16)
     sent: list[Chain] = []
     complete = True  # nothing had to go

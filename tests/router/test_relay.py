@@ -23,9 +23,7 @@ from tests.fakes.servers import answers, serving
 
 
 class _Decode:
-    """A decode whose stream comes in the pieces of a list; where that has an error, it is lost
-    there.
-    """
+    """A decode whose stream comes in pieces; it is lost where an error is among them."""
 
     def __init__(self, pieces: list[bytes | LegFailedError]) -> None:
         self.decode, self.headers = self, dict[str, str]()
@@ -68,9 +66,7 @@ async def relay(out: Out, pieces: list[Any]) -> None:
 @given(data=st.data())
 @settings(max_examples=60)
 def test_events_are_relayed_whole_however_they_come(lost: bool, data: st.DataObject) -> None:
-    """The connection is lost after any number of bytes: what the client has by then are events, and
-    then the error.
-    """
+    """If the connection is lost, after any number of bytes, whole events precede the error."""
     events = data.draw(
         st.lists(st.sampled_from([b"a", b"bb\nid: 1", b"c" * 300]), min_size=1, max_size=6)
     )
@@ -155,9 +151,7 @@ async def leg_to(worker: Worker) -> AsyncIterator[Leg]:
 
 
 async def test_how_a_closed_leg_ends_is_no_complaint_of_the_event_loop() -> None:
-    """The first failure of a pair has been reported, and ends the other leg, whatever becomes of
-    it.
-    """
+    """The first failure of a pair is reported, and ends the other leg."""
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     worker = Worker("decode", "http://127.0.0.1:1")

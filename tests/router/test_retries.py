@@ -237,10 +237,7 @@ async def test_the_wait_for_a_worker_is_bounded_in_time_and_number(
 async def test_the_last_error_is_told_where_a_check_comes_before_it_and_leaves_no_worker(
     prefill: Role, decode: Role
 ) -> None:
-    """A decode that loses a prefill refuses what is new from that moment on.
-
-    Where a check sees that before the failed request's own answer is there, no other try is made,
-    and the client has waited for the first one."""
+    """A check may find that decode lost its prefill before the failed request has its answer."""
     decode.service.gate.clear()
     async with Front([prefill], [decode], retry_timeout_s=0.2) as front:
         asking = asyncio.create_task(front.refused(502, "/generate", BODY))

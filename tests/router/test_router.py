@@ -1,6 +1,4 @@
-"""The router: pairs, least loaded, what it does when a leg fails, and what a client that leaves
-causes.
-"""
+"""The router: pairs, the least loaded worker, legs that fail, and clients that leave."""
 
 from __future__ import annotations
 
@@ -76,10 +74,7 @@ def test_every_choice_of_every_prompt_has_a_room(body: bytes, rooms: int) -> Non
 
 @pytest.mark.parametrize("longest", [False, True], ids=["many short values", "one long value"])
 async def test_workers_take_what_their_router_takes(front: Front, longest: bool) -> None:
-    """The rooms of many completions make a body larger on its way.
-
-    `user` is a field that nobody reads.
-    """
+    """The rooms of many completions make a body larger; `user` is a field without a reader."""
     limit = MAX_BODY_BYTES if longest else MAX_REST_BYTES
     least = {"prompt": "w1", "n": 128, "max_tokens": 1}
 
@@ -201,9 +196,7 @@ async def test_fan_out_and_proxied_routes(front: Front, decode: Role) -> None:
 async def test_a_failed_write_followed_by_a_cancellation_still_drops_both_legs(
     prefill: Role, decode: Role
 ) -> None:
-    """What a client that leaves a full connection causes: the handler's write fails, and then it is
-    cancelled.
-    """
+    """The order of events when a client leaves a full connection."""
     workers = Worker("prefill", prefill.url), Worker("decode", decode.url)
     raw = json.dumps(body(stream=True)).encode()
     decode.service.gate.clear()

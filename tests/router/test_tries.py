@@ -1,6 +1,4 @@
-"""How often a request is tried: so many times, with pauses of so long in all, and at once where a
-worker stays.
-"""
+"""The limits of a request's tries, in number and in time."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ def test_what_a_failed_worker_has_to_do_makes_no_other_one_overloaded() -> None:
 
 
 async def test_pauses_are_bounded_in_all_and_not_one_by_one(prefill: Role, decode: Role) -> None:
-    """The longest pause is a second: with that much in all there is time for six tries, and not for
-    the limit.
-    """
+    """The longest pause is a second, which in all leaves time for six tries."""
     decode.service.failure = Cause(Code.PEER_LOST, "its prefill is away")
     async with Front([prefill], [decode], retry_timeout_s=1.0) as front:
         error = await front.refused(502, "/generate", BODY)

@@ -1,6 +1,4 @@
-"""What a router asks vLLM servers for, read by vLLM's own protocol: needs vLLM, of which only its
-API is imported.
-"""
+"""The router's requests to vLLM servers, read by vLLM's own protocol; only its API is imported."""
 
 from __future__ import annotations
 

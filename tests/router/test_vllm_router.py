@@ -1,6 +1,4 @@
-"""A router in front of vLLM servers: what goes to each of both, what comes back, and what is tried
-again.
-"""
+"""A router in front of vLLM servers: what each gets, what comes back, and what is tried again."""
 
 from __future__ import annotations
 
@@ -48,12 +46,7 @@ async def front(p: FakeVllm, d: FakeVllm) -> AsyncIterator[Front]:
 async def test_decode_gets_the_request_as_it_came_with_what_prefill_has_answered(
     p: FakeVllm, d: FakeVllm, front: Front, stream: bool
 ) -> None:
-    asked: dict[str, Any] = {
-        "min_tokens": 2,
-        "temperature": 0,
-        "seed": 7,
-        "logit_bias": {"5": 1.5},
-    }
+    asked: dict[str, Any] = {"min_tokens": 2, "temperature": 0, "logit_bias": {"5": 1.5}}
     if stream:
         asked["stream_options"] = {"include_usage": True}
     answer = await ask(front, stream=stream, **asked)
@@ -111,12 +104,8 @@ async def test_decode_is_asked_when_prefill_has_answered(
 async def test_a_client_cannot_say_where_decode_reads(d: FakeVllm, connector: Any) -> None:
     p = FakeVllm(connector)
     async with fleet([p], [d]) as front:
-        mine = {
-            "do_remote_prefill": True,
-            "remote_host": "evil",
-            "remote_port": 1,
-            "remote_block_ids": [[1]],
-        }
+        blocks = {"remote_port": 1, "remote_block_ids": [[1]]}
+        mine = {"do_remote_prefill": True, "remote_host": "evil", **blocks}
         await ask(front, kv_transfer_params=mine)
         assert p.params == [ASKED_OF_PREFILL] and "evil" not in str(d.params)
         asked = {**REQUESTS[COMPLETIONS], "vllm_xargs": {"kv_transfer_params": "x"}}

@@ -1,6 +1,4 @@
-"""A router that asks a vLLM prefill and decode at once, where prefill has kvflow's connector; and
-workers that join.
-"""
+"""A router that asks prefill and decode with kvflow's vLLM connector at once; and joining vLLMs."""
 
 from __future__ import annotations
 
@@ -121,9 +119,7 @@ async def test_after_a_failure_the_same_pair_is_asked_one_by_one(
 
 
 async def test_several_engines_behind_one_url_are_asked_one_by_one(both: Together) -> None:
-    """A data-parallel vLLM: each of its engines has a registry of its own, and which gets a request
-    nobody knows.
-    """
+    """A data-parallel vLLM: each of its engines has its own registry, and any may get a request."""
     both.p.failures.append(500)
     both.p.connector_port = 5700
     for _ in range(3):
