@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import posixpath
 import re
-from collections.abc import Iterator
 from types import UnionType
 from typing import (
     TYPE_CHECKING,
@@ -56,7 +55,6 @@ class MetricFamily(NamedTuple):
 
 
 def configuration() -> str:
-    """Return the page of all settings."""
     lines = [
         "# Configuration",
         "",
@@ -101,18 +99,13 @@ def _default(name: str, roles: list[str]) -> str:
 
 def _values(name: str) -> str:
     kind = catalog.base_type(name)
-    if choices := list(_choices(kind)):
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
         return ", ".join(f"`{choice}`" if choice else "empty" for choice in choices)
     if kind is bool:
         return f"`{catalog.flag_of(name)}` or `--no-{name.replace('_', '-')}`"
     names = {int: "integer", float: "number", str: "text", tuple[str, ...]: "list of texts"}
     return " ".join([names[kind], *(f"`{limit}`" for limit in catalog.limits_of(name))])
-
-
-def _choices(kind: Any) -> Iterator[str]:
-    """Yield the values of a Literal, those of the Literals inside it included."""
-    if get_origin(kind) is Literal:
-        yield from get_args(kind)
 
 
 # --- metrics
@@ -143,7 +136,6 @@ def families() -> tuple[MetricFamily, ...]:
 
 
 def metrics() -> str:
-    """Return the page of all metrics."""
     lines = [
         "# Metrics",
         "",
@@ -171,13 +163,9 @@ def metrics() -> str:
             facts = [family.kind.capitalize()]
             if family.labels:
                 facts.append(f"Labels: {', '.join(f'`{label}`' for label in family.labels)}")
-            heading = f"### `{family.name}` {{ #{_anchor(family.name)} }}"
+            heading = f"### `{family.name}` {{ #{family.name.replace(':', '-')} }}"
             lines += ["", heading, "", family.text, "", f"{' · '.join(facts)}\n{{ .facts }}"]
     return "\n".join(lines) + "\n"
-
-
-def _anchor(name: str) -> str:
-    return name.replace(":", "-")
 
 
 def _filled(kind: Any) -> Any:
@@ -202,7 +190,6 @@ def _filled(kind: Any) -> Any:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages."""
     from mkdocs.structure.files import File
 
     for place, text in ((CONFIGURATION, configuration()), (METRICS, metrics())):
@@ -242,12 +229,5 @@ def place_of(name: str) -> str | None:
         setting = catalog.CANONICAL.get(setting, setting)
         return f"{CONFIGURATION}#{setting}" if setting in catalog.FIELDS else None
     known = {family.name for family in families()}
-    return next((f"{METRICS}#{one}" for one in _spellings(name) if one in known), None)
-
-
-def _spellings(name: str) -> Iterator[str]:
-    yield name
-    yield f"{name}_total"
-    for suffix in _SUFFIXES:
-        if name.endswith(suffix):
-            yield name.removesuffix(suffix)
+    spellings = (name, f"{name}_total", *(name.removesuffix(suffix) for suffix in _SUFFIXES))
+    return next((f"{METRICS}#{one}" for one in spellings if one in known), None)

@@ -194,7 +194,6 @@ def aborted() -> Story:
 
 
 def draw(palette: Palette) -> str:
-    """Return the drawing."""
     stories = (succeeds(), aborted())
     height = max(segment.end for story in stories for segment in story.segments) + MARGIN
     width = 2 * MARGIN + 2 * PANEL + BETWEEN
@@ -257,7 +256,6 @@ def _text(x: float, y: float, text: str, *, size: int = 0, weight: int = 0) -> s
 
 
 def drawings() -> dict[Path, str]:
-    """Return every file and what belongs in it."""
     return {FOLDER / f"room-{name}.svg": draw(palette) for name, palette in PALETTES.items()}
 
 
