@@ -4,38 +4,27 @@ compared with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+import functools
+from collections.abc import Iterator
 
 import pytest
 
 from tests.e2e.parity_pair import ProcessPair
 from tests.serve.engine import tiny_models
+from tests.serve.engine.tiny_models import Generated, Tiny
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """Path of a family's tiny model."""
     directory = tmp_path_factory.mktemp("tiny")
     return lambda family: tiny_models.build(family, directory)
 
 
 @pytest.fixture(scope="session")
-def expected(tiny: Callable[[str], Path]) -> Callable[[str, list[int], int], list[int]]:
-    """`model.generate`, greedy, in fp32, one prompt at a time, in this process."""
-    models: dict[str, Any] = {}
-    known: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
-
-    def generate(family: str, prompt: list[int], count: int) -> list[int]:
-        key = (family, tuple(prompt), count)
-        if key not in known:
-            if family not in models:
-                models[family] = tiny_models.load_stock(tiny(family))
-            known[key] = tiny_models.generate(models[family], prompt, count)
-        return known[key]
-
-    return generate
+def expected(tiny: Tiny) -> Generated:
+    """What stock transformers generates, in this process."""
+    return Generated(functools.cache(lambda family: tiny_models.load_stock(tiny(family))))
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -121,13 +121,10 @@ class Model:
         lockstep: bool = False,
         retract: bool = False,
         zero: tuple[int, str] | None = None,
-        meanwhile: Callable[[], Any] = lambda: None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """All prompts at once through both processes: what prefill and what decode saw.
 
         Checks that pages came home.
-
-        `meanwhile` runs in this process while they work.
         """
         requests = [
             {"room": next(self._rooms), "prompt": p, "params": params, "zero": zero}
@@ -137,7 +134,6 @@ class Model:
             self.bytes_sent += -(-len(prompt) // self.page_size) * self.page_bytes + self.row_bytes
         for worker in (self.prefill, self.decode):
             worker.tell("serve", requests=requests, lockstep=lockstep, retract=retract)
-        meanwhile()
         decode, prefill = self.decode.reply(), self.prefill.reply()
         assert (prefill["at_rest"], decode["at_rest"]) == (True, True), (
             "pages are still away after the last token"

@@ -7,8 +7,6 @@ composition (batching alone flips tokens in stock transformers).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from kvflow.serve.engine.model.probe import RINGS
 from tests.e2e.parity_pair import CHUNKS, Model, ProcessPair, WorkerError
 from tests.planes import mooncake_unavailable_reason, nixl_unavailable_reason
 from tests.serve.engine.pair import prompt_of
-from tests.serve.engine.tiny_models import FAMILIES
+from tests.serve.engine.tiny_models import FAMILIES, Generated, Tiny
 
 NEW = 16
 CHUNK = CHUNKS["chunk_tokens"]
@@ -42,8 +40,6 @@ OTHER_ORDERS = {
 }
 GREEDY = {"temperature": 0, "max_new_tokens": NEW}
 SAMPLED = {"temperature": 1.3, "top_k": 40, "top_p": 0.8, "seed": 7, "max_new_tokens": NEW}
-Tiny = Callable[[str], Path]
-Expected = Callable[[str, list[int], int], list[int]]
 
 
 pytestmark = pytest.mark.xdist_group("parity")  # one pair of processes for this and test_states
@@ -65,24 +61,23 @@ def tokens_of(reply: dict[str, Any]) -> list[list[int]]:
     return [[out["token_id"] for out in outs] for outs in reply["outs"]]
 
 
-def check_fp32(model: Model, family: str, expected: Expected) -> None:
+def check_fp32(model: Model, family: str, expected: Generated) -> None:
     """16 requests at once equal stock transformers, and the bytes that moved are what made them
     equal.
     """
     prompts = prompts_for(model.page_size)
-    wanted: list[list[int]] = []
-    prefill, decode = model.run(
-        prompts, GREEDY, meanwhile=lambda: wanted.extend(expected(family, p, NEW) for p in prompts)
-    )
-    for prompt, found, want in zip(prompts, tokens_of(decode), wanted, strict=True):
-        assert found == want, f"prompt of {len(prompt)} tokens"
-    assert len({tuple(found) for found in wanted}) == len(prompts), (
+    prefill, decode = model.run(prompts, GREEDY)
+    found = tokens_of(decode)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        wanted = expected(family, prompt, NEW, tokens)
+        assert tokens == wanted, f"prompt of {len(prompt)} tokens"
+    assert len({tuple(tokens) for tokens in found}) == len(prompts), (
         "outputs that are all the same prove nothing"
     )
     for prompt, sends in zip(prompts, prefill["sends"], strict=True):
         assert sum(sends) == model.places_for(prompt)
     assert max(map(len, prefill["sends"])) > 2, "no prompt left in chunks"
-    check_zeroed_page(model, prompts, wanted)
+    check_zeroed_page(model, prompts, found)
 
 
 def check_zeroed_page(model: Model, prompts: list[list[int]], wanted: list[list[int]]) -> None:
@@ -104,20 +99,20 @@ def check_zeroed_page(model: Model, prompts: list[list[int]], wanted: list[list[
 
 @pytest.mark.parametrize("family", DEFAULT_PAGES)
 def test_fp32_equals_generate(
-    family: str, pair: ProcessPair, tiny: Tiny, expected: Expected
+    family: str, pair: ProcessPair, tiny: Tiny, expected: Generated
 ) -> None:
     with pair.open(tiny(family), page_size=DEFAULT_PAGES[family]) as model:
         check_fp32(model, family, expected)
 
 
-def test_fp32_over_mooncake(pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
+def test_fp32_over_mooncake(pair: ProcessPair, tiny: Tiny, expected: Generated) -> None:
     if reason := mooncake_unavailable_reason():
         pytest.skip(reason)
     with pair.open(tiny("llama"), plane="mooncake") as model:
         check_fp32(model, "llama", expected)
 
 
-def test_fp32_over_nixl(pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
+def test_fp32_over_nixl(pair: ProcessPair, tiny: Tiny, expected: Generated) -> None:
     if reason := nixl_unavailable_reason():
         pytest.skip(reason)
     with pair.open(tiny("llama"), plane="nixl") as model:
@@ -131,7 +126,7 @@ def test_fp32_over_nixl(pair: ProcessPair, tiny: Tiny, expected: Expected) -> No
     [(f, page) for f in FAMILIES for page in PAGE_SIZES if page != DEFAULT_PAGES[f]],
 )
 def test_fp32_matrix(
-    family: str, page: int, pair: ProcessPair, tiny: Tiny, expected: Expected
+    family: str, page: int, pair: ProcessPair, tiny: Tiny, expected: Generated
 ) -> None:
     with pair.open(tiny(family), page_size=page) as model:
         check_fp32(model, family, expected)
@@ -141,7 +136,7 @@ def test_fp32_matrix(
 @pytest.mark.parametrize("page", ONE_SIZE)
 @pytest.mark.parametrize("family", OTHER_ORDERS)
 def test_fp32_other_orders(
-    family: str, page: int, pair: ProcessPair, tiny: Tiny, expected: Expected
+    family: str, page: int, pair: ProcessPair, tiny: Tiny, expected: Generated
 ) -> None:
     """Layer-first on both sides, and page-first into layer-first."""
     with pair.open(tiny(family), page_size=page, orders=OTHER_ORDERS[family]) as model:
@@ -151,7 +146,7 @@ def test_fp32_other_orders(
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ONE_SIZE)
 def test_fp32_over_mooncake_all_page_sizes(
-    page: int, pair: ProcessPair, tiny: Tiny, expected: Expected
+    page: int, pair: ProcessPair, tiny: Tiny, expected: Generated
 ) -> None:
     if reason := mooncake_unavailable_reason():
         pytest.skip(reason)
@@ -233,7 +228,7 @@ def test_seeded_sampling_ignores_the_company(pair: ProcessPair, tiny: Tiny) -> N
 
 
 def test_unsupported_models_are_refused_at_load(
-    pair: ProcessPair, tiny: Tiny, expected: Expected
+    pair: ProcessPair, tiny: Tiny, expected: Generated
 ) -> None:
     """One clear line from either role; the process is none the worse for it."""
     for worker in pair.workers:

@@ -44,15 +44,7 @@ def stock(tiny: Tiny) -> Stock:
 
 @pytest.fixture(scope="session")
 def generated(stock: Stock) -> Generated:
-    found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-
-    def generate(family: str, prompt: list[int], count: int) -> list[int]:
-        key = family, tuple(prompt)
-        if len(found.get(key, [])) < count:
-            found[key] = tiny_models.generate(stock(family), prompt, count)
-        return found[key][:count]
-
-    return generate
+    return Generated(stock)
 
 
 @pytest.fixture(scope="session")

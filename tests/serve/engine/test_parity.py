@@ -48,7 +48,7 @@ async def compare(
         found = await pair.tokens_of_all(prompts, greedy(NEW))
         assert any(len(room.sends) > 2 for room in pair.rooms), "no prompt was longer than a chunk"
     for prompt, tokens in zip(prompts, found, strict=True):
-        assert tokens == generated(family, prompt, NEW), f"prompt of {len(prompt)} tokens"
+        assert tokens == generated(family, prompt, NEW, tokens), f"prompt of {len(prompt)} tokens"
     assert len({tuple(t) for t in found}) == len(prompts)
 
 

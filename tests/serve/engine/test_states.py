@@ -40,7 +40,10 @@ async def equal_generate(
     family: str, pair: EnginePair, generated: Generated, prompts: list[list[int]] = PROMPTS
 ) -> None:
     found = await pair.tokens_of_all(prompts, greedy(NEW))
-    assert found == [generated(family, prompt, NEW) for prompt in prompts]
+    assert found == [
+        generated(family, prompt, NEW, tokens)
+        for prompt, tokens in zip(prompts, found, strict=True)
+    ]
     assert len({tuple(tokens) for tokens in found}) == len(prompts)
 
 
@@ -74,7 +77,7 @@ async def test_one_row_for_one_request_after_the_other(
     async with one_process(model, 64, num_rows=1, chunk_tokens=CHUNK) as (engine, side):
         for prompt in PROMPTS[-2:]:
             tokens = await tokens_of(engine.generate(prompt, greedy(NEW)))
-            assert tokens == generated(family, prompt, NEW)
+            assert tokens == generated(family, prompt, NEW, tokens)
             await until(side.places.at_rest)
 
 
@@ -93,7 +96,8 @@ async def test_everybody_is_retracted_in_mid_decode(
         report = pair.decode.retraction
         assert (report.resumes, report.recomputes) == ((8, 0) if host_pages else (0, 8))
     for prompt, found in zip(PROMPTS, outs, strict=True):
-        assert [out.token_id for out in found] == generated(family, prompt, NEW)
+        tokens = [out.token_id for out in found]
+        assert tokens == generated(family, prompt, NEW, tokens)
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "gpt_oss"])

@@ -199,7 +199,7 @@ async def test_fp32_equals_generate(
         runs = zip(prompts, counts, strict=True)
         found = await asyncio.gather(*(pair.tokens(p, greedy(count)) for p, count in runs))
     for prompt, count, tokens in zip(prompts, counts, found, strict=True):
-        assert tokens == generated(family, prompt, count), f"prompt of {len(prompt)} tokens"
+        assert tokens == generated(family, prompt, count, tokens), f"prompt of {len(prompt)} tokens"
 
 
 async def test_generated_tokens_are_computed_again_in_a_chunk(

@@ -7,7 +7,7 @@ repeats one token forever, and parity would mean nothing.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from kvflow.serve.engine.model.load import LoadedModel
 Tiny = Callable[[str], Path]
 Loaded = Callable[..., LoadedModel]
 Stock = Callable[[str], Any]
-Generated = Callable[[str, list[int], int], list[int]]
 Expected = Callable[[list[int]], list[int]]
+
 
 BASE: dict[str, Any] = {
     "vocab_size": 512,
@@ -281,3 +281,32 @@ def generate(stock: Any, prompt: list[int], count: int, **options: Any) -> list[
     )
     found: list[int] = out[0, len(prompt) :].tolist()
     return found
+
+
+@torch.inference_mode()
+def would_generate(stock: Any, prompt: list[int], draft: Sequence[int]) -> bool:
+    """True if `stock` ranks each token of `draft` first after those before it.
+
+    `generate` then returns `draft`. One forward pass finds that out; `generate` takes one for each
+    token, and those were most of what the tests of parity took."""
+    logits = stock(torch.tensor([[*prompt, *draft[:-1]]]), use_cache=False).logits
+    ranked: list[int] = logits[0, len(prompt) - 1 :].argmax(-1).tolist()
+    return ranked == list(draft)
+
+
+class Generated:
+    """Tokens that the tiny models generate without kvflow, greedy; each prompt is asked once."""
+
+    def __init__(self, stock: Stock) -> None:
+        self._stock = stock
+        self._found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+
+    def __call__(
+        self, family: str, prompt: list[int], count: int, draft: Sequence[int] = ()
+    ) -> list[int]:
+        """Return `count` tokens. `draft` is a guess: a right one makes the answer cheap."""
+        key, model = (family, tuple(prompt)), self._stock(family)
+        if len(self._found.get(key, [])) < count:
+            guessed = len(draft) == count and would_generate(model, prompt, draft)
+            self._found[key] = [*draft] if guessed else generate(model, prompt, count)
+        return self._found[key][:count]
