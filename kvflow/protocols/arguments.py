@@ -1,6 +1,4 @@
-"""Checks of the arguments that users and peers pass: prompts, and lists of pages. Each error names
-the field, the value and the limit.
-"""
+"""Checks of arguments from users and peers. Each error names the field, the value and the limit."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import CapacityError, Cause, Code, LayoutError, MisuseError
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout, names_twice
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout, ascends, names_twice
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, MAX_PAGES_PER_ROOM, RoomId
 
 
@@ -45,10 +43,7 @@ def room_id(value: object) -> RoomId:
 
 
 def check_cause(cause: Cause | None) -> Cause:
-    """Check the cause with which a user ends a room, and return it; return CLIENT_GONE for None.
-
-    Raises: MisuseError.
-    """
+    """Return the cause with which a user ends a room, CLIENT_GONE for None. Raises: MisuseError."""
     if cause is None:
         return _CLIENT_GONE
     if not isinstance(cause, Cause):
@@ -64,9 +59,7 @@ def check_handoff(handoff: bytes) -> bytes:
 
 
 def prompt_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
-    """Return the SHA-256 of the token ids as little-endian u32. The two halves of a room compare it
-    to agree on the prompt (I8).
-    """
+    """Return the SHA-256 of the ids as little-endian u32. The halves of a room compare it (I8)."""
     # `data` passes the array to the hash without a copy: a prompt may have a million tokens.
     return hashlib.sha256(np.ascontiguousarray(token_ids, dtype="<u4").data).digest()
 
@@ -119,9 +112,7 @@ def own_pages(
     pages: Sequence[int] | PageIndices, layout: PoolLayout, room: int, wanted: int
 ) -> PageIndices:
     """Check the pages that a user provides for a room of `wanted` places, including its row, and
-    return them as int32 [n].
-
-    Raises: MisuseError.
+    return them as int32 [n]. Raises: MisuseError.
     """
     found = page_indices(pages, layout.num_places, f"room {room}")
     if len(found) != wanted:
@@ -145,11 +136,8 @@ def check_chunk(
     CapacityError (a hand-over that is too large).
     """
     if len(pages) != left if last else len(pages) > left - bool(layout.num_rows):
-        given, needed, hint = (
-            _counted(layout, pages),
-            _needed(layout, left),
-            _row_hint(layout, "the last, with last=True"),
-        )
+        given, needed = _counted(layout, pages), _needed(layout, left)
+        hint = _row_hint(layout, "the last, with last=True")
         raise MisuseError(f"room {room}: chunk of {given}, {needed} of decode's are left{hint}")
     if not len(pages) and not last:
         raise MisuseError(f"room {room}: a chunk without pages that is not the last")
@@ -169,7 +157,6 @@ def _counted(layout: PoolLayout, indices: PageIndices) -> str:
 
 
 def _needed(layout: PoolLayout, count: int) -> str:
-    """Describe `count` places of a room in words. If the pool has rows, the last place is a row."""
     return f"{count - 1} pages and 1 row" if layout.num_rows else str(count)
 
 
@@ -178,10 +165,7 @@ def _row_hint(layout: PoolLayout, where: str) -> str:
 
 
 def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str) -> PageIndices:
-    """Convert a user's list or array of page numbers to int32 [n].
-
-    Raises: MisuseError describing the first fault.
-    """
+    """Convert a user's page numbers to int32 [n]. Raises: MisuseError for the first fault."""
     array = np.asarray(pages)
     # Rooms of one page are common. Checking that page here avoids the passes over the array below,
     # and is several times as fast.
@@ -218,7 +202,7 @@ def unpack_pages(packed: bytes, num_pages: int) -> PageIndices:
     if pages.size:
         # Decode's allocator returns ascending pages where it can. The first and the last page are
         # then the smallest and the largest, and no page occurs twice.
-        ascending = bool((pages[1:] > pages[:-1]).all())
+        ascending = ascends(pages)
         low, high = (
             (int(pages[0]), int(pages[-1])) if ascending else (int(pages.min()), int(pages.max()))
         )

@@ -1,8 +1,6 @@
-"""Commands that an endpoint returns to its shell.
+"""Commands that an endpoint returns to its shell, which runs them in order and decides nothing.
 
-A shell runs them in order and decides nothing.
-
-An engine without an event loop can drive an endpoint directly and run the commands instead: see
+An engine without an event loop can drive an endpoint directly and run the commands itself: see
 `examples/bare_endpoints.py`.
 """
 
@@ -18,9 +16,8 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation
 
 
 class PeerKey(msgspec.Struct, frozen=True, order=True, gc=False):
-    """One prefill rank as decode knows it: its incarnation, and its control endpoint.
-
-    Another process could claim either one alone, so the key has both.
+    """One prefill rank as decode knows it. Another process could claim the incarnation or the
+    endpoint alone, so the key has both.
     """
 
     incarnation: Incarnation
@@ -72,8 +69,8 @@ class WatchEarlierWriter(msgspec.Struct, frozen=True):
 
 
 class StopEarlierWatch(msgspec.Struct, frozen=True):
-    """End the watch of this writer, if there is one, and notify the other nodes over the pool that
-    all its loans ended.
+    """End the watch of this writer, if any, and notify the other nodes over the pool: its loans
+    ended.
     """
 
     writer: int
@@ -82,8 +79,8 @@ class StopEarlierWatch(msgspec.Struct, frozen=True):
 
 
 class Linked(msgspec.Struct, frozen=True, gc=False):
-    """Report that every rank of the room is registered: take pages for the room and call `lend`, or
-    call `close_room` if no pages are free.
+    """Report that every rank of the room is registered: take pages and call `lend`, or call
+    `close_room` if no pages are free.
     """
 
     grant: GrantId
@@ -110,9 +107,7 @@ class StopVerifying(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoomBegun(msgspec.Struct, frozen=True, gc=False):
-    """Report that every rank has a place for the whole prompt of an announced room, so its pages
-    may be lent.
-    """
+    """Report that every rank has a place for the whole prompt of an announced room."""
 
     grant: GrantId
 
@@ -144,10 +139,8 @@ class QuarantinePages(msgspec.Struct, frozen=True, gc=False):
 
 
 class FreePages(msgspec.Struct, frozen=True, gc=False):
-    """Free the room's pages: no rank can write into them any more.
-
-    No other command frees a page that was lent, by this node or by an earlier one over the same
-    pool.
+    """Free the room's pages: no rank can write into them any more. No other command frees a page
+    that was lent, by this node or by an earlier one over the same pool.
     """
 
     grant: GrantId
@@ -225,8 +218,8 @@ class CancelWrite(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoomMatched(msgspec.Struct, frozen=True, gc=False):
-    """Report that decode's half arrived, and that decode already has the first `prefix_tokens` of
-    the prompt.
+    """Report that decode's half arrived, and that decode has the first `prefix_tokens` of the
+    prompt.
     """
 
     serial: int
@@ -240,18 +233,14 @@ class RoomDone(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoomStopped(msgspec.Struct, frozen=True, gc=False):
-    """Report the error to the engine. No chunk can be sent any more, though writes may still be
-    draining.
-    """
+    """Report the error to the engine. No chunk can be sent any more; writes may still drain."""
 
     serial: int
     cause: Cause
 
 
 class RoomReleased(msgspec.Struct, frozen=True, gc=False):
-    """Report that no write reads the room's source pages any more: all writes ended, and the
-    endpoint removed the room from its tables.
-    """
+    """Report that all writes ended: none reads the room's source pages any more."""
 
     serial: int
 

@@ -30,11 +30,8 @@ class EarlierWriter:
     __slots__ = ("address", "control", "incarnation", "number", "rank")
 
     def __init__(self, number: int, loan: UnprovenLoan) -> None:
-        self.number, self.incarnation, self.address = (
-            number,
-            Incarnation(loan.incarnation),
-            loan.writer,
-        )
+        self.number, self.address = number, loan.writer
+        self.incarnation = Incarnation(loan.incarnation)
         self.control, self.rank = loan.control, loan.rank
 
     def __repr__(self) -> str:
@@ -42,16 +39,13 @@ class EarlierWriter:
 
 
 class EarlierLoans:
-    """The part of an endpoint that decides when loans of earlier nodes end.
-
-    Its commands go to the endpoint's outbox.
-    """
+    """The part of an endpoint that decides when loans of earlier nodes end."""
 
     def __init__(
         self, ledger: Ledger[Any], outbox: list[Any], take_grant: Callable[[], GrantId]
     ) -> None:
-        """Use the endpoint's `ledger`, in which the loans of its own rooms have links as sources.
-        The sources here are `EarlierWriter`s, and neither part reads the other's sources.
+        """Share `ledger` and `outbox` with the endpoint. The sources here are `EarlierWriter`s,
+        those of the endpoint's own loans are links, and neither part reads the other's.
         """
         self._ledger, self._outbox, self._take_grant = ledger, outbox, take_grant
         self._by_name: dict[tuple[int, PlaneAddress | None], EarlierWriter] = {}
@@ -63,10 +57,7 @@ class EarlierLoans:
 
     def inherit(self, loans: Sequence[UnprovenLoan]) -> dict[GrantId, LeaseId]:
         """Take over `loans`, and issue one `WatchEarlierWriter` for every new writer that has an
-        address.
-
-        Returns the lease for each grant under which the ledger keeps its pages. `FreePages` will
-        name that grant.
+        address. Returns the leases by the grants that `FreePages` will name.
         """
         leases: dict[LeaseId, dict[EarlierWriter, UnprovenLoan]] = {}
         for loan in loans:
@@ -101,9 +92,8 @@ class EarlierLoans:
         return self._ledger.owed_by(writer)
 
     def declare_dead(self, incarnation: int) -> tuple[int, int]:
-        """End the loans of a writer that an operator declares dead.
-
-        Returns how many loans end, and how many pages they keep in quarantine.
+        """End the loans of a writer that an operator declares dead. Returns how many loans end, and
+        how many pages they keep in quarantine.
         """
         loans = pages = 0
         for writer in self.of(incarnation):
@@ -113,10 +103,7 @@ class EarlierLoans:
         return loans, pages
 
     def writer_died(self, number: int) -> None:
-        """End the loans of a fenced writer: none of its writes can reach our pool any more.
-
-        The next ticks do the work.
-        """
+        """End the loans of a fenced writer, over the next ticks."""
         if (writer := self.writers.get(number)) is not None:
             self._end(writer)
 
@@ -142,8 +129,8 @@ class EarlierLoans:
             self._outbox.append(FreePages(grant))
 
     def _drop_if_idle(self, writer: EarlierWriter) -> None:
-        """Forget a writer and stop watching it. If another node closed meanwhile and left more
-        loans to it, end those first.
+        """Forget a writer. If another node closed meanwhile and left more loans to it, end those
+        first.
         """
         if self._ledger.owes(writer):
             self._end(writer)

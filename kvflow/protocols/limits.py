@@ -12,7 +12,7 @@ LEAST_WAIT_S = 0.001
 
 
 def check_time(name: str, value_s: float, least_s: float = 0) -> float:
-    """Check a number of seconds that a user passes, and return it.
+    """Return a number of seconds that a user passes.
 
     Raises: MisuseError if it is not a number, NaN, or outside its limits, which the error names.
     """
@@ -50,8 +50,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on what a node remembers, on what one request may ask for, and on how much of a pool
-    may wait for proof.
+    """Limits on what a node remembers, on what one request may ask for, and on the pages that wait
+    for proof.
     """
 
     closed_grants: int = 65_536  # ended grants that prefill remembers per decode
@@ -61,16 +61,14 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     targets: int = 1_024  # decodes registered at one prefill
     # Decodes that state the same process as theirs. Prefill opens a descriptor for each of them.
     decodes_per_process: int = 64
-    decodes_per_address: int = 256  # decodes whose connections have one network address
+    decodes_per_address: int = 256  # decodes at one network address
     rooms: int = 32_768  # open rooms at one prefill; as many more may be announced
     links: int = 512  # prefill ranks that one decode is connected to
     ranks_per_room: int = 64
     quarantine_share: float = 0.5  # share of decode's pages; above it, decode opens no room
-    pinned_share: float = (
-        # Share of prefill's pages that writes of one decode's ended rooms may read: above it,
-        # prefill refuses the rooms of that decode.
-        1.0
-    )
+    # Share of prefill's pages that writes of one decode's ended rooms may read; above it, prefill
+    # refuses the rooms of that decode.
+    pinned_share: float = 1.0
 
     def pinned_limit(self, num_pages: int) -> int:
         """Return `pinned_share` of a pool of `num_pages` as a number of pages."""

@@ -1,5 +1,5 @@
-"""Machinery that endpoints share: the outbox of commands and, for endpoints that have rooms,
-deadlines, queued tasks, the story of a room, and the loans of earlier nodes.
+"""Machinery that endpoints share: the outbox of commands and, for those with rooms, deadlines,
+queued tasks, the story of a room, and the loans of earlier nodes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvflow.protocols.ports import Observer, RoomEnding
 from kvflow.protocols.wire.codec import UNDECODABLE
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, GrantId
 
-M = TypeVar("M")  # a command
-T = TypeVar("T")  # a message
+M = TypeVar("M")
+T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 GRAIN_S = 0.01
 STORY_LINES = 64
@@ -58,16 +58,12 @@ class Endpoint(Generic[M]):
 
 
 class RoomsEndpoint(Endpoint[M]):
-    """Base class of the two endpoints that have rooms, decode's and prefill's.
-
-    After each call, run what `commands()` returns; call `tick` at `next_tick()`.
-    """
+    """Base class of the two endpoints that have rooms, decode's and prefill's."""
 
     core: Core  # public so that shells and reports can read it; only the endpoint changes it
 
     @property
     def earlier(self) -> EarlierLoans:
-        """The loans of earlier nodes over the same pool."""
         return self.core.earlier
 
     def next_tick(self) -> float:
@@ -86,11 +82,11 @@ class Timer(msgspec.Struct, frozen=True, gc=False):
 
 
 class Task:
-    """Work on many items, done one at a time so that no tick takes long.
+    """Work on many items, done one at a time so that no tick takes long. An item may change before
+    its turn comes.
 
     `run` names the function that handles an item. `peer` is the peer to which the items belong, if
-    any. `cause` is the cause of the rooms that the task ends. An item may change before its turn
-    comes.
+    any. `cause` is the cause of the rooms that the task ends.
     """
 
     __slots__ = ("cause", "items", "peer", "run")
@@ -120,7 +116,6 @@ class Core:
         self.tasks: deque[Task] = deque()
 
     def room_ended(self, ending: RoomEnding, now: float) -> None:
-        """Report the end of a room to the observer."""
         # Counting is not urgent, and costs the event loop less per room if many are counted at
         # once.
         ended = self.observer.ended
@@ -135,7 +130,6 @@ class Core:
         return grant
 
     def add_task(self, task: Task) -> None:
-        """Queue a task, unless it has no items."""
         if task.items:
             self.tasks.append(task)
 
@@ -187,9 +181,8 @@ def _at_s(entry: tuple[float, object]) -> float:
 class Deadlines(Generic[K]):
     """A set of deadlines, at most one per key.
 
-    Setting and cancelling a deadline cost O(1); taking one that is due costs O(log n) in the size
-    of its bucket. A cancelled key is removed at once, but an empty bucket only when it becomes the
-    first.
+    Setting and cancelling cost O(1); taking one that is due costs O(log n) in the size of its
+    bucket.
     """
 
     def __init__(self) -> None:
@@ -206,7 +199,6 @@ class Deadlines(Generic[K]):
         return len(self._where)
 
     def __iter__(self) -> Iterator[K]:
-        """Iterate over the keys that have a deadline, in no order of time."""
         return iter(self._where)
 
     def __contains__(self, key: K) -> bool:
@@ -259,7 +251,6 @@ class Deadlines(Generic[K]):
         return key
 
     def _first(self) -> _Bucket[K] | None:
-        """Return the earliest bucket that has a key, and drop the empty ones before it."""
         while self._heap:
             bucket = self._buckets[self._heap[0]]
             if bucket.keys:
@@ -269,9 +260,8 @@ class Deadlines(Generic[K]):
 
 
 class Line(NamedTuple):
-    """One line of a story.
-
-    `at_s` is a time on the node's clock. `text` holds details beyond the name of the event, if any.
+    """One line of a story, at a time on the node's clock. `text` holds details beyond the event, if
+    any.
     """
 
     at_s: float
@@ -281,9 +271,7 @@ class Line(NamedTuple):
 
 
 class Story:
-    """The bounded log of a room: its first and its latest lines, with a count of those dropped in
-    between. No decision depends on it.
-    """
+    """The bounded log of a room: its first and its latest lines. No decision depends on it."""
 
     __slots__ = ("_dropped", "_lines", "follower")
 

@@ -50,12 +50,11 @@ class WriteOutcome(Enum):
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
-    """A process, identified so that another one on the same host can observe its death (Linux
-    pidfd).
+    """A process, identified so that another one on the same host can observe its death (pidfd).
 
     `pid` is valid only under the same `boot_id` and `pid_namespace`. `start_ticks` distinguishes a
-    re-used pid, and is valid only in the same `time_namespace`. `network_namespace` is the
-    namespace that lists the connections of the process.
+    re-used pid, and is valid only in the same `time_namespace`. `network_namespace` lists the
+    connections of the process.
     """
 
     boot_id: Word
@@ -89,10 +88,8 @@ lent them, and its grant.
 
 class UnprovenLoan(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """A loan that outlived the node that lent it: a lost or frozen writer may still write into its
-    pages.
-
-    The pages become usable again only when proof arrives that the writer ended, or when an operator
-    declares the writer dead. Every rank of a room has a separate loan of the same pages.
+    pages. They become usable again only when proof arrives that the writer ended, or when an
+    operator declares it dead. Every rank of a room has a separate loan of the same pages.
     """
 
     # None if the writer sent no address. Only an operator can then end the loan.
@@ -131,9 +128,8 @@ class Observer(Protocol):
         """Count the rooms in `ended`, and clear the list."""
 
     def message_dropped(self, why: str) -> None:
-        """Count a message that changed nothing.
-
-        `why`: "malformed", "foreign" (another peer's), "stale" (too late).
+        """Count a message without effect: "malformed", "foreign" (another peer's) or "stale" (too
+        late).
         """
 
 
@@ -157,22 +153,18 @@ class Write(Protocol):
     @property
     def done(self) -> Pending[WriteOutcome]:
         """The outcome. It resolves on the event loop, when this write no longer reads or writes
-        memory.
-
-        It never holds an exception.
+        memory, and never holds an exception.
         """
 
     def cancel(self) -> None:
-        """Submit no more blocks; `done` resolves when those already submitted end.
-
-        Idempotent, returns at once.
+        """Submit no more blocks; `done` resolves when those already submitted end. Idempotent,
+        returns at once.
         """
 
 
 class Route(Protocol):
-    """A checked pairing of our pool with one peer's pool, over one data plane.
-
-    It is valid until `close`, and belongs to one incarnation of the peer.
+    """A checked pairing of our pool with the pool of one incarnation of a peer, over one data
+    plane.
     """
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> Write:
@@ -213,9 +205,7 @@ class DataPlane(Protocol):
         """Make our pool (whose `layout.buffers` carry this process's addresses) known to the plane;
         called once, before `connect`. Returns what a peer needs to reach it: the address, and the
         layout with addresses as the peer must use them (plain addresses for mooncake, offsets in
-        the shared segment for local).
-
-        Raises: LayoutError when the plane cannot reach the memory.
+        the shared segment for local). Raises: LayoutError when the plane cannot reach the memory.
         """
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> Route:
@@ -255,13 +245,13 @@ class ChecksumTask(Protocol):
 
     @property
     def error(self) -> str:
-        """The reason why there is no checksum, valid once `done` resolved. Empty if there is one,
-        and after a cancellation.
+        """The reason why there is no checksum, valid once `done` resolved; empty after a
+        cancellation.
         """
 
     @property
     def released(self) -> Pending[None]:
-        """Resolves when the task no longer reads the pages: with `done`, or later if its thread
+        """Resolves when the task no longer reads the pages: with `done`, or later if a thread
         hangs.
         """
 
@@ -323,9 +313,7 @@ class ControlSocket(Protocol):
 
     @property
     def lockout_reason(self) -> str:
-        """The reason why the other end rejects us, as far as it is known; empty while no handshake
-        fails.
-        """
+        """The reason why the other end rejects us, as far as it is known; empty if it does not."""
 
     def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
         """Queue a frame. Returns False when it cannot be delivered (no such peer, queue full);
@@ -335,22 +323,16 @@ class ControlSocket(Protocol):
         """
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
-        """Return the next burst of (peer, frame): at least one, and at most a few hundred, so that
-        the loop stays free.
-        """
+        """Return the next burst of (peer, frame): at least one, and at most a few hundred."""
 
     def sender_address(self) -> str:
-        """Return the network address of the sender of the latest burst; empty if it
-        is not known.
-        """
+        """Return the network address of the sender of the latest burst; empty if unknown."""
 
     def close(self) -> None: ...
 
 
 class PageStore(Protocol):
-    """The owners of every page of one pool (I1). Owners are hashable values, and lists of pages are
-    int32 [n].
-    """
+    """The owners of every page of one pool (I1). Owners are hashable, page lists int32 [n]."""
 
     @property
     def free_pages(self) -> int: ...
@@ -359,21 +341,16 @@ class PageStore(Protocol):
         """Take `count` free pages for `owner`. Raises: CapacityError (no page is taken)."""
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """Take `count` places for a room, as `take` does; in a pool with rows the last one is a
-        row.
-        """
+        """Take `count` places for a room, as `take` does; in a pool with rows the last is a row."""
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
-        """Change the owner of `pages`.
-
-        Raises: OwnershipError when a page is not `owner`'s (no page is moved).
+        """Change the owner of `pages`. Raises: OwnershipError when a page is not `owner`'s (no page
+        is moved).
         """
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
         """Return pages to the free list; pages that are held follow when their last hold ends
-        (I13).
-
-        Raises: OwnershipError for pages that are already free or another owner's (no page is given
+        (I13). Raises: OwnershipError for pages that are free or another owner's (no page is given
         back).
         """
 
@@ -387,17 +364,13 @@ class PageStore(Protocol):
 
     def withhold(self, pages: PageIndices) -> None:
         """Keep these pages, owned or free, from every new owner until `unhold`. Calls are counted,
-        as for `hold`.
-
-        Another node over the pool calls it, and later `unhold`, possibly from another thread.
+        as for `hold`, and may come from the thread of another node over the pool.
         Raises: OwnershipError for a page outside the pool (no page is withheld).
         """
 
 
 class Heir(Protocol):
-    """A running node, as the other nodes over the same pool see it. Its methods may be called from
-    any thread.
-    """
+    """A running node, as other nodes over the same pool see it. Any thread may call its methods."""
 
     def inherit(self, quarantine: Quarantine, loans: Sequence[UnprovenLoan]) -> None:
         """Take over the loans that another node left when it closed."""
@@ -409,10 +382,7 @@ class Heir(Protocol):
 
 
 class Quarantine(Protocol):
-    """The loans that outlived the nodes over one pool.
-
-    Every method may be called from any thread.
-    """
+    """The loans that outlived the nodes over one pool. Any thread may call its methods."""
 
     @property
     def leases(self) -> Collection[LeaseId]:
@@ -423,32 +393,24 @@ class Quarantine(Protocol):
 
     def check(self, pages: PageIndices) -> None:
         """Check that no writer of an earlier node may still write into `pages`.
-
         Raises: OwnershipError.
         """
 
     def join(self, heir: Heir, store: PageStore) -> list[UnprovenLoan]:
-        """Register a node that runs over the pool and hands out pages of `store`.
-
-        Returns the loans whose writers it has to watch.
+        """Register a node that runs over the pool and hands out pages of `store`. Returns the loans
+        whose writers it has to watch.
         """
 
     def leave(self, heir: Heir) -> None:
         """Remove a node that closes. Idempotent."""
 
     def add(self, loans: Sequence[UnprovenLoan], lender: PageStore) -> None:
-        """Keep the loans of a node that closes; `lender` still counts their pages as owned.
-
-        From then on, no store hands out these pages, and every running node watches their writers.
+        """Keep the loans of a node that closes; `lender` still counts their pages as owned. From
+        then on, no store hands out these pages, and every running node watches their writers.
         """
 
     def free(self, lease: LeaseId) -> None:
-        """Let stores hand out these pages again, after the last loan of them ended.
-
-        A second call has no effect.
-        """
+        """Let stores hand out these pages again, after the last loan of them ended. Idempotent."""
 
     def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:
-        """End all loans of this writer, free the pages that had no other loan, and notify the
-        nodes.
-        """
+        """End all loans of this writer, free pages without another loan, and notify the nodes."""

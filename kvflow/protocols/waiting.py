@@ -25,8 +25,7 @@ class _Wait(NamedTuple):
 
 class Waits(msgspec.Struct, frozen=True):
     """Statistics of the rooms that wait for pages: their number, the pages that they want together,
-    and how long the oldest has waited. A `stuck` room wants more pages than the pool has outside of
-    quarantine.
+    and how long the oldest has waited. A `stuck` room wants more pages than are outside quarantine.
     """
 
     rooms: int
@@ -36,9 +35,8 @@ class Waits(msgspec.Struct, frozen=True):
 
 
 class Waiting(Generic[K]):
-    """Waiting keys in order of arrival, each with the number of pages that it wants.
-
-    Each call costs O(distinct sizes).
+    """Waiting keys in order of arrival, each with the number of pages that it wants. Each call
+    costs O(distinct sizes).
     """
 
     def __init__(self) -> None:
@@ -76,9 +74,8 @@ class Waiting(Generic[K]):
         return True
 
     def next(self, free: int, can_come_back: int, now: float) -> K | None:
-        """Return the key that may take its pages now, or None when every key has to wait.
-
-        `free`: pages free now. `can_come_back`: all pages that are not in quarantine.
+        """Return the key that may take its pages now, or None when every key has to wait. `free`:
+        pages free now. `can_come_back`: all pages that are not in quarantine.
         """
         oldest = self._oldest(can_come_back)
         if oldest is None:
@@ -102,7 +99,6 @@ class Waiting(Generic[K]):
         self.pages = 0
 
     def _oldest(self, most: int) -> tuple[K, _Wait] | None:
-        """Return the oldest of the keys that want at most `most` pages."""
         firsts = [
             next(iter(keys.items())) for wanted, keys in self._by_size.items() if wanted <= most
         ]

@@ -1,6 +1,4 @@
-"""Addresses at which cache events are published. One address is configured, and each rank or worker
-of a machine derives its own from it.
-"""
+"""Addresses of cache events: one is configured, and each rank or worker derives its own from it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Choices that configure a prefix cache, spelled as in the settings.
-
-They are described in the modules that implement them: `policies`, `kvflow.serve.cache.tiers`,
-`kvflow.serve.engine.scheduler.prefetch`.
-"""
+"""Choices that configure a prefix cache, spelled as in the settings."""
 
 from __future__ import annotations
 

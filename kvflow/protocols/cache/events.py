@@ -1,6 +1,4 @@
-"""Events of the prefix cache (I10): pages that became readable in a tier, and pages
-that left it.
-"""
+"""Events of the prefix cache (I10): pages that became readable in a tier, or left it."""
 
 from __future__ import annotations
 

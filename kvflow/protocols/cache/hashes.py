@@ -1,6 +1,4 @@
-"""Page hashes in the format that subscribers of KV events expect: SHA256(previous digest || token
-ids as u32 little-endian).
-"""
+"""Page hashes as subscribers of KV events expect them: SHA256(previous digest || ids as u32 LE)."""
 
 from __future__ import annotations
 

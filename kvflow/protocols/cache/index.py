@@ -37,15 +37,13 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 class Match(NamedTuple):
     """The longest cached prefix of a prompt.
 
-    A node stands for the prefix that ends with it; None stands for the empty one.
-
-    In an index that needs states, both ends carry one. `branch_pages` is the number of pages after
-    which the prompt diverges from the cached tokens: a state stored there would allow a longer
-    match.
+    A node stands for the prefix that ends with it; None stands for the empty one. In an index that
+    needs states, a state is stored at both ends. `branch_pages` is the number of pages after which
+    the prompt diverges from the cached tokens: a state stored there would allow a longer match.
     """
 
     num_pages: int = 0  # cached on device or host
-    end: Node | None = None  # the node that ends the prefix
+    end: Node | None = None
     # Device page numbers (int32 [n]) of the first n cached pages, which can be read there.
     device_pages: PageIndices = NO_PLACES
     device_end: Node | None = None
@@ -54,8 +52,6 @@ class Match(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """The result of an insertion."""
-
     end: Node | None
     # Pages that the cache did not take because it has others for the same tokens. The caller frees
     # them.
@@ -95,17 +91,12 @@ class PrefixIndex:
         events: bool = False,
     ) -> None:
         """`page_size`: tokens per page. `needs_state`: match only prefixes that end in a state.
-        `events`: record events for `take_events`.
-
-        Raises: MisuseError.
+        `events`: record events for `take_events`. Raises: MisuseError.
         """
         if page_size < 1:
             raise MisuseError(f"page_size {page_size}: at least 1 token is needed")
-        self.page_size, self._page_bytes, self._needs_state = (
-            page_size,
-            page_size * TOKEN_BYTES,
-            needs_state,
-        )
+        self.page_size, self._page_bytes = page_size, page_size * TOKEN_BYTES
+        self._needs_state = needs_state
         self._recorder = Recorder(page_size) if events else None
         self._residents = Residents(policy, self._page_bytes, self._recorder)
         self._writes = Writes(self._residents)
@@ -118,9 +109,7 @@ class PrefixIndex:
     ) -> Match:
         """Return the longest cached prefix of whole pages of `tokens` (see `hashes.token_bytes`),
         and mark it as used now. With `hit`, also count one more use; a caller that matches one
-        prompt repeatedly passes True only once.
-
-        Raises: MisuseError.
+        prompt repeatedly passes True only once. Raises: MisuseError.
         """
         self._check(tokens, now_s)
         root = self._residents.roots.get(namespace)
@@ -208,23 +197,18 @@ class PrefixIndex:
         return self._residents.states.put(path[-1], state)
 
     def lock_state(self, node: Node) -> None:
-        """Protect the state at the end of `node` from eviction. Its pages must be locked. Locks are
-        counted.
-
-        Raises: MisuseError.
+        """Protect the state at the end of `node`, whose pages must be locked, from eviction. Locks
+        are counted. Raises: MisuseError.
         """
         self._residents.states.lock(node)
 
     def unlock_state(self, node: Node) -> None:
-        """Release one lock of a state. Call this before `unlock` for its pages. Raises:
-        MisuseError.
-        """
+        """Release one lock of a state, before `unlock` for its pages. Raises: MisuseError."""
         self._residents.states.unlock(node)
 
     def evict_states(self, count: int) -> Freed:
-        """Free `count` states in the order of the policy; fewer if the rest is locked.
-
-        Their pages stay cached.
+        """Free `count` states in the order of the policy; fewer if the rest is locked. Their pages
+        stay cached.
         """
         return Freed(states=self._residents.states.evict(count))
 
@@ -263,7 +247,6 @@ class PrefixIndex:
         return joined(duplicates)
 
     def _from_storage(self, node: Node) -> None:
-        """Count a node as stored, because its host pages were read from storage."""
         if node.phase[Tier.STORAGE] is RunPhase.ABSENT:
             self._residents.feed(node, Tier.STORAGE, RunKind.GIVEN, None, Gathered())
         self._residents.offer(node)
@@ -274,32 +257,24 @@ class PrefixIndex:
             node.hits += 1
 
     def arrives(self, end: Node) -> bool:
-        """Return True while a copy writes pages of the prefix that ends with `end` to the
-        device.
-        """
+        """Return True while a copy writes device pages of the prefix that ends with `end`."""
         return any(node.phase[Tier.DEVICE] is RunPhase.ARRIVING for node in upwards(end))
 
     def stored_pages(self, end: Node) -> list[int]:
-        """Return the positions in the prompt, ascending, of the pages up to the end of `end` that
-        count as stored.
-        """
+        """Return the positions of the stored pages up to the end of `end`, ascending."""
         stored = (node for node in upwards(end) if node.phase[Tier.STORAGE] is RunPhase.PRESENT)
         found = [range(node.depth - node.num_pages, node.depth) for node in stored]
         return [page for pages in reversed(found) for page in pages]
 
     def page_hashes(self, end: Node) -> list[bytes]:
-        """Return the digest of every page up to the end of `end`, 32 bytes each: the keys of the
-        pages in storage.
-        """
+        """Return the digests of the pages up to the end of `end`: their keys in storage."""
         path = [*upwards(end)][::-1]
         found = b"".join(digests_of(node, self.page_size).tobytes() for node in path)
         return [found[at : at + DIGEST_BYTES] for at in range(0, len(found), DIGEST_BYTES)]
 
     def lock(self, node: Node) -> None:
         """Protect the device pages of the prefix that ends with `node` from eviction. Locks are
-        counted.
-
-        Raises: MisuseError.
+        counted. Raises: MisuseError.
         """
         above: Node = node
         while above.parent is not None and above.phase[Tier.DEVICE] is RunPhase.PRESENT:
@@ -312,7 +287,6 @@ class PrefixIndex:
 
     def unlock(self, node: Node) -> Freed:
         """Release one lock, and return the flushed pages that only this lock still held.
-
         Raises: MisuseError.
         """
         if not node.locks or node.locks == node.state_locks:
@@ -326,9 +300,7 @@ class PrefixIndex:
         return gathered.freed()
 
     def missing(self, end: Node, source: Tier, target: Tier) -> int:
-        """Return the largest number of pages that a write of the prefix that ends with `end` can
-        copy.
-
+        """Return how many pages a write of the prefix that ends with `end` can copy at most.
         Raises: MisuseError.
         """
         return self._writes.missing(end, source, target)
@@ -362,7 +334,8 @@ class PrefixIndex:
 
     def evict(self, tier: Tier, count: int) -> Freed:
         """Free `count` pages of device or host in the order of the policy; fewer if the rest is in
-        use. A state leaves with the last copy of its page. Raises: MisuseError."""
+        use. A state leaves with the last copy of its page. Raises: MisuseError.
+        """
         if tier not in PAGED:
             raise MisuseError("only device and host have pages that can be evicted")
         gathered = Gathered()
@@ -387,8 +360,7 @@ class PrefixIndex:
         return self._residents.lost(end, first)
 
     def flush(self) -> Freed:
-        """Forget every cached prompt. Pages that a lock or a write still uses are returned when it
-        ends."""
+        """Forget every cached prompt. Pages in use are returned when their last use ends."""
         self.epoch += 1
         gathered = Gathered()
         self._residents.flush(gathered)
@@ -417,8 +389,7 @@ class PrefixIndex:
         )
 
     def take_events(self) -> list[Event]:
-        """Return, in order, the events since the last call; empty when events are off. Events are
-        kept until they are taken."""
+        """Return the events since the last call, in order. Events are kept until they are taken."""
         return [] if self._recorder is None else self._recorder.take()
 
     def snapshot_events(self) -> list[Event]:
@@ -426,16 +397,12 @@ class PrefixIndex:
 
         The snapshot contains the effect of events that were not taken yet: take them first.
         """
-        return (
-            []
-            if self._recorder is None
-            else self._recorder.snapshot(self._residents.roots.values())
-        )
+        if self._recorder is None:
+            return []
+        return self._recorder.snapshot(self._residents.roots.values())
 
     def _walk(self, node: Node, tokens: bytes) -> list[Node]:
-        """Return the nodes of the longest cached prefix of `tokens`. If the prefix ends inside a
-        node, split that node.
-        """
+        """Return the nodes of the longest cached prefix; a node in which it ends is split first."""
         size, at, last = self._page_bytes, 0, len(tokens) - self._page_bytes
         same_at = tokens.startswith
         path: list[Node] = []
@@ -461,9 +428,8 @@ class PrefixIndex:
     def _given(
         self, tokens: bytes, pages: PageIndices, now_s: float, namespace: Namespace, start: int
     ) -> tuple[Root, list[Node], int]:
-        """Check pages that are inserted from page `start` of the tokens on. Returns the root, which
-        may be new, the nodes of the cached prefix, and the number of whole pages of the tokens.
-        Raises: MisuseError.
+        """Check the pages to insert from page `start` on. Returns the root, which may be new, the
+        nodes of the cached prefix, and the number of whole pages of the tokens.
         """
         self._check(tokens, now_s)
         check_pages(pages)
@@ -484,9 +450,6 @@ class PrefixIndex:
         priority: int,
         tier: Tier,
     ) -> Node:
-        """Add a run below `parent` with the whole pages of `tokens` that follow it, and return its
-        node.
-        """
         at, run = parent.depth * self._page_bytes, Run(parent.run.namespace)
         own = tokens[at : at + len(pages) * self._page_bytes]
         node = Node(parent, run, 0, own, len(pages))

@@ -1,6 +1,4 @@
-"""Nodes of the tree. A node is a part of one run, and all its pages are in the same phase in each
-tier.
-"""
+"""Nodes of the tree. All pages of a node belong to one run, and have one phase in each tier."""
 
 from __future__ import annotations
 
@@ -21,10 +19,8 @@ _START = attrgetter("start")
 
 
 class Run:
-    """Pages that were inserted together.
-
-    Eviction removes pages from the end, so the remaining pages are a prefix of the run. `nodes` has
-    the parts of the run, in order.
+    """Pages that were inserted together; `nodes` has the parts of the run, in order. Eviction
+    removes pages from the end, so the remaining pages are a prefix of the run.
     """
 
     __slots__ = ("namespace", "nodes")
@@ -34,9 +30,7 @@ class Run:
         self.nodes: list[Node] = []
 
     def between(self, start: int, stop: int) -> list[Node]:
-        """Return the nodes that hold pages [start, stop). Both bounds were boundaries of nodes
-        once.
-        """
+        """Return the nodes of pages [start, stop). Both bounds were boundaries of nodes once."""
         first = bisect_left(self.nodes, start, key=_START)
         return self.nodes[first : bisect_left(self.nodes, stop, lo=first, key=_START)]
 
@@ -87,13 +81,8 @@ class Node:
     def __init__(
         self, parent: Node | None, run: Run, start: int, tokens: bytes, num_pages: int
     ) -> None:
-        self.parent, self.run, self.start, self.tokens, self.num_pages = (
-            parent,
-            run,
-            start,
-            tokens,
-            num_pages,
-        )
+        self.parent, self.run, self.start = parent, run, start
+        self.tokens, self.num_pages = tokens, num_pages
         self.depth: int = num_pages if parent is None else parent.depth + num_pages
         self.children: dict[bytes, Node] = {}
         self.taken: Node | None = None
@@ -125,9 +114,8 @@ class Node:
 
     @property
     def held(self) -> bool:
-        """True while a request or a copy uses the pages. `readers` counts every copy, because a
-        copy that writes a node in one tier reads it in another.
-        """
+        """True while a request or a copy uses the pages."""
+        # A copy that writes the node in one tier reads it in another, so `readers` counts it.
         return bool(self.locks or any(self.readers))
 
 
@@ -168,12 +156,8 @@ def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node
     upper = Node(parent, node.run, node.start, node.tokens if shared else node.tokens[:cut], keep)
     upper.frayed = shared
     upper.phase, upper.readers = node.phase.copy(), node.readers.copy()
-    upper.used_s, upper.hits, upper.priority, upper.detached = (
-        node.used_s,
-        node.hits,
-        node.priority,
-        node.detached,
-    )
+    upper.used_s, upper.hits, upper.priority = node.used_s, node.hits, node.priority
+    upper.detached = node.detached
     upper.told = node.told
     # A numpy slice keeps the whole array alive. A short remainder copies its digests, so that it
     # does not keep a long array alive.

@@ -31,7 +31,6 @@ class Recorder:
         self._events: list[Event] = []
 
     def moved(self, node: Node, tier: Tier) -> None:
-        """Record a change of the phase of `node` in `tier`, after it happened."""
         # The flush that detached the node already announced that every page is gone.
         if node.detached:
             return
@@ -67,9 +66,7 @@ class Recorder:
         return events
 
     def snapshot(self, roots: Iterable[Root]) -> list[Event]:
-        """Return events that announce all announced pages to a subscriber that received no earlier
-        event.
-        """
+        """Return events that announce all announced pages to a new subscriber."""
         nodes: list[Node] = [*roots]
         events: list[Event] = []
         # The list grows while the loop runs, so every node follows its parent.

@@ -1,6 +1,5 @@
-"""The nodes in each tier, and the order in which they leave it.
-
-An eviction costs O(log n) per node.
+"""The nodes in each tier, and the order in which they leave it. An eviction costs O(log n) per
+node.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 
 
 class Freed(NamedTuple):
-    """Page numbers and states that the index no longer holds. The caller returns them
-    to its pools.
-    """
+    """Page numbers and states that the index no longer holds. They return to the caller's pools."""
 
     device: PageIndices = NO_PLACES
     host: PageIndices = NO_PLACES
@@ -60,7 +57,6 @@ def check_pages(pages: object) -> None:
 
 
 def joined(parts: list[PageIndices]) -> PageIndices:
-    """Return the concatenation of `parts`, int32 [n]."""
     if len(parts) < 2:
         return parts[0] if parts else NO_PLACES
     # Every match joins arrays, and joining them as buffers takes a third of the time of
@@ -81,9 +77,7 @@ class Residents:
     """
 
     def __init__(self, policy: str, page_bytes: int, recorder: Recorder | None = None) -> None:
-        """`page_bytes`: size of the tokens of one page. `recorder` receives every change of a
-        phase. Raises: MisuseError.
-        """
+        """`page_bytes` is the size of the tokens of one page. Raises: MisuseError."""
         self._page_bytes, self._recorder = page_bytes, recorder
         self._key = policy_key(policy)
         self.states = States(self._key)
@@ -111,10 +105,8 @@ class Residents:
 
     def pin(self, node: Node) -> None:
         """Count a use that keeps `node` and its parents on the device: the first lock, the first
-        reader, or a copy that writes the node.
-
-        A node with pins counts as one pin of its parent, so the walk ends at the first parent that
-        is in use already.
+        reader, or a copy that writes the node. A node with pins is one pin of its parent, so the
+        walk ends at the first parent that is in use already.
         """
         for above in upwards(node):
             above.pins += 1
@@ -123,7 +115,6 @@ class Residents:
             self._count_pinned(above, 1)
 
     def unpin(self, node: Node) -> None:
-        """End a use that `pin` counted."""
         for above in upwards(node):
             above.pins -= 1
             if above.pins:
@@ -137,9 +128,8 @@ class Residents:
     def feed(
         self, node: Node, tier: Tier, kind: RunKind, pages: PageIndices | None, gathered: Gathered
     ) -> bool:
-        """Apply one event to one node; `pages` are the pages that come with it.
-
-        Returns True if the pages are duplicates, which stay the caller's.
+        """Apply one event to one node; `pages` come with it. Returns True if they are duplicates,
+        which stay the caller's.
         """
         move = TABLE.moves[node.phase[tier], kind]
         assert move is not None
@@ -175,7 +165,6 @@ class Residents:
         return False
 
     def split(self, node: Node, keep: int, *, fray: bool = False) -> Node:
-        """Split a node, and count the new one; see `nodes.split`."""
         self.num_nodes += 1
         return split(node, keep, self._page_bytes, fray=fray)
 
@@ -183,9 +172,7 @@ class Residents:
         self, tier: Tier, wanted: int, gathered: Gathered, uncopied: list[Node] | None = None
     ) -> None:
         """Evict `wanted` pages from a tier, from the ends of leaves; fewer if the others are in
-        use.
-
-        With `uncopied` (device only), a node that the host lacks is not evicted but added to
+        use. With `uncopied` (device only), a node that the host lacks is not evicted but added to
         `uncopied`, and its pages count towards `wanted`.
         """
         queue = self._queues[tier]
@@ -236,9 +223,6 @@ class Residents:
         return sum(node.num_pages for node in gone)
 
     def _prune(self, node: Node, gathered: Gathered) -> None:
-        """Remove `node` from the tree if it is in neither paged tier. Such a node has
-        no children.
-        """
         if node.phase[Tier.DEVICE] is RunPhase.ABSENT and node.phase[Tier.HOST] is RunPhase.ABSENT:
             self._remove(node, gathered)
 

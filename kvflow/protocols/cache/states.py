@@ -17,7 +17,7 @@ from kvflow.protocols.errors import MisuseError
 
 
 class States:
-    """The states of one index. A state is a number that the caller chooses."""
+    """The states of one index; a state is a number that the caller chooses."""
 
     def __init__(self, key: Callable[[Node], Any]) -> None:
         self._key = key
@@ -36,7 +36,6 @@ class States:
         return True
 
     def take(self, node: Node) -> int | None:
-        """Remove and return the state of `node`, None if it has none."""
         state, node.state = node.state, None
         self.count -= state is not None
         return state
@@ -51,7 +50,6 @@ class States:
         node.state_locks += 1
 
     def unlock(self, node: Node) -> None:
-        """Release one lock. Raises: MisuseError."""
         if not node.state_locks:
             raise MisuseError("cannot unlock a state that is not locked")
         node.state_locks -= 1

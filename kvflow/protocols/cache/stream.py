@@ -58,9 +58,7 @@ class StreamLimits(NamedTuple):
 
 
 class EventStream:
-    """A stream of batches, numbered from `first_seq`. The latest batches are kept for replay. It
-    has no socket and no clock.
-    """
+    """A stream of batches, numbered from `first_seq`. It keeps the latest batches for replay."""
 
     def __init__(
         self,
@@ -71,11 +69,8 @@ class EventStream:
         first_seq: int = 0,
     ) -> None:
         """Begin a stream with a snapshot of `source`. Raises: MisuseError for a limit below 1."""
-        self._source, self.encoder, self._limits = (
-            source,
-            encoder,
-            (limits or StreamLimits()).check(),
-        )
+        self._source, self.encoder = source, encoder
+        self._limits = (limits or StreamLimits()).check()
         self._kept: deque[Batch] = deque()
         self._kept_bytes = 0
         self._waiting: deque[Event] = deque()
@@ -86,9 +81,7 @@ class EventStream:
 
     def next_batch(self, ts: float) -> Batch | None:
         """Take the events that the source recorded, and return the next batch to send, None if no
-        event waits.
-
-        `ts`: seconds since the epoch.
+        event waits. `ts`: seconds since the epoch.
         """
         events = self._source.take_events()
         self._waiting.extend(events)
@@ -115,9 +108,7 @@ class EventStream:
         return bool(self._waiting)
 
     def heartbeat(self, ts: float) -> Batch:
-        """Return a batch without events; its number lets a subscriber notice that it missed a
-        batch.
-        """
+        """Return a batch without events; its number shows a subscriber that it missed a batch."""
         return self._numbered(self.encoder.encode((), ts))
 
     def kept_from(self, seq: int) -> list[Batch] | None:
@@ -128,9 +119,7 @@ class EventStream:
         return None if seq < oldest else list(islice(self._kept, seq - oldest, None))
 
     def snapshot(self) -> list[Event]:
-        """Return the events that replace all batches up to the newest. Call it only while no event
-        waits.
-        """
+        """Return the events that replace all batches. Call it only while no event waits."""
         assert not self._waiting
         return [CLEARED, *self._source.snapshot_events()]
 

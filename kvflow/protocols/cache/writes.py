@@ -1,5 +1,5 @@
-"""Copies of cached pages from one tier to another. They name pages by run and offset, so that
-splits of the tree do not affect them.
+"""Copies of cached pages between tiers. Splits do not affect them: pages are named by run and
+offset.
 """
 
 from __future__ import annotations
@@ -57,14 +57,9 @@ class Writes:
         return len(self._open)
 
     def missing(self, end: Node, source: Tier, target: Tier) -> int:
-        """Return how many pages up to the end of `end` are in `source` and not in `target`.
-
-        Raises: MisuseError.
-        """
         return sum(node.num_pages for node in self._path(end, source, target))
 
     def begin(self, end: Node, source: Tier, target: Tier, pages: PageIndices, count: int) -> Write:
-        """Begin a copy; see PrefixIndex.begin_write."""
         check_pages(pages)
         path = self._path(end, source, target)
         left = sum(node.num_pages for node in path)
@@ -99,7 +94,6 @@ class Writes:
         return write
 
     def end(self, number: int, kind: RunKind) -> Freed:
-        """End a copy; see PrefixIndex.ack and fail."""
         write = self._open.pop(number, None)
         if write is None:
             self.num_stale += 1
@@ -120,7 +114,7 @@ class Writes:
         return gathered.freed()
 
     def _path(self, end: Node, source: Tier, target: Tier) -> list[Node]:
-        """Return the nodes up to `end` that a copy would transfer, in the order of the prompt."""
+        """Return the nodes up to `end` that `source` has and `target` lacks, in prompt order."""
         if source not in PAGED or source is target:
             raise MisuseError(
                 f"no copy from {source.name.lower()} to {target.name.lower()}: a source is device "

@@ -1,7 +1,7 @@
 """The machines of one decode (rooms, links, loans), and the events that pass between them.
 
-A table never calls back. It returns commands, and running them feeds the next machine, so that no
-machine is re-entered.
+A table returns commands instead of calling back; running them feeds the next machine. No machine is
+re-entered.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ class DecodeCore(Core):
     def feed_loan(
         self, lease: Lease[PrefillPeer], peer: PrefillPeer, kind: LoanKind, now: float
     ) -> None:
-        """Feed one event to one loan, and act on the result."""
         self.loan_changed(self.ledger.feed(lease, peer, kind), now)
 
     def feed_answer(
@@ -90,14 +89,14 @@ class DecodeCore(Core):
         self.feed_loan(lease, peer, LoanKind.DRAINED if drained else LoanKind.UNPROVEN, now)
 
     def abort(self, lease: Lease[PrefillPeer], peer: PrefillPeer, cause: Cause) -> None:
-        abort = wire.Abort(room=lease.room, grant=lease.grant, cause=cause, **self.between(peer))
+        abort = wire.Abort(
+            room=lease.room, grant=lease.grant, cause=cause, **self.links.between(peer)
+        )
         # Pages wait for the answer, so the Abort leaves at once.
         self.outbox.append(SendToPrefill(peer.key, encode(abort), at_once=True))
 
     def loan_changed(self, change: Change[PrefillPeer], now: float) -> None:
-        """Run the commands that follow from a change of one loan, and end a room that waited for
-        it.
-        """
+        """Run the commands of a change of one loan, and end a room that waited for it."""
         lease, peer = change.lease, change.source
         # A silent source receives its Aborts when it answers again (the task "ask"). Until then,
         # they would only fill the send queue of the link.
@@ -172,9 +171,8 @@ class DecodeCore(Core):
         self.feed_link(asked, kind, now, cause)
 
     def make_place(self, now: float) -> None:
-        """Close the least recently used link if the limit of open links is reached.
-
-        Idle links go first, then silent ones, whose loans then wait for the fence or an operator.
+        """Close the least recently used link if the limit of open links is reached. Idle links go
+        first, then silent ones, whose loans then wait for the fence or an operator.
         Raises: CapacityError if every link is in use.
         """
         # A closed link stays in the table while it owes loans, but it holds no connection.
@@ -197,7 +195,9 @@ class DecodeCore(Core):
 
     def announce(self, record: DecodeRoomRecord) -> None:
         for peer in record.peers:
-            announce = wire.Announce(room=record.room, grant=record.grant, **self.between(peer))
+            announce = wire.Announce(
+                room=record.room, grant=record.grant, **self.links.between(peer)
+            )
             self.outbox.append(SendToPrefill(peer.key, encode(announce)))
 
     def lend(self, record: DecodeRoomRecord, peer: PrefillPeer) -> None:
@@ -209,14 +209,12 @@ class DecodeCore(Core):
             prompt_tokens=record.prompt.tokens,
             prompt_digest=record.prompt.digest,
             prefix_tokens=record.prompt.prefix_tokens,
-            **self.between(peer),
+            **self.links.between(peer),
         )
         self.outbox.append(SendToPrefill(peer.key, encode(bootstrap)))
 
     def link_if_ready(self, record: DecodeRoomRecord, now: float) -> None:
-        """Issue `Linked` once every rank is up, or end the room if the ranks do not cover our
-        pool.
-        """
+        """Issue `Linked` once every rank is up; end the room if they do not cover our pool."""
         peers = record.peers
         for peer in peers:
             if peer.phase is not LinkPhase.UP:
@@ -241,10 +239,8 @@ class DecodeCore(Core):
             self.loan_changed(change, now)
 
     def ask_as_at_first(self, record: DecodeRoomRecord, now: float) -> None:
-        """Reset a room's Resync interval to its first value.
-
-        Call this when a room makes progress after it stood still, because another of its messages
-        may be lost.
+        """Reset a room's Resync interval to its first value, after a room that stood still moved:
+        another of its messages may be lost.
         """
         record.resync_after_s = self.timing.repeat_after_s
         self.deadlines.set(Timer("stalled", record.grant), now + record.resync_after_s)
@@ -253,9 +249,8 @@ class DecodeCore(Core):
     def proof_may_come(self) -> bool:
         """True while some rank can be expected to prove the end of a loan.
 
-        Only ranks that are up count: a rank that never answered has no pages, and a silent or
-        closed one proves nothing now. A loan that a rank reported unproven does not count: it stays
-        in doubt until the fence.
+        Only ranks that are up count: a silent or closed one proves nothing now. A loan that a rank
+        reported unproven does not count either: it stays in doubt until the fence.
         """
         up = [
             peer
@@ -276,7 +271,6 @@ class DecodeCore(Core):
         self.deadlines.cancel(Timer("repeat", peer.key))
 
     def for_each_loan(self, peer: PrefillPeer, run: str, cause: Cause | None = None) -> None:
-        """Queue the task `run` over every loan of a peer."""
         self.add_task(Task(run, self.ledger.grants_of(peer), peer, cause))
 
     def run_task(self, task: Task, item: Any, now: float) -> None:
@@ -287,7 +281,7 @@ class DecodeCore(Core):
     def expire(
         self, timer: Timer, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
     ) -> None:
-        """Act on a timer that is due. Questions for prefill about rooms are added to `beliefs`, by
+        """Act on a timer that is due, and add questions for prefill about rooms to `beliefs`, by
         peer.
         """
         if timer.kind == "link":
@@ -322,9 +316,8 @@ class DecodeCore(Core):
     def _ask_about(
         self, record: DecodeRoomRecord, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
     ) -> None:
-        """Ask prefill about a room that stands still, because a message may be lost.
-
-        The interval doubles each time, up to a limit.
+        """Ask prefill about a room that stands still, because a message may be lost. The interval
+        doubles each time, up to a limit.
         """
         record.resync_after_s = self.back_off(record.resync_after_s)
         self.deadlines.set(Timer("stalled", record.grant), now + record.resync_after_s)
@@ -343,9 +336,6 @@ class DecodeCore(Core):
         self.deadlines.set(Timer("link", peer.key), self.links.due_at_s(peer))
 
     def repeat_aborts(self, timer: Timer, now: float) -> None:
-        """Repeat the Aborts that a peer did not acknowledge, at intervals that double up to a
-        limit.
-        """
         peer = self.links.peers[timer.key]
         self.for_each_loan(peer, "repeat")
         peer.repeat_after_s = self.back_off(peer.repeat_after_s)
@@ -356,12 +346,7 @@ class DecodeCore(Core):
         self.deadlines.advance(Timer("repeat", peer.key), at_s)
 
     def back_off(self, after_s: float) -> float:
-        """Return the interval that follows `after_s`."""
         return min(2 * after_s, max(MAX_REPEAT_AFTER_S, self.timing.repeat_after_s))
-
-    def between(self, peer: PrefillPeer) -> dict[str, Any]:
-        """Return the two incarnations that every message of this link names (I6)."""
-        return {"source": peer.key.incarnation, "target": self.identity.incarnation}
 
 
 # --- what a room's table asks for
@@ -389,7 +374,6 @@ def _tell_failed(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None
 
 
 def _end(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
-    """Drop an ended room from the table of rooms; its loans stay in the ledger."""
     grant, lease = record.grant, record.lease
     del core.rooms[grant]
     if record.deadline_at_s < float("inf"):
@@ -419,7 +403,6 @@ _RUN: dict[RoomCommand, Callable[[DecodeCore, DecodeRoomRecord, float], None]] =
 
 
 def _lose(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
-    """End the room of a lost source; its loan waits for proof."""
     record = core.rooms.get(grant)
     if record is not None:
         core.feed_room(record, DecodeEvent(DecodeKind.SOURCE_LOST, cause=task.cause), now)
@@ -442,7 +425,6 @@ def _part(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
 
 
 def _start(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
-    """Link the room if the rank that came up is the last one it waited for."""
     record = core.rooms.get(grant)
     if record is not None and not record.linked and record.state.phase is DecodePhase.BOOTSTRAPPING:
         core.link_if_ready(record, now)
@@ -463,7 +445,6 @@ def _loan_task(
 
 
 def _repeat(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
-    """Repeat an Abort that is not acknowledged."""
     assert task.peer is not None
     lease = core.ledger.find(task.peer, grant)
     if lease is None or lease.loans[task.peer] not in (LoanPhase.RECALLED, LoanPhase.WITHDRAWN):

@@ -1,8 +1,7 @@
 """The endpoint of one decode: rooms by grant, links by prefill rank, loans, deadlines.
 
-It decides and does not act: it uses no asyncio, clock, socket or thread. Each method receives the
-time as an argument, and `commands()` returns the work for the shell. See core.py for the machines,
-and ../machines/ for their tables.
+It decides and does not act: it uses no asyncio, clock, socket or thread. Methods receive the time,
+and `commands()` returns the work for the shell. See core.py for the machines.
 """
 
 from __future__ import annotations
@@ -13,13 +12,7 @@ from typing import Any
 import msgspec
 
 from kvflow.protocols.arguments import pack_pages, pages_wanted, room_id
-from kvflow.protocols.commands import (
-    DecodeCommand,
-    PeerKey,
-    RoomBegun,
-    SendToPrefill,
-    VerifyChunk,
-)
+from kvflow.protocols.commands import DecodeCommand, PeerKey, RoomBegun, SendToPrefill, VerifyChunk
 from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.links import DecodeIdentity, PrefillPeer
 from kvflow.protocols.decode.records import ChunkCheck, DecodeRoomRecord, Prompt
@@ -77,11 +70,10 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
 
     def __repr__(self) -> str:
         core = self.core
-        known = (
-            f"{len(core.rooms)} rooms, {len(core.links.peers)} prefill ranks, {len(core.ledger)} "
-            "loans"
+        known = f"{len(core.rooms)} rooms, {len(core.links.peers)} prefill ranks"
+        return (
+            f"<DecodeEndpoint {core.identity.incarnation:016x}: {known}, {len(core.ledger)} loans>"
         )
-        return f"<DecodeEndpoint {core.identity.incarnation:016x}: {known}>"
 
     # --- what is known
 
@@ -142,8 +134,9 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         except KvflowError as error:
             core.recall(lease, error.cause(), now)
             raise
-        record = DecodeRoomRecord(lease, peers, prompt, num_pages, deadline_at_s, now)
-        record.resync_after_s = core.timing.repeat_after_s
+        record = DecodeRoomRecord(
+            lease, peers, prompt, num_pages, deadline_at_s, now, core.timing.repeat_after_s
+        )
         core.rooms[lease.grant] = record
         core.observer.rooms_opened += 1
         if deadline_at_s < float("inf"):
@@ -156,10 +149,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
 
     def shorten(self, grant: GrantId, prefix_tokens: int) -> int:
         """Change the length of the prefix that decode already has, before the room's pages are
-        lent.
-
-        Decode's cache may hold more of the prompt than it did at `open_room`. Returns the number of
-        pages that the room needs now.
+        lent. Returns the number of pages that the room needs now.
 
         Raises: MisuseError after `lend`, or for a prefix that is not a whole number of pages.
         """
@@ -173,9 +163,8 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         return num_pages
 
     def lend(self, grant: GrantId, pages: PageIndices, now: float) -> bool:
-        """Offer `pages` to every rank of a room for which `Linked` was issued.
-
-        Returns False if the room ended meanwhile; the pages then stay the caller's.
+        """Offer `pages` to every rank of a room for which `Linked` was issued. Returns False if the
+        room ended meanwhile; the pages then stay the caller's.
 
         Raises: MisuseError before `Linked`, on a second call, or if the room needs another number
         of pages.
@@ -323,9 +312,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         return loans, pages
 
     def leave(self, now: float) -> None:
-        """Abort all rooms and open no more; loans end when the prefills prove that their writes
-        ended.
-        """
+        """Abort all rooms and open no more; loans end when prefill proves that its writes ended."""
         self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
         self.core.add_task(Task("close", self.rooms, cause=self._leaving))
         self.core.work(TICK_WORK, now)
@@ -343,17 +330,13 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
 
     def unparted(self, now: float) -> list[PrefillPeer]:
         """Return the prefills that sent something recently but did not acknowledge the goodbye."""
-        return [
-            peer
-            for peer in self.peers
-            if peer.phase is LinkPhase.PARTING
-            and now < peer.received_at_s + self.core.timing.lost_after_s
-        ]
+        since_s = now - self.core.timing.lost_after_s
+        parting = (peer for peer in self.peers if peer.phase is LinkPhase.PARTING)
+        return [peer for peer in parting if peer.received_at_s > since_s]
 
     def close(self, now: float) -> None:
-        """Close every link.
-
-        Rooms that still wait for proof end; their loans stay in the ledger, in doubt.
+        """Close every link. Rooms that wait for proof end; their loans stay in the ledger, in
+        doubt.
         """
         self.leave(now)
         self._closed = True
@@ -394,16 +377,12 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
             for peer in [peer for peer in self.peers if core.links.due_at_s(peer) <= now]:
                 core.link_due(peer, now)
         for peer, rooms in beliefs.items():
-            resync = wire.Resync(rooms=tuple(rooms), **core.between(peer))
+            resync = wire.Resync(rooms=tuple(rooms), **core.links.between(peer))
             core.outbox.append(SendToPrefill(peer.key, encode(resync)))
 
     # --- opening a room, step by step
 
     def _peers(self, ranks: Sequence[RankInfo], now: float) -> tuple[PrefillPeer, ...]:
-        """Return the link to every rank, and dial those that do not have one.
-
-        Raises: LostError, PeerError, CapacityError; AbortedError once the endpoint is closed.
-        """
         core = self.core
         if self._closed:
             assert self._leaving is not None
@@ -420,11 +399,6 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         return tuple(peers)
 
     def _check_ranks(self, ranks: Sequence[RankInfo]) -> None:
-        """Check the ranks that a registry returned or a user passed.
-
-        Raises: LostError (no ranks, or one was declared dead), PeerError (ranks that do not fit
-        together).
-        """
         if not ranks:
             raise LostError("no rank of that prefill is known")
         if len(ranks) > self.bounds.ranks_per_room:
@@ -446,10 +420,6 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
                 )
 
     def _lease(self, room: int, peers: tuple[PrefillPeer, ...], now: float) -> Lease[PrefillPeer]:
-        """Create the lease of a new room under the next grant, with an announced loan per rank.
-
-        Raises: MisuseError if `room` is not a room id.
-        """
         core = self.core
         number = room_id(room)
         lease: Lease[PrefillPeer] = Lease(core.take_grant(), number)
@@ -468,9 +438,8 @@ def _on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: wire.Heartbeat, 
 
 
 def _on_begun(core: DecodeCore, peer: PrefillPeer, message: wire.Begun, now: float) -> None:
-    """Issue `RoomBegun` once, when the last rank of the room begins.
-
-    Once pages are lent the message has no effect: the room's user no longer waits for it.
+    """Issue `RoomBegun` once, when the last rank of the room begins. After pages are lent, the
+    room's user does not wait for it.
     """
     record = _room_of(core, peer, message)
     if record is None or record.phase is not DecodePhase.BOOTSTRAPPING:
@@ -485,7 +454,6 @@ def _on_begun(core: DecodeCore, peer: PrefillPeer, message: wire.Begun, now: flo
 def _on_chunk_done(
     core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone, now: float
 ) -> None:
-    """Land an in-order chunk; if transfers are verified or staged, request that work first."""
     record = _room_of(core, peer, message)
     if record is None:
         return
@@ -533,9 +501,8 @@ def _on_abort_ack(core: DecodeCore, peer: PrefillPeer, message: wire.AbortAck, n
 
 
 def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: float) -> None:
-    """Send Bootstrap again for grants that prefill does not know, or end their rooms.
-
-    Either the Bootstrap was lost, or prefill ended the grant so long ago that it forgot it.
+    """Send Bootstrap again for grants that prefill does not know, or end their rooms. Either the
+    Bootstrap was lost, or prefill ended the grant and forgot it.
     """
     # A message may name a grant many times. Answering each grant once bounds the work.
     for belief in {belief.grant: belief for belief in message.rooms}.values():
@@ -555,10 +522,8 @@ def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: f
 
 
 def _on_goodbye(core: DecodeCore, peer: PrefillPeer, message: wire.Goodbye, now: float) -> None:
-    """End the link to a prefill that closed.
-
-    Its Goodbye proves that every write for this decode landed, except under the grants it names
-    (I2, I6).
+    """End the link to a prefill that closed. Its Goodbye proves that every write for this decode
+    landed, except under the grants it names (I2, I6).
     """
     peer.unproven, peer.asked_again = frozenset(message.unproven), False
     cause = Cause(Code.SHUTDOWN, f"prefill at {peer.info.control} has shut down")
@@ -574,7 +539,6 @@ def _on_goodbye_ack(
 def _room_of(
     core: DecodeCore, peer: PrefillPeer, message: wire.Begun | wire.ChunkDone | wire.RoomFailed
 ) -> DecodeRoomRecord | None:
-    """Return the open room that a message is about; count the message as stale if there is none."""
     record = core.rooms.get(message.grant)
     if record is None or record.room != message.room or peer not in record.peers:
         core.observer.message_dropped("stale")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -39,8 +40,8 @@ from kvflow.protocols.wire.ranks import RankInfo
 
 
 class DecodeIdentity(msgspec.Struct, frozen=True):
-    """The description that a decode sends when it registers: its incarnation, the layout of its
-    pool, and the address where the data plane reaches it.
+    """The identity that a decode registers: its incarnation, the layout of its pool, and the
+    address where the data plane reaches it.
     """
 
     incarnation: Incarnation
@@ -48,40 +49,29 @@ class DecodeIdentity(msgspec.Struct, frozen=True):
     address: PlaneAddress
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PrefillPeer:
-    """One incarnation of one prefill rank, with the times of the last message received and sent,
-    the last dial, and the last use by a room.
+    """One incarnation of one prefill rank. The times are those of the last message received and
+    sent, the last dial, and the last use by a room.
     """
 
-    __slots__ = (
-        *(
-            "address",
-            "asked_again",
-            "cause",
-            "fresh_from",
-            "received_at_s",
-            "info",
-            "key",
-            "phase",
-            "repeat_after_s",
-        ),
-        *("sent_at_s", "served", "tried_at_s", "unproven", "used_at_s"),
-    )
+    info: RankInfo
+    key: PeerKey
+    received_at_s: float
+    fresh_from: GrantId  # the lowest grant that may still begin at this rank
+    repeat_after_s: float
+    sent_at_s: float = field(init=False)
+    tried_at_s: float = field(init=False)
+    used_at_s: float = field(init=False)
+    phase: LinkPhase = LinkPhase.REGISTERING
+    cause: Cause | None = None  # the cause of the last loss or refusal
+    asked_again: bool = False  # True if loans in doubt were recalled again in this silence
+    address: PlaneAddress | None = None  # the writer's address, known once prefill accepts
+    unproven: frozenset[GrantId] = frozenset()  # grants that its Goodbye names
+    served: tuple[Served, ...] | None = None  # the parts of our pool that this rank writes
 
-    def __init__(
-        self, info: RankInfo, now: float, fresh_from: GrantId, repeat_after_s: float
-    ) -> None:
-        self.info, self.key = info, PeerKey(Incarnation(info.incarnation), info.control)
-        self.phase = LinkPhase.REGISTERING
-        self.cause: Cause | None = None  # why it was last lost, or refused
-        self.asked_again = False  # True if loans in doubt were recalled again in this silence
-        self.fresh_from = fresh_from  # the lowest grant that may still begin at this rank
-        self.address: PlaneAddress | None = None  # the writer's address, known once prefill accepts
-        self.unproven: frozenset[GrantId] = frozenset()  # grants that its Goodbye names
-        # The parts of our pool that this rank writes, as its Registered states.
-        self.served: tuple[Served, ...] | None = None
-        self.repeat_after_s = repeat_after_s
-        self.received_at_s = self.sent_at_s = self.tried_at_s = self.used_at_s = now
+    def __post_init__(self) -> None:
+        self.sent_at_s = self.tried_at_s = self.used_at_s = self.received_at_s
 
     def __repr__(self) -> str:
         return (
@@ -96,10 +86,7 @@ class PrefillPeer:
 
 
 class DecodeLinks:
-    """The peers of one decode.
-
-    Methods append messages to `outbox`, and return the commands that concern rooms and loans.
-    """
+    """The peers of one decode. Methods append messages to `outbox`."""
 
     def __init__(
         self, identity: DecodeIdentity, timing: Timing, outbox: list[DecodeCommand]
@@ -123,10 +110,8 @@ class DecodeLinks:
         return found
 
     def dial(self, info: RankInfo, next_grant: GrantId, now: float) -> PrefillPeer:
-        """Connect and register.
-
-        Raises: LostError if the previous link to this incarnation did not end yet, PeerError if the
-        incarnation is linked as another rank.
+        """Connect and register. Raises: LostError if the previous link to this incarnation did not
+        end yet, PeerError if the incarnation is linked as another rank.
         """
         key = PeerKey(Incarnation(info.incarnation), info.control)
         known = self.peers.get(key)
@@ -140,7 +125,9 @@ class DecodeLinks:
             raise LostError(
                 f"prefill at {info.control} is {known.phase.name.lower()}: {known.cause.text}"
             )
-        peer = self.peers[key] = PrefillPeer(info, now, next_grant, self._timing.repeat_after_s)
+        peer = self.peers[key] = PrefillPeer(
+            info, key, now, next_grant, self._timing.repeat_after_s
+        )
         self._outbox.append(Dial(key))
         self._register(peer, now)
         return peer
@@ -153,10 +140,8 @@ class DecodeLinks:
         ledger: Ledger[PrefillPeer],
         cause: Cause | None = None,
     ) -> list[LinkCommand]:
-        """Feed one event to a link and run the link's own commands. No other code changes a link's
-        phase.
-
-        Returns the commands that concern the link's rooms and loans.
+        """Feed one event to a link, run the link's own commands, and return those that concern its
+        rooms and loans. No other code changes a link's phase.
         """
         move = TABLE.moves[peer.phase, kind]
         if move is None:
@@ -181,9 +166,9 @@ class DecodeLinks:
                     self._outbox.append(WatchWriter(peer.key, peer.address))
             elif command is LinkCommand.SEND_GOODBYE:
                 peer.sent_at_s = now
-                self._send(peer, Goodbye(**self._lives(peer)))
+                self._send(peer, Goodbye(**self.between(peer)))
             elif command is LinkCommand.ACKNOWLEDGE:
-                self._send(peer, GoodbyeAck(**self._lives(peer)))
+                self._send(peer, GoodbyeAck(**self.between(peer)))
             elif command is LinkCommand.HANG_UP:
                 # A last heartbeat lets prefill forget grants that are settled, since this decode
                 # will not ask about them again. A Goodbye has the same effect.
@@ -198,15 +183,14 @@ class DecodeLinks:
         return Heartbeat(
             settled_below=ledger.settled_below(peer),
             settled=ledger.settled_above(peer, MAX_SETTLED_RANGES),
-            **self._lives(peer),
+            **self.between(peer),
         )
 
-    def _lives(self, peer: PrefillPeer) -> dict[str, Any]:
-        """Return the two incarnations that every message names."""
+    def between(self, peer: PrefillPeer) -> dict[str, Any]:
+        """Return the two incarnations that every message of this link names (I6)."""
         return {"source": peer.key.incarnation, "target": self._identity.incarnation}
 
     def drop(self, peer: PrefillPeer) -> None:
-        """Remove a link that is gone and owes no loan."""
         del self.peers[peer.key]
         self.coverage = {
             peers: found for peers, found in self.coverage.items() if peer not in peers
@@ -218,9 +202,8 @@ class DecodeLinks:
     def registered(
         self, peer: PrefillPeer, message: Registered
     ) -> tuple[LinkKind | None, Cause | None]:
-        """Translate an answer to Register into a link event and its cause.
-
-        The event is None if the answer is to an older Register.
+        """Translate an answer to Register into a link event and its cause; None if the answer is to
+        an older Register.
         """
         at = f"prefill at {peer.info.control}"
         if message.source != peer.key.incarnation:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import msgspec
 
 from kvflow.protocols.decode.links import PrefillPeer
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machinery import Story
-from kvflow.protocols.machines.decode_room import DecodePhase, opened
+from kvflow.protocols.machines.decode_room import DecodePhase, DecodeRoomState, opened
 from kvflow.protocols.machines.ledger import Lease
 from kvflow.protocols.ports import RoomEnding
-from kvflow.protocols.wire.messages import ChunkDone
+from kvflow.protocols.wire.messages import ChunkDone, GrantId, RoomId
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
@@ -24,9 +26,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChunkCheck:
-    """A chunk that prefill reported as landed, while decode still computes its checksum or copies
-    it.
-    """
+    """A chunk that prefill reported as landed, and whose checksum or copy decode awaits."""
 
     __slots__ = ("compares", "error", "found", "message", "rank")
 
@@ -38,8 +38,8 @@ class ChunkCheck:
     def difference(self) -> Cause | None:
         """Return why the chunk does not count as landed, or None if it does.
 
-        A chunk counts as landed if both checksums agree, or if it has no pages. Without
-        verification, any non-empty answer suffices.
+        A chunk without pages counts as landed. With verification, both checksums must agree;
+        without it, any non-empty answer suffices.
         """
         if not self.message.pages:
             return None
@@ -67,73 +67,45 @@ class ChunkCheck:
         return None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DecodeRoomRecord:
-    """Everything the endpoint knows about one open room (I5).
-
-    Callers may read it, and may keep it after the room ended.
+    """Everything the endpoint knows about one open room (I5). Callers may read it, also after the
+    room ended.
     """
 
-    __slots__ = (
-        *(
-            "begun",
-            "checks",
-            "deadline_at_s",
-            "grant",
-            "handoff",
-            "lease",
-            "lent",
-            "linked",
-            "next_seq",
-            "num_pages",
-            "opened_at_s",
-        ),
-        *(
-            "moving_at_s",
-            "packed_pages",
-            "peers",
-            "progress_at_s",
-            "ready_at_s",
-            "prompt",
-            "resync_after_s",
-            "room",
-            "state",
-            "story",
-        ),
-    )
+    lease: Lease[PrefillPeer]
+    peers: tuple[PrefillPeer, ...]
+    prompt: Prompt
+    num_pages: int
+    deadline_at_s: float
+    opened_at_s: float
+    # Decode sends Resync after this long without progress; it grows while the room stands still.
+    resync_after_s: float
+    room: RoomId = field(init=False)
+    grant: GrantId = field(init=False)
+    state: DecodeRoomState = field(init=False)
+    # For each rank, the number of the first chunk that decode did not receive yet. The count in
+    # `state` excludes chunks that still wait for a checksum.
+    next_seq: list[int] = field(init=False)
+    progress_at_s: float = field(init=False)
+    packed_pages: bytes = b""
+    linked: bool = False  # `Linked` was issued: the shell takes pages
+    lent: bool = False  # the shell lent them
+    begun: int = 0  # one bit per rank that has a place for the whole prompt
+    ready_at_s: float | None = None
+    moving_at_s: float | None = None
+    handoff: bytes = b""
+    checks: list[ChunkCheck] = field(default_factory=list)
+    story: Story = field(default_factory=Story)
 
-    def __init__(
-        self,
-        lease: Lease[PrefillPeer],
-        peers: tuple[PrefillPeer, ...],
-        prompt: Prompt,
-        num_pages: int,
-        deadline_at_s: float,
-        now: float,
-    ) -> None:
-        self.room, self.grant = lease.room, lease.grant
-        self.lease, self.peers, self.prompt, self.num_pages = lease, peers, prompt, num_pages
-        self.state = opened(num_pages, len(peers))
-        # For each rank, the number of the first chunk that decode did not receive yet. The count in
-        # `state` excludes chunks that still wait for a checksum.
-        self.next_seq = [0] * len(peers)
-        self.packed_pages = b""
-        self.linked = False  # `Linked` was issued: the shell takes pages
-        self.lent = False  # the shell lent them
-        self.begun = 0  # one bit per rank that has a place for the whole prompt
-        self.ready_at_s: float | None = None
-        self.moving_at_s: float | None = None
-        self.deadline_at_s, self.opened_at_s, self.progress_at_s = deadline_at_s, now, now
-        # Time without progress after which decode sends Resync; it grows while the room stands
-        # still.
-        self.resync_after_s = 0.0
-        self.handoff = b""
-        self.checks: list[ChunkCheck] = []
-        self.story = Story()
+    def __post_init__(self) -> None:
+        self.room, self.grant = self.lease.room, self.lease.grant
+        self.state = opened(self.num_pages, len(self.peers))
+        self.next_seq = [0] * len(self.peers)
+        self.progress_at_s = self.opened_at_s
 
     def shorten(self, prefix_tokens: int, num_pages: int) -> None:
-        """Change the prefix and the number of pages, before any page is lent."""
-        # The state of the machine includes the number of pages, so it starts again with the new
-        # number.
+        # The state of the machine includes the number of pages, so it starts again.
         self.prompt = msgspec.structs.replace(self.prompt, prefix_tokens=prefix_tokens)
         self.num_pages, self.state = num_pages, opened(num_pages, len(self.peers))
 

@@ -1,11 +1,10 @@
 """The leader of a group of prefill ranks: its members, and its decisions on each request.
 
-It decides and does not act, like `GroupMember`. It runs in the process of rank 0, which is a member
-like the others. The decisions of one leader form one sequence, and every member applies the
-decisions that it receives in that order. A lost rank ends every open request, because none can
-complete without it, and no request is opened until it is back. A request that is not opened is
-refused on every rank, in the same sequence, because decode may have announced its room to all of
-them.
+Like `GroupMember` it decides and does not act. It runs in the process of rank 0, which is a member
+like the others. The decisions of one leader form one sequence, which every member applies in that
+order. A lost rank ends every open request, because none can complete without it, and no request is
+opened until it is back. A request that is not opened is refused on every rank, in the same
+sequence, because decode may have announced its room to all of them.
 """
 
 from __future__ import annotations
@@ -103,10 +102,7 @@ class Membership:
 
 
 class GroupLeader(Endpoint[LeaderOutput]):
-    """One incarnation of a leader.
-
-    Call a method, then run what `commands()` returns; call `tick` at `next_tick()`.
-    """
+    """One incarnation of a leader."""
 
     def __init__(
         self,
@@ -127,15 +123,11 @@ class GroupLeader(Endpoint[LeaderOutput]):
         """
         if not 1 <= world_size <= MAX_RANKS:
             raise MisuseError(f"world_size {world_size} is outside 1..{MAX_RANKS}")
-        self.incarnation, self.world_size, self._process, self._first = (
-            incarnation,
-            world_size,
-            process,
-            first,
-        )
+        self.incarnation, self.world_size = incarnation, world_size
+        self._process, self._first = process, first
         self.timing, self._limit = timing or Timing(), (bounds or Bounds()).rooms
         self.members: dict[Rank, Membership] = {}
-        self.decisions = 0  # number of decisions so far
+        self.decisions = 0
         self.dropped = 0  # number of frames without effect
         self._by_incarnation: dict[Incarnation, Membership] = {}
         self._requests: dict[Ticket, RequestRecord] = {}
@@ -200,7 +192,6 @@ class GroupLeader(Endpoint[LeaderOutput]):
         self._decide(self._take_ticket(), Ruling.REFUSE, cause, room=number)
 
     def _obstacle(self, room: RoomId, request: bytes) -> MisuseError | LostError | None:
-        """Return the error that prevents a request from being opened now, or None."""
         if len(request) > wire.MAX_REQUEST_BYTES:
             return CapacityError(
                 "bytes of a request to a group", len(request), wire.MAX_REQUEST_BYTES
@@ -224,14 +215,11 @@ class GroupLeader(Endpoint[LeaderOutput]):
     # --- members
 
     def receive(self, peer_id: bytes, frame: bytes, now: float) -> None:
-        """Handle a frame from the member whose routing id is `peer_id`; a malformed or foreign
-        frame is counted and dropped (I7).
+        """Handle a frame from the member with this routing id; a bad one is counted and dropped
+        (I7).
         """
         message = parsed(_MESSAGES, frame)
-        if message is None:
-            self.dropped += 1
-            return
-        if peer_id != routing_id(message.member):
+        if message is None or peer_id != routing_id(message.member):
             self.dropped += 1
             return
         if isinstance(message, wire.Join):
@@ -282,9 +270,11 @@ class GroupLeader(Endpoint[LeaderOutput]):
             self.members[message.rank] = self._by_incarnation[message.member] = known
             if watched is not None:
                 self.outbox.append(WatchMember(message.member, watched))
-        life, process = self.incarnation, self._process
         answer = wire.Joined(
-            leader=life, member=message.member, session=known.session, process=process
+            leader=self.incarnation,
+            member=message.member,
+            session=known.session,
+            process=self._process,
         )
         self._send(message.member, answer)
 
@@ -320,9 +310,8 @@ class GroupLeader(Endpoint[LeaderOutput]):
     def _refuse(
         self, member: Incarnation, refusal: str, leader: Incarnation | None = None, session: int = 0
     ) -> None:
-        """End a member's session, or refuse to begin one.
-
-        The session may be with an earlier leader at this address.
+        """End a member's session, perhaps with an earlier leader at this address, or refuse to
+        begin one.
         """
         about = leader or self.incarnation
         self._send(
@@ -382,10 +371,7 @@ class GroupLeader(Endpoint[LeaderOutput]):
             self._beat(member)
 
     def _lose(self, member: Membership, text: str) -> None:
-        """Remove a member, and queue the failure of every open request.
-
-        Each tick fails a bounded number of them.
-        """
+        """Remove a member, and queue the failure of every open request. Each tick fails a few."""
         del self.members[member.rank], self._by_incarnation[member.incarnation]
         # The member may be alive: this makes it leave the session.
         self._refuse(member.incarnation, text, session=member.session)
@@ -472,7 +458,6 @@ class GroupLeader(Endpoint[LeaderOutput]):
         room: RoomId | None = None,
         request: bytes = b"",
     ) -> None:
-        """Append a decision to the sequence, and send it to every member."""
         number, self.decisions = self.decisions, self.decisions + 1
         for member in self.members.values():
             message = wire.Decision(

@@ -1,10 +1,9 @@
 """One rank of a group of prefill ranks: its membership, its votes, and the effect of the leader's
 decisions on its rooms.
 
-It decides and does not act: it uses no asyncio, clock, socket or thread. Each method receives the
-time as an argument, and `commands()` returns the work for the shell. The rooms stay with this
-rank's `PrefillEndpoint`: the shell reports here what happens to them, and applies to them what the
-group decides.
+It decides and does not act: it uses no asyncio, clock, socket or thread. Methods receive the time,
+and `commands()` returns the work for the shell. The rooms stay with this rank's `PrefillEndpoint`:
+the shell reports here what happens to them, and applies to them what the group decides.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ _REFUSED = Cause(Code.REFUSED, "the group does not open this room")
 
 
 class TicketKey(NamedTuple):
-    """The identity of a request. Ticket numbers are unique only within one
-    incarnation of a leader.
-    """
+    """The identity of a request. Ticket numbers are unique within one incarnation of a leader."""
 
     leader: Incarnation
     ticket: Ticket
@@ -44,9 +41,8 @@ class SendToLeader(msgspec.Struct, frozen=True, gc=False):
 
 
 class OpenRoom(msgspec.Struct, frozen=True, gc=False):
-    """Open this rank's half of the room.
-
-    If that fails, refuse decode's half, and call `failed` and `released`.
+    """Open this rank's half of the room. If that fails, refuse decode's half, and call `failed` and
+    `released`.
     """
 
     key: TicketKey
@@ -61,19 +57,14 @@ class StartRoom(msgspec.Struct, frozen=True, gc=False):
 
 
 class CloseRoom(msgspec.Struct, frozen=True, gc=False):
-    """End this rank's half of the room. The shell may call `failed` afterwards, and must call
-    `released` or `landed`.
-    """
+    """End this rank's half of the room. `failed` may follow, and `released` or `landed` must."""
 
     key: TicketKey
     cause: Cause
 
 
 class RefuseRoom(msgspec.Struct, frozen=True, gc=False):
-    """Refuse decode's half of a room that will not be opened (`PrefillEndpoint.refuse_room`).
-
-    An open room with that id continues.
-    """
+    """Refuse decode's half of a room that will not be opened. Open rooms with that id continue."""
 
     room: RoomId
     cause: Cause
@@ -127,13 +118,12 @@ class TicketRecord:
 
     @property
     def first_cause(self) -> Cause:
-        """The cause of a request that failed."""
         assert self.cause is not None
         return self.cause
 
 
 class Session:
-    """One membership in a leader's group, with the numbered exchange between member and leader."""
+    """One membership in a leader's group, with the numbered messages between the two."""
 
     __slots__ = ("is_watched", "leader", "link", "number")
 
@@ -143,10 +133,7 @@ class Session:
 
 
 class GroupMember(Endpoint[MemberOutput]):
-    """One incarnation of one rank.
-
-    Call a method, then run what `commands()` returns; call `tick` at `next_tick()`.
-    """
+    """One incarnation of one rank."""
 
     def __init__(
         self,
@@ -158,15 +145,9 @@ class GroupMember(Endpoint[MemberOutput]):
         timing: Timing | None = None,
         process: ProcessIdentity | None = None,
     ) -> None:
-        """Create a member without a session. `process` identifies this process, for a leader that
-        can watch it.
-        """
-        self.incarnation, self.rank, self.world_size, self._process = (
-            incarnation,
-            Rank(rank),
-            world_size,
-            process,
-        )
+        """Create a member without a session. A leader may watch `process`, if it is given."""
+        self.incarnation, self._process = incarnation, process
+        self.rank, self.world_size = Rank(rank), world_size
         self.timing = timing or Timing()
         self.session: Session | None = None
         # The reason why the leader does not accept this rank; empty if it did, or did not answer.
@@ -199,8 +180,7 @@ class GroupMember(Endpoint[MemberOutput]):
         self._feed(key, MemberKind.LANDED)
 
     def failed(self, key: TicketKey, cause: Cause) -> None:
-        """Report that the room ended here without success, so that it ends on every rank.
-
+        """Report that the room ended here without success, so that it ends on every rank;
         `released` follows.
         """
         self._feed(key, MemberKind.FAILED, cause)
@@ -214,10 +194,7 @@ class GroupMember(Endpoint[MemberOutput]):
     def receive(self, frame: bytes, now: float) -> None:
         """Handle a frame from the leader; a bad or stale frame is counted and dropped (I7)."""
         message = parsed(_MESSAGES, frame)
-        if message is None:
-            self.dropped += 1
-            return
-        if message.member != self.incarnation:
+        if message is None or message.member != self.incarnation:
             self.dropped += 1
         elif isinstance(message, wire.Joined):
             self._on_joined(message, now)
@@ -234,9 +211,7 @@ class GroupMember(Endpoint[MemberOutput]):
                 self._on_beat(self.session, message)
 
     def leader_gone(self, now: float) -> None:
-        """End the session, because the leader's process died. Decisions that it did not send are
-        lost.
-        """
+        """End the session: the leader's process died. Decisions that it did not send are lost."""
         self._leave(
             Cause(Code.PEER_LOST, f"rank {self.rank}: the leader of the group has died"), now
         )
@@ -339,7 +314,6 @@ class GroupMember(Endpoint[MemberOutput]):
         )
 
     def _leave(self, cause: Cause, now: float) -> None:
-        """End the session, and queue the failure of its requests."""
         if self.session is None:
             return
         if self.session.is_watched:

@@ -1,3 +1,1 @@
-"""State machines written as total tables, and the collections that use them, such as the ledger of
-loans.
-"""
+"""State machines written as total tables, and collections that use them, such as the ledger."""

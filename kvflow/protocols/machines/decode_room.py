@@ -1,6 +1,4 @@
-"""The machine of a room at decode: pages are offered, chunks land on them, and the client receives
-exactly one ending (I4).
-"""
+"""The machine of a room at decode: chunks land on offered pages, and it ends exactly once (I4)."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from enum import IntEnum
 import msgspec
 
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Cell, Move, Table, rest
 
 
 class DecodePhase(IntEnum):
@@ -43,10 +41,7 @@ class DecodeCommand(IntEnum):
 
 
 class DecodeEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event for a room.
-
-    `rank`, `seq`, `pages` and `last` belong to a landed chunk, and `cause` to an ending.
-    """
+    """One event for a room. Chunks have `rank`, `seq`, `pages` and `last`; endings have `cause`."""
 
     kind: DecodeKind
     rank: int = 0
@@ -70,9 +65,13 @@ class DecodeRoomState(msgspec.Struct, frozen=True, gc=False):
 
 P, K, C = DecodePhase, DecodeKind, DecodeCommand
 _FAIL = Move(P.FAILED, (C.TELL_FAILED, C.RECALL_LOANS, C.END))
-_LOSE = Move(P.LOST, (C.TELL_FAILED, C.RECALL_LOANS, C.END))
-_DRAIN = Move(P.DRAINING, (C.TELL_FAILED, C.RECALL_LOANS))
-_LAND = Move(P.SUCCESS, (C.TELL_LANDED, C.END))
+_RECEIVING: dict[DecodeKind, Cell[DecodePhase, DecodeCommand]] = rest(K, ERROR) | {
+    K.CHUNK_LANDED: Move(P.TRANSFERRING),
+    K.ALL_LANDED: Move(P.SUCCESS, (C.TELL_LANDED, C.END)),
+    K.ROOM_FAILED: _FAIL,
+    K.ENDED_LOCALLY: Move(P.DRAINING, (C.TELL_FAILED, C.RECALL_LOANS)),
+    K.SOURCE_LOST: Move(P.LOST, (C.TELL_FAILED, C.RECALL_LOANS, C.END)),
+}
 
 TABLE: Table[DecodePhase, DecodeKind, DecodeCommand] = Table(
     P,
@@ -87,22 +86,8 @@ TABLE: Table[DecodePhase, DecodeKind, DecodeCommand] = Table(
             K.ENDED_LOCALLY: Move(P.ABORTED, (C.TELL_FAILED, C.RECALL_LOANS, C.END)),
             K.SOURCE_LOST: _FAIL,
         },
-        P.WAITING_FOR_INPUT: rest(K, ERROR)
-        | {
-            K.CHUNK_LANDED: Move(P.TRANSFERRING),
-            K.ALL_LANDED: _LAND,
-            K.ROOM_FAILED: _FAIL,
-            K.ENDED_LOCALLY: _DRAIN,
-            K.SOURCE_LOST: _LOSE,
-        },
-        P.TRANSFERRING: rest(K, ERROR)
-        | {
-            K.CHUNK_LANDED: Move(P.TRANSFERRING),
-            K.ALL_LANDED: _LAND,
-            K.ROOM_FAILED: _FAIL,
-            K.ENDED_LOCALLY: _DRAIN,
-            K.SOURCE_LOST: _LOSE,
-        },
+        P.WAITING_FOR_INPUT: _RECEIVING,
+        P.TRANSFERRING: _RECEIVING,
         P.DRAINING: rest(K, ERROR)
         | {
             K.ROOM_FAILED: IGNORE,
@@ -155,7 +140,7 @@ def step(
 def _count_chunk(
     room: DecodeRoomState, event: DecodeEvent
 ) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
-    """Count one in-order chunk; a chunk whose page count does not fit ends the room (I8)."""
+    """Count one in-order chunk; one whose page count does not fit ends the room (I8)."""
     rank = event.rank
     filled = room.filled[rank] + event.pages
     if filled > room.pages or (event.last and filled != room.pages):

@@ -1,8 +1,7 @@
 """Write the state diagrams of the machines into a document: python -m
 kvflow.protocols.machines.diagrams FILE
 
-In the document, each diagram stands between a line `<!-- table: NAME -->` and a line `<!-- end
--->`.
+Each diagram stands between a line `<!-- table: NAME -->` and a line `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ _PLACE = re.compile(r"(<!-- table: (?P<name>[a-z ]+) -->\n).*?(<!-- end -->)", r
 
 
 def render(document: str) -> str:
-    """Return `document` with every marked place redrawn.
-
-    Raises: KeyError for an unknown machine.
-    """
+    """Return `document` with every diagram redrawn. Raises: KeyError for an unknown machine."""
     return _PLACE.sub(
         lambda found: f"{found[1]}```mermaid\n{MERMAID[found['name']]()}\n```\n{found[3]}", document
     )

@@ -59,9 +59,6 @@ _ENDED = Move(P.CLOSED, (C.END_OTHER_HALF, C.ACKNOWLEDGE))
 def _over(
     phase: GrantPhase, answer: GrantCommand, asked: GrantCommand
 ) -> dict[GrantKind, Cell[GrantPhase, GrantCommand]]:
-    """Return the table row of an ended grant. It answers decode's messages, and
-    cannot begin again.
-    """
     again = Move(phase, (answer,))
     return rest(K, ERROR) | {
         K.ANNOUNCE: again,
@@ -118,10 +115,7 @@ R = TypeVar("R")
 
 
 class Announcements:
-    """Announced grants whose pages decode has not offered yet.
-
-    Maps each grant to its room, and keeps the grants sorted.
-    """
+    """Announced grants whose pages decode has not offered yet, with their rooms, kept sorted."""
 
     def __init__(self) -> None:
         self.rooms: dict[GrantId, RoomId] = {}
@@ -157,10 +151,8 @@ class GrantTable(Generic[R]):
     """The grants of one decode incarnation. `R` is the type of room that answers for a grant."""
 
     def __init__(self, limit: int, low_water: GrantId, kept: KeptBytes | None = None) -> None:
-        """Create a table that remembers up to `limit` ended grants and as many settled ranges.
-
-        No grant below `low_water` begins. `kept` counts the bytes of kept hand-overs, together with
-        those of other tables.
+        """Create a table that remembers up to `limit` ended grants and as many settled ranges. No
+        grant below `low_water` begins. `kept` counts the kept hand-overs of several tables.
         """
         self.low_water = low_water
         self.kept_bytes, self._kept = 0, kept or KeptBytes()
@@ -183,12 +175,10 @@ class GrantTable(Generic[R]):
         return self._phase_of_others(grant) if found is None else found
 
     def _phase_of_others(self, grant: GrantId) -> GrantPhase:
-        """Return the phase of a grant that is not in `_phases`."""
         return P.BELOW if grant < self.low_water or grant in self._settled else P.UNKNOWN
 
     @property
     def remembered(self) -> int:
-        """The number of ended grants whose messages are kept."""
         return len(self._sent)
 
     @property
@@ -197,24 +187,20 @@ class GrantTable(Generic[R]):
         return not self.rooms and not self.announcements.rooms
 
     def unproven(self) -> tuple[GrantId, ...]:
-        """Return the grants under which bytes may still arrive, ascending: those that are open, and
-        those that ended in doubt.
-        """
+        """Return the grants under which bytes may still arrive, ascending."""
         return tuple(
             sorted(grant for grant in self._unsettled if self._phases[grant] is not P.ANNOUNCED)
         )
 
     def remember_doubts(self, grants: Iterable[GrantId]) -> None:
-        """Mark as in doubt the grants that were in doubt when prefill last forgot
-        this decode (I2).
-        """
+        """Mark as in doubt the grants that were when prefill last forgot this decode (I2)."""
         for grant in grants:
             self.begin_from(GrantId(grant + 1))
             self._enter(grant, P.BELOW_DOUBTFUL)
 
     def feed(self, grant: GrantId, kind: GrantKind) -> tuple[GrantCommand, ...]:
-        """Feed one event to a grant, and return the commands to run. No other method changes a
-        phase, except `remember_doubts`.
+        """Feed one event to a grant, and return the commands to run. Only `remember_doubts` also
+        changes phases.
         """
         before = self._phases.get(grant)
         # Most grants arrive in ascending order. A grant above all those seen is unknown, so the
@@ -277,7 +263,6 @@ class GrantTable(Generic[R]):
         self.kept_bytes = 0
 
     def _count(self, sent: tuple[Message, ...], sign: int) -> None:
-        """Add the hand-overs in `sent` to the byte counts (`sign` is 1), or subtract them (-1)."""
         for message in sent:
             if type(message) is ChunkDone and message.handoff:
                 self.kept_bytes += sign * len(message.handoff)
@@ -301,9 +286,8 @@ class GrantTable(Generic[R]):
         return GrantId(self._seen_below)
 
     def begin_from(self, grant: GrantId) -> list[tuple[GrantId, RoomId]]:
-        """Let no grant below this one begin.
-
-        Returns the announced grants below it whose pages were never offered, with their rooms.
+        """Let no grant below this one begin. Returns the announced grants below it whose pages were
+        never offered, with their rooms.
         """
         self._seen_below = max(self._seen_below, grant)
         self._raise_low_water(grant)
@@ -345,7 +329,6 @@ class GrantTable(Generic[R]):
         return withdrawn
 
     def _settle(self, start: GrantId, end: GrantId) -> None:
-        """Forget the ended grants from `start` to below `end`."""
         first, last = bisect_left(self._remembered, start), bisect_left(self._remembered, end)
         for grant in self._remembered[first:last]:
             self.feed(grant, K.SETTLE)

@@ -1,12 +1,10 @@
-"""The ledger of loans: pages in the hands of prefill ranks.
-
-It is separate from the rooms, because rooms end in time and loans end on proof (I2).
-"""
+"""The ledger of loans, separate from rooms: rooms end in time, and loans end on proof (I2)."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -20,32 +18,21 @@ from kvflow.protocols.wire.messages import GrantId, RoomId
 S = TypeVar("S", bound=Hashable)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Lease(Generic[S]):
-    """The pages of one room, lent to every rank under one grant.
-
-    The pages become free once the room and all of its loans end.
+    """The pages of one room, lent to every rank under one grant. They become free once the room and
+    all of its loans end.
     """
 
-    __slots__ = (
-        "cause",
-        "grant",
-        "loans",
-        "num_pages",
-        "overdue",
-        "recalled_at_s",
-        "room",
-        "room_ended",
-    )
-
-    def __init__(self, grant: GrantId, room: RoomId) -> None:
-        self.grant, self.room = grant, room
-        self.num_pages = 0
-        self.loans: dict[S, LoanPhase] = {}  # open loans by source
-        self.room_ended = False
-        self.cause: Cause | None = None  # set when the loans are recalled
-        self.recalled_at_s = 0.0
-        # True once a recalled loan is in doubt, or its Abort stays unanswered for too long.
-        self.overdue = False
+    grant: GrantId
+    room: RoomId
+    num_pages: int = 0
+    loans: dict[S, LoanPhase] = field(default_factory=dict)  # open loans by source
+    room_ended: bool = False
+    cause: Cause | None = None  # set when the loans are recalled
+    recalled_at_s: float = 0.0
+    # True once a recalled loan is in doubt, or its Abort stays unanswered for too long.
+    overdue: bool = False
 
     @property
     def doubtful(self) -> bool:
@@ -63,13 +50,12 @@ class Change(msgspec.Struct, Generic[S], frozen=True, gc=False):
 
 
 class Ledger(Generic[S]):
-    """The loans of one decode by source, and the machine that runs them.
-
-    A source is the link to one prefill rank. The ledger makes no callbacks: it returns changes.
+    """The loans of one decode, by source. A source is the link to one prefill rank. The ledger
+    makes no callbacks: it returns changes.
     """
 
     def __init__(self, quarantine_limit: int) -> None:
-        """`quarantine_limit` is the number of overdue pages above which no room is opened."""
+        """No room is opened while more than `quarantine_limit` pages are overdue."""
         self._by_source: dict[S, OrderedDict[GrantId, Lease[S]]] = {}
         # The highest grant that each source acknowledged, by any message.
         self._acknowledged: dict[S, GrantId] = {}
@@ -84,22 +70,16 @@ class Ledger(Generic[S]):
         self.overdue_pages = 0
 
     def __len__(self) -> int:
-        """Return the number of open loans."""
         return self._count
 
     def check_quarantine(self) -> None:
-        """Check that the quarantine permits another room.
-
-        Raises: QuarantineError while more pages are overdue than the limit.
-        """
+        """Raise QuarantineError while more pages are overdue than the limit."""
         if self.overdue_pages > self.quarantine_limit:
             raise QuarantineError(self.overdue_pages, self.quarantine_limit)
 
     @property
     def excess(self) -> str:
-        """The reason, as text, why no room is opened; empty while overdue pages are within the
-        limit.
-        """
+        """The reason, as text, why no room is opened; empty if one can be."""
         try:
             self.check_quarantine()
         except QuarantineError as error:
@@ -107,10 +87,7 @@ class Ledger(Generic[S]):
         return ""
 
     def open(self, lease: Lease[S], source: S) -> None:
-        """Add an announced loan; LEND gives it its pages.
-
-        Callers open grants in ascending order.
-        """
+        """Add an announced loan; LEND gives it its pages. Callers open ascending grants."""
         lease.loans[source] = LoanPhase.ANNOUNCED
         loans = self._by_source.get(source)
         if loans is None:
@@ -119,9 +96,8 @@ class Ledger(Generic[S]):
         self._count += 1
 
     def inherit(self, lease: Lease[S], sources: Iterable[S], cause: Cause) -> None:
-        """Add the loans of a room of an earlier node over the pool.
-
-        They are in doubt from the beginning, and their pages are in quarantine.
+        """Add the loans of a room of an earlier node over the pool: in doubt, with pages in
+        quarantine.
         """
         for source in sources:
             self.open(lease, source)
@@ -138,7 +114,6 @@ class Ledger(Generic[S]):
             self.overdue_pages += lease.num_pages
 
     def find(self, source: S, grant: GrantId) -> Lease[S] | None:
-        """Return the lease of an open loan, or None."""
         return self._by_source.get(source, _NONE).get(grant)
 
     def grants_of(self, source: S) -> list[GrantId]:
@@ -146,13 +121,10 @@ class Ledger(Generic[S]):
         return list(self._by_source.get(source, _NONE))
 
     def owes(self, source: S) -> bool:
-        """Return True if the source has an open loan."""
         return bool(self._by_source.get(source))
 
     def awaits(self, source: S) -> bool:
-        """Return True if the source has an open loan that is not in doubt: it may still answer
-        about it.
-        """
+        """Return True if the source has an open loan that is not in doubt: it may still answer."""
         leases = self._by_source.get(source, _NONE).values()
         return any(lease.loans[source] is not LoanPhase.DOUBTFUL for lease in leases)
 
@@ -163,7 +135,6 @@ class Ledger(Generic[S]):
 
     def settled_below(self, source: S) -> GrantId:
         """Return the bound below which every grant of the source ended and was acknowledged by it.
-
         Decode needs no message about those grants again, so prefill may forget them.
         """
         confirmed = GrantId(self._acknowledged.get(source, 0) + 1)
@@ -171,9 +142,8 @@ class Ledger(Generic[S]):
         return min(confirmed, next(iter(loans))) if loans else confirmed
 
     def settled_above(self, source: S, most: int) -> tuple[Range, ...]:
-        """Return the settled ranges above the first open loan.
-
-        If there are more than `most`, each call returns the next ones in turn.
+        """Return the settled ranges above the first open loan. If there are more than `most`, each
+        call returns the next ones in turn.
         """
         confirmed = self._acknowledged.get(source, 0) + 1
         loans = self._by_source.get(source)
@@ -208,7 +178,6 @@ class Ledger(Generic[S]):
         self._told_from.pop(source, None)
 
     def feed(self, lease: Lease[S], source: S, kind: LoanKind) -> Change[S]:
-        """Feed one event to one open loan."""
         move = TABLE.moves[lease.loans[source], kind]
         commands: tuple[LoanCommand, ...] = ()
         if move is not None:
@@ -232,9 +201,8 @@ class Ledger(Generic[S]):
         return Change(lease, source, commands, freed)
 
     def recall(self, lease: Lease[S], cause: Cause, now: float) -> list[Change[S]]:
-        """Recall the loans of a room that ends without proof from every rank.
-
-        The pages are in quarantine until all loans end.
+        """Recall the loans of a room that ends without proof from every rank. Its pages are in
+        quarantine until all loans end.
         """
         if lease.loans and lease.cause is None:
             self.quarantined_pages += lease.num_pages
@@ -244,7 +212,7 @@ class Ledger(Generic[S]):
         return [self.feed(lease, source, LoanKind.RECALL) for source in list(lease.loans)]
 
     def room_ended(self, lease: Lease[S]) -> bool:
-        """Record the end of the lease's room. Returns True if no loan holds the pages any more."""
+        """Record the end of the lease's room. Returns True if no loan holds its pages."""
         lease.room_ended = True
         return not lease.loans
 

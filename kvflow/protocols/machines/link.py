@@ -32,7 +32,7 @@ class LinkKind(IntEnum):
     REGISTER_DUE = 6  # no answer to Register for `register_s`
     REDIAL_DUE = 7  # still silent for another `lost_after_s`
     DIED = 8  # the data plane's fence observed that the process died
-    DECLARED_DEAD = 9  # an operator declared the process dead
+    DECLARED_DEAD = 9
     CLOSED = 10  # this node is closed, or the link's place is needed
     LEAVE = 11  # this node closes, and sends Goodbye
     GOODBYE = 12  # prefill closes, and submits no more writes

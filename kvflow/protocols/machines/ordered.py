@@ -1,6 +1,4 @@
-"""One end of a numbered exchange, which delivers messages in order and once each over a link that
-may lose, repeat and reorder them.
-"""
+"""One end of an exchange that delivers numbered messages in order, once each, over a lossy link."""
 
 from __future__ import annotations
 
@@ -11,16 +9,14 @@ M = TypeVar("M")
 
 
 class Ordered(Generic[M]):
-    """The messages that this end sent and the other did not confirm, and the number of messages
-    that this end received.
-
-    Both directions count from 0.
+    """The messages that this end sent and the other did not confirm, and the number of those
+    received. Both directions count from 0.
     """
 
     __slots__ = ("_asked", "received_below", "sent_below", "unconfirmed")
 
     def __init__(self) -> None:
-        self.unconfirmed: deque[M] = deque()  # those with the highest numbers below `sent_below`
+        self.unconfirmed: deque[M] = deque()  # the last ones below `sent_below`
         self.sent_below = self.received_below = 0
         # The number of the message that this end last noticed missing.
         self._asked = -1
@@ -31,9 +27,8 @@ class Ordered(Generic[M]):
         self.sent_below += 1
 
     def confirm(self, below: int) -> bool:
-        """Drop the messages numbered below `below`, which the other end received.
-
-        Returns False and changes nothing if fewer messages were sent.
+        """Drop the messages numbered below `below`, which the other end received. Returns False and
+        changes nothing if fewer messages were sent.
         """
         if below > self.sent_below:
             return False
@@ -42,9 +37,7 @@ class Ordered(Generic[M]):
         return True
 
     def take(self, number: int) -> bool:
-        """Accept the message of this number if it is the next in order. Returns True if it is; the
-        caller then handles the message.
-        """
+        """Accept the next message in order. Returns False for any other number."""
         if number != self.received_below:
             return False
         self.received_below += 1
@@ -57,8 +50,7 @@ class Ordered(Generic[M]):
 
     def misses(self, below: int) -> bool:
         """Return True if this call is the first to find that a message below `below` is missing.
-
-        The caller then asks for it at once, and with every heartbeat while `asks` is true.
+        The caller asks for it at once, and with every heartbeat while `asks` is true.
         """
         if below <= self.received_below or self.asks:
             return False

@@ -1,5 +1,4 @@
-"""The machine that tracks who owns a room's pages at decode, from the moment the room takes them
-(I1).
+"""The machine of a room's pages at decode: who owns them, from the moment the room takes them (I1).
 
 A room has one or two sets of pages. The target has the pages that the room's user receives: pages
 taken from the node's store, or the caller's own. Without staging, prefill ranks write into the
@@ -184,8 +183,7 @@ def step(
 ) -> tuple[Ownership, Commands]:
     """Return the next state and the commands to run, each with the set that it concerns.
 
-    `source` names the pages that TAKE took. Other events go to the target, to the staging, or to
-    both, depending on their kind.
+    `source` names the pages that TAKE took. Other events concern the target, the staging, or both.
     """
     target, staging, uses = pages.target, pages.staging, pages.uses
     own = pages.own or source is Source.OWN

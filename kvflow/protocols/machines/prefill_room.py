@@ -1,6 +1,4 @@
-"""The machine of a room at prefill: two halves meet, chunks are written, and the room ends when the
-last write does (I12).
-"""
+"""The machine of a room at prefill: two halves meet, and it ends when its last write does (I12)."""
 
 from __future__ import annotations
 
@@ -58,10 +56,10 @@ class PrefillCommand(IntEnum):
 
 
 class PrefillEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event for a room.
+    """One event for a room. `last` is True for the room's last chunk, when it is queued.
 
     When a write ends, `kind` is None, and `step` derives it from `outcome` and the state of the
-    room. `last` is used only with CHUNK_QUEUED, and is True for the room's last chunk.
+    room.
     """
 
     kind: PrefillKind | None
@@ -157,13 +155,8 @@ def step(
     room: PrefillRoomState, event: PrefillEvent
 ) -> tuple[PrefillRoomState, tuple[PrefillCommand, ...]]:
     """Return the next state and the commands to run."""
-    queued, ended, last, doubt, kind = (
-        room.queued,
-        room.ended,
-        room.last_queued,
-        room.doubt,
-        event.kind,
-    )
+    queued, ended, last = room.queued, room.ended, room.last_queued
+    doubt, kind = room.doubt, event.kind
     if kind is K.CHUNK_QUEUED:
         queued, last = queued + 1, last or event.last
     elif kind is None:
@@ -183,9 +176,8 @@ def step(
 def _end_of_write(
     phase: PrefillPhase, outcome: WriteOutcome | None, *, running: int, last: bool, doubt: bool
 ) -> PrefillKind:
-    """Return the kind of event that the end of a write amounts to in this phase.
-
-    The endpoint reports the ends of a room's writes in the order in which they were queued.
+    """Return the kind of event that the end of a write is in this phase. The endpoint reports these
+    ends in the order in which the writes were queued.
     """
     if phase is P.DRAINING:
         if running:

@@ -1,6 +1,4 @@
-"""Sets of grants, kept as ranges. This is compact when long runs of grants ended around a few open
-ones.
-"""
+"""Sets of grants, kept as ranges: compact when long runs of grants ended around a few open ones."""
 
 from __future__ import annotations
 
@@ -35,9 +33,8 @@ class GrantRanges:
         self._starts[low:high], self._ends[low:high] = [start], [end]
 
     def pop_through(self, grant: GrantId) -> GrantId:
-        """Remove every range that begins at or below `grant`.
-
-        Returns the end of the last of them if it is above `grant`, and `grant` otherwise.
+        """Remove every range that begins at or below `grant`. Returns the end of the last of them
+        if it is above `grant`, and `grant` otherwise.
         """
         taken = bisect_right(self._starts, grant)
         if taken:
@@ -46,6 +43,5 @@ class GrantRanges:
         return grant
 
     def pop_first(self) -> GrantId:
-        """Remove the lowest range and return its end."""
         del self._starts[0]
         return self._ends.pop(0)

@@ -1,6 +1,4 @@
-"""The meeting point of the two halves of a room: announcements by decodes, and the causes of halves
-that ended before the other one arrived.
-"""
+"""Announcements of rooms by decodes, and causes of halves that ended before the other came."""
 
 from __future__ import annotations
 
@@ -38,18 +36,16 @@ class Announcement(NamedTuple, Generic[S]):
 class Rendezvous(Generic[S]):
     """Announcements and outcomes by room.
 
-    An announcement is kept as long as the peer that made it, up to a maximum time that is the same
-    for all announcements. Outcomes are bounded in number and in time, and each is returned once.
+    An announcement is kept at most for a time that is the same for all. Outcomes are bounded in
+    number and in time, and each is returned once.
     """
 
     def __init__(self, limit: int) -> None:
-        """Create a rendezvous that remembers up to `limit` outcomes."""
         self.announced: dict[RoomId, Announcement[S]] = {}
         self._limit = limit
         self._outcomes: OrderedDict[RoomId, Outcome] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return the number of remembered outcomes."""
         return len(self._outcomes)
 
     def forget_announcement(self, room: RoomId, peer: S, grant: GrantId) -> None:
@@ -68,8 +64,8 @@ class Rendezvous(Generic[S]):
         return next(iter(self.announced.items()), None)
 
     def record_outcome(self, room: RoomId, side: Side, cause: Cause, forget_at_s: float) -> None:
-        """Keep the cause with which `side` ended until the other side arrives, unless the other
-        side ended before.
+        """Keep the cause with which `side` ended until the other side arrives, unless that ended
+        before.
         """
         if self.take(room, side) is None:
             self._outcomes[room] = Outcome(side, cause, forget_at_s)
@@ -82,19 +78,16 @@ class Rendezvous(Generic[S]):
         return outcome is not None and outcome.side is side
 
     def take(self, room: RoomId, side: Side) -> Cause | None:
-        """Remove the outcome of `room`. Returns the cause with which the other side ended, or None.
-
-        Call this when `side` arrives. If `side` itself ended before, its outcome is discarded,
-        because this is a new room with the same id.
+        """Remove the outcome of `room` when `side` arrives. Returns the cause with which the other
+        side ended, or None.
         """
+        # If `side` itself ended before, this is a new room with the same id.
         outcome = self._outcomes.pop(room, None)
         return None if outcome is None or outcome.side is side else outcome.cause
 
     def next_expiry_s(self) -> float:
-        """Return the time at which the oldest outcome expires; infinity if there is none."""
         return next(iter(self._outcomes.values())).forget_at_s if self._outcomes else float("inf")
 
     def expire(self, now: float) -> None:
-        """Forget the outcomes that expired by `now`."""
         while self._outcomes and self.next_expiry_s() <= now:
             self._outcomes.popitem(last=False)

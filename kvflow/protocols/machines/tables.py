@@ -1,6 +1,4 @@
-"""Total transition tables: every phase and every kind of event has a next phase, an explicit
-IGNORE, or an ERROR.
-"""
+"""Total transition tables: every phase and kind of event has a next phase, IGNORE, or ERROR."""
 
 from __future__ import annotations
 
@@ -41,10 +39,7 @@ class TransitionError(AssertionError):
 
 
 class Moves(dict[tuple[P, K], Move[P, C] | None]):
-    """Moves by phase and kind, as `moves[phase, kind]`; None stands for IGNORE.
-
-    Raises: TransitionError on an ERROR cell.
-    """
+    """Moves by phase and kind, None for IGNORE. Raises: TransitionError on an ERROR cell."""
 
     # This is a dict rather than a method, because endpoints look up a move for every event, and a
     # look-up in a dict makes no Python call.
@@ -55,12 +50,14 @@ class Moves(dict[tuple[P, K], Move[P, C] | None]):
 
 
 class Table(Generic[P, K, C]):
-    """The whole behaviour of a machine, by phase and kind (both IntEnums that count from 0)."""
+    """The whole behaviour of a machine, by phase and kind (both IntEnums that count from 0).
+
+    Raises: ValueError if a row or a cell is missing.
+    """
 
     def __init__(
         self, phases: type[P], kinds: type[K], rows: Mapping[P, Mapping[K, Cell[P, C]]]
     ) -> None:
-        """Create a table. Raises: ValueError if a row or a cell is missing."""
         self.phases, self.kinds = phases, kinds
         for phase in phases:
             missing = [k.name for k in kinds if k not in rows.get(phase, {})]
@@ -102,8 +99,5 @@ class Table(Generic[P, K, C]):
 
 
 def rest(kinds: type[K], cell: Cell[P, C]) -> dict[K, Cell[P, C]]:
-    """Return a row in which every kind has the same cell.
-
-    A row is written as `rest(...) | {cells that differ}`, so that each exception stands out.
-    """
+    """Return a row in which every kind has the same cell, to be joined with those that differ."""
     return dict.fromkeys(kinds, cell)

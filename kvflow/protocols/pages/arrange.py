@@ -1,5 +1,4 @@
-"""Page-first layouts that reorder the bytes of a page, so that the bytes that one peer sends or
-receives are contiguous.
+"""Page-first layouts in which the bytes that one peer sends or receives are contiguous.
 
 Between pools with different numbers of shards, the heads of one rank are a small block in every
 token slot. Only copies read staging, so its bytes may have any order: a pool's components are cut
@@ -35,9 +34,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_between(source: PoolLayout, target: PoolLayout) -> Blocks:
-    """Return statistics of the blocks of a write from `source` to `target`. Raises: LayoutError
-    when the pools do not fit.
-    """
+    """Return the blocks of a write from `source` to `target`. Raises: LayoutError."""
     pairing, first = Pairing(source, target, partly=True), np.zeros(1, np.int32)
     lists = (first, first) if pairing.page_bytes else (NO_PLACES, NO_PLACES, first, first)
     sizes = pairing.blocks(*lists, max_block_bytes=1 << 62).sizes
@@ -48,14 +45,11 @@ def by_shard(layout: PoolLayout, shards: int) -> PoolLayout:
     """Return a page-first version of `layout` in which the bytes of each of `shards` shards are one
     stretch of a page. Within that stretch, the bytes of each pipeline stage are contiguous too.
     """
-
     return _rearranged(layout, lambda c: _bounds(c, shards), lambda c: _shard(c, shards))
 
 
 def from_shards(layout: PoolLayout, shards: int) -> Blocks:
-    """Return statistics of the blocks in which a prefill of `shards` shards would write a page of
-    `layout`.
-    """
+    """Return the blocks in which a prefill of `shards` shards would write a page of `layout`."""
     one = resized(layout, num_pages=1, num_rows=min(1, layout.num_rows))
     parts = by_shard(one, shards).components
     first = min((_shard(c, shards) for c in parts), default=0)
@@ -67,8 +61,8 @@ def from_shards(layout: PoolLayout, shards: int) -> Blocks:
 
 
 def as_in(target: PoolLayout, source: PoolLayout) -> PoolLayout:
-    """Return a page-first version of `source` that is cut where `target` is cut and sorted like
-    `target`, so that neighbours in `target` are neighbours here.
+    """Return a page-first version of `source` that is cut and sorted like `target`, so that
+    neighbours there are neighbours here.
     """
     bounds: dict[str, set[int]] = {}
     places: dict[tuple[str, int], tuple[int, int]] = {}
@@ -91,21 +85,19 @@ def _whole(c: Component) -> int:
 
 
 def _bounds(c: Component, shards: int) -> range:
-    """Return the entries at which the shards begin.
-
-    A component is cut only if its number of entries is a multiple of the number of shards, or the
-    reverse. A vector, such as the keys of an indexer, is never cut: every shard has all of it.
+    """Return the entries at which the shards begin. A component is cut only if its number of
+    entries is a multiple of the number of shards, or the reverse.
     """
     whole = _whole(c)
+    # Every shard has all of a vector, such as the keys of an indexer.
     if len(c.shape) < 2 or (whole % shards and shards % whole):
         return range(0)
     return range(0, whole, max(1, whole // shards))
 
 
 def _rearranged(layout: PoolLayout, cut: _Cut, order: Callable[[Component], Any]) -> PoolLayout:
-    """Cut and sort the components within the buffers of `layout`, one for pages and one for rows.
-
-    Returns `layout` unchanged if its pages are opaque, or if there would be too many parts.
+    """Cut and sort the components within the buffers of `layout`. Returns `layout` itself if its
+    pages are opaque, or if there would be too many parts.
     """
     pieces = [piece for c in layout.components for piece in _pieces(c, cut(c))]
     if layout.tag or len(pieces) > MAX_COMPONENTS:

@@ -1,6 +1,4 @@
-"""The components of a page or a row, which may be parts of larger ones, and the buffers that hold
-them.
-"""
+"""The components of a page or a row, which may be parts of larger ones, and their buffers."""
 
 from __future__ import annotations
 
@@ -90,15 +88,10 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def label(self) -> str:
-        """The name for errors, with its entries if it is a part, and its copy number if there are
-        copies.
-        """
+        """The name for errors, with the entries of a part and the number of a copy."""
         entries = f"[{self.start}:{self.end} of {self.whole}]" if self.whole else ""
-        return (
-            self.name
-            + entries
-            + (f" (copy {self.replica} of {self.replicas})" if self.replicas > 1 else "")
-        )
+        copy = f" (copy {self.replica} of {self.replicas})" if self.replicas > 1 else ""
+        return self.name + entries + copy
 
 
 class Buffer(msgspec.Struct, frozen=True, array_like=True):
@@ -137,9 +130,9 @@ def served(components: Iterable[Component]) -> tuple[Component, ...]:
     """Return the components that a prefill rank sends: all those that it alone has, and its share
     of those that `replicas` ranks have.
 
-    Names are numbered among those of the same shape, so that the bytes are spread evenly. Copy
-    number r of `replicas` sends the components whose number modulo `replicas` is r. Ranks that hold
-    copies use the same names, so exactly one rank sends each component, to any decode.
+    Copy number r sends the components whose number modulo `replicas` is r. Names are numbered among
+    those of the same shape, which spreads the bytes evenly. Ranks that hold copies use the same
+    names, so exactly one rank sends each component, to any decode.
     """
     every, numbers = tuple(components), dict[str, int]()
     counts: Counter[tuple[object, ...]] = Counter()
@@ -198,9 +191,7 @@ def _check_part(c: Component) -> None:
 
 
 def check_together(components: Sequence[Component]) -> None:
-    """Check that components with the same name are distinct parts or copies of one larger
-    component.
-
+    """Check that components with one name are distinct parts or copies of one larger component.
     Raises: LayoutError.
     """
     # Most pools have only different names; then there is no group to check.

@@ -1,6 +1,4 @@
-"""Overlaps between pools: entries that two pools share, that no rank sends, or that
-two ranks send.
-"""
+"""Overlaps between pools: entries that both have, that no rank sends, or that two ranks send."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ class Served(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Overlap(NamedTuple):
-    """The entries that a source and a target component share: `first` to `end` of the component
-    that both are parts of.
-    """
+    """The entries that two components share: `first` to `end` of the one that both are parts of."""
 
     source: Component
     target: Component
@@ -81,7 +77,7 @@ def within(spans: Sequence[Span], limits: Sequence[Span]) -> list[Span]:
 
 
 def without(wanted: Sequence[Span], given: Sequence[Span]) -> list[Span]:
-    """Return the parts of `wanted` that are not in `given`; both are in order, and `wanted` has no
+    """Return the parts of `wanted` that are not in `given`. Both are in order, and `wanted` has no
     overlaps.
     """
     left: list[Span] = []
@@ -98,15 +94,13 @@ def without(wanted: Sequence[Span], given: Sequence[Span]) -> list[Span]:
 
 
 def served_of(layout: PoolLayout) -> tuple[Served, ...]:
-    """List the parts that a prefill rank sends if it sends all of `layout`; see
-    `PoolLayout.served`.
-    """
+    """List the parts that a prefill rank sends if it sends all of `layout`."""
     spans = _PAGE if layout.tag else spans_of(layout.components)
     return tuple(Served(name, *span) for name, group in spans.items() for span in group)
 
 
 def sends_all(layout: PoolLayout, what: tuple[Served, ...]) -> bool:
-    """Return True if `what` is the whole of this pool, in the same parts as `served_of` returns."""
+    """Return True if `what` is the whole of this pool, in the parts of `served_of`."""
     # The order almost always matches, and comparing tuples costs less than building sets.
     return what == (served := served_of(layout)) or set(what) == set(served)
 
@@ -119,8 +113,8 @@ def spans_served(what: Iterable[Served]) -> Spans:
 
 
 def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
-    """Check that the parts that `ranks` send, listed by rank number, cover every byte of a pool
-    exactly once (I8). Returns the reason why they do not, or an empty string if they do.
+    """Return why the parts that `ranks` send, listed by rank number, do not cover every byte of a
+    pool exactly once (I8); empty if they do.
     """
     wanted: Spans = _PAGE if layout.tag else spans_of(layout.components)
     given: dict[str, list[tuple[int, int, int]]] = {name: [] for name in wanted}
@@ -141,8 +135,8 @@ def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
 
 
 def first_few(found: list[str]) -> list[str]:
-    """Return the first differences for a refusal, and the number of the others. Two models may
-    differ in each of 32 layers, and the text must stay short.
+    """Return the first differences, and the number of the others: two models may differ in every
+    layer.
     """
     more = len(found) - MAX_SHOWN
     return found if more <= 0 else [*found[:MAX_SHOWN], f"and {more} more"]

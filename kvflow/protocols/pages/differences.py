@@ -20,8 +20,8 @@ def differences(
     partly: bool = False,
     only: Spans | None = None,
 ) -> list[str]:
-    """Return why pages and rows of `source` cannot be copied into `target`, in words for an
-    operator; empty when they can. Only the first few differences are named.
+    """Return why `source` cannot be copied into `target`, in words for an operator; empty if it
+    can. Only the first few differences are named.
 
     `sides`: the names of the two pools in the text. `partly`: the target may have entries that the
     source lacks, because other ranks send them. `only`: compare these entries only.
@@ -75,11 +75,9 @@ def _kinds_differ(c: Component, other: Component, sides: Sides) -> str | None:
         return f"{c.name} {what}: {sides[0]} {c.whole_shape}, {sides[1]} {other.whole_shape}"
     if c.axis != other.axis:
         return _differ(f"{c.name} axis along which it is split", c.axis, other.axis, sides)
-    return (
-        _differ(f"{c.name} format", c.format, other.format, sides)
-        if c.format != other.format
-        else None
-    )
+    if c.format != other.format:
+        return _differ(f"{c.name} format", c.format, other.format, sides)
+    return None
 
 
 def _parts_differ(
@@ -100,9 +98,6 @@ def _parts_differ(
 
 
 def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) -> Iterator[str]:
-    """Yield the differences of two opaque pools. Equal tags and sizes are enough, but a component
-    that both sides name must occupy the same bytes of the page.
-    """
     fits = True
     for what, ours, theirs in (
         ("page tag", source.tag, target.tag),
@@ -128,7 +123,7 @@ def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) ->
 
 def stretches(layout: PoolLayout) -> Iterator[tuple[Component, tuple[int, int]]]:
     """Yield each component with its first byte, and the one after its last, in the concatenation of
-    all components of a page, or of a row.
+    the components of a page or row.
     """
     ends = {False: 0, True: 0}
     for c in layout.components:

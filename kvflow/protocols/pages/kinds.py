@@ -36,10 +36,8 @@ DTYPE_BYTES = {
 
 
 class StateKind(NamedTuple):
-    """One stream: `shape` elements of `dtype` for each `unit`.
-
-    If the stream is a part or a copy of a larger one, the fields from `start` on state which: see
-    `components.Part`.
+    """One stream: `shape` elements of `dtype` for each `unit`. For a part or a copy of a larger
+    stream, the fields from `start` on are its `components.Part`.
     """
 
     name: str
@@ -63,7 +61,6 @@ def unit_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def check_kind(name: str, dtype: str, unit: str) -> None:
-    """Check the dtype and the unit of a stream. Raises: LayoutError for an unknown one."""
     if dtype not in DTYPE_BYTES:
         known = ", ".join(DTYPE_BYTES)
         raise LayoutError(
@@ -74,6 +71,5 @@ def check_kind(name: str, dtype: str, unit: str) -> None:
 
 
 def check_unit(name: str, unit: str) -> None:
-    """Check the unit of a stream. Raises: LayoutError for an unknown one."""
     if unit not in UNITS:
         raise LayoutError(f"{name!r}: unknown unit {unit!r}; use {', '.join(UNITS)}")

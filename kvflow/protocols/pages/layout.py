@@ -98,9 +98,7 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def dtypes(self) -> str:
-        """The dtypes of all components, each once: "bfloat16", or "bfloat16, float32" if states
-        have another dtype.
-        """
+        """The dtypes of all components, each once, such as "bfloat16, float32"."""
         return ", ".join(dict.fromkeys(c.dtype for c in self.components))
 
     def count_of(self, part: Component | Buffer) -> int:
@@ -109,15 +107,11 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def served(self) -> PoolLayout:
-        """This layout with only the components that a prefill rank sends, which may be none: see
-        `components.served`.
-        """
+        """This layout with the components that a prefill rank sends: see `components.served`."""
         found = served(self.components)
-        return (
-            self
-            if len(found) == len(self.components)
-            else msgspec.structs.replace(self, components=found)
-        )
+        if len(found) == len(self.components):
+            return self
+        return msgspec.structs.replace(self, components=found)
 
     @property
     def num_places(self) -> int:
@@ -137,17 +131,15 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
         return Places(indices[~in_rows], indices[in_rows] - np.int32(self.num_pages))
 
     def room_bytes(self, count: int) -> int:
-        """Return the size in bytes of a room that lends `count` places. If the pool has rows, the
-        last place is a row.
+        """Return the bytes of a room that lends `count` places, the last a row if the pool has
+        rows.
         """
         rows = bool(self.num_rows and count)
         return (count - rows) * self.page_bytes + rows * self.row_bytes
 
     def check_places(self, indices: PageIndices, *, last: bool = True) -> None:
         """Check the places that a room lends, or a chunk sends, in a pool with rows. A room has one
-        row, which is its last place and belongs to the last chunk.
-
-        Raises: LayoutError.
+        row, which is its last place and belongs to the last chunk. Raises: LayoutError.
         """
         in_rows = indices >= self.num_pages
         if (found := int(in_rows.sum())) != last or (last and not in_rows[-1]):
@@ -158,16 +150,11 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
             )
 
     def pages_for(self, tokens: int, prefix_tokens: int = 0) -> int:
-        """Return the number of pages for `tokens` tokens, minus the pages that the first
-        `prefix_tokens` of them take.
-        """
+        """Return the pages of `tokens` tokens, minus those of the first `prefix_tokens`."""
         return -(-tokens // self.page_size) - -(-prefix_tokens // self.page_size)
 
     def check(self) -> None:
-        """Check the arithmetic of a layout. Every layout that comes over the wire is checked.
-
-        Raises: LayoutError naming the field.
-        """
+        """Check the arithmetic of a layout from the wire. Raises: LayoutError naming the field."""
         for name, value, least, most in (
             ("page_size", self.page_size, 1, MAX_PAGE_SIZE),
             ("num_pages", self.num_pages, 1, MAX_PAGES),
@@ -235,11 +222,8 @@ def _check_buffer(b: Buffer, count: int) -> None:
 
 
 def whole_number(name: str, value: SupportsIndex) -> int:
-    """Convert `value` to a Python int. Numpy integers are allowed here, but the wire cannot encode
-    them.
-
-    Raises: LayoutError.
-    """
+    """Convert `value`, perhaps a numpy integer, to a Python int. Raises: LayoutError."""
+    # The wire cannot encode integers of numpy.
     try:
         return operator.index(value)
     except TypeError:
@@ -308,10 +292,7 @@ def opaque_layout(
 
 
 def resized(layout: PoolLayout, *, num_pages: int, num_rows: int) -> PoolLayout:
-    """Return a page-first layout of the same components for `num_pages` and `num_rows`.
-
-    Raises: LayoutError.
-    """
+    """Return a page-first layout of the same components with other numbers. Raises: LayoutError."""
     unplaced = [msgspec.structs.replace(c, buffer=0, offset=0) for c in layout.components]
     empty = msgspec.structs.replace(
         layout, num_pages=num_pages, num_rows=num_rows, components=(), buffers=()
@@ -320,7 +301,6 @@ def resized(layout: PoolLayout, *, num_pages: int, num_rows: int) -> PoolLayout:
 
 
 def _placed(sized: list[Component], order: Order, empty: PoolLayout) -> PoolLayout:
-    """Return `empty` with these components, each assigned to a place in a new buffer."""
     if order not in ("page_first", "layer_first"):
         raise LayoutError(f"order {order!r} is neither 'page_first' nor 'layer_first'")
     components: list[Component] = []
@@ -345,11 +325,9 @@ def _placed(sized: list[Component], order: Order, empty: PoolLayout) -> PoolLayo
 
 
 def names_twice(pages: PageIndices, low: int, high: int) -> bool:
-    """Return True if an index occurs twice among `pages`, which lie in low..high.
-
-    This takes at most 5 ms for a million indices (`np.unique` takes a second).
-    """
-    if (pages[1:] > pages[:-1]).all():
+    """Return True if an index occurs twice among `pages`, which lie in low..high."""
+    # A million indices take at most 5 ms (`np.unique` takes a second).
+    if ascends(pages):
         return False
     if high - low < _BITMAP_PAGES:
         seen = np.zeros(high - low + 1, dtype=np.bool_)
@@ -360,5 +338,4 @@ def names_twice(pages: PageIndices, low: int, high: int) -> bool:
 
 
 def ascends(pages: NDArray[np.integer[Any]]) -> bool:
-    """Return True if every index is larger than the one before it."""
     return bool((pages[1:] > pages[:-1]).all())

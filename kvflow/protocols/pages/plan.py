@@ -1,5 +1,5 @@
-"""Plans that turn lists of pages and rows into block copies, with numpy and without a Python loop
-per page and layer.
+"""Plans that turn lists of pages and rows into block copies, without a Python loop per page and
+layer.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ class Pairing:
         source_rows: PageIndices = NO_PLACES,
         target_rows: PageIndices = NO_PLACES,
     ) -> None:
-        """Check the lists of a write. Raises: LayoutError for lists of different length or an index
-        outside its pool.
-        """
+        """Check the lists of a write: their lengths and indices. Raises: LayoutError."""
         source, target = self.source, self.target
         _check_lists("page", source_pages, target_pages, source.num_pages, target.num_pages)
         _check_lists("row", source_rows, target_rows, source.num_rows, target.num_rows)
@@ -103,10 +101,8 @@ class Pairing:
         """Plan one write, of pages and then rows.
 
         Runs of pages adjacent on both sides become one block; blocks over `max_block_bytes` are
-        cut.
-
-        `target_bases` (int64 [target buffers]) replaces the addresses of the target's buffers, for
-        planes that map them elsewhere.
+        cut. `target_bases` (int64 [target buffers]) replaces the addresses of the target's buffers,
+        for planes that map them elsewhere.
         """
         moved = None if target_bases is None else target_bases - _addresses(self.target)
         found = _blocks(self._pages, source_pages, target_pages, moved)
@@ -132,8 +128,8 @@ def _check_lists(
 def _blocks(
     s: _Segments, source_list: PageIndices, target_list: PageIndices, moved: Addresses | None
 ) -> Blocks:
-    """Plan blocks for `s`. `moved` (int64 [target buffers]): the distance of each target buffer
-    from its address in the layout.
+    """Plan blocks for `s`. `moved` (int64 [target buffers]) is added to the addresses in the
+    layout.
     """
     source, target = source_list.astype(np.int64), target_list.astype(np.int64)
     target_base = s.target_base if moved is None else s.target_base + moved[s.target_buffer]
@@ -154,9 +150,7 @@ def _addresses(layout: PoolLayout) -> Addresses:
 
 
 class _Stretch(NamedTuple):
-    """A stretch of `size` bytes to copy in every page, or row, repeated `repeats` times at equal
-    steps.
-    """
+    """Bytes to copy in every page, or row, repeated `repeats` times at equal steps."""
 
     source_buffer: int
     source_offset: int
@@ -169,26 +163,16 @@ class _Stretch(NamedTuple):
 
     def followed_by(self, other: _Stretch) -> bool:
         """Return True if `other` continues this stretch on both sides: one copy covers both."""
-        places = (
-            other.source_buffer,
-            other.source_offset,
-            other.target_buffer,
-            other.target_offset,
-        )
-        ends = (
-            self.source_buffer,
-            self.source_offset + self.size,
-            self.target_buffer,
-            self.target_offset + self.size,
-        )
-        return places == ends and self.repeats == other.repeats == 1
+        source_end, target_end = self.source_offset + self.size, self.target_offset + self.size
+        ends = (self.source_buffer, source_end, self.target_buffer, target_end)
+        return other[:4] == ends and self.repeats == other.repeats == 1
 
 
 def _stretches(
     source: PoolLayout, target: PoolLayout, only: Spans | None, in_rows: bool
 ) -> list[_Stretch]:
-    """Return the stretches to copy in every page, or row. Stretches that are adjacent on both sides
-    are merged.
+    """Return the stretches to copy in every page, or row, merged where they are adjacent on both
+    sides.
     """
     found: list[_Stretch] = []
     if source.tag:
@@ -230,9 +214,7 @@ def _typed_stretches(
 
 
 def _opaque_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> Iterator[_Stretch]:
-    """Yield the stretches of an opaque page: the same bytes on both sides, which the two sides may
-    cut at different places.
-    """
+    """Yield the stretches of an opaque page, which the two sides may cut at different places."""
     ours, theirs = (
         [c for c in layout.components if c.in_rows == in_rows] for layout in (source, target)
     )
@@ -284,9 +266,6 @@ def _segments(
 
 
 def _cut(blocks: Blocks, max_block_bytes: int) -> Blocks:
-    """Cut blocks larger than `max_block_bytes` into pieces of at most that size, so that no single
-    copy runs for long.
-    """
     sources, targets, sizes = blocks
     if not sizes.size or int(sizes.max()) <= max_block_bytes:
         return blocks

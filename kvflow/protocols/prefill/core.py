@@ -1,7 +1,7 @@
 """The machines of one prefill rank (rooms, grants), and the events that pass between them.
 
-A table never calls back. It returns commands, and running them feeds the next machine, so that no
-machine is re-entered.
+A table returns commands instead of calling back; running them feeds the next machine. No machine is
+re-entered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from kvflow.protocols.machinery import Task, Timer
 from kvflow.protocols.machines.grants import GrantCommand, GrantKind
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillCommand as RoomCommand
-from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase, step
+from kvflow.protocols.machines.prefill_room import (
+    PrefillEvent,
+    PrefillKind,
+    PrefillPhase,
+    PrefillRoomState,
+    step,
+)
 from kvflow.protocols.machines.rendezvous import Announcement, Rendezvous, Side
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Observer, WriteOutcome
@@ -73,18 +79,19 @@ class PrefillCore(PrefillPeers):
         self, room: RoomId, phase: PrefillPhase, rendezvous_s: float, now: float
     ) -> PrefillRoomRecord:
         self._serial += 1
-        record = self.rooms[room] = PrefillRoomRecord(self._serial, room, phase, rendezvous_s, now)
+        record = self.rooms[room] = PrefillRoomRecord(
+            self._serial, room, PrefillRoomState(phase), now, now + rendezvous_s
+        )
         self.observer.rooms_opened += 1
         return record
 
     def set_deadline(self, record: PrefillRoomRecord) -> None:
-        """Set the timer of a room. A deadline that moves to a later time needs no call, because the
-        expiry checks the deadline again.
+        """Set the timer of a room. Its expiry checks the deadline again, so a later one needs no
+        call.
         """
         self.deadlines.set(Timer("room", record.room), record.due_at_s)
 
     def bind(self, record: PrefillRoomRecord, peer: DecodePeer, grant: GrantId) -> None:
-        """Make this room answer for the grant."""
         record.peer, record.grant = peer, grant
         peer.grants.rooms[grant] = record
 
@@ -99,7 +106,6 @@ class PrefillCore(PrefillPeers):
     def offer(
         self, record: PrefillRoomRecord, message: wire.Bootstrap, pages: PageIndices, now: float
     ) -> None:
-        """Add decode's half to a room: its pages and its prompt."""
         record.target_pages, record.prefix_tokens = pages, message.prefix_tokens
         record.bootstrap = (message.prompt_tokens, message.prompt_digest)
         assert record.peer is not None
@@ -170,7 +176,6 @@ class PrefillCore(PrefillPeers):
             self.send(peer, message)
 
     def forget_announcement(self, peer: DecodePeer, grant: GrantId) -> None:
-        """Forget the announcement that was made under this grant."""
         # The room is looked up by its grant, because a later message about the grant may name
         # another room.
         room = peer.grants.announcements.rooms.get(grant)
@@ -187,9 +192,7 @@ class PrefillCore(PrefillPeers):
             self.deadlines.set(timer, oldest[1].until_s)
 
     def end_engine_half(self, room: RoomId, cause: Cause, now: float) -> None:
-        """End the engine's half of a room, now or when it arrives, because decode's half will not
-        arrive.
-        """
+        """End the engine's half of a room, now or when it arrives: decode's will not arrive."""
         record = self.rooms.get(room)
         if record is None or record.ended:
             self.record_outcome(room, Side.DECODE, cause, now)
@@ -207,9 +210,8 @@ class PrefillCore(PrefillPeers):
         self.forget_if_idle(found.peer, now)
 
     def announced(self, room: RoomId, now: float) -> Announcement[DecodePeer] | None:
-        """Return the announcement of a room, or None.
-
-        An announcement that was withdrawn, or whose decode is lost, is ended first.
+        """Return the announcement of a room, or None. One that was withdrawn, or whose decode is
+        lost, is ended first.
         """
         # The tasks that end such announcements may not have reached this one yet.
         found = self.rendezvous.announced.get(room)
@@ -241,7 +243,6 @@ class PrefillCore(PrefillPeers):
 
 
 def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
-    """Start the write of the newest chunk, onto the target pages that follow the earlier ones."""
     chunk = record.chunks[-1]
     if record.moving_at_s is None:
         record.moving_at_s = now
@@ -287,7 +288,6 @@ def _cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> 
 
 
 def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
-    """Drop an ended room from every table; its last messages stay for a decode that missed them."""
     del core.rooms[record.room]
     core.deadlines.cancel(Timer("room", record.room))
     peer = record.peer
@@ -360,7 +360,6 @@ def _refuse_announced(
 
 
 def _withdraw(core: PrefillCore, task: Task, announced: tuple[GrantId, RoomId], now: float) -> None:
-    """End the room of a grant that decode withdrew, or its announcement if no room joined it."""
     grant, room = announced
     assert task.peer is not None
     if (record := task.peer.grants.rooms.get(grant)) is not None:
@@ -384,9 +383,8 @@ _TASKS: dict[str, Callable[[PrefillCore, Task, Any, float], None]] = {
 
 
 def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: float) -> None:
-    """Keep the announcement of a room, join it with the engine's half, or refuse it.
-
-    The engine's half of an announced room waits as long as this decode lives.
+    """Keep the announcement of a room, join it with the engine's half, or refuse it. The engine's
+    half of an announced room waits as long as this decode lives.
     """
     record, grant = core.rooms.get(message.room), message.grant
     peer.grants.announcements.add(grant, message.room)
@@ -416,7 +414,6 @@ def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: fl
 
 
 def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: float) -> None:
-    """Admit decode's half of a room, or refuse it at once."""
     if message.grant in peer.grants.announcements.rooms:
         core.forget_announcement(peer, message.grant)
     if _refuse_pinned(core, peer, message, now):
@@ -442,9 +439,8 @@ def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: fl
 def _refuse_pinned(
     core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float
 ) -> bool:
-    """Refuse a room of a decode whose earlier writes hold too many of our pages.
-
-    Both halves receive the cause. Returns True if the room is refused.
+    """Refuse a room of a decode whose earlier writes hold too many of our pages. Both halves
+    receive the cause. Returns True if the room is refused.
     """
     if core.bounds.pinned_share == 1:
         return False
@@ -473,9 +469,8 @@ def _unwelcome(
     if message.room in core.rendezvous.announced and core.announced(message.room, now) is not None:
         return _in_use(core, message, record, now)
     if record is not None:
-        return (
-            None if record.phase is PrefillPhase.EXPECTED else _in_use(core, message, record, now)
-        )
+        expected = record.phase is PrefillPhase.EXPECTED
+        return None if expected else _in_use(core, message, record, now)
     if cause := core.rendezvous.take(message.room, Side.DECODE):
         return cause
     if len(core.rooms) >= core.bounds.rooms:
@@ -484,7 +479,6 @@ def _unwelcome(
 
 
 def _offered(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap) -> PageIndices:
-    """Return the pages of an offer. Raises: KvflowError if they do not fit the prompt or pool."""
     try:
         wanted = pages_wanted(core.identity.layout, message.prompt_tokens, message.prefix_tokens)
     except MisuseError as error:
@@ -503,7 +497,6 @@ def _in_use(
     record: PrefillRoomRecord | None,
     now: float,
 ) -> Cause:
-    """Return the cause for a decode whose room is in use."""
     if record is None or not record.ended:
         return Cause(Code.ROOM_IN_USE, f"room {message.room} has a decode already")
     cause = Cause(Code.ROOM_IN_USE, DRAINS.format(message.room))
@@ -518,9 +511,6 @@ def _tell_room(
     message: wire.Announce | wire.Bootstrap | wire.Abort,
     now: float,
 ) -> None:
-    """Pass a message to the room that answers for its grant: an Abort, a repeated announcement, or
-    the pages of an announced room.
-    """
     record = peer.grants.rooms[message.grant]
     if isinstance(message, wire.Announce):
         core.tell_begun(record)
@@ -552,7 +542,6 @@ def _refuse_stale(
 
 def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
     """End a grant that decode aborts and that has no room here, and the engine's half with it.
-
     Decode offered no pages, or its Bootstrap was lost.
     """
     core.forget_announcement(peer, message.grant)

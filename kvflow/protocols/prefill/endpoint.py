@@ -1,8 +1,7 @@
 """The endpoint of one prefill rank: rooms, decodes and their grants, rendezvous, deadlines.
 
-It decides and does not act: it uses no asyncio, clock, socket or thread. Each method receives the
-time as an argument, and `commands()` returns the work for the shell. See core.py for rooms,
-peers.py for decodes, and ../machines/ for their tables.
+It decides and does not act: it uses no asyncio, clock, socket or thread. Methods receive the time,
+and `commands()` returns the work for the shell. See core.py for rooms, and peers.py for decodes.
 """
 
 from __future__ import annotations
@@ -72,9 +71,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         return self.core.unavailable_reason
 
     def note_stall(self, stalled_s: float) -> None:
-        """Report for how long the data plane's worker made no progress although it had work; see
-        `ports.DataPlane`.
-        """
+        """Report for how long the data plane's worker made no progress: see `ports.DataPlane`."""
         self.core.stalled_s = stalled_s
 
     # --- rooms
@@ -140,8 +137,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         self.core.tell_begun(record)
 
     def refuse_room(self, room: int, cause: Cause, now: float) -> None:
-        """Refuse decode's half of a room whose engine's half will never arrive, now or when decode
-        sends it.
+        """Refuse decode's half of a room whose engine's half will never arrive, now or when it
+        comes.
         """
         core, number = self.core, room_id(room)
         record = core.rooms.get(number)
@@ -218,8 +215,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         self.core.settle_chunks(record, now)
 
     def close_room(self, record: PrefillRoomRecord, cause: Cause, now: float) -> None:
-        """End the room in any state: decode is notified at once, and running writes are drained.
-
+        """End the room in any state. Decode is notified at once, and running writes are drained.
         Closing a room that already ended has no effect.
         """
         if record.state.phase not in TERMINAL:
@@ -259,17 +255,14 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         elif peer is None or type(message) not in _READ_IN[peer.phase]:
             core.observer.message_dropped("stale")
         else:
-            peer.received_at_s = now
-            if peer.phase is PeerPhase.SILENT:
-                core.feed_peer(peer, PeerKind.HEARD, now)
+            core.note_alive(peer, now)
             HANDLERS[type(message)](core, peer, message, now)
         if core.tasks:
             core.work(TICK_WORK, now)
 
     def route_opened(self, incarnation: Incarnation, now: float) -> bool:
-        """Report that the data plane can reach a decode's pool.
-
-        Returns False if that decode left meanwhile; the caller then closes the route.
+        """Report that the data plane can reach a decode's pool. Returns False if that decode left
+        meanwhile; the caller then closes the route.
         """
         peer = self.core.peers.get(incarnation)
         if peer is None:
@@ -289,10 +282,9 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
             self.core.work(TICK_WORK, now)
 
     def route_short(self, incarnation: Incarnation, reason: str, now: float) -> None:
-        """Report that this machine lacks descriptors, memory or staging for a decode's route.
-
-        A silent decode is forgotten to make place, and `OpenRoute` is issued again. If there is
-        none, the new decode is refused.
+        """Report that this machine lacks descriptors, memory or staging for a decode's route. A
+        silent decode is forgotten to make place, and `OpenRoute` is issued again. If there is none,
+        the new decode is refused.
         """
         core = self.core
         peer = core.peers.get(incarnation)
@@ -345,12 +337,9 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
 
     def unparted(self, now: float) -> list[DecodePeer]:
         """Return the decodes that sent something recently but did not acknowledge the goodbye."""
-        return [
-            peer
-            for peer in self.peers
-            if peer.phase is PeerPhase.PARTING
-            and now < peer.received_at_s + self.core.timing.lost_after_s
-        ]
+        since_s = now - self.core.timing.lost_after_s
+        parting = (peer for peer in self.peers if peer.phase is PeerPhase.PARTING)
+        return [peer for peer in parting if peer.received_at_s > since_s]
 
     def credit_stall(self, late_s: float, now: float) -> None:
         """Extend the peers' silence limits and the rooms' waits by the time that the shell stood
@@ -421,7 +410,6 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
             self.close_room(record, Cause(Code.RENDEZVOUS if waits else Code.DEADLINE, text), now)
 
     def _expire_announcement(self, now: float) -> None:
-        """Refuse the oldest announcement if it is due, and set the timer for the next one."""
         core = self.core
         if (oldest := core.rendezvous.oldest_announced()) is not None and oldest[1].until_s <= now:
             room, announced = oldest
@@ -434,7 +422,6 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
 
 
 def _on_room_of_refused(core: PrefillCore, message: wire.Announce | wire.Abort, now: float) -> None:
-    """End the engine's half of a room that a refused decode announces or aborts."""
     cause = core.refused.get(message.target)
     if cause is None:
         core.observer.message_dropped("stale")
@@ -452,8 +439,6 @@ def _on_room_of_refused(core: PrefillCore, message: wire.Announce | wire.Abort, 
 
 
 def _on_grant(kind: GrantKind) -> Callable[[PrefillCore, DecodePeer, Any, float], None]:
-    """Return a handler that feeds `kind` to the message's grant and runs the commands."""
-
     def handle(core: PrefillCore, peer: DecodePeer, message: Any, now: float) -> None:
         for command in peer.grants.feed(message.grant, kind):
             GRANT_RUN[command](core, peer, message, now)
@@ -462,7 +447,6 @@ def _on_grant(kind: GrantKind) -> Callable[[PrefillCore, DecodePeer, Any, float]
 
 
 def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: float) -> None:
-    """Repeat the messages that decode missed, and name the grants that are unknown here."""
     unknown: list[wire.Belief] = []
     # A message may name a grant many times; one answer to each bounds the work.
     for belief in {belief.grant: belief for belief in message.rooms}.values():

@@ -1,6 +1,4 @@
-"""The decodes that one prefill rank knows: the route into each decode's pool, its grants, and
-records of decodes that were forgotten.
-"""
+"""The decodes of one prefill rank: routes into their pools, their grants, and former decodes."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ _NO_CAUSE = Cause(Code.PEER_LOST)  # for peer events that end no room
 
 
 class PrefillIdentity(msgspec.Struct, frozen=True):
-    """The description of a prefill rank: its incarnation, its rank, the layout of its pool, and the
+    """The identity of a prefill rank: its incarnation, its rank, the layout of its pool, and the
     address of its data plane.
     """
 
@@ -57,9 +55,8 @@ class PrefillIdentity(msgspec.Struct, frozen=True):
 
 
 class DecodePeer:
-    """One registered decode incarnation.
-
-    It is kept through silence, and forgotten when it dies, parts, or its place is needed.
+    """One registered decode incarnation. It is kept through silence, and forgotten when it dies,
+    parts, or its place is needed.
     """
 
     __slots__ = (
@@ -85,10 +82,9 @@ class DecodePeer:
         sender_address: str = "",
         seen_below: GrantId | None = None,
     ) -> None:
-        """Create a peer from its first Register.
-
-        `sender_address` is the network address that it came from; empty if not known. `seen_below`
-        is the bound that was recorded when this decode was last forgotten; None for a stranger.
+        """Create a peer from its first Register, which came from `sender_address` (empty if
+        unknown). `seen_below` is the bound that was recorded when this decode was last forgotten;
+        None for a stranger.
         """
         self.incarnation = message.target
         self.routing_id = routing_id(message.target)
@@ -97,7 +93,7 @@ class DecodePeer:
         self.sender_address = sender_address
         self.phase = PeerPhase.OPENING
         self.received_at_s = now
-        self.fresh_from = message.fresh_from  # as its newest Register states
+        self.fresh_from = message.fresh_from  # from its newest Register
         self.grants: GrantTable[Any] = GrantTable(closed_grants, message.fresh_from, kept)
         if seen_below is not None:
             self.grants.begin_from(seen_below)
@@ -110,7 +106,6 @@ class DecodePeer:
 
     @property
     def is_up(self) -> bool:
-        """True while the route is open and the decode is not silent."""
         return self.phase is PeerPhase.UP
 
     @property
@@ -120,9 +115,8 @@ class DecodePeer:
 
     @property
     def displaceable(self) -> bool:
-        """True while this decode may be forgotten: it is silent and has no open grant.
-
-        Its grants in doubt must be remembered even then (I2).
+        """True while this decode may be forgotten: it is silent and has no open grant. Its grants
+        in doubt must be remembered even then (I2).
         """
         return self.phase is PeerPhase.SILENT and self.grants.all_ended
 
@@ -145,10 +139,9 @@ class DecodePeer:
 
 
 class FormerDecodes:
-    """Records of forgotten decodes, each kind bounded by `most`.
-
-    The oldest records are dropped first, except grants in doubt: while those reach the bound, no
-    more decodes with grants in doubt are displaced.
+    """Records of forgotten decodes, each kind bounded by `most`. The oldest are dropped first,
+    except grants in doubt: while those reach the bound, no more decodes with grants in doubt are
+    displaced.
     """
 
     def __init__(self, most: int) -> None:
@@ -170,7 +163,6 @@ class FormerDecodes:
             self.displaced.popitem(last=False)
 
     def remember_doubts(self, peer: DecodePeer) -> None:
-        """Remember the grants of a decode under which bytes may still arrive."""
         if doubts := peer.grants.unproven():
             self.in_doubt[peer.incarnation] = doubts
 
@@ -183,9 +175,8 @@ class FormerDecodes:
             self.parted.popitem(last=False)
 
     def displace(self, among: Iterable[DecodePeer]) -> DecodePeer | None:
-        """Choose a silent decode without open grants, record its grants, and return it.
-
-        Returns None if there is none, or if the grants in doubt would exceed the bound.
+        """Choose a silent decode without open grants, record its grants, and return it. Returns
+        None if there is none, or if the grants in doubt would exceed the bound.
         """
         found = [(len(peer.grants.unproven()), peer) for peer in among if peer.displaceable]
         if not found:
@@ -200,9 +191,8 @@ class FormerDecodes:
 
 
 class PrefillPeers(Core):
-    """The decodes of one prefill rank, and the machine of each.
-
-    The subclass `PrefillCore` has the rooms. A peer event that ends rooms queues a task for it.
+    """The decodes of one prefill rank, and the machine of each. Rooms are in the subclass
+    `PrefillCore`; a peer event that ends rooms queues a task for it.
     """
 
     outbox: list[PrefillCommand]
@@ -224,17 +214,13 @@ class PrefillPeers(Core):
 
     @property
     def unavailable_reason(self) -> str:
-        """The reason, as text, why this prefill cannot move pages now; empty when it can.
-
-        A long queue is not a reason; a data plane that makes no progress is the only one.
+        """The reason, as text, why this prefill cannot move pages now; empty when it can. A data
+        plane that makes no progress is the only one; a long queue is not.
         """
         if self.stalled_s <= self.timing.lost_after_s:
             return ""
-        how = (
-            "has died"
-            if self.stalled_s == float("inf")
-            else f"has not moved for {self.stalled_s:.0f} s"
-        )
+        dead = self.stalled_s == float("inf")
+        how = "has died" if dead else f"has not moved for {self.stalled_s:.0f} s"
         return f"the worker of the {self.identity.address.backend} data plane {how}"
 
     # --- sending
@@ -316,9 +302,7 @@ class PrefillPeers(Core):
     def _no_place(
         self, message: wire.Register, sender_address: Callable[[], str], now: float
     ) -> str:
-        """Return the reason why there is no place for a new decode. Empty if there is one, or if
-        one was made.
-        """
+        """Return why there is no place for a new decode; empty if there is one or one was made."""
 
         def process_of(address: PlaneAddress) -> tuple[str, str, int, int]:
             # The other fields of the identity do not distinguish processes, and a decode could vary
@@ -349,9 +333,8 @@ class PrefillPeers(Core):
             self.feed_peer(peer, PeerKind.HEARD, now)
 
     def goodbye_received(self, message: wire.Goodbye, now: float) -> None:
-        """Acknowledge the Goodbye of a decode, and forget the decode when its rooms end.
-
-        Every Goodbye is acknowledged, also one from a decode that is forgotten already.
+        """Acknowledge the Goodbye of a decode, also of one that is forgotten already, and forget
+        the decode when its rooms end.
         """
         peer = self.peers.get(message.target)
         self.outbox.append(
@@ -373,9 +356,7 @@ class PrefillPeers(Core):
         self.feed_peer(peer, PeerKind.PARTED, now, cause)
 
     def end_withdrawn(self, peer: DecodePeer, withdrawn: list[tuple[GrantId, RoomId]]) -> None:
-        """Queue the end of announcements that ended at decode, and whose Abort did not arrive
-        yet.
-        """
+        """Queue the end of announcements that ended at decode, though no Abort arrived yet."""
         self.add_task(Task("withdraw", withdrawn, peer, WITHDRAWN))
 
     # --- the machine of a peer
@@ -406,9 +387,8 @@ class PrefillPeers(Core):
             self.feed_peer(peer, PeerKind.IDLE, now)
 
     def make_place(self, among: Iterable[DecodePeer], now: float) -> bool:
-        """Forget one of the silent decodes without open grants.
-
-        Returns False if there is none, or if too many grants in doubt would be remembered.
+        """Forget one of the silent decodes without open grants. Returns False if there is none, or
+        if too many grants in doubt would be remembered.
         """
         # The death of a process on another host may never be observed, so silent decodes would
         # otherwise fill the table.
@@ -444,7 +424,6 @@ def _watch(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> No
 
 
 def _lose_rooms(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> None:
-    """Queue the end of a peer's rooms and announcements."""
     core.add_task(Task("void", peer.grants.announcements.rooms.items(), peer, cause))
     core.add_task(Task("lose", peer.grants.rooms.values(), peer, cause))
 

@@ -1,7 +1,4 @@
-"""Encoding and parsing of messages.
-
-Parsing is strict: a frame that this side may not receive raises WireError.
-"""
+"""Encoding and parsing of messages. A frame that this side may not receive raises WireError."""
 
 from __future__ import annotations
 
@@ -24,14 +21,10 @@ encode = _encoder.encode
 
 
 def parser(messages: Any) -> Callable[[bytes], Any]:
-    """Return a function that parses a frame as a message type, or as one of a union of them.
-
-    The function raises WireError.
-    """
+    """Return a function that parses a frame as one of `messages`, and raises WireError."""
     decode = msgspec.msgpack.Decoder(messages).decode
 
     def parse(frame: bytes) -> Any:
-        """Return the message in `frame`. Raises: WireError."""
         if len(frame) > MAX_FRAME_BYTES:
             raise WireError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
         try:

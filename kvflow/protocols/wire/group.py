@@ -81,9 +81,7 @@ class Joined(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
 
 
 class RankVote(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=3):
-    """member -> leader: the vote of one rank. The session implies the rank, so a member cannot vote
-    for another one.
-    """
+    """member -> leader: the vote of one rank, which the session implies."""
 
     leader: Life
     member: Life

@@ -47,10 +47,8 @@ _UINT_32 = (0xCE, ">u4")
 
 
 def media_of(dialect: Dialect, *, shared_storage: bool = False) -> Media:
-    """Return the names of the tiers for the subscribers of a dialect.
-
-    `shared_storage`: other workers read the same storage, which SGLang distinguishes from a
-    worker's own disk.
+    """Return the names of the tiers for the subscribers of a dialect. `shared_storage`: other
+    workers read the same storage, which SGLang distinguishes from a worker's own disk.
     """
     if dialect == "vllm":
         return VLLM_MEDIA
@@ -92,16 +90,12 @@ class PositionalAllBlocksCleared(
 
 
 class BatchEncoder:
-    """An encoder for the batches of one stream, with one block size, rank, form and set of media
-    names.
-    """
+    """An encoder for the batches of one stream."""
 
     def __init__(
         self, page_size: int, rank: int = 0, *, positional: bool = False, media: Media = VLLM_MEDIA
     ) -> None:
-        """`page_size`: tokens per block. `positional`: use the older form, in which events are
-        arrays.
-        """
+        """`page_size`: tokens per block. `positional`: encode events as arrays, the older form."""
         self._page_size, self._rank, self._media = page_size, rank, media
         self._stored = PositionalBlockStored if positional else BlockStored
         self._removed = PositionalBlockRemoved if positional else BlockRemoved
@@ -118,9 +112,7 @@ class BatchEncoder:
         return [self._encoder.encode(event) for event in self._on_the_wire(events)]
 
     def join(self, parts: list[bytes], ts: float) -> bytes:
-        """Return one batch of encoded events. A long one is joined without the GIL, so that other
-        threads can run.
-        """
+        """Return one batch of encoded events. A long one is joined without the GIL."""
         head = _ARRAY_OF_3 + self._encoder.encode(ts) + _array_head(len(parts))
         return b"".join([head, *parts, self._encoder.encode(self._rank)])
 
@@ -164,7 +156,6 @@ def _extra_keys(event: Stored) -> ExtraKeys:
 
 
 def _packed(numbers: NDArray[Any], head: int, width: str) -> msgspec.Raw:
-    """Return a msgpack array of integers, each as `head` and the number as `width`."""
     packed = np.empty(len(numbers), [("head", "u1"), ("number", width)])
     packed["head"], packed["number"] = head, numbers
     return msgspec.Raw(_array_head(len(numbers)) + packed.tobytes())
@@ -212,18 +203,16 @@ _ARRAYS = msgspec.msgpack.Decoder(
 
 
 def read_batch(payload: bytes | memoryview) -> list[BlockEvent]:
-    """Return the events of a batch, in either form.
-
-    Raises: msgspec.DecodeError, UnicodeDecodeError, RecursionError.
+    """Return the events of a batch, in either form. Raises: msgspec.DecodeError,
+    UnicodeDecodeError, RecursionError.
     """
     # A batch does not name its form: one that is not valid as maps is read as arrays.
     try:
         return list(_MAPS.decode(payload)[1])
     except msgspec.ValidationError:
-        events = _ARRAYS.decode(payload)[1]
-    return [
-        StoredBlocks(event.block_hashes, event.block_size, event.medium)
-        if isinstance(event, _PositionalStored)
-        else event
-        for event in events
-    ]
+        return [
+            StoredBlocks(event.block_hashes, event.block_size, event.medium)
+            if isinstance(event, _PositionalStored)
+            else event
+            for event in _ARRAYS.decode(payload)[1]
+        ]

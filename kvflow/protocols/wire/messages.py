@@ -68,9 +68,7 @@ Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class Register(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
-    """decode -> prefill, once per pair and again while prefill is silent: this decode's identity
-    and its pool.
-    """
+    """decode -> prefill, once per pair and while prefill is silent: this decode and its pool."""
 
     source: Life
     target: Life
@@ -150,10 +148,7 @@ class ChunkDone(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
 
 
 class RoomFailed(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
-    """prefill -> decode: this room will not succeed.
-
-    It does not prove that writes ended; an AbortAck follows.
-    """
+    """prefill -> decode: this room will not succeed. Writes may still run; an AbortAck follows."""
 
     room: Room
     grant: Grant
@@ -175,7 +170,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True
 
 
 class AbortAck(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=7):
-    """prefill -> decode: no write of this grant runs any more; `drained` is True if every submitted
+    """prefill -> decode: no write of this grant runs any more. `drained` is True if every submitted
     write landed.
     """
 
@@ -188,9 +183,7 @@ class AbortAck(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 
 
 class Belief(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One open room as one side knows it; `next_seq` is the first chunk that decode did not
-    receive.
-    """
+    """One open room as one side knows it; `next_seq` is the first chunk that decode lacks."""
 
     room: Room
     grant: Grant

@@ -21,9 +21,8 @@ class PoolShape(msgspec.Struct, frozen=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """One rank of one prefill.
-
-    `control` is its "tcp://host:port"; `incarnation` is drawn anew at every start.
+    """One rank of one prefill. `control` is its "tcp://host:port"; `incarnation` is drawn at every
+    start.
 
     A data-parallel prefill has `dp_size` equal groups of `world_size` ranks each; one group serves
     a request.
@@ -90,9 +89,7 @@ def groups_to_tell(
     ranks: Sequence[RankInfo], room: int, dp_rank: int | None
 ) -> list[Sequence[RankInfo]]:
     """Return the groups at which the other half of a refused room may wait: the group that serves
-    the room, or all known groups if the room names one that does not exist.
-
-    Raises: LostError if no rank of the group is known.
+    the room, or all known ones if that does not exist. Raises: LostError if no rank of it is known.
     """
     try:
         return [group_for(ranks, room, dp_rank)]
@@ -102,9 +99,8 @@ def groups_to_tell(
 
 
 def check_ranks(ranks: Sequence[RankInfo]) -> None:
-    """Check that `ranks` are every rank of one group of a prefill, each once, in any order.
-
-    Raises: PeerError naming the fault.
+    """Check that `ranks` are every rank of one group, each once. Raises: PeerError naming the
+    fault.
     """
     first, size = ranks[0], ranks[0].world_size
     if len(ranks) != size:
@@ -150,10 +146,7 @@ def rank_to_json(info: RankInfo) -> dict[str, Any]:
 
 
 def rank_from_json(value: object) -> RankInfo:
-    """Parse the JSON object of a rank that another process sent.
-
-    Raises: WireError naming the field.
-    """
+    """Parse the JSON object of a rank from another process. Raises: WireError naming the field."""
     try:
         seen = msgspec.convert(value, _RankJson)
         incarnation = int(seen.incarnation, 16)
