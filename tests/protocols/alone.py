@@ -1,6 +1,4 @@
-"""One endpoint by itself: what it is told, and everything it asks its shell for, as values that can
-be compared.
-"""
+"""One endpoint by itself: its messages and its other commands, as values that can be compared."""
 
 from __future__ import annotations
 
@@ -17,6 +15,8 @@ from kvflow.protocols.commands import (
     QuarantinePages,
     RoomEnded,
     RoomFailed,
+    RoomReleased,
+    RoomStopped,
     SendToDecode,
     SendToPrefill,
 )
@@ -71,10 +71,7 @@ def seen(command: Any) -> Any:
 
 
 class LonePrefill:
-    """A prefill rank that two decodes may know.
-
-    Its methods return what it asked for: messages, and other commands.
-    """
+    """A prefill rank that two decodes may know. Methods return what it asked for meanwhile."""
 
     def __init__(
         self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None, rank: int = RANK
@@ -87,7 +84,6 @@ class LonePrefill:
         self.core = self.endpoint.core
 
     def asked(self) -> list[Any]:
-        """What it has asked for since; a message has to go to the decode it names."""
         found: list[Any] = []
         for command in self.endpoint.commands():
             if isinstance(command, SendToDecode):
@@ -105,7 +101,6 @@ class LonePrefill:
         return self.asked()
 
     def tick(self, after_s: float = 0.0) -> list[Any]:
-        """Time passes, and the clock strikes once."""
         self.now += after_s
         self.endpoint.tick(self.now)
         return self.asked()
@@ -114,7 +109,6 @@ class LonePrefill:
         return self.hear(register(target, **fields))
 
     def up(self, *targets: Incarnation) -> LonePrefill:
-        """These decodes are registered and their routes are open."""
         for target in targets or (DECODE,):
             self.register(target)
             self.endpoint.route_opened(target, self.now)
@@ -127,7 +121,6 @@ class LonePrefill:
         return self.endpoint.open_room(room, tokens, digest, now=self.now, **more)
 
     def matched(self, room: int = 7, grant: int = 1, **more: Any) -> PrefillRoomRecord:
-        """Both halves of a room are here."""
         self.hear(bootstrap(room, grant))
         record = self.open(room, **more)
         self.asked()
@@ -156,6 +149,10 @@ class LonePrefill:
         return self.asked()
 
 
+def stopped(record: PrefillRoomRecord, cause: Cause) -> list[Any]:
+    return [RoomStopped(record.serial, cause), RoomReleased(record.serial)]
+
+
 # --- what a decode sends
 
 
@@ -170,13 +167,8 @@ def head(
 
 
 def register(target: Incarnation = DECODE, fresh_from: int = 1, **fields: Any) -> wire.Register:
-    given = {
-        "wire_version": wire.WIRE_VERSION,
-        "layout": LAYOUT,
-        "address": ADDRESS,
-        **between(target),
-    } | fields
-    return wire.Register(fresh_from=GrantId(fresh_from), **given)
+    given = {"wire_version": wire.WIRE_VERSION, "layout": LAYOUT, "address": ADDRESS} | fields
+    return wire.Register(fresh_from=GrantId(fresh_from), **between(target) | given)
 
 
 def announce(
@@ -272,15 +264,10 @@ def chunk_done(
     rank: int = RANK,
     **fields: Any,
 ) -> wire.ChunkDone:
-    more = {
-        "seq": seq,
-        "pages": pages,
-        "last": last,
-        "handoff": handoff,
-        "checksum": checksum,
-        "rank": Rank(rank),
-    }
-    return wire.ChunkDone(**more, **head(room, grant, **fields))
+    chunk: dict[str, Any] = {"seq": seq, "pages": pages, "last": last, "rank": Rank(rank)}
+    return wire.ChunkDone(
+        handoff=handoff, checksum=checksum, **chunk, **head(room, grant, **fields)
+    )
 
 
 def begun(room: int = 7, grant: int = 1, rank: int = RANK, **fields: Any) -> wire.Begun:
@@ -324,9 +311,9 @@ SILENT = Cause(Code.PEER_LOST, f"{AT} was silent for 5 s")
 
 
 class LoneDecode:
-    """A decode that one or two prefill ranks may know.
-
-    Its methods return what it asked for; of a message that is (the peer it is for, the message)."""
+    """A decode that one or two prefill ranks may know. Of a message, methods return (peer,
+    message).
+    """
 
     def __init__(
         self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None, **more: Any
@@ -356,7 +343,7 @@ class LoneDecode:
         return self.asked()
 
     def silence(self, for_s: float = 5) -> list[Any]:
-        """Time passes without a word; what the second strike of the clock brings."""
+        """What the second strike of the clock brings, after time without a message."""
         self.tick(for_s)
         return self.tick()
 
@@ -378,9 +365,7 @@ class LoneDecode:
         )
 
     def up(self, ranks: tuple[RankInfo, ...] = ONE, size: int = 0) -> LoneDecode:
-        """A room was opened on these ranks and closed again; they are linked, and owe nothing.
-
-        `size`: of how many they are, where that is not all."""
+        """These ranks are linked, and owe nothing; `size` is their number, if they are not all."""
         grant = self.open(999, ranks)
         fresh = self.core.next_grant
         for info in ranks:
@@ -401,7 +386,6 @@ class LoneDecode:
     def lent(
         self, room: int = 7, ranks: tuple[RankInfo, ...] = ONE, **more: Any
     ) -> DecodeRoomRecord:
-        """A room on linked ranks whose pages are offered."""
         grant = self.open(room, ranks, **more)
         record = self.endpoint.rooms[grant]
         self.lend(grant)

@@ -29,3 +29,11 @@ def two() -> LoneDecode:
 def prefill() -> LonePrefill:
     """One decode is registered."""
     return LonePrefill().up()
+
+
+@pytest.fixture
+def opening() -> LonePrefill:
+    """The route to the one decode that registers is being opened."""
+    prefill = LonePrefill()
+    prefill.register()
+    return prefill

@@ -1,8 +1,4 @@
-"""The shipped endpoints joined without tables and bounds, one step at a time: for random walks over
-several ranks.
-
-What each side does is `kvflow.proof.walk`, the same as in the exhaustive walk.
-"""
+"""The shipped endpoints joined for random walks over several ranks; see `kvflow.proof.walk`."""
 
 from __future__ import annotations
 
@@ -43,9 +39,7 @@ class Joined:
         self.start = State(decode, (Lane(prefill),) * bounds.ranks)
 
     def steps(self, state: State) -> list[tuple[Act[Any], State]]:
-        """Everything that can happen, the link's own faults apart; what a full queue cannot take is
-        lost.
-        """
+        """Everything but faults of the link. What a full queue cannot take is lost."""
         found: list[tuple[Act[Any], State]] = []
         rooms = len(self.bounds.rooms)
         crashed = not state.decode.alive or any(lane.prefill.gone for lane in state.lanes)

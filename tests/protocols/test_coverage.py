@@ -1,6 +1,4 @@
-"""What ranks serve must be decode's pool, each byte once: in words when it is not, and before
-anything is lent (I8).
-"""
+"""What ranks serve must be decode's pool, each byte once, before anything is lent (I8)."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ def of(*spans: tuple[str, int, int]) -> tuple[Served, ...]:
         ([()], "k: no rank sends it; latent: no rank sends it"),
     ],
 )
-def test_what_is_missing_or_comes_twice_is_named(
-    ranks: list[tuple[Served, ...]], text: str
-) -> None:
+def test_what_is_missing_or_sent_twice_is_named(ranks: list[tuple[Served, ...]], text: str) -> None:
     assert uncovered(pool(K, LATENT), ranks) == text
     copies = [kind._replace(replica=copy, replicas=2) for kind in (K, LATENT) for copy in range(2)]
     assert uncovered(pool(*copies), ranks) == text, "decode's copies all come from the same bytes"
@@ -132,9 +128,7 @@ class TestDecode:
         assert [type(leg) for leg in legs] == [Abort, Abort] and legs[0].cause.code is Code.REFUSED
         assert not decode.endpoint.rooms
 
-    def test_it_is_found_out_once_for_each_set_of_ranks(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_it_is_found_once_for_each_set_of_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = []
         monkeypatch.setattr(
             "kvflow.protocols.decode.links.uncovered",

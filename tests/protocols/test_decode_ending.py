@@ -9,7 +9,6 @@ import pytest
 from kvflow.protocols.commands import (
     FreePages,
     HangUp,
-    QuarantinePages,
     RoomEnded,
     RoomFailed,
     RoomLanded,
@@ -46,6 +45,7 @@ from tests.protocols.alone import (
     failed,
     key_of,
     other,
+    quarantined,
     registered,
     to,
 )
@@ -64,27 +64,22 @@ class TestEndings:
         assert record.phase is DecodePhase.ABORTED
         assert record.state.cause == GONE and decode.core.ledger.quarantined_pages == 0
         told = [line.what for line in record.story.lines()]
-        assert told == ["lent", "ended_locally", "ended_locally", "room_failed", "loans_ended"], (
-            "also what came late"
-        )
+        # Also what came late.
+        assert told == ["lent", "ended_locally", "ended_locally", "room_failed", "loans_ended"]
         assert decode.hear(ack(grant=G)) == [] and decode.counts.stale == 1
 
     def test_and_prefill_cannot_say(self, decode: LoneDecode) -> None:
         record = decode.lent()
         decode.close(G)
         assert decode.hear(ack(room=8, grant=G)) == [] and decode.counts.stale == 1
-        assert decode.hear(ack(grant=G, drained=False)) == [QuarantinePages(G), RoomEnded(G)]
+        assert decode.hear(ack(grant=G, drained=False)) == quarantined(G)
         assert record.phase is DecodePhase.LOST and decode.counts.endings["lost:client_gone"] == 1
-        assert (
-            record.story.lines()[-1].text
-            == "transfer_error: prefill cannot prove where its writes went"
-        )
+        text = "transfer_error: prefill cannot prove where its writes went"
+        assert record.story.lines()[-1].text == text
         decode.endpoint.writer_died(KEY, decode.now)
         assert decode.asked() == [HangUp(KEY), FreePages(G), StopWatch(KEY)]
 
-    def test_what_was_never_offered_or_is_proven_cannot_be_in_doubt(
-        self, decode: LoneDecode
-    ) -> None:
+    def test_what_was_never_offered_or_is_proven_is_not_in_doubt(self, decode: LoneDecode) -> None:
         doubt, again = ack(grant=G, drained=False), GrantId(G + 1)
         decode.lent()
         decode.hear(ack(grant=G))
@@ -104,7 +99,7 @@ class TestEndings:
         two.close(grant)
         unproven = ack(grant=grant, drained=False, source=OTHER_PREFILL, rank=1)
         assert two.hear(unproven, key=OTHER_KEY) == []
-        assert two.hear(ack(grant=grant)) == [QuarantinePages(grant), RoomEnded(grant)]
+        assert two.hear(ack(grant=grant)) == quarantined(grant)
         assert record.phase is DecodePhase.LOST and record.state.cause == GONE
         assert two.hear(ack(grant=grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY) == [
             FreePages(grant)
@@ -112,12 +107,7 @@ class TestEndings:
 
     def test_by_prefill(self, decode: LoneDecode) -> None:
         record = decode.lent()
-        told = [
-            RoomFailed(G, BROKEN),
-            to(abort(grant=G, cause=BROKEN)),
-            QuarantinePages(G),
-            RoomEnded(G),
-        ]
+        told = [RoomFailed(G, BROKEN), to(abort(grant=G, cause=BROKEN)), *quarantined(G)]
         assert decode.hear(failed(BROKEN, grant=G)) == told and record.phase is DecodePhase.FAILED
         assert decode.hear(ack(grant=G)) == [FreePages(G)]
 
@@ -135,22 +125,14 @@ class TestEndings:
         decode.up(ELSEWHERE)
         stranger = failed(BROKEN, grant=G, source=key_of(ELSEWHERE[0]).incarnation)
         assert decode.hear(stranger, key=key_of(ELSEWHERE[0])) == []
-        assert decode.counts.stale == 3 and G in decode.endpoint.rooms, (
-            "it is not one of the room's ranks"
-        )
+        # It is not one of the room's ranks.
+        assert decode.counts.stale == 3 and G in decode.endpoint.rooms
 
-    def test_the_last_chunk_of_a_room_that_drains_is_proof_all_the_same(
-        self, decode: LoneDecode
-    ) -> None:
+    def test_the_last_chunk_of_a_draining_room_is_proof(self, decode: LoneDecode) -> None:
         decode.lent()
         decode.hear(done(0, 1))
         decode.close(G)
-        assert (
-            decode.hear(done(2, 1, True))
-            == []
-            == decode.hear(done(0, 1))
-            == decode.hear(done(1, 1))
-        )
+        assert decode.hear(done(2, 1, True), done(0, 1), done(1, 1)) == []
         assert decode.counts.stale == 3 and len(decode.core.ledger) == 1
         assert decode.hear(done(1, 2, True)) == [FreePages(G), RoomEnded(G)]
         assert "success" not in decode.counts.endings
@@ -165,9 +147,8 @@ class TestEndings:
         decode.hear(ack(grant=G))
         grant = decode.open(8, deadline_at_s=decode.now + 60)
         decode.close(grant)
-        assert {timer.kind for timer in decode.core.deadlines} == {"link", "repeat"}, (
-            "it goes with its room"
-        )
+        # It goes with its room.
+        assert {timer.kind for timer in decode.core.deadlines} == {"link", "repeat"}
 
     def test_by_a_deadline_that_has_passed_already(self, decode: LoneDecode) -> None:
         decode.open(deadline_at_s=START - 0.25)
@@ -210,9 +191,8 @@ class TestAborts:
         decode.hear(ack(8, second.grant))
         decode.tick(1)
         decode.tick(1)
-        assert "repeat" not in {timer.kind for timer in decode.core.deadlines}, (
-            "nothing is asked for any more"
-        )
+        # Nothing is asked for any more.
+        assert "repeat" not in {timer.kind for timer in decode.core.deadlines}
 
     def test_answers_to_others_do_not_put_them_off(self, decode: LoneDecode) -> None:
         decode.now += 1
@@ -238,9 +218,7 @@ class TestAborts:
         assert fresh.tick() == [to(abort(grant=grant))]
         assert next(iter(fresh.endpoint.peers)).repeat_after_s == 1.0
 
-    def test_one_that_prefill_takes_long_over_does_not_delay_the_next(
-        self, decode: LoneDecode
-    ) -> None:
+    def test_one_that_takes_prefill_long_does_not_delay_the_next(self, decode: LoneDecode) -> None:
         first, second = decode.lent(7), decode.lent(8)
         decode.close(first.grant)
         for _ in range(16):
@@ -294,9 +272,7 @@ class TestAsking:
         assert to(ask((7, G, 1))) in decode.tick(0.125)
 
     @pytest.mark.parametrize("chunks", [0, 1])
-    def test_what_has_moved_after_long_is_asked_about_as_soon_as_at_first(
-        self, decode: LoneDecode, chunks: int
-    ) -> None:
+    def test_what_moved_is_asked_about_as_at_first(self, decode: LoneDecode, chunks: int) -> None:
         grant = decode.open()
         for _ in range(28 - 14 * chunks):
             decode.hear(beat())
@@ -327,16 +303,14 @@ class TestAsking:
         decode.lent()
         told = [decode.tick(after_s) for after_s in (0.5, 1.0, 2.125)]
         asked = [[message for _, message in sent if type(message) is type(ask())] for sent in told]
-        assert asked == [[ask((7, G, 0))], [ask((7, G, 0))], []], (
-            "it fell silent; its room is lost in the next tick"
-        )
+        # It fell silent; its room is lost in the next tick.
+        assert asked == [[ask((7, G, 0))], [ask((7, G, 0))], []]
         assert decode.core.links.peers[KEY].phase is LinkPhase.SILENT and G in decode.endpoint.rooms
 
     def test_what_prefill_does_not_know_is_offered_again(self, decode: LoneDecode) -> None:
         decode.lent()
-        assert decode.hear(ask((7, G, 0), (7, G, 0))) == [to(bootstrap(grant=G))], (
-            "each is answered once"
-        )
+        # Each is answered once.
+        assert decode.hear(ask((7, G, 0), (7, G, 0))) == [to(bootstrap(grant=G))]
         assert decode.hear(ask((9, 9, 0))) == []
         decode.hear(done(0, 1))
         assert decode.hear(ask((7, G, 0))) == [], "an old question"
@@ -344,9 +318,7 @@ class TestAsking:
         assert decode.hear(ask((7, G, 1))) == [RoomFailed(G, why), to(abort(grant=G, cause=why))]
         assert decode.hear(ask((7, G, 1))) == []
 
-    def test_a_room_whose_pages_are_not_taken_yet_has_nothing_to_offer(
-        self, decode: LoneDecode
-    ) -> None:
+    def test_a_room_without_pages_has_nothing_to_offer(self, decode: LoneDecode) -> None:
         grant = decode.open()
         decode.asked()
         assert decode.hear(ask((7, grant, 0)), ask((7, grant, 1))) == []
@@ -358,9 +330,8 @@ class TestAsking:
         assert decode.hear(ask((7, record.grant, 0), source=OTHER_PREFILL), key=OTHER_KEY) == []
         both = decode.lent(8, TWO)
         decode.hear(chunk_done(0, 3, True, room=8, grant=both.grant))
-        assert decode.hear(ask((8, both.grant, 1))) == [] and not both.state.cause, (
-            "it may forget it"
-        )
+        # It may forget it.
+        assert decode.hear(ask((8, both.grant, 1))) == [] and not both.state.cause
         offered = [other(bootstrap(8, both.grant, source=OTHER_PREFILL))]
         assert decode.hear(ask((8, both.grant, 0), source=OTHER_PREFILL), key=OTHER_KEY) == offered
 
@@ -383,12 +354,8 @@ class TestLeaving:
 
     def test_close_hangs_up_on_all(self, two: LoneDecode) -> None:
         two.endpoint.close(two.now)
-        assert two.asked() == [
-            HangUp(KEY),
-            StopWatch(KEY),
-            HangUp(OTHER_KEY),
-            StopWatch(OTHER_KEY),
-        ]
+        ends = [end(key) for key in (KEY, OTHER_KEY) for end in (HangUp, StopWatch)]
+        assert two.asked() == ends
 
     def test_a_room_may_end_while_others_are_dealt_with(self, decode: LoneDecode) -> None:
         rooms = [decode.open(room) for room in range(TICK_WORK + 2)]
@@ -441,9 +408,8 @@ class TestLeaving:
         decode.now += 4
         decode.hear(beat(source=elsewhere.incarnation), key=elsewhere)
         decode.tick(1)
-        assert decode.core.tasks and not decode.core.proof_may_come, (
-            "it is silent, and the other one owes nothing"
-        )
+        # It is silent, and the other one owes nothing.
+        assert decode.core.tasks and not decode.core.proof_may_come
         decode.tick()
         assert not decode.core.proof_may_come and lent.state.cause
         decode.endpoint.receive(
@@ -454,9 +420,8 @@ class TestLeaving:
     def test_close_hangs_up_and_leaves_loans_unproven(self, decode: LoneDecode) -> None:
         lent, waiting = decode.lent(7), decode.open(8)
         decode.asked()
-        quarantined = [QuarantinePages(lent.grant), RoomEnded(lent.grant)]
         decode.endpoint.close(decode.now)
-        assert decode.asked()[-4:] == [RoomEnded(waiting), HangUp(KEY), *quarantined]
+        assert decode.asked()[-4:] == [RoomEnded(waiting), HangUp(KEY), *quarantined(lent.grant)]
         assert len(decode.core.ledger) == 1 and decode.core.ledger.quarantined_pages == 3
         assert lent.state.cause == LEAVING and not decode.endpoint.rooms
 

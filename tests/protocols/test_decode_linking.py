@@ -1,17 +1,26 @@
-"""Decode's links to prefill ranks: dialled, registered, lost, found again, and given up (I2, I4,
-I6).
-"""
+"""Decode's links: dialled, registered, lost, found again, and given up (I2, I4, I6)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from kvflow.protocols.commands import Dial, FreePages, HangUp, Linked, StopWatch, WatchWriter
-from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, PeerError
+from kvflow.protocols.commands import (
+    Dial,
+    FreePages,
+    HangUp,
+    Linked,
+    RoomFailed,
+    StopWatch,
+    WatchWriter,
+)
+from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, MisuseError, PeerError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machinery import TICK_WORK
 from kvflow.protocols.machines.link import LinkPhase
-from kvflow.protocols.wire.messages import GrantId, Incarnation
+from kvflow.protocols.wire import messages as wire
+from kvflow.protocols.wire.messages import Abort, GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 from tests.protocols.alone import (
     AT,
@@ -23,9 +32,11 @@ from tests.protocols.alone import (
     OTHER_PREFILL,
     OWN_ADDRESS,
     PREFILL,
+    SILENT,
     START,
     TWO,
     LoneDecode,
+    abort,
     ack,
     announce,
     beat,
@@ -35,6 +46,7 @@ from tests.protocols.alone import (
     key_of,
     link,
     over,
+    quarantined,
     rank_info,
     register,
     registered,
@@ -52,9 +64,8 @@ class TestRegistering:
             WatchWriter(KEY, OWN_ADDRESS),
             Linked(grant),
         ]
-        assert fresh.hear(registered(fresh_from=1)) == [], (
-            "the answer to a Register that was repeated"
-        )
+        # The answer to a Register that was repeated.
+        assert fresh.hear(registered(fresh_from=1)) == []
         assert fresh.open(8) == 2 and fresh.asked() == [Linked(GrantId(2)), to(announce(8, 2))]
 
     def test_register_is_repeated_until_it_is_answered(self, fresh: LoneDecode) -> None:
@@ -152,9 +163,7 @@ class TestRegistering:
         told = [HangUp(KEY), *over(grant, why), StopWatch(KEY)]
         assert fresh.hear(answer) == told  # type: ignore[arg-type]
 
-    def test_the_answer_to_what_another_life_was_asked_is_not_for_this_one(
-        self, fresh: LoneDecode
-    ) -> None:
+    def test_the_answer_for_another_life_is_not_for_this_one(self, fresh: LoneDecode) -> None:
         old = rank_info(incarnation=OTHER_PREFILL)
         fresh.open(7, (old,))
         fresh.open(8)
@@ -250,9 +259,7 @@ class TestWhichRanks:
         assert fresh.lend(grant) == offered
 
     @pytest.mark.parametrize("ranks", [ONE, TWO])
-    def test_many_rooms_are_linked_a_few_at_a_time_and_once(
-        self, fresh: LoneDecode, ranks: tuple[RankInfo, ...]
-    ) -> None:
+    def test_many_rooms_are_linked(self, fresh: LoneDecode, ranks: tuple[RankInfo, ...]) -> None:
         grants = [fresh.open(room, ranks) for room in range(2 * TICK_WORK + 1)]
         fresh.endpoint.close_room(grants[-2], GONE, fresh.now)
         fresh.asked()
@@ -314,7 +321,7 @@ class TestWhichRanks:
         assert len(kept.peers) == len(kept.coverage) == 2
         assert {peer.key for peers in kept.coverage for peer in peers} == set(kept.peers)
 
-    def test_one_that_is_lost_makes_place_where_none_is_idle_and_its_loans_wait_for_the_fence(
+    def test_a_lost_link_makes_place_and_its_loans_wait_for_the_fence(
         self,
     ) -> None:
         other = (rank_info(incarnation=OTHER_PREFILL, control=OTHER_KEY.control),)
@@ -355,14 +362,13 @@ class TestHeartbeats:
         first, second = decode.lent(7), decode.lent(8)
         assert decode.tick(1)[0] == to(beat(2)), "the second and third are open"
         decode.hear(chunk_done(0, 3, True, room=8, grant=second.grant))
-        assert to(beat(2, settled=((3, 4),))) in decode.tick(1), (
-            "the second is open, and keeps nothing of the third"
-        )
+        # The second is open, and keeps nothing of the third.
+        assert to(beat(2, settled=((3, 4),))) in decode.tick(1)
         decode.hear(chunk_done(0, 3, True, grant=first.grant))
         assert to(beat(4)) in decode.tick(1)
 
     @pytest.mark.parametrize(("late_s", "lost_at_s"), [(2.0, 7.0), (9.0, 9.0)])
-    def test_its_own_standstill_is_nobodys_silence(
+    def test_its_own_stall_is_no_silence(
         self, decode: LoneDecode, late_s: float, lost_at_s: float
     ) -> None:
         decode.lent()
@@ -373,3 +379,216 @@ class TestHeartbeats:
         assert link(decode) is LinkPhase.UP
         decode.tick(0.1)
         assert link(decode) is LinkPhase.SILENT
+
+
+# --- silence and death
+
+
+DIED = Cause(Code.PEER_LOST, f"{AT} died")
+
+
+class TestSilence:
+    def test_an_idle_link_is_dropped_and_says_what_is_settled(self, decode: LoneDecode) -> None:
+        told = decode.tick(5)
+        assert told == [to(register(fresh_from=2)), to(beat(2)), HangUp(KEY), StopWatch(KEY)]
+        assert list(decode.endpoint.peers) == [] and len(decode.core.deadlines) == 0
+        ledger = decode.core.ledger
+        assert not ledger._by_source and not ledger._acknowledged, "nothing is kept of it"
+
+    @pytest.mark.parametrize("after_s", [1.0, 1.2])
+    def test_a_heartbeat_does_not_wait_for_rooms(self, decode: LoneDecode, after_s: float) -> None:
+        for room in range(2 * TICK_WORK + 5):
+            decode.lent(room)
+        told = decode.tick(after_s)
+        asked = [len(entry[1].rooms) for entry in told if isinstance(entry[1], wire.Resync)]
+        # The first of what is due is a repetition.
+        assert asked == [TICK_WORK - 1] and to(beat(2)) in told
+        told = decode.tick()
+        assert [type(entry[1]) for entry in told] == [wire.Resync], "and one is enough"
+        decode.hear(beat())
+        assert to(beat(2)) in decode.tick(1.0)
+
+    def test_what_it_knows_and_what_is_settled(self, decode: LoneDecode) -> None:
+        """Only an acceptance says that the third grant is known: it ended in silence."""
+        for answer, settled in ((registered("full"), 3), (registered(fresh_from=4), 4)):
+            decode = LoneDecode().up()
+            record, waiting = decode.lent(7), decode.open(8)
+            decode.silence()
+            decode.hear(answer)
+            told = decode.hear(ack(grant=record.grant)) + decode.tick(1)
+            beats = [
+                entry[1]
+                for entry in told
+                if isinstance(entry, tuple) and type(entry[1]) is type(beat())
+            ]
+            assert waiting == 3 and beats == [beat(settled)]
+            if settled == 4:
+                # It was received from when it accepted.
+                assert decode.tick(3.75) and link(decode) is LinkPhase.UP
+
+    def test_rooms_end_and_what_was_lent_waits_for_proof(self, decode: LoneDecode) -> None:
+        record, waiting = decode.lent(7), decode.open(8)
+        decode.asked()
+        told = decode.tick(5)
+        assert to(register(fresh_from=4)) in told and decode.endpoint.next_tick() == float("-inf")
+        told = decode.tick()
+        assert told == [
+            RoomFailed(record.grant, SILENT),
+            *quarantined(record.grant),
+            *over(waiting, SILENT),
+        ], "an Abort would only wait in a queue"
+        assert record.state.cause == SILENT
+        assert decode.counts.endings == {
+            "aborted:client_gone": 1,
+            "lost:peer_lost": 1,
+            "failed:peer_lost": 1,
+        }
+        assert len(decode.core.ledger) == 1 and decode.core.ledger.quarantined_pages == 3
+
+    def test_it_registers_and_dials_again_until_it_is_accepted(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        assert Dial(KEY) not in decode.tick(5)
+        decode.tick()
+        assert decode.endpoint.next_tick() == decode.now + 1
+        for _ in range(4):
+            assert decode.tick(1) == [to(register(fresh_from=3))]
+            assert decode.hear(beat()) == [] and link(decode) is LinkPhase.SILENT
+        assert decode.tick(1) == [HangUp(KEY), Dial(KEY), to(register(fresh_from=3))]
+        # And the wait for the next dial begins anew.
+        assert decode.tick(1) == [to(register(fresh_from=3))]
+        told = decode.hear(registered(fresh_from=3))
+        assert told == [to(abort(grant=record.grant, cause=SILENT))]
+        assert link(decode) is LinkPhase.UP
+        assert decode.hear(ack(grant=record.grant)) == [FreePages(record.grant)]
+        assert decode.tick(1)[-1] == to(beat(3))
+
+    def test_a_silent_prefill_that_refuses_is_asked_once(self, decode: LoneDecode) -> None:
+        """It lives, and may know how its writes ended."""
+        record = decode.lent()
+        decode.silence()
+        asked = [to(abort(grant=record.grant, cause=SILENT))]
+        assert decode.hear(registered("full")) == asked and link(decode) is LinkPhase.SILENT
+        assert decode.hear(registered("full")) == []
+        decode.tick(1)
+        assert decode.tick() == asked, "its Abort is repeated until it is answered"
+        decode.hear(ack(grant=record.grant, drained=False))
+        assert decode.hear(registered("full")) == []
+        assert decode.hear(registered(fresh_from=3)) == asked, "accepted, it is asked again"
+        decode.silence()
+        assert decode.hear(registered("full")) == asked, "and once in every silence"
+
+    def test_when_its_last_loan_ends_it_is_dropped(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        decode.silence()
+        told = decode.hear(ack(grant=record.grant))
+        assert told == [FreePages(record.grant), to(beat(3)), HangUp(KEY), StopWatch(KEY)]
+        assert list(decode.endpoint.peers) == [] and len(decode.core.deadlines) == 0
+
+
+class TestTheWriterDies:
+    def test_its_rooms_and_loans_end_at_once(self, decode: LoneDecode) -> None:
+        record, waiting = decode.lent(7), decode.open(8)
+        decode.asked()
+        decode.endpoint.writer_died(KEY, decode.now)
+        told = decode.asked()
+        assert told == [
+            HangUp(KEY),
+            RoomFailed(record.grant, DIED),
+            *quarantined(record.grant),
+            *over(waiting, DIED),
+            FreePages(record.grant),
+            StopWatch(KEY),
+        ]
+        assert list(decode.endpoint.peers) == [] and len(decode.core.ledger) == 0
+        decode.endpoint.writer_died(KEY, decode.now)
+        assert decode.asked() == []
+
+    def test_of_a_silent_link(self, decode: LoneDecode) -> None:
+        record = decode.lent()
+        decode.silence()
+        decode.endpoint.writer_died(KEY, decode.now)
+        told = [to(beat(2)), HangUp(KEY), FreePages(record.grant), StopWatch(KEY)]
+        assert decode.asked() == told and decode.core.ledger.quarantined_pages == 0
+
+    def test_of_a_link_that_is_gone(self, decode: LoneDecode) -> None:
+        """Replaced by another incarnation, it is kept for what it owes."""
+        record = decode.lent()
+        decode.hear(registered(source=OTHER_PREFILL, asked=PREFILL))
+        assert link(decode) is LinkPhase.GONE
+        assert "link" not in {timer.kind for timer in decode.core.deadlines}, "nothing is due"
+        with pytest.raises(LostError, match=r"is gone: prefill at .* restarted"):
+            decode.open(8)
+        decode.endpoint.writer_died(KEY, decode.now)
+        assert decode.asked() == [FreePages(record.grant), StopWatch(KEY)]
+
+
+class TestDeclaredDead:
+    def test_its_rooms_and_loans_end_on_that_word(self, decode: LoneDecode) -> None:
+        first, second = decode.lent(7), decode.lent(8)
+        decode.silence()
+        why = Cause(Code.PEER_LOST, f"{AT} was declared dead: rack 4 burns")
+        assert decode.endpoint.declare_dead(PREFILL, "rack 4 burns", decode.now) == (2, 6)
+        told = decode.asked()
+        assert told == [
+            *(to(abort(7, first.grant, cause=SILENT)), to(abort(8, second.grant, cause=SILENT))),
+            *(to(beat(2)), HangUp(KEY)),
+            *(FreePages(first.grant), FreePages(second.grant), StopWatch(KEY)),
+        ], "should it live, it is told to stop"
+        assert decode.counts.declared_dead == 1 and len(decode.core.ledger) == 0
+        with pytest.raises(
+            LostError, match="prefill 0000000000000065 at tcp://prefill:0 was declared dead"
+        ):
+            decode.open(9)
+        with pytest.raises(MisuseError, match="no prefill 0000000000000065 is linked here"):
+            decode.endpoint.declare_dead(PREFILL, "again", decode.now)
+        assert why.text and decode.open(9, ELSEWHERE) == 4
+
+    def test_while_it_is_up(self, decode: LoneDecode) -> None:
+        record, waiting = decode.lent(7), decode.open(8)
+        decode.asked()
+        why = Cause(Code.PEER_LOST, f"{AT} was declared dead: rack 4 burns")
+        assert decode.endpoint.declare_dead(PREFILL, "rack 4 burns", decode.now) == (2, 0)
+        assert decode.asked() == [
+            *(to(abort(7, record.grant, cause=why)), to(abort(8, waiting, cause=why)), HangUp(KEY)),
+            *(RoomFailed(record.grant, why), *quarantined(record.grant)),
+            *over(waiting, why),
+            *(FreePages(record.grant), StopWatch(KEY)),
+        ]
+        assert list(decode.endpoint.peers) == []
+
+    def test_and_nobody_elses(self) -> None:
+        decode = LoneDecode().up().up(ELSEWHERE)
+        decode.lent(8, ELSEWHERE)
+        assert decode.endpoint.declare_dead(PREFILL, "gone", decode.now) == (0, 0)
+        assert [peer.key for peer in decode.endpoint.peers] == [key_of(ELSEWHERE[0])]
+        assert len(decode.endpoint.rooms) == 1
+
+    def test_every_rank_of_that_process(self, fresh: LoneDecode) -> None:
+        fresh.up()
+        fresh.up((rank_info(control="tcp://elsewhere:1"),))
+        fresh.lent(7)
+        fresh.lent(8, (rank_info(control="tcp://elsewhere:1"),))
+        assert fresh.endpoint.declare_dead(PREFILL, "gone", fresh.now)[0] == 2
+        assert list(fresh.endpoint.peers) == []
+
+
+def aborts(told: list[Any]) -> int:
+    return sum(isinstance(entry, tuple) and isinstance(entry[1], Abort) for entry in told)
+
+
+def pass_time(decode: LoneDecode, after_s: float) -> list[Any]:
+    """Everything asked for until nothing is due any more."""
+    told: list[Any] = []
+    decode.now += after_s
+    while decode.endpoint.next_tick() <= decode.now:
+        told += decode.tick()
+    return told
+
+
+def test_a_withdrawal_is_repeated_at_once_when_the_link_comes_up() -> None:
+    decode = LoneDecode(timing=None)
+    assert aborts(decode.close(decode.open())) == 1
+    # Unanswered for five seconds, it is repeated less and less often.
+    assert 1 < sum(aborts(pass_time(decode, 0.1)) for _ in range(50)) < 6
+    assert aborts(decode.hear(registered(fresh_from=1)) + pass_time(decode, 0.0)) == 1
+    assert aborts(pass_time(decode, 0.9)) == 1, "and from here on as often as at first"

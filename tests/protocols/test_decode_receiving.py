@@ -1,6 +1,4 @@
-"""A room at decode: announced, lent, filled chunk by chunk, and ended exactly once (I1, I2, I4,
-I8).
-"""
+"""A room at decode: announced, lent, filled by chunks, and ended once (I1, I2, I4, I8)."""
 
 from __future__ import annotations
 
@@ -47,15 +45,14 @@ from tests.protocols.alone import (
     failed,
     indices,
     other,
+    over,
     registered,
     to,
 )
 
 
 class TestOpening:
-    def test_a_room_that_is_offered_at_once_announces_itself_by_that(
-        self, decode: LoneDecode
-    ) -> None:
+    def test_a_room_that_is_lent_at_once_needs_no_announcement(self, decode: LoneDecode) -> None:
         assert decode.open(announce=False) == G and decode.asked() == [Linked(G)]
         assert decode.lend(G) == [to(bootstrap(grant=G))]
         assert decode.counts.rooms_opened == 2 and list(decode.endpoint.rooms) == [G]
@@ -99,9 +96,7 @@ class TestOpening:
             decode.endpoint.refuse_room(7, (), BROKEN, decode.now)
 
     def test_while_too_much_is_in_quarantine_none_is_opened(self) -> None:
-        """A recalled loan counts when prefill has left its Abort unanswered for as long as it takes
-        to repeat it.
-        """
+        """A recalled loan counts once its Abort is repeated without an answer."""
         decode = LoneDecode(bounds=Bounds(quarantine_share=0.2)).up()  # three pages of sixteen
         first, second = decode.lent(7), decode.lent(8)
         decode.close(first.grant)
@@ -164,13 +159,8 @@ class TestLending:
     def test_too_late(self, decode: LoneDecode) -> None:
         grant = decode.open()
         decode.asked()
-        ended = [
-            RoomFailed(grant, GONE),
-            to(abort(grant=grant)),
-            FreePages(grant),
-            RoomEnded(grant),
-        ]
-        assert decode.close(grant) == ended
+        told, *ended = over(grant, GONE)
+        assert decode.close(grant) == [told, to(abort(grant=grant)), *ended]
         assert decode.endpoint.lend(grant, indices(1, 2, 3), decode.now) is False
         assert decode.asked() == []
         assert decode.close(grant) == [] and decode.hear(ack(grant=grant)) == []
@@ -213,9 +203,7 @@ class TestChunks:
             assert decode.hear(message) == []
         assert decode.counts.stale == 4 and record.state.filled == (1,)
 
-    def test_a_rank_that_could_not_vouch_for_its_writes_lands_nothing_more(
-        self, decode: LoneDecode
-    ) -> None:
+    def test_a_rank_in_doubt_lands_nothing_more(self, decode: LoneDecode) -> None:
         record = decode.lent()
         decode.hear(ack(grant=G, drained=False))
         assert decode.hear(done(0, 1), done(0, 3, True)) == [] and decode.counts.stale == 2
@@ -225,9 +213,8 @@ class TestChunks:
         record = decode.lent()
         told = decode.hear(done(0, 2, True))
         why = Cause(Code.PROTOCOL_ERROR, "rank 0 filled 2 pages of 3 by chunk 0")
-        assert told == [RoomFailed(G, why), FreePages(G), RoomEnded(G)], (
-            "its last chunk has proven its writes"
-        )
+        # Its last chunk has proven its writes.
+        assert told == [RoomFailed(G, why), FreePages(G), RoomEnded(G)]
         assert record.phase is DecodePhase.ABORTED
 
     def test_the_hand_over_is_the_first_ranks_that_brings_one(self, two: LoneDecode) -> None:
@@ -242,12 +229,8 @@ class TestChunks:
     def test_ranks_fill_the_room_each_at_its_own_pace(self, two: LoneDecode) -> None:
         record = two.lent(ranks=TWO)
         two.hear(chunk_done(0, 2, grant=record.grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY)
-        assert (
-            record.next_seq[0],
-            record.next_seq[1],
-            record.first_page(0),
-            record.first_page(1),
-        ) == (0, 1, 0, 2)
+        assert record.next_seq == [0, 1]
+        assert [record.first_page(rank) for rank in (0, 1)] == [0, 2]
 
 
 def summed(
@@ -327,18 +310,9 @@ class TestVerifiedChunks:
             chunk_done(1, 1, True, grant=grant, checksum=b"d", source=OTHER_PREFILL, rank=1),
             key=OTHER_KEY,
         )
-        assert [(check.rank, check.message.seq) for check in record.checks] == [
-            (0, 0),
-            (0, 1),
-            (1, 0),
-            (1, 1),
-        ]
-        assert (
-            record.next_seq[0],
-            record.first_page(0),
-            record.next_seq[1],
-            record.first_page(1),
-        ) == (2, 2, 2, 3)
+        found = [(check.rank, check.message.seq) for check in record.checks]
+        assert found == [(0, 0), (0, 1), (1, 0), (1, 1)] and record.next_seq == [2, 2]
+        assert [record.first_page(rank) for rank in (0, 1)] == [2, 3]
         assert summed(decode, 0, b"c", 1, grant) == [] == summed(decode, 1, b"b", 0, grant)
         assert record.state.filled == (0, 0)
         assert summed(decode, 0, b"a", 0, grant) == [] and record.state.filled == (2, 2)
@@ -352,9 +326,7 @@ class TestVerifiedChunks:
         assert summed(decode, 0, b"a") == []
         assert summed(decode, 1, b"") == [RoomLanded(G, b"h"), RoomEnded(G)]
 
-    def test_prefill_gives_up_a_room_whose_last_chunk_is_being_summed(
-        self, decode: LoneDecode
-    ) -> None:
+    def test_prefill_gives_up_a_room_while_the_last_sum_runs(self, decode: LoneDecode) -> None:
         decode.lent()
         decode.hear(done(0, 3, True, checksum=b"a"))
         ended = [StopVerifying(G), RoomFailed(G, BROKEN), FreePages(G), RoomEnded(G)]
@@ -370,9 +342,7 @@ class TestVerifiedChunks:
 
 
 class TestStagedRooms:
-    """Where pages are `staged` a chunk lands when it has been brought to where it is used; no sum
-    is compared.
-    """
+    """Where pages are `staged`, a chunk lands when it was copied to its use; no sum is compared."""
 
     @pytest.fixture
     def decode(self) -> LoneDecode:
@@ -384,9 +354,8 @@ class TestStagedRooms:
         assert decode.hear(done(1, 1, True, b"h", checksum=b"of prefill")) == [
             VerifyChunk(G, 0, 1, 2, 1, SERVED)
         ]
-        assert len(decode.core.ledger) == 0 and record.state.filled == (0,), (
-            "proof, but nothing is there yet"
-        )
+        # Proof, but nothing is there yet.
+        assert len(decode.core.ledger) == 0 and record.state.filled == (0,)
         assert summed(decode, 1, b"brought") == [] and record.state.filled == (0,)
         assert summed(decode, 0, b"brought") == [RoomLanded(G, b"h"), RoomEnded(G)]
 
@@ -412,9 +381,8 @@ class TestStagedRooms:
 def test_the_story_tells_what_happened_to_a_room(decode: LoneDecode) -> None:
     record = decode.lent()
     decode.hear(done(0, 1), done(1, 2, True))
-    assert [line.what for line in record.story.lines()] == ["lent", "chunk_landed"], (
-        "the last one, and its end"
-    )
+    # The last one, and its end.
+    assert [line.what for line in record.story.lines()] == ["lent", "chunk_landed"]
 
 
 def test_its_times_and_bounds_have_defaults() -> None:

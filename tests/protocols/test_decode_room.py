@@ -1,6 +1,4 @@
-"""The decode table, cell by cell, against rules written down apart from it, and the counting around
-it (I4, I8).
-"""
+"""The decode table against rules written apart from it, and the counting around it (I4, I8)."""
 
 from __future__ import annotations
 
@@ -45,11 +43,8 @@ def expected(phase: DecodePhase, kind: DecodeKind) -> object:
     if kind in CHUNKS:
         if phase not in LENT:  # no page was lent
             return ERROR
-        return (
-            Move(P.TRANSFERRING)
-            if kind is K.CHUNK_LANDED
-            else Move(P.SUCCESS, (C.TELL_LANDED, C.END))
-        )
+        landed = Move(P.SUCCESS, (C.TELL_LANDED, C.END))
+        return landed if kind is K.ALL_LANDED else Move(P.TRANSFERRING)
     assert kind in ENDINGS
     # Nothing is lent: it ends at once, and its announcements are withdrawn.
     if phase is P.BOOTSTRAPPING:
@@ -78,13 +73,11 @@ def test_rules(phase: DecodePhase, kind: DecodeKind) -> None:
     still_open = phase in LENT | {P.BOOTSTRAPPING}
     closes = still_open and cell.phase not in LENT
     told = commands.count(C.TELL_LANDED) + commands.count(C.TELL_FAILED)
-    assert told == (1 if closes else 0), (
-        "the client gets one answer, as soon as the room is no longer open"
-    )
+    # The client gets one answer, as soon as the room is no longer open.
+    assert told == (1 if closes else 0)
     recalls = closes and cell.phase is not P.SUCCESS
-    assert (C.RECALL_LOANS in commands) == recalls, (
-        "loans are recalled when a room ends early, and only then"
-    )
+    # Loans are recalled when a room ends early, and only then.
+    assert (C.RECALL_LOANS in commands) == recalls
     if C.TELL_FAILED in commands:
         assert commands[0] is C.TELL_FAILED, "the client first"
 
@@ -171,9 +164,7 @@ events = st.one_of(
 
 @settings(max_examples=300)
 @given(st.lists(events, max_size=20))
-def test_whatever_a_peer_sends_success_means_full_and_one_ending(
-    received: list[DecodeEvent],
-) -> None:
+def test_whatever_a_peer_sends_success_is_full_and_ends_once(received: list[DecodeEvent]) -> None:
     room, ends, told = waiting(3, ranks=2), 0, 0
     for event in received:
         if room.phase in TERMINAL:

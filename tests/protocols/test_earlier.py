@@ -1,6 +1,4 @@
-"""Loans of earlier nodes over a pool, in an endpoint's ledger: one watch a writer, and an end by
-proof alone (I2).
-"""
+"""Loans of earlier nodes over a pool: one watch a writer, and an end by proof alone (I2)."""
 
 from __future__ import annotations
 
@@ -70,10 +68,8 @@ def test_a_writer_is_watched_once_whatever_it_owes() -> None:
     assert desk.asked() == [WatchEarlierWriter(1, FIRST), WatchEarlierWriter(2, SECOND)]
     assert desk.granted == {5: (LENDER, 1), 6: (LENDER, 2), 7: (LENDER, 3), 8: (LENDER, 4)}
     assert (len(desk.ledger), desk.ledger.quarantined_pages) == (4, 8)
-    assert [desk.earlier.owed_by(writer) for writer in desk.earlier.writers.values()] == [
-        (3, 6),
-        (1, 2),
-    ]
+    owed = [desk.earlier.owed_by(writer) for writer in desk.earlier.writers.values()]
+    assert owed == [(3, 6), (1, 2)]
     writer = desk.earlier.writers[1]
     assert (writer.incarnation, writer.control, writer.rank) == (11, "tcp://there:1", 0)
     assert desk.earlier.find(11, FIRST) is writer and desk.earlier.find(11, SECOND) is None
@@ -114,9 +110,7 @@ def test_pages_of_several_ranks_are_counted_once_and_wait_for_every_one() -> Non
 
 
 def test_two_writers_of_one_incarnation_are_two() -> None:
-    """What a prefill says of itself is its own affair: it may name another address to another
-    decode.
-    """
+    """A prefill may name another address to another decode."""
     desk = Desk(loan(1), loan(2, SECOND))
     assert [type(command) for command in desk.asked()] == [WatchEarlierWriter, WatchEarlierWriter]
     desk.earlier.writer_died(2)
@@ -192,11 +186,8 @@ def test_an_operator_declares_it_dead_at_either_endpoint(make: Any) -> None:
         endpoint.declare_dead(Incarnation(13), **word)
     assert endpoint.declare_dead(Incarnation(11), **word) == (2, 4)
     endpoint.tick(0.0)
-    assert [type(command) for command in endpoint.commands()] == [
-        FreePages,
-        FreePages,
-        StopEarlierWatch,
-    ]
+    kinds = [type(command) for command in endpoint.commands()]
+    assert kinds == [FreePages, FreePages, StopEarlierWatch]
     assert endpoint.core.observer.declared_dead == 1 and endpoint.core.ledger.quarantined_pages == 2
 
 

@@ -1,9 +1,8 @@
-"""Two shipped endpoints joined by hand over a link that loses, repeats and reorders, with rules
-drawn by hypothesis.
+"""Two shipped endpoints joined by a link that loses, repeats and reorders, with rules of
+hypothesis.
 
-The world knows what neither endpoint can: which writes run or may still land, which pages are free,
-what users were told. `kvflow.proof.bare` plays whole scenarios this way, `kvflow.proof.walk`
-everything that small worlds can do.
+The world knows what neither endpoint can: which writes run, which pages are free, what users were
+told.
 """
 
 from __future__ import annotations
@@ -191,7 +190,6 @@ class Joined(RuleBasedStateMachine):
 
     @rule(send=st.booleans())
     def meet(self, send: bool) -> None:
-        """A room whose halves meet without trouble: what goes wrong goes wrong later."""
         self.open_both(True)
         self._deliver_all()
         while self.linked:
@@ -203,7 +201,6 @@ class Joined(RuleBasedStateMachine):
     @precondition(lambda self: self.next_room)
     @rule(back=PICK)
     def expect(self, back: int) -> None:
-        """The engine's half of a room, perhaps of one that has been there."""
         room = max(1, self.next_room - back)
         try:
             record = self.prefill.open_room(room, TOKENS, DIGEST, now=self.now)
@@ -299,7 +296,6 @@ class Joined(RuleBasedStateMachine):
     @precondition(lambda self: self.to_prefill)
     @rule(at=st.sampled_from((0, 0, 0, 1, 2)), keep=st.booleans())
     def deliver_to_prefill(self, at: int, keep: bool) -> None:
-        """The next message, or one from behind it; it may come again."""
         at = min(at, len(self.to_prefill) - 1)
         frame = (
             self.to_prefill[at] if keep and len(self.to_prefill) < 12 else self.to_prefill.pop(at)
@@ -358,10 +354,6 @@ class Joined(RuleBasedStateMachine):
     @precondition(lambda self: self.lives < 3)
     @rule(proven=st.booleans())
     def crash_prefill(self, proven: bool) -> None:
-        """Its writes end with it; whether that is known is another matter.
-
-        Engines come back without their rooms.
-        """
         old = self.lives
         self.writes = [write for write in self.writes if write.life != old]
         self.legs.clear()
@@ -399,9 +391,7 @@ class Joined(RuleBasedStateMachine):
         )
 
     def teardown(self) -> None:
-        """A fair run without further faults comes to rest: every user is told, every loan has
-        ended.
-        """
+        """Without further faults every user is told, and every loan ends."""
         for leg in list(self.legs.values()):
             self.prefill.close_room(leg, WHY, self.now)
         for grant in list(self.decode.rooms):

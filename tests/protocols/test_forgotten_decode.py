@@ -1,8 +1,4 @@
-"""A decode that prefill has forgotten, refused or seen to die, and that registers again: what had
-ended for it does not begin again (I6).
-
-Found by the bare simulator.
-"""
+"""What had ended for a forgotten, refused or dead decode does not begin when it is back (I6)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Goodbyes: what a prefill's proves and to whom, how often it is said, and what a decode's makes
-prefill forget.
-"""
+"""Goodbyes: what a prefill's proves and to whom, and what a decode's makes prefill forget."""
 
 from __future__ import annotations
 
@@ -59,7 +57,6 @@ def acknowledged(target: Incarnation = DECODE, source: Incarnation = PREFILL) ->
 
 
 def part(node: LonePrefill | LoneDecode) -> list[object]:
-    """It has left, and says goodbye."""
     node.endpoint.leave(node.now)
     node.endpoint.part(node.now)
     return node.asked()
@@ -93,9 +90,7 @@ class TestPrefillSaysGoodbye:
         prefill.ended(3, WriteOutcome.CANCELLED)
         assert prefill.tick(TIMING.repeat_after_s) == [goodbye(1)], "the write has drained since"
 
-    def test_a_bootstrap_on_its_way_is_refused_and_nothing_is_written(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_a_bootstrap_on_its_way_is_refused(self, prefill: LonePrefill) -> None:
         part(prefill)
         assert prefill.hear(bootstrap(7, 1)) == [failed(LEAVING), ack()]
         with pytest.raises(AbortedError):
@@ -125,9 +120,7 @@ class TestPrefillSaysGoodbye:
         assert prefill.hear(acknowledged()) == [CloseRoute(DECODE)]
         assert not prefill.endpoint.route_opened(DECODE, prefill.now), "the shell closes it"
 
-    def test_it_is_withheld_where_it_would_prove_too_much(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_it_is_withheld_if_it_proved_too_much(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prefill_peers, "MAX_UNPROVEN", 1)
         prefill = LonePrefill().up(DECODE, OTHER_DECODE)
         for room, target in ((1, DECODE), (2, DECODE), (3, OTHER_DECODE)):
@@ -142,19 +135,14 @@ class TestPrefillSaysGoodbye:
         assert prefill.hear(acknowledged()) == [] and prefill.core.peers[DECODE].is_up
         assert prefill.counts.stale == 1
 
-    def test_a_decode_that_dies_has_its_rooms_ended_all_the_same(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_a_decode_that_dies_has_its_rooms_ended(self, prefill: LonePrefill) -> None:
         part(prefill)
         prefill.endpoint.peer_died(DECODE, prefill.now)
         assert prefill.asked() == [CloseRoute(DECODE)] and not prefill.core.peers
 
 
 class TestDecodeIsTold:
-    def test_every_loan_has_ended_those_prefill_never_received_too(
-        self, decode: LoneDecode
-    ) -> None:
-        """One is lent, one is only announced, one is in doubt since an earlier silence."""
+    def test_every_loan_ended_those_prefill_never_received_too(self, decode: LoneDecode) -> None:
         decode.lent(1)
         decode.open(2)
         decode.asked()
@@ -166,9 +154,8 @@ class TestDecodeIsTold:
         ]
         assert {entry.grant for entry in told if type(entry) is FreePages} == {G, 3}
         assert told[-1] == StopWatch(KEY)
-        assert not any(isinstance(entry, tuple) for entry in told[1:]), (
-            "prefill has gone: it is asked nothing"
-        )
+        # Prefill has gone: it is asked nothing.
+        assert not any(isinstance(entry, tuple) for entry in told[1:])
         assert len(decode.core.ledger) == 0
         assert not decode.core.links.peers
         assert len(decode.core.deadlines) == 0
@@ -195,7 +182,6 @@ class TestDecodeIsTold:
         assert FreePages(G) in decode.asked() and not decode.core.links.peers
 
     def test_a_withdrawn_room_that_it_names_ends(self, decode: LoneDecode) -> None:
-        """Nothing was offered: whatever prefill says, nothing can be written."""
         grant = decode.open(1)
         decode.endpoint.close_room(grant, GONE, decode.now)
         decode.hear(goodbye(grant))
@@ -272,18 +258,14 @@ class TestDecodeSaysGoodbye:
 
 
 class TestPrefillIsTold:
-    def test_it_forgets_the_decode_and_answers_as_often_as_it_is_asked(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_it_forgets_the_decode_and_answers_every_time(self, prefill: LonePrefill) -> None:
         assert prefill.hear(goodbye()) == [acknowledged(), CloseRoute(DECODE)]
         assert not prefill.core.peers
         assert prefill.hear(goodbye()) == [acknowledged()]
         assert prefill.register() == [] and prefill.counts.stale == 1, "sent before the goodbye"
         assert len(prefill.core.deadlines) == 0
 
-    def test_rooms_end_and_the_route_is_closed_when_writes_have_ended(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_rooms_end_and_the_route_closes_after_their_writes(self, prefill: LonePrefill) -> None:
         record = prefill.sending(0, 1, 2, last=True)
         prefill.open(8)
         prefill.hear(announce(8, 2))

@@ -1,6 +1,4 @@
-"""The grant table, cell by cell, against rules written down apart from it, and the memory around it
-(I6).
-"""
+"""The grant table against rules written apart from it, and the memory around it (I6)."""
 
 from __future__ import annotations
 
@@ -18,6 +16,7 @@ from kvflow.protocols.machines.grants import (
     GrantTable,
     KeptBytes,
 )
+from kvflow.protocols.machines.ranges import GrantRanges
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move
 from kvflow.protocols.wire.messages import AbortAck, ChunkDone, GrantId, Message, Rank, RoomId
 from tests.protocols.cells import cells, check_cell
@@ -81,9 +80,8 @@ def test_rules(phase: GrantPhase, kind: GrantKind) -> None:
     if not isinstance(cell, Move):
         return
     if phase in (*ENDED, *BELOW):
-        assert not {C.EXPECT, C.ADMIT, C.TELL_ROOM} & set(cell.commands), (
-            "what has ended does not begin again"
-        )
+        # What has ended does not begin again.
+        assert not {C.EXPECT, C.ADMIT, C.TELL_ROOM} & set(cell.commands)
         assert cell.phase not in BEGUN
     if phase in DOUBT and kind is not K.SETTLE:
         assert cell.phase in DOUBT, "doubt ends only when decode has settled the grant"
@@ -111,13 +109,8 @@ def test_the_memory_is_bounded_and_what_falls_out_of_it_stays_ended() -> None:
     for grant in (1, 2, 3, 4):
         closed(table, grant)
     assert (table.remembered, table.low_water) == (2, 3)
-    assert [table.phase(GrantId(g)) for g in range(1, 6)] == [
-        P.BELOW,
-        P.BELOW,
-        P.CLOSED,
-        P.CLOSED,
-        P.UNKNOWN,
-    ]
+    phases = [P.BELOW, P.BELOW, P.CLOSED, P.CLOSED, P.UNKNOWN]
+    assert [table.phase(GrantId(g)) for g in range(1, 6)] == phases
     assert table.feed(GrantId(1), K.BOOTSTRAP) == (C.REFUSE_STALE,)
     assert table.feed(GrantId(3), K.BOOTSTRAP) == (C.RESEND,) and table.last_messages(GrantId(3))
 
@@ -133,9 +126,8 @@ def test_an_evicted_grant_in_doubt_is_never_called_drained() -> None:
     assert table.settle(GrantId(3)) == [], "decode says so with every heartbeat"
     closed(table, 3, drained=False)
     closed(table, 4)
-    assert table.settle(GrantId(3)) == [] and not table.is_drained(GrantId(3)), (
-        "it has settled those below"
-    )
+    # It has settled those below.
+    assert table.settle(GrantId(3)) == [] and not table.is_drained(GrantId(3))
 
 
 def test_what_is_settled_takes_no_memory() -> None:
@@ -159,13 +151,11 @@ def test_a_claim_to_have_settled_what_was_never_offered_changes_nothing(below: i
     assert (table.low_water, table.remembered, table.phase(GrantId(2))) == (1, 1, P.DOUBTFUL)
     closed(table, 3)
     assert table.settle(GrantId(3)) == [] and table.low_water == 3
-    assert table.phase(GrantId(3)) is P.CLOSED and table.remembered == 1, (
-        "the bound itself is not settled"
-    )
+    # The bound itself is not settled.
+    assert table.phase(GrantId(3)) is P.CLOSED and table.remembered == 1
 
 
 def test_what_is_settled_above_an_open_grant_takes_no_memory_and_does_not_begin_again() -> None:
-    """However long the first one stays open."""
     table: GrantTable[str] = GrantTable(1000, GrantId(1))
     table.feed(GrantId(1), K.ANNOUNCE)
     table.announcements.add(GrantId(1), RoomId(1))
@@ -174,11 +164,8 @@ def test_what_is_settled_above_an_open_grant_takes_no_memory_and_does_not_begin_
     closed(table, 102)
     assert table.settle(GrantId(1), [(GrantId(2), GrantId(100))]) == []
     assert table.remembered == 1 and not table.unproven() and table.low_water == 1
-    assert (
-        table.feed(GrantId(50), K.BOOTSTRAP)
-        == table.feed(GrantId(99), K.ANNOUNCE)
-        == (C.REFUSE_STALE,)
-    )
+    assert table.feed(GrantId(50), K.BOOTSTRAP) == (C.REFUSE_STALE,)
+    assert table.feed(GrantId(99), K.ANNOUNCE) == (C.REFUSE_STALE,)
     assert table.phase(GrantId(100)) is P.UNKNOWN, "it may be on its way"
     assert table.feed(GrantId(1), K.BOOTSTRAP) == (C.ADMIT,)
     table.rooms[GrantId(1)] = "room"
@@ -196,9 +183,7 @@ def test_what_was_announced_in_a_settled_range_is_withdrawn() -> None:
 
 
 @pytest.mark.parametrize("bad", [(2, 2), (3, 2), (2, 4), (2, 1 << 40)])
-def test_ranges_that_hold_nothing_or_what_was_never_offered_change_nothing(
-    bad: tuple[int, int],
-) -> None:
+def test_empty_ranges_and_those_never_offered_change_nothing(bad: tuple[int, int]) -> None:
     table: GrantTable[str] = GrantTable(8, GrantId(1))
     closed(table, 1)
     closed(table, 2)
@@ -237,9 +222,6 @@ def test_bytes_of_hand_overs_are_counted_over_all_tables_until_they_are_forgotte
 
 
 def test_a_new_table_begins_where_decode_says() -> None:
-    """It may have been known here, and forgotten:
-    nothing below begins (see Register.fresh_from).
-    """
     table: GrantTable[str] = GrantTable(8, GrantId(5))
     assert table.phase(GrantId(4)) is P.BELOW and table.phase(GrantId(5)) is P.UNKNOWN
     assert table.feed(GrantId(4), K.ANNOUNCE) == (C.REFUSE_STALE,)
@@ -252,11 +234,8 @@ def test_doubts_of_a_decode_that_was_forgotten_are_doubts_when_it_is_back() -> N
     assert table.unproven() == (2, 4)
     assert not table.is_drained(GrantId(2))
     assert table.is_drained(GrantId(3))
-    assert (
-        table.feed(GrantId(4), K.BOOTSTRAP)
-        == table.feed(GrantId(1), K.BOOTSTRAP)
-        == (C.REFUSE_STALE,)
-    )
+    for grant in (4, 1):
+        assert table.feed(GrantId(grant), K.BOOTSTRAP) == (C.REFUSE_STALE,)
     assert table.phase(GrantId(5)) is P.UNKNOWN and table.seen_below == 5
     assert table.settle(GrantId(5)) == [] and not table.unproven()
 
@@ -269,9 +248,8 @@ def test_a_withdrawn_announcement_has_no_messages_and_is_remembered() -> None:
     assert table.feed(GrantId(1), K.ABORT) == (C.END_OTHER_HALF, C.ACKNOWLEDGE)
     table.end(GrantId(1), ())
     assert table.all_ended and table.remembered == 1 and table.last_messages(GrantId(1)) == ()
-    assert table.feed(GrantId(1), K.BOOTSTRAP) == (C.RESEND,), (
-        "its pages came late: it does not begin"
-    )
+    # Its pages came late: it does not begin.
+    assert table.feed(GrantId(1), K.BOOTSTRAP) == (C.RESEND,)
 
 
 def test_settling_withdraws_what_was_announced_and_never_offered_whatever_the_order() -> None:
@@ -283,21 +261,15 @@ def test_settling_withdraws_what_was_announced_and_never_offered_whatever_the_or
     table.announcements.discard(GrantId(1))
     table.feed(GrantId(1), K.BOOTSTRAP)
     assert table.settle(GrantId(4)) == [(2, 20), (3, 30)]
-    assert [table.phase(GrantId(grant)) for grant in (1, 2, 3, 4)] == [
-        P.OPEN,
-        P.OPEN,
-        P.BELOW,
-        P.ANNOUNCED,
-    ]
+    phases = [P.OPEN, P.OPEN, P.BELOW, P.ANNOUNCED]
+    assert [table.phase(GrantId(grant)) for grant in (1, 2, 3, 4)] == phases
     assert table.settle(GrantId(5)) == [(4, 40)] and table.settle(GrantId(5)) == []
 
 
 @settings(max_examples=300)
 @given(st.data())
 def test_the_memory_agrees_with_itself(data: st.DataObject) -> None:
-    """Random lives of a few grants: what is counted, remembered and in doubt is what the phases
-    say.
-    """
+    """Random lives of a few grants: counts and memory are what the phases say."""
     table: GrantTable[str] = GrantTable(2, GrantId(1))
     for _ in range(data.draw(st.integers(0, 30))):
         grant = GrantId(data.draw(st.integers(1, 5)))
@@ -332,3 +304,39 @@ def test_the_memory_agrees_with_itself(data: st.DataObject) -> None:
         assert all(
             phase is not P.UNKNOWN for number, phase in phases.items() if number < table.low_water
         )
+
+
+# --- sets of grants as ranges
+
+
+grants = st.integers(1, 20)
+
+
+def contents(ranges: GrantRanges) -> set[int]:
+    return {grant for grant in range(30) if GrantId(grant) in ranges}
+
+
+def runs(numbers: set[int]) -> int:
+    return sum(number - 1 not in numbers for number in numbers)
+
+
+@given(st.lists(st.tuples(grants, st.integers(1, 5), st.none() | grants), max_size=8))
+def test_it_holds_what_was_added_in_few_ranges(steps: list[tuple[int, int, int | None]]) -> None:
+    ranges, plain = GrantRanges(), set[int]()
+    for start, count, through in steps:
+        ranges.add(GrantId(start), GrantId(start + count))
+        plain |= set(range(start, start + count))
+        if through is not None:
+            end = through
+            while end in plain:
+                end += 1
+            assert ranges.pop_through(GrantId(through)) == end
+            plain = {grant for grant in plain if grant >= end}
+        assert contents(ranges) == plain and len(ranges) == runs(plain)
+    while len(ranges):
+        lowest = min(plain)
+        while lowest in plain:
+            plain.discard(lowest)
+            lowest += 1
+        assert ranges.pop_first() == lowest
+    assert not plain

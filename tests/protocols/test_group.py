@@ -1,6 +1,4 @@
-"""A group of ranks over links that lose, repeat and reorder frames; and what each end says to bad
-and stale ones.
-"""
+"""A group of ranks over lossy links, and what each end says to bad and stale frames."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ TIMING = Timing(heartbeat_s=1.0, lost_after_s=5.0, repeat_after_s=0.4)
 
 
 class Group:
-    """One leader's address and its ranks, driven by a seed.
-
-    `trouble`: the share of frames that are lost, repeated or late."""
+    """One leader and its ranks. `trouble`: the share of frames that are lost, repeated or late."""
 
     def __init__(self, seed: int, ranks: int, trouble: float = 0.0) -> None:
         self.rng, self.ranks, self.trouble, self.now = random.Random(seed), ranks, trouble, 0.0
@@ -80,7 +76,6 @@ class Group:
 
     @property
     def lead(self) -> GroupLeader:
-        """The leader, which runs."""
         assert self.leader is not None
         return self.leader
 
@@ -97,10 +92,7 @@ class Group:
         self.members[rank] = GroupMember(self.life(), rank, self.ranks, now=self.now, timing=TIMING)
 
     def crash(self, rank: int) -> None:
-        """The leader is in the process of rank 0.
-
-        Its connections break now, or are noticed by silence.
-        """
+        """The leader dies with rank 0. Its connections break, or silence shows it."""
         gone = self.members.pop(rank)
         self.rooms = {key: state for key, state in self.rooms.items() if key[0] != rank}
         seen = self.rng.random() < 0.5
@@ -141,9 +133,8 @@ class Group:
     def note(self, sent: Any) -> None:
         if isinstance(sent, wire.Decision):
             entry = (sent.ticket, sent.ruling, sent.cause)
-            assert self.log.setdefault((sent.leader, sent.number), entry) == entry, (
-                "one log for every member"
-            )
+            # One log for every member.
+            assert self.log.setdefault((sent.leader, sent.number), entry) == entry
 
     def run_member(self, member: GroupMember) -> None:
         rank = member.rank
@@ -160,9 +151,8 @@ class Group:
                 self.rooms[at] = "waits"
             elif isinstance(command, StartRoom):
                 assert self.rooms[at] == "matched"
-                assert {(other, command.key) for other in range(self.ranks)} <= self.matched, (
-                    "starts before all are ready"
-                )
+                # No rank starts before all are ready.
+                assert {(other, command.key) for other in range(self.ranks)} <= self.matched
                 self.rooms[at] = "started"
             elif isinstance(command, CloseRoom):
                 self.rooms[at] = "drains"
@@ -181,9 +171,8 @@ class Group:
         assert key not in self.decided, "decided twice"
         self.decided[key] = command.cause
         if command.cause is None:
-            assert {(rank, key) for rank in range(self.ranks)} <= self.landed, (
-                "a success without the others"
-            )
+            # A success needs every rank.
+            assert {(rank, key) for rank in range(self.ranks)} <= self.landed
 
     def arrive(self, frame: Any) -> None:
         if isinstance(frame, SendToMember):
@@ -214,7 +203,6 @@ class Group:
     # --- time
 
     def step(self, until_s: float) -> None:
-        """Frames and timers up to then."""
         while True:
             ends: list[Any] = [
                 *([self.leader] if self.leader is not None else []),
@@ -238,7 +226,6 @@ class Group:
         self.now = until_s
 
     def happen(self, failing: float) -> None:
-        """Something to one of the rooms."""
         at = self.rng.choice(sorted(self.rooms))
         rank, key = at
         member, state = self.members[rank], self.rooms[at]
@@ -278,9 +265,8 @@ class Group:
             assert not member.session.link.unconfirmed
         assert not self.rooms
         for numbers in self.applied.values():
-            assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), (
-                "decisions in one order, none left out"
-            )
+            # Decisions in one order, none left out.
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         for held in self.leader.members.values():
             assert not held.link.unconfirmed
 
@@ -343,7 +329,7 @@ def opened(group: Group, room: int = 7) -> TicketKey:
 
 
 def drained(group: Group) -> bool:
-    """Rooms come to their ends by themselves; true when nothing of a request is left then."""
+    """Let rooms come to their ends. True if nothing of a request is left then."""
     while group.rooms:
         group.happen(0.0)
     return not any(member.tickets for member in group.members.values())
@@ -365,14 +351,12 @@ def join(leader: GroupLeader, life: int = 50, now: float = 0.0, **changes: Any) 
 
 
 def heading(member: GroupMember) -> dict[str, Any]:
-    """What every word between a member and its leader begins with."""
     session = member.session
     assert session is not None
     return {"leader": session.leader, "member": member.incarnation, "session": session.number}
 
 
 def heading_of(leader: GroupLeader, held: Any) -> dict[str, Any]:
-    """As `heading`, from what the leader holds of a member."""
     return {"leader": leader.incarnation, "member": held.incarnation, "session": held.session}
 
 
@@ -389,15 +373,11 @@ def vote(
 
 
 def words(leader: GroupLeader) -> list[Any]:
-    """What it says to members since the last call."""
     sent = [command for command in leader.commands() if isinstance(command, SendToMember)]
     return [parse_at_member(command.frame) for command in sent]
 
 
 def test_a_failure_reaches_every_rank_at_once_with_its_cause() -> None:
-    """As when decode aborts a room that a later stage still waits for, after an earlier stage has
-    dropped it.
-    """
     group = joined(4)
     key = opened(group)
     cause = Cause(Code.CLIENT_GONE, "decode has aborted")
@@ -700,9 +680,7 @@ def test_an_idle_group_stays_together() -> None:
 
 
 def test_a_join_that_is_repeated_begins_one_session() -> None:
-    """Also where the number of the last session, under another leader, is higher than any of this
-    one.
-    """
+    """Also where the last session, of another leader, has a higher number."""
     leader = GroupLeader(Incarnation(1), 2, now=0.0)
     for _ in range(2):
         join(leader, last_leader=Incarnation(9), last_session=30)

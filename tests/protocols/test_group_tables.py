@@ -1,6 +1,4 @@
-"""The tables of a group, cell by cell, against rules written down apart from them: one rank's, and
-the leader's.
-"""
+"""The tables of a group, one rank's and the leader's, against rules written apart from them."""
 
 from __future__ import annotations
 
@@ -65,17 +63,14 @@ def test_rules_of_a_member(phase: MemberPhase, kind: MemberKind) -> None:
         return
     commands = set(cell.commands)
     assert len(commands & VOTES) <= 1
-    assert (MC.VOTE_FAILED in commands) is (kind is MK.FAILED), (
-        "its own failures are told, at once, and no others"
-    )
-    assert (MC.START in commands) is (kind is MK.STARTED), (
-        "it starts when the group does, and never by itself"
-    )
+    # Its own failures are told, at once, and no others.
+    assert (MC.VOTE_FAILED in commands) is (kind is MK.FAILED)
+    # It starts when the group does, and never by itself.
+    assert (MC.START in commands) is (kind is MK.STARTED)
     assert (MC.END in commands) is (cell.phase is M.ENDED)
     settled = commands & {MC.TELL_SUCCESS, MC.TELL_FAILED}
-    assert bool(settled) is (kind in (MK.SUCCEEDED, *OVER)), (
-        "what became of it is the group's word, once"
-    )
+    # What became of it is the group's word, once.
+    assert bool(settled) is (kind in (MK.SUCCEEDED, *OVER))
     assert (MC.CLOSE_ROOM in commands) is (kind in OVER and phase in LIVES)
 
 

@@ -1,6 +1,4 @@
-"""State kinds: what is kept per token slot, per page and per request, in one descriptor that peers
-compare.
-"""
+"""State kinds: what is kept per token slot, per page and per request."""
 
 from __future__ import annotations
 
@@ -55,12 +53,8 @@ def test_a_model_of_state_rows_alone_has_pages_without_bytes() -> None:
     layout = build_layout(HYBRID[4:], page_size=4, num_pages=6, num_rows=3)
     assert (layout.page_bytes, layout.row_bytes) == (0, 384)
     pages, rows = np.arange(3, dtype=np.int32), np.array([2, 0], dtype=np.int32)
-    assert (
-        Pairing(layout, layout)
-        .blocks(pages, pages, rows, rows, max_block_bytes=1 << 20)
-        .total_bytes
-        == 2 * 384
-    )
+    plan = Pairing(layout, layout).blocks(pages, pages, rows, rows, max_block_bytes=1 << 20)
+    assert plan.total_bytes == 2 * 384
 
 
 @pytest.mark.parametrize(
@@ -84,9 +78,7 @@ def test_a_model_of_state_rows_alone_has_pages_without_bytes() -> None:
         (StateKind("x", "uint8", (4,)), {"num_rows": 1.5}, "num_rows 1.5 is not an integer"),
     ],
 )
-def test_a_kind_that_does_not_hold_is_refused(
-    kind: StateKind, changes: dict[str, object], text: str
-) -> None:
+def test_a_bad_kind_is_refused(kind: StateKind, changes: dict[str, object], text: str) -> None:
     given = {"page_size": 4, "num_pages": 6, "num_rows": 3, **changes}
     with pytest.raises(LayoutError, match=text):
         build_layout([*HYBRID, kind], **given)  # type: ignore[arg-type]

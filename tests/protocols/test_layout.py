@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.protocols.arguments import pack_pages, unpack_pages
-from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.arguments import own_pages, pack_pages, unpack_pages
+from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.differences import differences
+from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import (
     MAX_LABEL,
     MAX_PAGES,
@@ -233,3 +234,42 @@ def test_a_large_page_list_is_checked_without_a_hash_table(monkeypatch: pytest.M
     assert (unpack_pages(pack_pages(pages), 1 << 16) == pages).all()
     with pytest.raises(LayoutError, match="twice"):
         unpack_pages(pack_pages(np.append(pages, pages[7])), 1 << 16)
+
+
+# --- a user's own pages
+
+
+def layout(num_rows: int) -> PoolLayout:
+    kinds = [
+        StateKind("k", "float32", (2,)),
+        *([StateKind("s", "float32", (4,), ROW)] if num_rows else []),
+    ]
+    return build_layout(kinds, page_size=4, num_pages=8, num_rows=num_rows)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "pages", "wanted", "text"),
+    [
+        (0, [0, 7, 7], 3, "a page is given twice"),
+        (0, [0, 7], 3, "2 pages given, its prompt needs 3"),
+        (0, [0, 8], 2, r"page 8 is outside 0\.\.7"),
+        (
+            2,
+            [0, 8],
+            3,
+            (
+                r"1 pages and 1 rows given, .* 2 pages and 1 row \(row r is given as 8 \+ r, as "
+                r"the last\)"
+            ),
+        ),
+        (2, [0, 1, 10], 3, r"page 10 is outside 0\.\.9"),
+    ],
+)
+def test_what_is_refused(num_rows: int, pages: list[int], wanted: int, text: str) -> None:
+    with pytest.raises(MisuseError, match=f"^room 7: {text}$"):
+        own_pages(pages, layout(num_rows), 7, wanted)
+
+
+@pytest.mark.parametrize(("num_rows", "pages"), [(0, []), (0, [7, 0]), (2, [8]), (2, [7, 0, 9])])
+def test_what_is_taken(num_rows: int, pages: list[int]) -> None:
+    assert own_pages(pages, layout(num_rows), 7, len(pages)).tolist() == pages

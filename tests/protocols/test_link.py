@@ -71,33 +71,25 @@ def test_rules(phase: LinkPhase, kind: LinkKind) -> None:
     cell = TABLE.cell(phase, kind)
     if not isinstance(cell, Move):
         return
-    assert (C.END_LOANS in cell.commands) == (kind in PROOF), (
-        "no silence, refusal or new incarnation is proof (I2)"
-    )
+    # No silence, refusal or new incarnation is proof (I2).
+    assert (C.END_LOANS in cell.commands) == (kind in PROOF)
     leaves = phase in ALIVE and cell.phase is P.GONE
-    assert (C.HANG_UP in cell.commands) == leaves, (
-        "the socket goes with the link: it has this decode's routing id"
-    )
+    # The socket goes with the link: it has this decode's routing id.
+    assert (C.HANG_UP in cell.commands) == leaves
     falls_silent = phase is P.UP and cell.phase is P.SILENT
     loses_rooms = bool({C.LOSE_ROOMS, C.PART} & set(cell.commands))
     assert loses_rooms == (leaves or falls_silent), "its rooms end as soon as it is not up"
-    assert (C.PART in cell.commands) == (leaves and kind is K.GOODBYE), (
-        "proof is prefill's own word, and no other"
-    )
+    # Proof is prefill's own word, and no other.
+    assert (C.PART in cell.commands) == (leaves and kind is K.GOODBYE)
     assert (C.START_ROOMS in cell.commands) == (phase is P.REGISTERING and cell.phase is P.UP)
-    assert (C.WATCH_WRITER in cell.commands) == (C.START_ROOMS in cell.commands), (
-        "watched before a page is lent to it"
-    )
+    # Watched before a page is lent to it.
+    assert (C.WATCH_WRITER in cell.commands) == (C.START_ROOMS in cell.commands)
     if cell.phase is P.SILENT:
-        assert {C.SEND_REGISTER, C.ASK_LOANS} & set(cell.commands), (
-            "a silent link always asks for something"
-        )
+        # A silent link always asks for something.
+        assert {C.SEND_REGISTER, C.ASK_LOANS} & set(cell.commands)
 
 
 def test_a_refusal_never_costs_a_link_that_was_up() -> None:
-    """The refused Register of an earlier silence, or a prefill that is full now, changes nothing
-    for open rooms.
-    """
     assert TABLE.moves[P.UP, K.REFUSED] is None
     silent = TABLE.moves[P.SILENT, K.REFUSED]
     assert silent is not None and silent.phase is P.SILENT

@@ -25,10 +25,7 @@ def step(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCommand
 def expected(
     phase: LoanPhase, kind: LoanKind
 ) -> tuple[LoanPhase, tuple[LoanCommand, ...]] | object | None:
-    """None: ignored.
-
-    What other machines report comes at any time; what the ledger asks for comes in its order.
-    """
+    """None: ignored. Reports may come at any time; what the ledger asks for comes in its order."""
     if phase is P.RETURNED:  # out of the ledger
         return ERROR
     if kind is K.LEND:  # pages are offered once
@@ -66,9 +63,7 @@ def expected(
 def without_pages(
     phase: LoanPhase, kind: LoanKind
 ) -> tuple[LoanPhase, tuple[LoanCommand, ...]] | object | None:
-    """Before any page is offered no rank can write: whatever is answered, or not, nothing has to be
-    proven.
-    """
+    """Before any page is offered no rank can write, so nothing has to be proven."""
     if phase is P.ANNOUNCED:
         if kind is K.RECALL:
             return P.WITHDRAWN, (C.SEND_ABORT,)
@@ -98,9 +93,8 @@ def test_returned_only_on_proof_and_only_once(phase: LoanPhase, kind: LoanKind) 
     after, commands = step(phase, kind)
     returns = commands.count(C.RETURN)
     assert returns == (1 if after is P.RETURNED and phase is not P.RETURNED else 0)
-    assert not returns or kind in PROOF or phase in (P.WITHDRAWN, P.PROVEN), (
-        "only what was lent needs proof"
-    )
+    # Only what was lent needs proof.
+    assert not returns or kind in PROOF or phase in (P.WITHDRAWN, P.PROVEN)
 
 
 @pytest.mark.parametrize("lent", LENT, ids=lambda value: value.name)
@@ -126,9 +120,7 @@ def test_silence_and_return_is_asked_about_until_answered() -> None:
 
 
 def test_a_rank_that_ended_the_grant_keeps_its_loan_until_the_room_ends() -> None:
-    """Else the grant would be settled, and the reason, whose message was lost, could not be sent
-    again.
-    """
+    """Else the grant would be settled, and a lost reason could not be sent again."""
     phase, commands = step(P.LENT, K.DRAINED)
     assert (phase, commands) == (P.PROVEN, ())
     assert step(phase, K.DRAINED) == (P.PROVEN, ())

@@ -1,6 +1,4 @@
-"""The shape of every message: frozen, tagged, with limits that can be reached, and nothing more
-than the limits.
-"""
+"""The shape of every message: frozen, tagged, with limits that can be reached."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from kvflow.protocols.errors import WireError
+from kvflow.protocols.errors import CapacityError, Cause, Code, WireError, room_error
 from kvflow.protocols.machinery import parsed
 from kvflow.protocols.wire import messages
 from kvflow.protocols.wire.codec import encode, parse_at_decode, parse_at_prefill
@@ -123,9 +121,7 @@ LIMITS: list[tuple[type, str, Any, Any]] = [
     LIMITS,
     ids=[f"{k.__name__}.{n}-{i}" for i, (k, n, *_) in enumerate(LIMITS)],
 )
-def test_limits_hold_and_can_be_reached(
-    kind: type, name: str, allowed: object, refused: object
-) -> None:
+def test_limits_hold_exactly(kind: type, name: str, allowed: object, refused: object) -> None:
     assert read(changed(kind, **{name: allowed})) == changed(kind, **{name: allowed})
     with pytest.raises(WireError):
         read(changed(kind, **{name: refused}))
@@ -178,3 +174,16 @@ def test_importing_the_protocols_loads_no_framework() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert found.stdout.split() == []
+
+
+@pytest.mark.parametrize("code", list(Code))
+@pytest.mark.parametrize("text", ["", "decode had no free pages", "capacity"])
+def test_a_cause_survives_being_raised(code: Code, text: str) -> None:
+    cause = Cause(code, text)
+    assert room_error(room_error(cause).cause()).cause() == cause
+
+
+def test_an_error_that_was_raised_here_is_its_own_cause() -> None:
+    assert CapacityError("rooms", 3, 2).cause() == Cause(
+        Code.CAPACITY, "rooms: asked for 3, limit 2"
+    )

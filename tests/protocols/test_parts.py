@@ -1,6 +1,4 @@
-"""Parts and copies: what holds is accepted,
-and plans between any two widths write every byte once.
-"""
+"""Parts and copies: plans between any two widths write every byte once."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ ORDERS: tuple[Order, ...] = ("page_first", "layer_first")
 
 
 class Stream(NamedTuple):
-    """A stream of the whole model, divided along `axis`,
-    or held by every shard where that is None.
-    """
+    """A stream of the whole model, divided along `axis`, or held by every shard without one."""
 
     stage: int
     kind: StateKind
@@ -39,10 +35,7 @@ class Stream(NamedTuple):
 
 
 def cut(total: int, shards: int) -> list[tuple[int, int]]:
-    """First entry and count of each shard; as even as can be.
-
-    Fewer entries than shards: some have the same one.
-    """
+    """First entry and count of each shard, as even as can be. Some are equal if entries are few."""
     if total < shards:
         return [(shard * total // shards, 1) for shard in range(shards)]
     edges = [shard * total // shards for shard in range(shards + 1)]
@@ -80,11 +73,8 @@ def models(draw: st.DrawFn) -> list[Stream]:
         dtype = draw(st.sampled_from(["uint8", "bfloat16"]))
         shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
         axis = draw(st.one_of(st.none(), st.integers(0, len(shape) - 1)))
-        found.append(
-            Stream(
-                draw(st.integers(0, 1)), StateKind(f"{i}", dtype, shape, unit, axis=axis or 0), axis
-            )
-        )
+        kind = StateKind(f"{i}", dtype, shape, unit, axis=axis or 0)
+        found.append(Stream(draw(st.integers(0, 1)), kind, axis))
     return found
 
 
@@ -139,12 +129,8 @@ def view(layout: PoolLayout, c: Component, flat: Memory) -> NDArray[np.uint8]:
     """[pages, slots, *shape, bytes of an element] of one component, slots 1 where it has none."""
     b = layout.buffers[c.buffer]
     repeats = layout.page_size if c.unit == SLOT else 1
-    shape = (
-        layout.count_of(c),
-        repeats,
-        *c.shape,
-        c.size_bytes // repeats // int(np.prod(c.shape)),
-    )
+    element_bytes = c.size_bytes // repeats // int(np.prod(c.shape))
+    shape = (layout.count_of(c), repeats, *c.shape, element_bytes)
     inner = np.lib.stride_tricks.as_strided(
         flat[b.address + c.offset :], (shape[0], c.size_bytes), (b.page_bytes, 1), writeable=True
     )
@@ -161,9 +147,7 @@ def entries(c: Component) -> tuple[slice, ...]:
 @given(plans())
 @settings(max_examples=300)
 def test_between_any_widths_every_byte_is_written_once_from_the_right_byte(plan: Plan) -> None:
-    """Prefill of any width, and one or two stages, to decode of any width: what a rank serves lands
-    in every copy.
-    """
+    """Prefill of any width, in one or two stages: what a rank serves lands in every copy."""
     target = laid_out(parts_of_all(plan.streams, plan.widths[1]), plan, 1)
     assert target is not None
     rng = np.random.default_rng(0)

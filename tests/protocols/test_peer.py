@@ -53,12 +53,10 @@ def test_rules(phase: PeerPhase, kind: PeerKind) -> None:
         return
     forgotten = cell.phase is P.FORGOTTEN
     assert (C.FORGET in cell.commands) == forgotten
-    assert (C.CLOSE_ROUTE in cell.commands) == (forgotten and phase in HAS_ROUTE), (
-        "with the peer, and never before"
-    )
+    # With the peer, and never before.
+    assert (C.CLOSE_ROUTE in cell.commands) == (forgotten and phase in HAS_ROUTE)
     assert (C.SEND_ACCEPTED in cell.commands) == (cell.phase is P.UP and kind is not K.HEARD)
     if phase is P.UP and cell.phase in (P.SILENT, P.GONE):
         assert C.LOSE_ROOMS in cell.commands, "its rooms end with it"
-    assert (C.WATCH_PROCESS in cell.commands) == (phase is P.OPENING and cell.phase is P.UP), (
-        "one watch a peer"
-    )
+    # One watch a peer.
+    assert (C.WATCH_PROCESS in cell.commands) == (phase is P.OPENING and cell.phase is P.UP)

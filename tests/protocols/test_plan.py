@@ -26,9 +26,7 @@ Case = tuple[PoolLayout, PoolLayout, Places, Places, int]
 
 
 def placed(layout: PoolLayout, at: int) -> PoolLayout:
-    """The layout with buffers at `at`, a gap between each two: nothing may spill from one into the
-    next.
-    """
+    """The layout with buffers at `at`, and gaps between them into which nothing may spill."""
     buffers = []
     for b in layout.buffers:
         buffers.append(msgspec.structs.replace(b, address=at))
@@ -52,10 +50,8 @@ def naively(
         o = there[c.name]
         for i, j in zip(s[c.unit == ROW], t[c.unit == ROW], strict=True):
             sb, tb = source.buffers[c.buffer], target.buffers[o.buffer]
-            at, to = (
-                sb.address + i * sb.page_bytes + c.offset,
-                tb.address + j * tb.page_bytes + o.offset,
-            )
+            at = sb.address + i * sb.page_bytes + c.offset
+            to = tb.address + j * tb.page_bytes + o.offset
             out[to : to + c.size_bytes] = a[at : at + c.size_bytes]
     return out
 
@@ -63,10 +59,8 @@ def naively(
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     orders: st.SearchStrategy[Order] = st.sampled_from(["page_first", "layer_first"])
-    dtypes, units = (
-        st.sampled_from(["uint8", "bfloat16", "float32"]),
-        st.sampled_from([SLOT, SLOT, PAGE, ROW]),
-    )
+    dtypes = st.sampled_from(["uint8", "bfloat16", "float32"])
+    units = st.sampled_from([SLOT, SLOT, PAGE, ROW])
     streams = [
         StateKind(name, draw(dtypes), (draw(st.integers(1, 5)),), draw(units))
         for name in ("0.k", "0.v", "1.k", "1.v", "scale")[: draw(st.integers(1, 5))]
@@ -74,11 +68,8 @@ def cases(draw: st.DrawFn) -> Case:
     other = draw(st.permutations(streams)) if draw(st.booleans()) else streams
     page_size = draw(st.integers(1, 4))
     counts = [draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))]
-    counts.append(
-        draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
-        if any(k.unit == ROW for k in streams)
-        else (0, 0)
-    )
+    some_rows = st.tuples(st.integers(1, 4), st.integers(1, 4))
+    counts.append(draw(some_rows) if any(k.unit == ROW for k in streams) else (0, 0))
     pages, rows = counts
     source = build_layout(
         streams, page_size=page_size, num_pages=pages[0], num_rows=rows[0], order=draw(orders)
@@ -135,27 +126,20 @@ def pool(order: Order, num_pages: int = 64) -> PoolLayout:
 
 def test_adjacent_pages_become_one_block() -> None:
     pages = np.array([5, 6, 7, 20, 21, 40], dtype=np.int32)
-    runs = Pairing(pool("page_first"), pool("page_first")).blocks(
-        pages, pages, max_block_bytes=1 << 20
+    paged, layered = pool("page_first"), pool("layer_first")
+    runs, layers, mixed = (
+        Pairing(*pools).blocks(pages, pages, max_block_bytes=1 << 20).sizes
+        for pools in ((paged, paged), (layered, layered), (paged, layered))
     )
-    assert (runs.sizes // pool("page_first").page_bytes).tolist() == [3, 2, 1]
-    layers = Pairing(pool("layer_first"), pool("layer_first")).blocks(
-        pages, pages, max_block_bytes=1 << 20
-    )
-    assert len(layers.sizes) == 3 * 8
-    mixed = Pairing(pool("page_first"), pool("layer_first")).blocks(
-        pages, pages, max_block_bytes=1 << 20
-    )
-    assert len(mixed.sizes) == 6 * 8
+    assert (runs // paged.page_bytes).tolist() == [3, 2, 1]
+    assert (len(layers), len(mixed)) == (3 * 8, 6 * 8)
 
 
 @pytest.mark.parametrize(
     ("source_pages", "target_pages"),
     [([0], [0, 1]), ([64], [0]), ([0], [64]), ([-1], [0]), ([0], [-1]), ([[0]], [[0]])],
 )
-def test_lists_that_do_not_fit_are_refused(
-    source_pages: list[int], target_pages: list[int]
-) -> None:
+def test_bad_lists_are_refused(source_pages: list[int], target_pages: list[int]) -> None:
     pairing = Pairing(pool("page_first"), pool("layer_first"))
     with pytest.raises(LayoutError):
         pairing.check(
@@ -165,10 +149,8 @@ def test_lists_that_do_not_fit_are_refused(
 
 def test_pools_that_do_not_fit_are_refused() -> None:
     with pytest.raises(LayoutError, match="page_size"):
-        Pairing(
-            pool("page_first"),
-            build_layout([("0.k", "bfloat16", (2, 8))], page_size=8, num_pages=4),
-        )
+        other = build_layout([("0.k", "bfloat16", (2, 8))], page_size=8, num_pages=4)
+        Pairing(pool("page_first"), other)
 
 
 def page_of(layout: PoolLayout, memory: Memory, page: int) -> bytes:
@@ -191,18 +173,13 @@ def opaque(draw: st.DrawFn, side: str, page_bytes: int) -> PoolLayout:
 
 
 @given(st.data(), st.integers(2, 20))
-def test_opaque_pages_arrive_whole_wherever_the_two_sides_cut_them(
-    data: st.DataObject, page_bytes: int
-) -> None:
+def test_opaque_pages_arrive_whole_however_cut(data: st.DataObject, page_bytes: int) -> None:
     source = placed(data.draw(opaque("source", page_bytes)), 5)
     target = placed(data.draw(opaque("target", page_bytes)), 9)
     s, t = np.array([3, 0, 1], dtype=np.int32), np.array([0, 1, 2], dtype=np.int32)
     a = np.arange(4 * page_bytes + 200, dtype=np.int64).astype(np.uint8)
-    after = copied(
-        Pairing(source, target).blocks(s, t, max_block_bytes=7),
-        a,
-        np.full(a.size, 255, dtype=np.uint8),
-    )
+    blocks = Pairing(source, target).blocks(s, t, max_block_bytes=7)
+    after = copied(blocks, a, np.full(a.size, 255, dtype=np.uint8))
     for i, j in zip(s.tolist(), t.tolist(), strict=True):
         assert page_of(target, after, j) == page_of(source, a, i)
     assert page_of(target, after, 3) == b"\xff" * page_bytes
@@ -214,6 +191,5 @@ def test_opaque_pages_cut_alike_are_one_block_a_run() -> None:
         for s in ({"a": 64}, {"b": 24, "c": 40})
     )
     pages = np.arange(8, dtype=np.int32)
-    assert Pairing(source, target).blocks(pages, pages, max_block_bytes=1 << 20).sizes.tolist() == [
-        512
-    ]
+    blocks = Pairing(source, target).blocks(pages, pages, max_block_bytes=1 << 20)
+    assert blocks.sizes.tolist() == [512]

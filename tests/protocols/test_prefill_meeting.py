@@ -1,6 +1,4 @@
-"""Prefill's half of a room and decode's: they meet in either order, or each hears why the other
-does not come (I4).
-"""
+"""Prefill's half of a room and decode's: they meet, or each hears why the other does not (I4)."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from kvflow.protocols.commands import RoomMatched, RoomReleased, RoomStopped
 from kvflow.protocols.errors import AbortedError, Cause, Code, MisuseError, RoomInUseError
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.prefill_room import PrefillPhase
-from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire import messages as wire
 from tests.protocols.alone import (
     BROKEN,
@@ -31,6 +28,7 @@ from tests.protocols.alone import (
     begun,
     bootstrap,
     failed,
+    stopped,
 )
 
 IN_USE = Cause(Code.ROOM_IN_USE, "room 7 has a decode already")
@@ -38,17 +36,12 @@ DRAINS = Cause(Code.ROOM_IN_USE, "room 7 is in use: writes of the last room of t
 LEAVING = Cause(Code.SHUTDOWN, "prefill is shutting down")
 
 
-def stopped(record: PrefillRoomRecord, cause: Cause) -> list[object]:
-    return [RoomStopped(record.serial, cause), RoomReleased(record.serial)]
-
-
 class TestMeeting:
     def test_the_engine_first(self, prefill: LonePrefill) -> None:
         record = prefill.open()
         assert prefill.asked() == [] and record.phase is PrefillPhase.EXPECTED and record.half
-        assert (record.grant, record.prefix_tokens, len(record.target_pages)) == (0, 0, 0), (
-            "not known yet"
-        )
+        # Not known yet.
+        assert (record.grant, record.prefix_tokens, len(record.target_pages)) == (0, 0, 0)
         assert prefill.hear(announce()) == [] and record.phase is PrefillPhase.ANNOUNCED
         assert prefill.hear(bootstrap(prefix=4, pages=(7, 2))) == [RoomMatched(record.serial, 4)]
         assert record.target_pages.tolist() == [7, 2] and not record.half
@@ -56,9 +49,6 @@ class TestMeeting:
 
     @pytest.mark.parametrize("first", ["engine", "decode"])
     def test_decode_hears_that_the_engine_has_begun(self, prefill: LonePrefill, first: str) -> None:
-        """Once it has announced the room, and again when it repeats that; not after it has lent its
-        pages.
-        """
         told = prefill.hear(announce()) if first == "decode" else []
         record = prefill.open()
         assert told + prefill.asked() == []
@@ -71,7 +61,6 @@ class TestMeeting:
         assert prefill.asked() == prefill.hear(announce()) == []
 
     def test_an_announcement_is_refused_when_its_time_is_over(self) -> None:
-        """In their order, one that was joined or withdrawn meanwhile left out."""
         timing = msgspec.structs.replace(TIMING, announced_s=10.0)
         prefill = LonePrefill(timing=timing).up(DECODE, OTHER_DECODE)
         prefill.hear(announce(1, 1), announce(2, 2), announce(3, 3))
@@ -141,9 +130,7 @@ class TestMeeting:
         assert prefill.counts.endings == {"failed:prompt_mismatch": 1}
         assert len(prefill.core.deadlines) == 1, "the silence of decode, and no room's"
 
-    def test_what_ended_is_sent_again_when_decode_repeats_itself(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_what_ended_is_sent_again_when_decode_repeats(self, prefill: LonePrefill) -> None:
         prefill.hear(bootstrap())
         prefill.open(tokens=12)
         told = [
@@ -152,57 +139,42 @@ class TestMeeting:
             if not isinstance(message, RoomStopped | RoomReleased)
         ]
         assert len(told) == 2
-        assert (
-            prefill.hear(bootstrap())
-            == prefill.hear(announce())
-            == prefill.hear(ask((7, 1, 0)))
-            == told
-        )
+        for message in (bootstrap(), announce(), ask((7, 1, 0))):
+            assert prefill.hear(message) == told
         assert prefill.hear(abort()) == [ack()]
 
 
 class TestWhileTheLastRoomOfThatIdDrains:
-    """Whatever half comes, it has ended at once,
-    and the other one is told the same when it comes.
-    """
+    """Whatever half comes has ended at once, and the other one is told the same."""
 
-    @pytest.fixture
-    def drains(self, prefill: LonePrefill) -> PrefillRoomRecord:
+    REFUSED = (failed(DRAINS, 7, 1, target=OTHER_DECODE), ack(7, 1, target=OTHER_DECODE))
+
+    @pytest.fixture(autouse=True)
+    def drains(self, prefill: LonePrefill) -> None:
         prefill.up(OTHER_DECODE)
         record = prefill.matched(7, 1)
         prefill.send(record, 3)
         prefill.close(record)
         assert record.phase is PrefillPhase.DRAINING
-        return record
 
-    @pytest.fixture
-    def refused(self) -> list[wire.Message]:
-        return [failed(DRAINS, 7, 1, target=OTHER_DECODE), ack(7, 1, target=OTHER_DECODE)]
-
-    def test_the_engine_first(
-        self, prefill: LonePrefill, drains: PrefillRoomRecord, refused: list[wire.Message]
-    ) -> None:
+    def test_the_engine_first(self, prefill: LonePrefill) -> None:
         with pytest.raises(RoomInUseError, match=DRAINS.text):
             prefill.open()
         assert prefill.asked() == []
         prefill.ended(1)
-        assert prefill.hear(bootstrap(7, 1, OTHER_DECODE)) == refused
+        assert prefill.hear(bootstrap(7, 1, OTHER_DECODE)) == [*self.REFUSED]
         self.at_rest(prefill)
 
-    def test_decode_first(
-        self, prefill: LonePrefill, drains: PrefillRoomRecord, refused: list[wire.Message]
-    ) -> None:
-        assert prefill.hear(announce(7, 1, OTHER_DECODE)) == refused
-        assert prefill.hear(bootstrap(7, 1, OTHER_DECODE)) == refused, "said again"
+    def test_decode_first(self, prefill: LonePrefill) -> None:
+        assert prefill.hear(announce(7, 1, OTHER_DECODE)) == [*self.REFUSED]
+        assert prefill.hear(bootstrap(7, 1, OTHER_DECODE)) == [*self.REFUSED], "said again"
         prefill.ended(1)
         record = prefill.open()
         assert prefill.asked() == stopped(record, DRAINS)
         self.at_rest(prefill)
 
-    def test_both(
-        self, prefill: LonePrefill, drains: PrefillRoomRecord, refused: list[wire.Message]
-    ) -> None:
-        assert prefill.hear(bootstrap(7, 1, OTHER_DECODE)) == refused
+    def test_both(self, prefill: LonePrefill) -> None:
+        assert prefill.hear(bootstrap(7, 1, OTHER_DECODE)) == [*self.REFUSED]
         with pytest.raises(RoomInUseError):
             prefill.open()
         self.at_rest(prefill)
@@ -212,19 +184,16 @@ class TestWhileTheLastRoomOfThatIdDrains:
         self.at_rest(prefill)
         prefill.ended(1)
         record = prefill.open()
-        assert prefill.hear(bootstrap(7, 3, OTHER_DECODE)) == [RoomMatched(record.serial, 0)], (
-            "the next one works"
-        )
+        # The next one works.
+        assert prefill.hear(bootstrap(7, 3, OTHER_DECODE)) == [RoomMatched(record.serial, 0)]
 
-    def test_the_engine_refuses(self, prefill: LonePrefill, drains: PrefillRoomRecord) -> None:
+    def test_the_engine_refuses(self, prefill: LonePrefill) -> None:
         prefill.endpoint.refuse_room(7, BROKEN, prefill.now)
         prefill.ended(1)
         assert prefill.hear(announce(7, 1, OTHER_DECODE))[0].cause == BROKEN
         self.at_rest(prefill)
 
-    def test_decode_aborts_what_never_came(
-        self, prefill: LonePrefill, drains: PrefillRoomRecord
-    ) -> None:
+    def test_decode_aborts_what_never_came(self, prefill: LonePrefill) -> None:
         assert prefill.hear(abort(7, 1, OTHER_DECODE)) == [ack(7, 1, target=OTHER_DECODE)]
         prefill.ended(1)
         record = prefill.open()
@@ -250,13 +219,11 @@ class TestOneOfAKind:
         assert prefill.hear(announce(7, 2)) == [failed(IN_USE, 7, 2), ack(7, 2)]
         refused = [failed(IN_USE, 7, 1, target=OTHER_DECODE), ack(7, 1, target=OTHER_DECODE)]
         assert prefill.hear(announce(7, 1, OTHER_DECODE)) == refused
-        assert prefill.hear(bootstrap(7, 3)) == [failed(IN_USE, 7, 3), ack(7, 3)], (
-            "pages of a third"
-        )
+        # Pages of a third.
+        assert prefill.hear(bootstrap(7, 3)) == [failed(IN_USE, 7, 3), ack(7, 3)]
         record = prefill.open()
-        assert prefill.hear(bootstrap(7, 1)) == [RoomMatched(record.serial, 0)], (
-            "the first one's place is kept"
-        )
+        # The first one's place is kept.
+        assert prefill.hear(bootstrap(7, 1)) == [RoomMatched(record.serial, 0)]
 
     @pytest.mark.parametrize("message", [announce(7, 2), bootstrap(7, 2)])
     @pytest.mark.parametrize("first", [announce(), bootstrap()])
@@ -331,13 +298,11 @@ class TestTheOtherHalfNeverComes:
         assert prefill.hear(abort()) == [ack()]
         record = prefill.open()
         assert prefill.asked() == stopped(record, GONE)
-        assert prefill.hear(announce(7, 2)) == [], (
-            "that was told: the next room of this id is a new one"
-        )
+        # That was told: the next room of this id is a new one.
+        assert prefill.hear(announce(7, 2)) == []
         assert list(prefill.core.rendezvous.announced) == [7]
-        assert prefill.hear(bootstrap(7, 1)) == [], (
-            "what has ended does not begin, and has nothing to send"
-        )
+        # What has ended does not begin, and has nothing to send.
+        assert prefill.hear(bootstrap(7, 1)) == []
 
     def test_decode_withdraws_what_it_announced(self, prefill: LonePrefill) -> None:
         assert prefill.hear(announce(), abort()) == [ack()]
@@ -350,48 +315,37 @@ class TestTheOtherHalfNeverComes:
     def test_decode_refuses_while_the_engine_waits(self, prefill: LonePrefill) -> None:
         record = prefill.open()
         assert prefill.hear(abort()) == [*stopped(record, GONE), ack()]
-        assert prefill.hear(announce(7, 2)) == [], (
-            "decode knows: the next room of this id is a new one"
-        )
+        # Decode knows: the next room of this id is a new one.
+        assert prefill.hear(announce(7, 2)) == []
 
-    def test_both_give_up_and_neither_is_told_of_the_other_later(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_both_give_up_and_neither_is_told_of_the_other(self, prefill: LonePrefill) -> None:
         prefill.hear(abort())
         prefill.endpoint.refuse_room(7, BROKEN, prefill.now)
         assert prefill.asked() == [] == prefill.hear(announce(7, 2))
         prefill.close(prefill.open(8))
         assert prefill.hear(abort(8, 3)) == [ack(8, 3)] and not prefill.open(8).ended
 
-    def test_an_abort_about_an_older_grant_leaves_the_newer_announcement(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_an_abort_of_an_older_grant_leaves_a_newer_one(self, prefill: LonePrefill) -> None:
         prefill.hear(announce(7, 2))
         assert prefill.hear(abort(7, 1)) == [ack(7, 1)]
         record = prefill.open()
         assert not record.ended and prefill.asked() == [] and len(prefill.core.rendezvous) == 0
 
-    def test_an_abort_about_a_room_of_another_grant_leaves_it_alone(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_an_abort_of_another_grant_leaves_a_room_alone(self, prefill: LonePrefill) -> None:
         record = prefill.open()
         prefill.hear(announce(7, 2))
         assert prefill.hear(abort(7, 1)) == [ack(7, 1)] and not record.ended
         assert prefill.hear(abort(7, 2)) == [ack(7, 2), *stopped(record, GONE)]
 
     @pytest.mark.parametrize("first", [announce(), bootstrap()])
-    def test_decode_gives_up_while_the_engine_waits(
-        self, prefill: LonePrefill, first: wire.Message
-    ) -> None:
+    def test_decode_gives_up_after_it_came(self, prefill: LonePrefill, first: wire.Message) -> None:
         record = prefill.open()
         prefill.hear(first)
         assert prefill.hear(abort()) == [ack(), *stopped(record, GONE)]
         assert prefill.counts.endings == {"aborted:client_gone": 1}
         assert prefill.open().ended is False, "nothing is left of it"
 
-    def test_decode_gives_up_pages_that_the_engine_has_not_asked_for(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_decode_gives_up_pages_before_the_engine_came(self, prefill: LonePrefill) -> None:
         prefill.hear(bootstrap())
         assert prefill.hear(abort()) == [ack(), RoomReleased(1)]
         record = prefill.open()
@@ -429,9 +383,8 @@ class TestTheOtherHalfNeverComes:
         prefill.endpoint.refuse_room(7, BROKEN, prefill.now)
         assert prefill.asked() == told
         prefill.hear(announce(7, 2))
-        assert (7 in prefill.core.rendezvous.announced) == bool(came), (
-            "decode is told when it comes, unless it was"
-        )
+        # Decode is told when it comes, unless it was.
+        assert (7 in prefill.core.rendezvous.announced) == bool(came)
 
     def test_a_refusal_leaves_a_room_that_was_opened(self, prefill: LonePrefill) -> None:
         record = prefill.open()
@@ -452,9 +405,7 @@ class TestTheOtherHalfNeverComes:
 
 
 class TestDeadlines:
-    def test_a_half_that_nobody_announced_ends_at_the_rendezvous(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_an_unannounced_half_ends_at_the_rendezvous(self, prefill: LonePrefill) -> None:
         record = prefill.open()
         prefill.hear(beat())
         assert prefill.endpoint.next_tick() == START + 3
@@ -509,9 +460,7 @@ class TestDeadlines:
         prefill.tick(1)
         assert record.ended
 
-    def test_without_a_deadline_a_room_waits_as_long_as_its_decode_lives(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_without_a_deadline_a_room_waits_for_its_decode(self, prefill: LonePrefill) -> None:
         first, second = prefill.open(7), prefill.open(8)
         prefill.hear(announce(7, 1), bootstrap(8, 2))
         for _ in range(100):

@@ -1,6 +1,4 @@
-"""Prefill, told by a decode who it is: accepted, refused, displaced, or told what may not begin any
-more (I6).
-"""
+"""Decodes that register: accepted, refused, displaced, or told what may not begin (I6)."""
 
 from __future__ import annotations
 
@@ -11,8 +9,6 @@ from kvflow.protocols.commands import (
     CloseRoute,
     OpenRoute,
     RoomMatched,
-    RoomReleased,
-    RoomStopped,
     WatchProcess,
 )
 from kvflow.protocols.errors import Cause, Code
@@ -43,6 +39,7 @@ from tests.protocols.alone import (
     failed,
     register,
     registered,
+    stopped,
 )
 
 SMALLER = build_layout([("k", "uint8", (8,))], page_size=2, num_pages=16)
@@ -72,9 +69,8 @@ def test_a_decode_is_accepted_when_its_route_is_open() -> None:
     assert prefill.register(fresh_from=4) == [beat()], "it takes long: decode must not give up"
     prefill.endpoint.route_opened(DECODE, prefill.now)
     assert prefill.asked() == [WatchProcess(DECODE, named_by(DECODE)), registered(fresh_from=4)]
-    assert prefill.register(fresh_from=2) == [registered(fresh_from=4)], (
-        "an older Register came later"
-    )
+    # An older Register came later.
+    assert prefill.register(fresh_from=2) == [registered(fresh_from=4)]
     assert prefill.register(fresh_from=6) == [registered(fresh_from=6)]
     prefill.endpoint.route_opened(DECODE, prefill.now)
     prefill.endpoint.route_refused(DECODE, "too late", prefill.now)
@@ -97,9 +93,7 @@ def test_a_decode_is_accepted_when_its_route_is_open() -> None:
         ({"layout": msgspec.structs.replace(LAYOUT, num_pages=-1)}, "num_pages"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_is_kept(
-    fields: dict[str, object], text: str
-) -> None:
+def test_what_does_not_fit_is_refused_and_not_kept(fields: dict[str, object], text: str) -> None:
     prefill = LonePrefill()
     answer, *more = prefill.register(**fields)
     assert text in answer.refusal and answer == registered(answer.refusal) and more == []
@@ -122,7 +116,7 @@ def test_bad_bytes_and_borrowed_names_change_nothing(prefill: LonePrefill) -> No
     assert prefill.counts.foreign == 2 and prefill.core.rendezvous.announced == {}
 
 
-def test_a_prefill_whose_plane_stands_still_refuses_newcomers_and_answers_no_heartbeats(
+def test_a_stalled_prefill_refuses_newcomers_and_answers_no_heartbeats(
     prefill: LonePrefill,
 ) -> None:
     prefill.endpoint.note_stall(5.0)
@@ -137,26 +131,18 @@ def test_a_prefill_whose_plane_stands_still_refuses_newcomers_and_answers_no_hea
 
 
 class TestRefusedByTheRoute:
-    def test_the_reason_is_told_and_rooms_announced_meanwhile_end(self) -> None:
-        prefill = LonePrefill()
-        prefill.register()
-        record = prefill.open(7)
-        assert prefill.hear(announce(7, 1), announce(8, 2)) == []
-        prefill.endpoint.route_refused(DECODE, "no such segment", prefill.now)
+    def test_the_reason_is_told_and_announced_rooms_end(self, opening: LonePrefill) -> None:
+        record = opening.open(7)
+        assert opening.hear(announce(7, 1), announce(8, 2)) == []
+        opening.endpoint.route_refused(DECODE, "no such segment", opening.now)
         why = Cause(Code.REFUSED, "no such segment")
-        sent = prefill.asked()
+        sent = opening.asked()
         assert sent[:3] == [registered("no such segment"), failed(why, 8, 2), ack(8, 2)]
-        assert sent[3:] == [
-            failed(why),
-            ack(),
-            RoomStopped(record.serial, why),
-            RoomReleased(record.serial),
-        ]
-        assert list(prefill.endpoint.peers) == [] and not prefill.endpoint.rooms
-        other = prefill.open(8)
-        assert prefill.asked() == [RoomStopped(other.serial, why), RoomReleased(other.serial)], (
-            "its half came later"
-        )
+        assert sent[3:] == [failed(why), ack(), *stopped(record, why)]
+        assert list(opening.endpoint.peers) == [] and not opening.endpoint.rooms
+        other = opening.open(8)
+        # Its half came later.
+        assert opening.asked() == stopped(other, why)
 
     def test_what_the_engine_has_ended_is_kept_for_it(self) -> None:
         """Its next Register may be on the way behind what it announces."""
@@ -171,34 +157,26 @@ class TestRefusedByTheRoute:
         prefill.asked()
         assert prefill.hear(announce(7, 2)) == [failed(BROKEN, 7, 2), ack(7, 2)]
 
-    def test_only_what_the_engine_has_ended_is_kept(self) -> None:
-        prefill = LonePrefill()
-        prefill.register()
-        prefill.endpoint.route_refused(DECODE, "no such segment", prefill.now)
-        assert prefill.hear(abort(7, 2), announce(7, 3)) == [registered("no such segment")]
-        record = prefill.open(7)
+    def test_only_what_the_engine_has_ended_is_kept(self, opening: LonePrefill) -> None:
+        opening.endpoint.route_refused(DECODE, "no such segment", opening.now)
+        assert opening.hear(abort(7, 2), announce(7, 3)) == [registered("no such segment")]
+        record = opening.open(7)
         why = Cause(Code.REFUSED, "prefill refused this decode: no such segment")
-        assert prefill.asked() == [RoomStopped(record.serial, why), RoomReleased(record.serial)], (
-            "the latest word"
-        )
+        # The latest word.
+        assert opening.asked() == stopped(record, why)
 
-    def test_rooms_that_it_announces_or_refuses_afterwards_end_too(self) -> None:
-        prefill = LonePrefill()
-        prefill.register()
-        prefill.endpoint.route_refused(DECODE, "no such segment", prefill.now)
-        first, second = prefill.open(7), prefill.open(8)
-        prefill.asked()
+    def test_rooms_that_it_announces_or_refuses_later_end_too(self, opening: LonePrefill) -> None:
+        opening.endpoint.route_refused(DECODE, "no such segment", opening.now)
+        first, second = opening.open(7), opening.open(8)
+        opening.asked()
         why = Cause(Code.REFUSED, "prefill refused this decode: no such segment")
-        assert prefill.hear(announce(7, 1)) == [
-            RoomStopped(first.serial, why),
-            RoomReleased(first.serial),
-        ]
+        assert opening.hear(announce(7, 1)) == stopped(first, why)
         own = Cause(Code.CAPACITY, "no pages")
-        told = [RoomStopped(second.serial, own), RoomReleased(second.serial)]
-        assert prefill.hear(abort(8, 2, cause=own)) == told
-        assert prefill.counts.stale == 0
-        assert prefill.hear(bootstrap(9, 3), beat(), ask((9, 3, 0))) == []
-        assert prefill.counts.stale == 3
+        told = stopped(second, own)
+        assert opening.hear(abort(8, 2, cause=own)) == told
+        assert opening.counts.stale == 0
+        assert opening.hear(bootstrap(9, 3), beat(), ask((9, 3, 0))) == []
+        assert opening.counts.stale == 3
 
     def test_rooms_of_one_that_never_registered_are_nobodys(self) -> None:
         prefill = LonePrefill()
@@ -213,22 +191,19 @@ class TestRefusedByTheRoute:
         prefill.endpoint.peer_died(DECODE, prefill.now)
         assert prefill.asked() == [CloseRoute(DECODE)]
         record = prefill.open(7)
-        assert prefill.hear(announce(7, 1)) == [] and not record.ended, (
-            "an old refusal is forgotten"
-        )
+        # An old refusal is forgotten.
+        assert prefill.hear(announce(7, 1)) == [] and not record.ended
 
-    def test_what_it_sent_before_does_not_begin_when_it_is_back(self) -> None:
-        prefill = LonePrefill()
-        prefill.register()
-        prefill.hear(announce(8, 4))
-        prefill.endpoint.route_refused(DECODE, "no such segment", prefill.now)
-        assert list(prefill.core.former.displaced.items()) == [(DECODE, 5)]
-        prefill.register(OTHER_DECODE, layout=SMALLER)
-        assert OTHER_DECODE not in prefill.core.former.displaced, "nothing is kept of a stranger"
-        prefill.up()
+    def test_what_it_sent_before_does_not_begin_when_it_is_back(self, opening: LonePrefill) -> None:
+        opening.hear(announce(8, 4))
+        opening.endpoint.route_refused(DECODE, "no such segment", opening.now)
+        assert list(opening.core.former.displaced.items()) == [(DECODE, 5)]
+        opening.register(OTHER_DECODE, layout=SMALLER)
+        assert OTHER_DECODE not in opening.core.former.displaced, "nothing is kept of a stranger"
+        opening.up()
         stale = Cause(Code.STALE_GRANT, "grant 4 is below 5: it has ended")
-        assert prefill.hear(bootstrap(8, 4)) == [failed(stale, 8, 4), ack(8, 4)]
-        assert not prefill.core.former.displaced
+        assert opening.hear(bootstrap(8, 4)) == [failed(stale, 8, 4), ack(8, 4)]
+        assert not opening.core.former.displaced
 
     def test_reasons_are_bounded_and_the_oldest_goes_first(self) -> None:
         prefill = LonePrefill(bounds=Bounds(targets=2))
@@ -238,30 +213,22 @@ class TestRefusedByTheRoute:
 
 
 class TestWhileTheRouteIsOpened:
-    def test_only_what_needs_no_route_is_taken(self) -> None:
-        prefill = LonePrefill()
-        prefill.register()
-        record = prefill.open(7)
-        assert prefill.hear(bootstrap(7, 1), ask((7, 1, 0))) == [] and prefill.counts.stale == 2
-        assert prefill.hear(beat()) == [beat()]
-        assert prefill.hear(announce(7, 1)) == [] and record.peer is not None
-        assert prefill.hear(abort(7, 1)) == [
-            ack(),
-            RoomStopped(record.serial, _gone()),
-            RoomReleased(record.serial),
-        ]
-        assert prefill.counts.stale == 2
+    def test_only_what_needs_no_route_is_taken(self, opening: LonePrefill) -> None:
+        record = opening.open(7)
+        assert opening.hear(bootstrap(7, 1), ask((7, 1, 0))) == [] and opening.counts.stale == 2
+        assert opening.hear(beat()) == [beat()]
+        assert opening.hear(announce(7, 1)) == [] and record.peer is not None
+        assert opening.hear(abort(7, 1)) == [ack(), *stopped(record, _gone())]
+        assert opening.counts.stale == 2
 
-    def test_silence_counts_from_the_day_it_is_open(self) -> None:
-        prefill = LonePrefill()
-        prefill.register()
-        prefill.now += 4
-        prefill.endpoint.route_opened(DECODE, prefill.now)
-        (peer,) = prefill.endpoint.peers
-        assert peer.received_at_s == prefill.now
-        prefill.tick(4.9)
+    def test_silence_counts_from_the_day_it_is_open(self, opening: LonePrefill) -> None:
+        opening.now += 4
+        opening.endpoint.route_opened(DECODE, opening.now)
+        (peer,) = opening.endpoint.peers
+        assert peer.received_at_s == opening.now
+        opening.tick(4.9)
         assert peer.phase is PeerPhase.UP
-        prefill.tick(0.1)
+        opening.tick(0.1)
         assert peer.phase is PeerPhase.SILENT
 
 
@@ -294,9 +261,7 @@ class TestPlacesAreBounded:
         assert prefill.register(fourth)[0] == CloseRoute(DECODE), "a silent one makes place"
 
     @pytest.mark.parametrize("doubt", [False, True])
-    def test_a_silent_decode_makes_place_and_what_can_still_land_is_remembered(
-        self, doubt: bool
-    ) -> None:
+    def test_a_silent_decode_makes_place_and_its_doubts_are_remembered(self, doubt: bool) -> None:
         prefill = LonePrefill(bounds=self.BOUNDS).up(DECODE)
         prefill.sending(1)
         prefill.ended(1, WriteOutcome.UNPROVEN if doubt else WriteOutcome.CANCELLED)
@@ -312,13 +277,11 @@ class TestPlacesAreBounded:
         prefill.up(THIRD_DECODE).tick(5)
         assert prefill.register(DECODE, fresh_from=2)[0] == CloseRoute(OTHER_DECODE)
         prefill.up(DECODE)
-        assert prefill.hear(abort()) == [ack(drained=not doubt)], (
-            "it is back, and asks what became of its loan"
-        )
+        # It is back, and asks what became of its loan.
+        assert prefill.hear(abort()) == [ack(drained=not doubt)]
         assert not prefill.core.former.in_doubt
-        assert prefill.core.peers[DECODE].grants.unproven() == ((1,) if doubt else ()), (
-            "as it was before"
-        )
+        # As it was before.
+        assert prefill.core.peers[DECODE].grants.unproven() == ((1,) if doubt else ())
 
     def test_one_that_has_no_doubts_makes_place_first_and_only_so_many_are_remembered(self) -> None:
         prefill = LonePrefill(bounds=Bounds(targets=2, closed_grants=1)).up(DECODE, OTHER_DECODE)
@@ -342,9 +305,7 @@ class TestPlacesAreBounded:
         prefill.up(wire.Incarnation(111))
         assert refusal(prefill, wire.Incarnation(112)) == "2 decodes are registered already"
 
-    def test_a_displaced_decode_whose_route_is_refused_when_it_comes_back(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_a_displaced_decode_that_is_refused_when_it_is_back(self, prefill: LonePrefill) -> None:
         prefill.core.former.in_doubt[OTHER_DECODE] = (wire.GrantId(3),)
         prefill.register(OTHER_DECODE, layout=SMALLER)
         assert prefill.core.former.in_doubt == {OTHER_DECODE: (3,)}
@@ -376,17 +337,15 @@ class TestPlacesAreBounded:
         prefill.up(DECODE)
         stale = Cause(Code.STALE_GRANT, "grant 4 is below 5: it has ended")
         assert prefill.hear(bootstrap(8, 4)) == [failed(stale, 8, 4), ack(8, 4)]
-        assert list(prefill.core.former.displaced) == [OTHER_DECODE], (
-            "the other one made place, and is remembered"
-        )
+        # The other one made place, and is remembered.
+        assert list(prefill.core.former.displaced) == [OTHER_DECODE]
         prefill.tick(5)
         prefill.up(OTHER_DECODE)
         assert list(prefill.core.former.displaced) == [THIRD_DECODE]
         prefill.tick(5)
         prefill.up(wire.Incarnation(111))
-        assert list(prefill.core.former.displaced) == [DECODE], (
-            "so many are remembered, the latest ones"
-        )
+        # So many are remembered, the latest ones.
+        assert list(prefill.core.former.displaced) == [DECODE]
 
 
 class TestWhatWasWithdrawn:
@@ -396,12 +355,11 @@ class TestWhatWasWithdrawn:
         record = prefill.open(7)
         assert prefill.hear(announce(7, 1), announce(8, 2), announce(9, 3)) == []
         why = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
-        ended = [ack(7, 1), RoomStopped(record.serial, why), RoomReleased(record.serial)]
+        ended = [ack(7, 1), *stopped(record, why)]
         assert prefill.register(fresh_from=3) == [registered(fresh_from=3), *ended]
         other = prefill.open(8)
-        assert prefill.asked() == [RoomStopped(other.serial, why), RoomReleased(other.serial)], (
-            "never came, and ended"
-        )
+        # Never came, and ended.
+        assert prefill.asked() == stopped(other, why)
         assert prefill.hear(announce(8, 4)) == [], "and that was told once"
         assert list(prefill.core.rendezvous.announced) == [9, 8], "the third is still expected"
 
@@ -409,13 +367,11 @@ class TestWhatWasWithdrawn:
         record = prefill.open(7)
         prefill.hear(announce(7, 1), announce(8, 2))
         why = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
-        ended = [ack(7, 1), RoomStopped(record.serial, why), RoomReleased(record.serial)]
+        ended = [ack(7, 1), *stopped(record, why)]
         assert prefill.hear(beat(2)) == [beat(), *ended]
         assert list(prefill.core.rendezvous.announced) == [8]
 
-    def test_a_heartbeat_about_grants_that_never_came_is_not_its_own(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_a_heartbeat_about_unknown_grants_is_not_its_own(self, prefill: LonePrefill) -> None:
         prefill.hear(announce(7, 1))
         assert prefill.hear(beat(3)) == [] and prefill.counts.foreign == 1
         assert list(prefill.core.rendezvous.announced) == [7]

@@ -1,6 +1,4 @@
-"""The prefill table, cell by cell, against rules written down apart from it, and its counting (I3,
-I4, I12).
-"""
+"""The prefill table against rules written apart from it, and its counting (I3, I4, I12)."""
 
 from __future__ import annotations
 
@@ -102,24 +100,20 @@ def test_rules(phase: PrefillPhase, kind: PrefillKind) -> None:
     acks = commands.count(C.SEND_DRAINED) + commands.count(C.SEND_UNPROVEN)
     ended_early = cell.phase in TERMINAL and cell.phase is not P.SUCCESS
     known = phase in HAS_DECODE | {P.DRAINING} or kind is K.MISMATCHED
-    assert acks == (1 if ended_early and known else 0), (
-        "one verdict on the loan, when nothing runs any more"
-    )
+    # One verdict on the loan, when nothing runs any more.
+    assert acks == (1 if ended_early and known else 0)
     if cell.phase in (P.TRANSFERRING, P.DRAINING):
-        assert not {C.SEND_DRAINED, C.SEND_UNPROVEN, C.TELL_SUCCESS, C.END} & set(commands), (
-            "writes still run"
-        )
+        # Writes still run.
+        assert not {C.SEND_DRAINED, C.SEND_UNPROVEN, C.TELL_SUCCESS, C.END} & set(commands)
     if C.SEND_DRAINED in commands:
         assert kind not in IN_DOUBT | {K.UNPROVEN}, "never drained after doubt"
     assert (C.SEND_UNPROVEN in commands) == (cell.phase is P.LOST)
-    assert (C.SEND_CHUNK_DONE in commands) == (kind in (K.CHUNK_LANDED, K.IDLE, K.ALL_LANDED)), (
-        "only what landed (I3)"
-    )
+    # Only what landed (I3).
+    assert (C.SEND_CHUNK_DONE in commands) == (kind in (K.CHUNK_LANDED, K.IDLE, K.ALL_LANDED))
     assert (C.TELL_SUCCESS in commands) == (cell.phase is P.SUCCESS)
     if C.SEND_FAILED in commands:
-        assert commands[0] is C.SEND_FAILED, (
-            "the other side is told first, whatever else there is to do"
-        )
+        # The other side is told first, whatever else there is to do.
+        assert commands[0] is C.SEND_FAILED
         assert kind is not K.ABORT_RECEIVED, "decode ended it"
     assert (C.CANCEL_WRITES in commands) == (cell.phase is P.DRAINING)
 
@@ -210,15 +204,9 @@ def test_the_first_cause_is_kept() -> None:
 @settings(max_examples=400)
 @given(st.data())
 def test_whatever_happens_nothing_ends_while_it_runs(data: st.DataObject) -> None:
-    """Random lives; what the handler guarantees (no chunk after the last one or the end) is the
-    only restriction.
-    """
-    room, said, running, doubt = (
-        PrefillRoomState(P.WAITING_FOR_INPUT),
-        list[PrefillCommand](),
-        0,
-        False,
-    )
+    """Random lives; only chunks after the last one or the end are left out, as the handler does."""
+    room, said = PrefillRoomState(P.WAITING_FOR_INPUT), list[PrefillCommand]()
+    running, doubt = 0, False
     for _ in range(data.draw(st.integers(0, 14))):
         if room.phase in TERMINAL:
             break
@@ -236,11 +224,8 @@ def test_whatever_happens_nothing_ends_while_it_runs(data: st.DataObject) -> Non
                 event, running = queued(last=data.draw(st.booleans())), running + 1
             case "write":
                 outcome = data.draw(st.sampled_from(WriteOutcome))
-                event, running, doubt = (
-                    ended(outcome),
-                    running - 1,
-                    doubt or outcome is WriteOutcome.UNPROVEN,
-                )
+                event, running = ended(outcome), running - 1
+                doubt = doubt or outcome is WriteOutcome.UNPROVEN
             case other:
                 kinds = {"abort": K.ABORT_RECEIVED, "local": K.ENDED_LOCALLY, "lost": K.TARGET_LOST}
                 event = PrefillEvent(kinds[other], cause=Cause(Code.CLIENT_GONE, other))

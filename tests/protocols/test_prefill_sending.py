@@ -1,6 +1,4 @@
-"""A matched room at prefill: chunks become writes, writes end, and what decode is told about them
-(I2, I3, I4).
-"""
+"""A matched room at prefill: chunks, their writes, and what decode is told (I2, I3, I4)."""
 
 from __future__ import annotations
 
@@ -46,6 +44,7 @@ from tests.protocols.alone import (
     chunk_done,
     failed,
     indices,
+    stopped,
 )
 
 W = WriteOutcome
@@ -74,9 +73,8 @@ class TestPinned:
         prefill.hear(abort(7, 1))
         assert pinned(prefill) == pinned_pages(prefill.core.writes.values(), record.peer) == 3
         first = prefill.matched(12, 5)
-        assert first.phase is PrefillPhase.WAITING_FOR_INPUT, (
-            "what was cancelled a moment ago may end at once"
-        )
+        # What was cancelled a moment ago may end at once.
+        assert first.phase is PrefillPhase.WAITING_FOR_INPUT
         prefill.tick(prefill.core.timing.repeat_after_s)
         text = "pages held by writes to this decode that do not end: asked for 3, limit 2"
         cause = Cause(Code.CAPACITY, text)
@@ -84,8 +82,7 @@ class TestPinned:
         assert prefill.hear(bootstrap(8, 2)) == [
             failed(cause, 8, 2),
             ack(8, 2),
-            RoomStopped(engine.serial, cause),
-            RoomReleased(engine.serial),
+            *stopped(engine, cause),
         ]
         assert prefill.hear(announce(9, 3)) == [failed(cause, 9, 3), ack(9, 3)]
         late = prefill.open(9)
@@ -113,9 +110,8 @@ class TestPinned:
         assert engine.phase is PrefillPhase.WAITING_FOR_INPUT
         prefill.close(engine)
         prefill.hear(abort(8, 1, OTHER_DECODE))
-        assert not prefill.open(8).ended, (
-            "the next room of that number is not told what became of the refused one"
-        )
+        # The next room of that number is not told what became of the refused one.
+        assert not prefill.open(8).ended
 
     def test_without_a_limit_none_is_refused(self, prefill: LonePrefill) -> None:
         prefill.sending(1, 3, 4, last=True)
@@ -133,17 +129,14 @@ class TestChunks:
         assert record.phase is PrefillPhase.TRANSFERRING and list(prefill.core.writes) == [2]
         done = [chunk_done(1, 1, True, b"h"), RoomDone(1), RoomReleased(1)]
         assert prefill.ended(2) == done and record.phase is PrefillPhase.SUCCESS
-        assert prefill.hear(bootstrap()) == [chunk_done(0, 2, checksum=b"sum"), done[0]], (
-            "it missed them"
-        )
+        # It missed them.
+        assert prefill.hear(bootstrap()) == [chunk_done(0, 2, checksum=b"sum"), done[0]]
         assert prefill.counts.endings == {"success": 1}
         assert not prefill.core.writes
         assert not prefill.endpoint.rooms
         assert len(prefill.core.deadlines) == 1 and len(prefill.core.rendezvous) == 0
 
-    def test_they_are_told_in_the_order_in_which_they_were_queued(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_they_are_told_in_the_order_of_their_queue(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
         for page, last in ((1, False), (2, False), (3, True)):
             prefill.send(record, page, last=last)
@@ -165,9 +158,7 @@ class TestChunks:
         done = [chunk_done(0, 3), chunk_done(1, 0, True, b"h"), RoomDone(1), RoomReleased(1)]
         assert prefill.ended(1) == done
 
-    def test_a_room_of_no_pages_is_done_when_its_write_has_ended(
-        self, prefill: LonePrefill
-    ) -> None:
+    def test_a_room_of_no_pages_is_done_when_its_write_ended(self, prefill: LonePrefill) -> None:
         prefill.hear(bootstrap(pages=(), prefix=11))
         record = prefill.open()
         prefill.asked()
@@ -254,9 +245,7 @@ class TestWhatCannotBeSent:
         assert prefill.asked() == []
 
     def test_a_chunk_is_checked_once(self, prefill: LonePrefill) -> None:
-        """`checked`: the caller has called `check_chunk` just before, and took hold of the pages in
-        between.
-        """
+        """The caller has called `check_chunk`, and took hold of the pages in between."""
         record = prefill.matched()
         prefill.endpoint.check_chunk(record, indices(1, 2, 3), True, 0)
         prefill.endpoint.queue_chunk(
@@ -289,9 +278,8 @@ class TestWritesThatFail:
         assert peer.grants.unproven() == (() if drained else (record.grant,))
         assert peer.grants.is_drained(record.grant) is drained
         assert prefill.hear(abort()) == [ack(drained=drained)]
-        assert prefill.hear(bootstrap()) == [failed(why), ack(drained=drained)], (
-            "it does not begin again"
-        )
+        # It does not begin again.
+        assert prefill.hear(bootstrap()) == [failed(why), ack(drained=drained)]
 
     def test_others_that_run_are_stopped_and_awaited(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
@@ -299,15 +287,8 @@ class TestWritesThatFail:
             prefill.send(record, page, last=page == 3)
         assert prefill.ended(2, W.UNPROVEN, error="EIO") == [] == prefill.ended(3)
         why = Cause(Code.TRANSFER_ERROR, "EIO")
-        assert prefill.ended(1) == [
-            *(
-                chunk_done(0, 1),
-                failed(why),
-                RoomStopped(1, why),
-                ack(drained=False),
-                RoomReleased(1),
-            )
-        ], "all have ended, and one is in doubt"
+        told = [failed(why), RoomStopped(1, why), ack(drained=False), RoomReleased(1)]
+        assert prefill.ended(1) == [chunk_done(0, 1), *told]  # all ended, and one is in doubt
 
     def test_doubt_stays_whatever_ends_later(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
@@ -327,9 +308,8 @@ class TestRoomsThatEndWhileTheyWrite:
         record = prefill.sending(1)
         prefill.send(record, 2)
         prefill.ended(2)
-        assert prefill.hear(abort()) == [RoomStopped(1, GONE), CancelWrite(1)], (
-            "what has ended needs no stop"
-        )
+        # What has ended needs no stop.
+        assert prefill.hear(abort()) == [RoomStopped(1, GONE), CancelWrite(1)]
         assert prefill.hear(abort()) == [], "repeated: the answer comes when it has drained"
         assert prefill.close(record) == []
         assert prefill.ended(1, W.CANCELLED) == [ack(), RoomReleased(1)]
@@ -379,15 +359,12 @@ class TestRoomsThatEndWhileTheyWrite:
         assert [p.phase for p in prefill.endpoint.peers] == [PeerPhase.GONE]
         prefill.endpoint.peer_died(DECODE, prefill.now)
         assert prefill.asked() == []
-        assert prefill.ended(1) == [RoomReleased(1), CloseRoute(DECODE)], (
-            "the route last: no write runs on it"
-        )
+        # The route last: no write runs on it.
+        assert prefill.ended(1) == [RoomReleased(1), CloseRoute(DECODE)]
         assert list(prefill.endpoint.peers) == [] and len(prefill.core.deadlines) == 0
 
     @pytest.mark.parametrize("lost", ["silent", "dead"])
-    def test_by_decode_which_is_lost_before_it_has_drained(
-        self, prefill: LonePrefill, lost: str
-    ) -> None:
+    def test_by_a_decode_that_is_then_lost(self, prefill: LonePrefill, lost: str) -> None:
         record = prefill.sending(1)
         prefill.hear(abort())
         if lost == "dead":
@@ -450,11 +427,8 @@ class TestBelowTheLowWater:
         prefill.register(fresh_from=5)
         prefill.up()
         stale = Cause(Code.STALE_GRANT, "grant 4 is below 5: it has ended")
-        assert (
-            prefill.hear(announce(7, 4))
-            == [failed(stale, 7, 4), ack(7, 4)]
-            == prefill.hear(bootstrap(7, 4))
-        )
+        for message in (announce(7, 4), bootstrap(7, 4)):
+            assert prefill.hear(message) == [failed(stale, 7, 4), ack(7, 4)]
         assert prefill.hear(abort(7, 4)) == [ack(7, 4)]
         assert prefill.hear(ask((7, 4, 2))) == [ask((7, 4, 2))]
         assert prefill.core.rooms == {} == prefill.core.rendezvous.announced

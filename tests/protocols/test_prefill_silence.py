@@ -1,12 +1,10 @@
-"""Prefill and the silence or death of its decodes; what a tick does,
-and how much of it (I4, I11).
-"""
+"""Prefill and the silence or death of its decodes; and how much a tick does (I4, I11)."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvflow.protocols.commands import CloseRoute, RoomReleased, RoomStopped
+from kvflow.protocols.commands import CloseRoute
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machinery import TICK_WORK
@@ -24,6 +22,7 @@ from tests.protocols.alone import (
     beat,
     failed,
     registered,
+    stopped,
 )
 
 IN_USE = Cause(Code.ROOM_IN_USE, f"room {2 * TICK_WORK} has a decode already")
@@ -53,10 +52,7 @@ def test_whatever_is_received_ends_the_silence(prefill: LonePrefill) -> None:
 
 
 @pytest.mark.parametrize(("late_s", "lost_at_s"), [(2.0, 7.0), (9.0, 9.0)])
-def test_its_own_standstill_is_nobodys_silence(
-    prefill: LonePrefill, late_s: float, lost_at_s: float
-) -> None:
-    """What decode sent meanwhile is unread; but nothing counts as received in the future."""
+def test_its_own_stall_is_no_silence(prefill: LonePrefill, late_s: float, lost_at_s: float) -> None:
     prefill.now += 4
     prefill.endpoint.credit_stall(late_s, prefill.now)
     prefill.tick(lost_at_s - 4 - 0.1)
@@ -85,10 +81,9 @@ def test_announcements_of_a_silent_decode_are_void_and_only_its_own(prefill: Lon
     assert prefill.tick(1) == [failed(SILENT, 8), ack(8)]
     assert list(prefill.core.rendezvous.announced) == [9]
     record = prefill.open(8)
-    assert prefill.asked() == [RoomStopped(record.serial, SILENT), RoomReleased(record.serial)]
-    assert prefill.hear(announce(8, 1)) == [failed(SILENT, 8), ack(8)], (
-        "it was lost: it hears again"
-    )
+    assert prefill.asked() == stopped(record, SILENT)
+    # It was lost: it hears again.
+    assert prefill.hear(announce(8, 1)) == [failed(SILENT, 8), ack(8)]
 
 
 def test_a_silent_decode_that_dies_is_forgotten(prefill: LonePrefill) -> None:
@@ -103,9 +98,8 @@ def test_a_decode_that_dies_while_it_is_up_leaves_no_timer(prefill: LonePrefill)
     prefill.hear(announce(8, 1))
     prefill.endpoint.peer_died(DECODE, prefill.now)
     died = Cause(Code.PEER_LOST, f"decode {DECODE:016x} died")
-    assert prefill.asked() == [failed(died, 8), ack(8), CloseRoute(DECODE)], (
-        "its announcement is void"
-    )
+    # Its announcement is void.
+    assert prefill.asked() == [failed(died, 8), ack(8), CloseRoute(DECODE)]
     assert prefill.core.rendezvous.announced == {}
     prefill.tick(3)
     assert len(prefill.core.deadlines) == 0
@@ -163,16 +157,13 @@ def test_many_announcements_are_void_a_few_at_a_time(prefill: LonePrefill, how: 
     assert (DECODE in prefill.core.peers) == (how != "die")
     if how != "leave":
         record = prefill.open(MANY[-1])
-        assert record.ended and prefill.open(MANY[-1]).phase is PrefillPhase.EXPECTED, (
-            "and that is told once"
-        )
+        # And that is told once.
+        assert record.ended and prefill.open(MANY[-1]).phase is PrefillPhase.EXPECTED
 
 
 @pytest.mark.parametrize("how", ["fall silent", "withdraw"])
 def test_an_engine_does_not_join_what_is_about_to_be_void(prefill: LonePrefill, how: str) -> None:
-    """The turn of its announcement has not come, and the engine's half is there, or another
-    decode's.
-    """
+    """The turn of its announcement has not come."""
     prefill.up(OTHER_DECODE)
     prefill.hear(*(announce(room, room) for room in MANY))
     prefill.now += 4
@@ -229,6 +220,5 @@ def test_many_deadlines_strike_a_few_at_a_time(prefill: LonePrefill) -> None:
 def test_its_times_and_bounds_have_defaults() -> None:
     prefill = LonePrefill(timing=None)
     assert prefill.core.timing == Timing() and prefill.core.bounds == Bounds()
-    assert LonePrefill(timing=Timing(lost_after_s=0.5)).endpoint.unavailable_reason == "", (
-        "nothing has stood still yet"
-    )
+    # Nothing has stood still yet.
+    assert LonePrefill(timing=Timing(lost_after_s=0.5)).endpoint.unavailable_reason == ""

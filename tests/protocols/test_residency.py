@@ -48,11 +48,9 @@ def test_what_is_owned_is_freed_once(phase: ResidencyPhase, kind: ResidencyKind)
     if not isinstance(cell, Move):
         return
     gives_back = phase in OWNS_PAGES and cell.phase not in OWNS_PAGES
-    assert (C.GIVE_BACK in cell.commands) == gives_back, (
-        "pages go with the phase that owns them (I1)"
-    )
+    # Pages go with the phase that owns them (I1).
+    assert (C.GIVE_BACK in cell.commands) == gives_back
     if phase in MAY_OWN_SNAPSHOT and cell.phase not in MAY_OWN_SNAPSHOT:
         assert C.FREE_SNAPSHOT in cell.commands
-    assert not (phase is P.LEAVING and cell.phase is P.AWAY and kind is not K.COPIED_OUT), (
-        "only a whole copy leaves"
-    )
+    # Only a whole copy leaves.
+    assert not (phase is P.LEAVING and cell.phase is P.AWAY and kind is not K.COPIED_OUT)

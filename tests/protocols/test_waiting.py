@@ -28,9 +28,8 @@ def test_the_oldest_that_was_passed_for_long_has_what_comes_back_to_itself() -> 
     waiting.add("small", 2, 0.1)
     assert waiting.next(7, 10, PASSED_FOR_S) is None
     assert waiting.next(8, 10, PASSED_FOR_S) == "large"
-    assert waiting.next(7, 7, PASSED_FOR_S + 1) == "small", (
-        "quarantine keeps more than it could do without"
-    )
+    # Quarantine keeps more than it could do without.
+    assert waiting.next(7, 7, PASSED_FOR_S + 1) == "small"
     assert waiting.report(7, PASSED_FOR_S) == Waits(2, 10, 1, PASSED_FOR_S)
     assert waiting.report(8, PASSED_FOR_S) == Waits(2, 10, 0, PASSED_FOR_S)
     waiting.clear()
@@ -39,9 +38,7 @@ def test_the_oldest_that_was_passed_for_long_has_what_comes_back_to_itself() -> 
 
 @pytest.mark.parametrize("turn", range(20))
 def test_nobody_waits_longer_than_the_rooms_before_it_last(turn: int) -> None:
-    """Rooms of any size keep coming, each lasts at most a second: the longest wait is bounded by
-    what comes before.
-    """
+    """Rooms of any size keep coming, and each lasts at most a second."""
     rng, most = random.Random(turn), 10
     waiting: Waiting[int] = Waiting()
     ends: list[tuple[float, int]] = []

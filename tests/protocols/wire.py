@@ -1,6 +1,4 @@
-"""One good message of every class, and hypothesis strategies for all values that may stand on the
-wire.
-"""
+"""One good message of every class, and strategies for all values that may stand on the wire."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Struct definitions of the subscribers that are out there, as their projects have them.
-
-Unknown fields are refused, which theirs do not: whatever we send must be in the contract.
-"""
+"""Structs of the subscribers out there, as their projects have them. Unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -81,30 +78,22 @@ class SglangKVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc
     attn_dp_rank: int | None = None
 
 
-# As of 2026-06 SGLang sends and reads maps, too.
-class SglangMapEvent(
-    msgspec.Struct, omit_defaults=True, gc=False, tag=True, forbid_unknown_fields=True
+# As of 2026-06 SGLang sends and reads maps, too, of the same fields.
+class SglangMapBlockStored(
+    SglangBlockStored, tag="BlockStored", array_like=False, forbid_unknown_fields=True
 ):
     pass
 
 
-class SglangMapBlockStored(SglangMapEvent, tag="BlockStored"):
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
+class SglangMapBlockRemoved(
+    SglangBlockRemoved, tag="BlockRemoved", array_like=False, forbid_unknown_fields=True
+):
+    pass
 
 
-class SglangMapBlockRemoved(SglangMapEvent, tag="BlockRemoved"):
-    block_hashes: list[int]
-    medium: str | None
-
-
-class SglangMapAllBlocksCleared(SglangMapEvent, tag="AllBlocksCleared"):
+class SglangMapAllBlocksCleared(
+    SglangAllBlocksCleared, tag="AllBlocksCleared", array_like=False, forbid_unknown_fields=True
+):
     pass
 
 

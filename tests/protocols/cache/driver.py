@@ -1,6 +1,4 @@
-"""The index and the oracle side by side: each call does the same to both, and compares what comes
-out.
-"""
+"""The index and the oracle side by side: each call does the same to both, and compares them."""
 
 from __future__ import annotations
 
@@ -137,7 +135,6 @@ class Driver:
         self.give_all_back(self.index.unlock(node), self.oracle.reap((set(), set(), set())))
 
     def unlock_state(self, which: int) -> None:
-        """As a request does that has begun with it, and goes on to read the pages."""
         node, key, has_state = self.locked[which]
         if has_state:
             self.index.unlock_state(node)
@@ -186,8 +183,8 @@ class Driver:
         self.give_back(tier, pages)
 
     def evict_copied(self, count: int, wanted: int) -> None:
-        """As write_back does: what the host has goes, and a copy of the rest begins, of `wanted`
-        pages at most.
+        """As write_back does: what the host has goes, and copies of up to `wanted` other pages
+        begin.
         """
         pages = self.oracle.pages
         freed, ends = self.index.evict_copied(count)
@@ -221,7 +218,6 @@ class Driver:
             self.oracle.begin(write.number, keys, Tier.DEVICE, Tier.HOST, given)
 
     def lose(self, namespace: Namespace, prompt: tuple[int, ...], first: int) -> None:
-        """Storage has evicted a page by itself."""
         found, _ = self.find(namespace, prompt)
         if found.end is not None:
             prefix = self.oracle.prefixes(namespace, prompt)[: found.num_pages]
@@ -246,9 +242,7 @@ class Driver:
         assert self.index.evictable_pages == len(self.oracle.held(DEVICE)) - self.oracle.pinned()
 
     def subscribers_know_what_can_be_read(self) -> None:
-        """Who replays the events has the index per tier, less what hangs on nothing there; so has a
-        late joiner.
-        """
+        """Subscribers and late joiners know what is connected in each tier."""
         self.subscriber.replay(self.index.take_events())
         expected = [{name(key) for key in self.oracle.connected(tier)} for tier in Tier]
         assert self.subscriber.content() == expected
@@ -257,7 +251,6 @@ class Driver:
         assert late.content() == expected
 
     def finish(self) -> None:
-        """At rest nothing is held."""
         for number in sorted(self.oracle.writes):
             self.end(number, False)
         while self.locked:
@@ -275,9 +268,5 @@ class Driver:
         self.subscriber.replay(self.index.take_events())
         assert self.subscriber.content() == [set(), set(), set()]
         stats = self.index.stats()
-        assert (stats.num_pages, stats.num_nodes, stats.num_namespaces, stats.writes_open) == (
-            (0, 0, 0),
-            0,
-            0,
-            0,
-        )
+        assert stats.num_pages == (0, 0, 0)
+        assert stats.num_nodes == stats.num_namespaces == stats.writes_open == 0

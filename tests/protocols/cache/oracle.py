@@ -1,10 +1,9 @@
-"""What the index must do, told page by page: a map from whole prefixes to records, with nothing
-clever in it.
-"""
+"""What the index must do, told page by page: a map from whole prefixes to records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from kvflow.protocols.machines.cached_run import RunPhase
@@ -52,9 +51,7 @@ class Oracle:
     def match(
         self, namespace: object, prompt: tuple[int, ...], now: float
     ) -> tuple[int, list[int], int | None, int]:
-        """Pages found, those on the device, the state behind these, and how many are cached,
-        whatever their states.
-        """
+        """Pages found, those on the device, the state behind these, and how many are cached."""
         found: list[Page] = []
         for key in self.prefixes(namespace, prompt):
             if key not in self.pages:
@@ -64,18 +61,10 @@ class Oracle:
         self.cut(found)
         for page in found:
             page.used, page.hits = now, page.hits + 1
-        device = found[
-            : next(
-                (n for n, page in enumerate(found) if page.phase[DEVICE] is not PRESENT), len(found)
-            )
-        ]
+        device = list(takewhile(lambda page: page.phase[DEVICE] is PRESENT, found))
         self.cut(device)
-        return (
-            len(found),
-            [page.number[DEVICE] for page in device],
-            device[-1].state if device else None,
-            cached,
-        )
+        state = device[-1].state if device else None
+        return len(found), [page.number[DEVICE] for page in device], state, cached
 
     def cut(self, found: list[Page]) -> None:
         while self.needs_state and found and found[-1].state is None:
@@ -154,22 +143,16 @@ class Oracle:
 
     def lose(self, prefix: list[Key], first: int) -> int:
         """How many pages have counted as stored."""
-        after = (
-            []
-            if first >= len(prefix)
-            else [k for k in self.pages if k[: len(prefix[first])] == prefix[first]]
-        )
+        if first >= len(prefix):
+            return 0
+        after = [k for k in self.pages if k[: len(prefix[first])] == prefix[first]]
         stored = [key for key in after if self.pages[key].phase[STORAGE] is PRESENT]
         for key in stored:
             self.pages[key].phase[STORAGE] = ABSENT
         return len(stored)
 
     def children(self, key: Key) -> list[Page]:
-        return [
-            page
-            for other, page in self.pages.items()
-            if len(other) == len(key) + 1 and other[: len(key)] == key
-        ]
+        return [page for other, page in self.pages.items() if other[:-1] == key]
 
     def evictable(self, key: Key, tier: int) -> bool:
         page, below = self.pages[key], self.children(key)
@@ -189,8 +172,9 @@ class Oracle:
         return KEYS[self.policy](key, self.pages[key])  # type: ignore[no-untyped-call]
 
     def evict(self, tier: int, freed: list[int], *, exact: bool) -> set[int]:
-        """Apply what was freed, one page after the other, and check that each was allowed to go,
-        and was the first. Returns the states that went with them."""
+        """Apply what was freed, and check that each page could go, and was the first. Returns the
+        states that went.
+        """
         left, states = set(freed), set()
         assert len(left) == len(freed)
         while left:
@@ -239,8 +223,8 @@ class Oracle:
         return [key for key in found if all(key[:length] in found for length in range(3, len(key)))]
 
     def pinned(self) -> int:
-        """Pages on the device, or on their way there, at or above one that is locked, read, or
-        written there.
+        """Pages on the device, or under way to it, at or above one that is locked, read or written
+        there.
         """
         used = [
             k

@@ -1,6 +1,4 @@
-"""A subscriber that knows nothing but the contract, and an independent computation of the hashes it
-should see.
-"""
+"""A subscriber that knows only the contract, and an independent computation of its hashes."""
 
 from __future__ import annotations
 

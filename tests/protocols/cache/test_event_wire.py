@@ -38,17 +38,9 @@ def test_a_batch_is_read_by(name: str, ids: list[int]) -> None:
     assert (batch.ts, msgspec.structs.astuple(batch)[2]) == (1.5, 3)
     stored, removed, _ = batch.events
     expected = [block_hash(digest) for digest in digest_chain(ids, 2)]
-    assert (stored.block_hashes, stored.parent_block_hash, stored.token_ids) == (
-        expected,
-        None,
-        ids,
-    )
-    assert (stored.block_size, stored.lora_id, stored.medium, stored.lora_name) == (
-        2,
-        None,
-        "GPU",
-        None,
-    )
+    hashes, parent, tokens, size, lora, medium, name, *_ = msgspec.structs.astuple(stored)
+    assert (hashes, parent, tokens) == (expected, None, ids)
+    assert (size, lora, medium, name) == (2, None, "GPU", None)
     assert (removed.block_hashes, removed.medium) == (expected[-1:], "GPU")
 
 
@@ -140,9 +132,7 @@ def test_a_batch_made_bit_by_bit_is_the_same() -> None:
 
 
 def through_the_tiers() -> tuple[PrefixIndex, list[Event]]:
-    """Four pages that go to the host and to storage and leave the host again; two of them are
-    forgotten then.
-    """
+    """Four pages go to host and storage, and leave the host; two of them are forgotten then."""
     index, recorded = events(SMALL + SMALL)
     end = index.match(token_bytes(SMALL + SMALL), 1.0).end
     assert end is not None
@@ -179,10 +169,8 @@ def test_sglang_s_router_knows_what_stays_when_pages_leave_the_host(positional: 
     first, second, *_ = (block_hash(digest) for digest in digest_chain(SMALL + SMALL, 2))
 
     def told(dialect: Dialect) -> dict[int, set[str]]:
-        encoder, router = (
-            BatchEncoder(2, positional=positional, media=media_of(dialect)),
-            SglangRouterBlocks(),
-        )
+        encoder = BatchEncoder(2, positional=positional, media=media_of(dialect))
+        router = SglangRouterBlocks()
         router.apply(decoder.decode(encoder.encode(recorded, 0.0)))
         return router.content()
 

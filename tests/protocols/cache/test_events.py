@@ -1,10 +1,9 @@
-"""What subscribers are told, story by story: nothing before it is there, parents first, nothing of
-what failed.
-"""
+"""What subscribers are told: nothing before it is there, parents first, nothing of what failed."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from kvflow.protocols.cache.hashes import ANY, Namespace, chain_root, token_byte
 from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Node
 from kvflow.protocols.cache.writes import Write
+from tests.protocols.cache.driver import Driver
 from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain
 
 DEVICE, HOST, STORAGE = Tier
@@ -54,9 +54,9 @@ class Cache:
 def brief(event: Event) -> tuple:
     if isinstance(event, Stored):
         return "stored", event.tier, tuple(np.frombuffer(event.tokens, "<u4").tolist())
-    return (
-        ("removed", event.tier, len(event.digests)) if isinstance(event, Removed) else ("cleared",)
-    )
+    if isinstance(event, Removed):
+        return "removed", event.tier, len(event.digests)
+    return ("cleared",)
 
 
 def hashes(*ids: int) -> list[int]:
@@ -64,9 +64,6 @@ def hashes(*ids: int) -> list[int]:
 
 
 def test_a_split_before_the_ack() -> None:
-    """Written through, then cut in two: nothing until the copy is there, then both fragments, the
-    parent first.
-    """
     cache = Cache()
     cache.insert(1, 2, 3, 4)
     write = cache.begin(1, 2, 3, 4)
@@ -86,12 +83,7 @@ def test_a_split_before_the_ack() -> None:
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("failing", [None, 0, 1, 2])
 @pytest.mark.parametrize("target", [HOST, STORAGE])
-def test_pending_copies_of_one_path_end_in_any_order(
-    order: tuple, failing: int | None, target: Tier
-) -> None:
-    """Three copies on one path, cut on both sides:
-    a part is told of once all parts before it are.
-    """
+def test_copies_of_a_path_end_in_any_order(order: tuple, failing: int | None, target: Tier) -> None:
     cache = Cache()
     cache.insert(1, 2, 3, 4, 5, 6)
     writes = [cache.begin(*range(1, length + 1), target=target) for length in (2, 4, 6)]
@@ -114,9 +106,6 @@ def test_pending_copies_of_one_path_end_in_any_order(
 
 
 def test_write_back_of_a_child_first() -> None:
-    """The child's copy has landed and the parent's has not: the child waits; the parent fails: it
-    is never told of.
-    """
     cache = Cache()
     cache.insert(1, 2)
     parent = cache.begin(1, 2)
@@ -188,9 +177,8 @@ def test_flush_clears_once_and_what_ends_after_it_is_silent() -> None:
     write = cache.begin(1, 2, 3)
     cache.index.lock(cache.end(1, 2))
     cache.index.flush()
-    assert cache.index.take_events() == [CLEARED], (
-        "what was not taken before does not matter any more"
-    )
+    # What was not taken before does not matter any more.
+    assert cache.index.take_events() == [CLEARED]
     cache.index.ack(write.number)
     assert cache.told() == []
     cache.insert(1, 2)
@@ -226,7 +214,6 @@ def test_a_snapshot_is_the_content_with_parents_first() -> None:
 
 
 def test_pages_are_cut_short_bit_by_bit() -> None:
-    """Hashes are cut with their pages, and a page is hashed once."""
     ids = list(range(100))
     cache = Cache()
     cache.insert(*ids)
@@ -237,12 +224,71 @@ def test_pages_are_cut_short_bit_by_bit() -> None:
     (rest,) = cache.index.snapshot_events()
     assert cache.index.snapshot_events()[0].digests is rest.digests, "a page is hashed once"
     assert rest.hashes == hashes(0) and len(rest.tokens) == 4
-    assert rest.digests.base is None or rest.digests.base.size <= 8, (
-        "a page that is left keeps no long array"
-    )
+    # A page that is left keeps no long array.
+    assert rest.digests.base is None or rest.digests.base.size <= 8
 
 
 def test_nothing_is_recorded_unless_asked_for() -> None:
     index = PrefixIndex(1)
     index.insert(token_bytes([1, 2]), np.array([0, 1], np.int32), 0.0)
     assert index.take_events() == index.snapshot_events() == []
+
+
+# --- every order
+
+
+LONG = (0, 0, 0, 0)
+SHORT_FORK, LONG_FORK = (0, 1), (0, 0, 0, 1)
+STEPS = ("begin short", "begin long", "end first", "end second", "split high", "split low")
+
+
+def possible(order: tuple[str, ...]) -> bool:
+    """A write ends after it began: the first end needs one that has begun, the second both."""
+    begun = [order.index("begin short"), order.index("begin long")]
+    return order.index("end first") > min(begun) and order.index("end second") > max(
+        [*begun, order.index("end first")]
+    )
+
+
+ORDERS = [order for order in itertools.permutations(STEPS) if possible(order)]
+
+
+@pytest.mark.parametrize(
+    "route", [(Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.STORAGE), (Tier.HOST, Tier.DEVICE)]
+)
+@pytest.mark.parametrize("outcomes", list(itertools.product([True, False], repeat=2)))
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_every_order(
+    route: tuple[Tier, Tier], outcomes: tuple[bool, bool], newest_first: bool
+) -> None:
+    for order in ORDERS:
+        driver = Driver("lru")
+        driver.insert(ANY, LONG, 0, False)
+        if route[0] is Tier.HOST:  # a load back
+            driver.begin_write(ANY, LONG, (Tier.DEVICE, Tier.HOST), 0)
+            driver.end(min(driver.oracle.writes), True)
+            driver.evict(Tier.DEVICE, len(LONG))
+        steps = actions(driver, route, outcomes, newest_first)
+        for name in order:
+            steps[name]()
+            driver.subscribers_know_what_can_be_read()
+            driver.every_page_is_free_or_held()
+        driver.finish()
+
+
+def actions(
+    driver: Driver, route: tuple[Tier, Tier], outcomes: tuple[bool, bool], newest_first: bool
+) -> dict[str, Callable[[], None]]:
+    def end(landed: bool) -> None:
+        # The longer one may have found nothing left to copy.
+        if writes := sorted(driver.oracle.writes):
+            driver.end(writes[-1 if newest_first else 0], landed)
+
+    return {
+        "begin short": lambda: driver.begin_write(ANY, LONG[:2], route, 0),
+        "begin long": lambda: driver.begin_write(ANY, LONG, route, 0),
+        "end first": lambda: end(outcomes[0]),
+        "end second": lambda: end(outcomes[1]),
+        "split high": lambda: driver.insert(ANY, SHORT_FORK, 0, False),
+        "split low": lambda: driver.insert(ANY, LONG_FORK, 0, False),
+    }

@@ -1,6 +1,4 @@
-"""Page hashes are what subscribers of KV events compute: SHA256(previous digest || u32
-little-endian token ids).
-"""
+"""Page hashes are what subscribers of KV events compute."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Single stories of the index: splits under copies, stale acknowledgements, locks, order, states,
-bad input.
-"""
+"""Single stories of the index: splits, stale acknowledgements, locks, order, states, bad input."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ class Cache:
 
 @pytest.mark.parametrize("start", [1, 2, 3])
 def test_stored_pages_in_the_middle_of_what_came_meanwhile_are_not_taken(start: int) -> None:
-    """While they were read, somebody has handed over all of the prompt as one run, which has no
-    host pages.
-    """
+    """All of the prompt came meanwhile as one run, which has no host pages."""
     cache = Cache()
     cache.insert(1, 2, 3, 4)
     given = pages(*range(start, 4))
@@ -63,9 +59,7 @@ def test_stored_pages_in_the_middle_of_what_came_meanwhile_are_not_taken(start: 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("failing", [None, 0, 1, 2])
-def test_splits_on_both_sides_of_three_pending_copies(
-    order: tuple[int, ...], failing: int | None
-) -> None:
+def test_splits_on_both_sides_of_three_copies(order: tuple[int, ...], failing: int | None) -> None:
     cache = Cache()
     cache.insert(1, 2, 3, 4, 5, 6)
     writes = []
@@ -153,17 +147,12 @@ def test_states_bound_what_a_model_with_states_matches() -> None:
     cache = Cache(needs_state=True)
     cache.insert(1, 2, 3, 4)
     found = cache.match(1, 2, 3, 4)
-    assert (found.num_pages, found.end, found.device_pages.size, found.branch_pages) == (
-        0,
-        None,
-        0,
-        4,
-    )
+    assert (found.num_pages, found.end, found.branch_pages) == (0, None, 4)
+    assert not found.device_pages.size
     assert cache.index.put_state(token_bytes([1, 2, 3, 4]), 7)
     assert (cache.match(1, 2).num_pages, cache.match(1, 2).branch_pages) == (0, 2)
-    assert cache.index.put_state(token_bytes([1, 2]), 8), (
-        "a state is put into the middle of what was inserted at once"
-    )
+    # A state is put into the middle of what was inserted at once.
+    assert cache.index.put_state(token_bytes([1, 2]), 8)
     assert not cache.index.put_state(token_bytes([1, 2]), 9), "it has one"
     assert not cache.index.put_state(token_bytes([1, 2, 5]), 9), "nothing is cached there"
     assert not cache.index.put_state(token_bytes([1, 2]), 9, Namespace("other"))
@@ -179,9 +168,8 @@ def test_a_state_goes_with_its_page_or_before_it() -> None:
         assert cache.index.put_state(token_bytes(range(1, length + 1)), length)
     freed = cache.index.evict(DEVICE, 1)
     assert (freed.device.tolist(), freed.states) == ([103], (4,))
-    assert (cache.match(1, 2, 3).num_pages, cache.match(1, 2, 3).branch_pages) == (2, 3), (
-        "the other pages stay"
-    )
+    # The other pages stay.
+    assert (cache.match(1, 2, 3).num_pages, cache.match(1, 2, 3).branch_pages) == (2, 3)
     assert cache.index.evict_states(5).states == (2,)
     assert cache.index.stats().num_pages[DEVICE] == 3 and cache.match(1, 2, 3).num_pages == 0
     assert cache.index.put_state(token_bytes([1, 2]), 2), "it may be put again"
@@ -194,9 +182,8 @@ def test_a_state_stays_as_long_as_one_tier_has_its_page() -> None:
     cache.index.ack(cache.back_up(1, 2).number)
     assert cache.index.evict(DEVICE, 2).states == ()
     found = cache.match(1, 2)
-    assert (found.num_pages, found.device_pages.size, found.state) == (2, 0, None), (
-        "to be loaded first"
-    )
+    # To be loaded first.
+    assert (found.num_pages, found.device_pages.size, found.state) == (2, 0, None)
     cache.index.ack(cache.index.begin_write(found.end, HOST, DEVICE, pages(0, 1)).number)
     assert cache.match(1, 2).state == 5
 
@@ -320,3 +307,92 @@ def test_pages_that_were_given_with_gaps_come_out_in_order() -> None:
     cache.insert(1, 2, 9)
     assert cache.match(1, 2, 3, 4).device_pages.tolist() == [0, 2, 4, 6]
     assert sorted(cache.index.evict(DEVICE, 9).device.tolist()) == [0, 2, 4, 6, 102]
+
+
+# --- counts, refusals, bounds
+
+
+def test_evictions_are_counted_by_tier() -> None:
+    cache = Cache()
+    cache.insert(1, 2, 3)
+    cache.index.ack(cache.back_up(1, 2, 3).number)
+    assert cache.index.stats().num_evicted == (0, 0)
+    cache.index.evict(DEVICE, 2)
+    assert cache.index.stats().num_evicted == (2, 0)
+    cache.index.evict(DEVICE, 1)
+    cache.index.evict(HOST, 1)
+    assert cache.index.stats().num_evicted == (3, 1)
+
+
+def test_queues_hold_a_node_once_however_often_it_is_used() -> None:
+    cache = Cache(needs_state=True)
+    cache.insert(1, 2, 3)
+    assert cache.index.put_state(_key(1, 2, 3), 7)
+    cache.index.ack(cache.back_up(1, 2, 3).number)
+    own = cache.index._residents
+    for _ in range(20):
+        found = cache.match(1, 2, 3)
+        assert found.device_end is not None
+        cache.index.lock(found.device_end)
+        cache.index.lock_state(found.device_end)
+        cache.index.unlock_state(found.device_end)
+        cache.index.unlock(found.device_end)
+    assert [len(queue) for queue in (*own._queues, own.states._queue)] == [1, 1, 1]
+
+
+def test_a_flushed_state_goes_with_its_pages_and_not_before() -> None:
+    cache = Cache(needs_state=True)
+    end = cache.insert(1, 2).end
+    assert end is not None and cache.index.put_state(_key(1, 2), 7)
+    cache.index.lock(end)
+    assert not cache.index.flush().states
+    assert not cache.index.evict_states(1).states
+    assert cache.index.unlock(end).states == (7,)
+
+
+def test_what_was_flushed_is_offered_to_no_queue() -> None:
+    cache = Cache()
+    cache.insert(1, 2)
+    found = cache.match(1, 2)
+    assert found.device_end is not None
+    cache.index.lock(found.device_end)
+    cache.index.flush()
+    with pytest.raises(MisuseError, match="no longer in the cache"):
+        cache.index.begin_write(found.device_end, DEVICE, HOST, pages(0, 1))
+    assert found.device_end.queued == 0
+    assert not cache.index.evict(DEVICE, 2).device.size
+    assert cache.index.unlock(found.device_end).device.size == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "given", "said"),
+    [
+        (STORAGE, HOST, pages(0, 1), "a source is device or host"),
+        (DEVICE, DEVICE, pages(0, 1), "no copy from device to device"),
+        (DEVICE, HOST, pages(), "a write of 0 pages"),
+        (DEVICE, HOST, [0, 1], "a numpy array of int32"),
+        (DEVICE, HOST, np.zeros((2, 1), np.int32), r"of shape \(2, 1\)"),
+    ],
+)
+def test_a_refused_write_takes_nothing(source: Tier, target: Tier, given, said: str) -> None:
+    cache = Cache()
+    end = cache.insert(1, 2).end
+    assert end is not None
+    with pytest.raises(MisuseError, match=said):
+        cache.index.begin_write(end, source, target, given)
+    assert cache.index.stats().writes_open == 0 and cache.index.evictable_pages == 2
+
+
+def test_a_write_to_storage_has_no_target_pages() -> None:
+    cache = Cache()
+    cache.insert(1, 2)
+    cache.index.ack(cache.back_up(1, 2).number)
+    end = cache.match(1, 2).end
+    assert end is not None
+    write = cache.index.begin_write(end, HOST, STORAGE, pages(5, 6))
+    assert write.target_pages.size == 0 and write.source_pages.tolist() == [0, 1]
+    assert not cache.index.fail(write.number).host.size, "what was given is not the index's"
+
+
+def _key(*ids: int) -> bytes:
+    return np.array(ids, "<u4").tobytes()

@@ -1,6 +1,4 @@
-"""The index against the oracle: any order of inserts, splits, copies, acknowledgements, evictions
-and flushes.
-"""
+"""The index against the oracle: inserts, splits, copies, evictions and flushes in any order."""
 
 from __future__ import annotations
 

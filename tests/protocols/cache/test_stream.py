@@ -1,6 +1,4 @@
-"""Streams of batches: what a subscriber ends with that loses some, joins late, or asks for what is
-not kept.
-"""
+"""Streams of batches, and subscribers that lose some, join late, or ask for what is not kept."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from tests.protocols.cache.test_index_stateful import step
 
 
 class Knower(Subscriber):
-    """Applies batches in the order of their numbers; events are about sets, so that some may come
-    twice.
-    """
+    """Applies batches in order. Events are about sets, so that some may come twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,9 +75,6 @@ def add(index: PrefixIndex, *ids: int) -> None:
     "limits", [StreamLimits(), StreamLimits(3, 1 << 20, 1 << 20), StreamLimits(50, 400, 300)]
 )
 def test_whoever_loses_batches_ends_with_what_is_cached(limits: StreamLimits, seed: int) -> None:
-    """Inserts, copies and evictions in any order; subscribers that lose what they may, and hear of
-    it by a number.
-    """
     rng = random.Random(f"{seed} {limits}")
     for _ in range(15):
         driver = Driver("lru")
@@ -199,7 +192,6 @@ def test_what_waits_is_counted_until_it_is_sent() -> None:
 
 
 def test_a_long_snapshot_leaves_no_room_behind() -> None:
-    """While it waits more may wait; once it is sent, no more than ever. Every time is counted."""
     index = index_of(50)
     stream = EventStream(index, BatchEncoder(1), StreamLimits(waiting_bytes=100))
     stream.next_batch(0.0)
@@ -222,9 +214,8 @@ def test_as_many_bytes_are_kept_as_may_be() -> None:
         kept = next(batches for seq in range(40) if (batches := stream.kept_from(seq)))
         total = sum(len(batch.payload) for batch in kept)
         assert total <= 1_000
-        assert len(kept) == len(sizes) or total + sizes[-len(kept) - 1] > 1_000, (
-            "one more could have been kept"
-        )
+        # Not one more could have been kept.
+        assert len(kept) == len(sizes) or total + sizes[-len(kept) - 1] > 1_000
         add(index, 0, fork)
     assert sum(sizes) > 2_000
 
