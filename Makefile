@@ -19,7 +19,7 @@ export PYTHON TORCH_INDEX
 # CPU time of tests/transports. An empty value is the same to Python as none.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test coverage slow soak vllm prove mutants check format lint types workflows docs bench gpu clean
+.PHONY: setup demo test coverage slow soak vllm prove mutants check format lint types borders workflows docs bench gpu clean
 
 setup: $(DONE)
 
@@ -66,9 +66,7 @@ prove: setup
 mutants: setup
 	$(BIN)/python -m tests.proof.mutants $(ARGS)
 
-check: lint types workflows
-	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest -q tests/house/test_sizes.py tests/house/test_floors.py
+check: lint types workflows borders
 
 format: setup
 	$(BIN)/ruff check --fix $(CODE)
@@ -80,6 +78,11 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
+
+# Who may import whom, and how long files and functions are.
+borders: setup
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest -q tests/house/test_sizes.py tests/house/test_floors.py
 
 # Valid, pinned, and with no more rights than needed; offline, so it does not ask whether a pin has a known fault.
 workflows: setup
