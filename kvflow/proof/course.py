@@ -41,7 +41,6 @@ class Course:
         raise NotImplementedError
 
     def schedule(self) -> None:
-        """Schedule the requests of the scenario."""
         raise NotImplementedError
 
     def schedule_more(self) -> None:
@@ -52,10 +51,7 @@ class Course:
         raise NotImplementedError
 
     def still_left(self, *, doubts: bool) -> list[str]:
-        """Return a line for everything that is not at rest.
-
-        With `doubts`, loans that lack proof may still be out.
-        """
+        """Return a line for all that is not at rest; with `doubts`, loans may lack proof."""
         raise NotImplementedError
 
     def at_the_end(self) -> None:
@@ -69,13 +65,11 @@ class Course:
         return True
 
     def counted(self) -> dict[str, int]:
-        """Return further counts for the report."""
         return {}
 
     # --- the course
 
     async def play(self) -> None:
-        """Play the scenario to its end."""
         world, fences = self._world, self.scenario.variety.fences
         for group, world_size in enumerate(self.scenario.groups):
             for rank in range(world_size):
@@ -108,7 +102,6 @@ class Course:
         await self._until_rest(FENCED_S + LATE_FENCE_S, "with every writer dead", doubts=False)
 
     def happen(self, accident: Accident) -> None:
-        """Carry out an accident at its node, and schedule the recovery."""
         node, kind, world, for_s = (
             self.places[accident.node],
             accident.kind,

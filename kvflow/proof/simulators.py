@@ -25,8 +25,6 @@ def _silent(_: str) -> None:
 
 
 class Simulator(NamedTuple):
-    """A simulator: one way to play a seed."""
-
     key: str  # keyword that stands for it in `planting`
     how: str  # options of `kvflow sim` that select it
     simulate: Callable[..., Outcome]
@@ -54,9 +52,7 @@ class Simulator(NamedTuple):
     def hunt(
         self, name: str, seeds: Sequence[int], say: Callable[[str], None] = _silent
     ) -> dict[str, Any]:
-        """Return the first seed that shows a plant, with its violation, or only the plant's name if
-        all `seeds` pass.
-        """
+        """Return the first seed that shows a plant, and its violation, or only the name."""
         with self.planted(name):
             for seed in seeds:
                 if (violation := self.simulate(seed).violation) is not None:

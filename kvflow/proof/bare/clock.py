@@ -29,7 +29,6 @@ class Clock:
         heapq.heappush(self._events, (self.now + delay_s, self._count, node, do, arguments))
 
     def play(self, for_s: float) -> None:
-        """Run all events of the next `for_s` seconds."""
         events, pop, until_s = self._events, heapq.heappop, self.now + for_s
         # This loop takes most of a seed's time, so it works on local names.
         steps = self.steps

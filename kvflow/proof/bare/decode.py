@@ -81,7 +81,6 @@ class Decode(Node):
         self.run()
 
     def inherited_loans(self) -> list[UnprovenLoan]:
-        """Return the inherited loans that still lack proof."""
         find = self.endpoint.earlier.find
         every = [loan for loans in self.inherited.values() for loan in loans]
         return [loan for loan in every if find(loan.incarnation, loan.writer)]
@@ -89,7 +88,6 @@ class Decode(Node):
     # --- requests
 
     def begin(self, job: DecodeJob) -> None:
-        """Open the job's room, or refuse it."""
         now, endpoint, ranks = self.clock.now, self.endpoint, self.world.ranks(job.group)
         try:
             if job.refused:
@@ -119,7 +117,6 @@ class Decode(Node):
             self.run()
 
     def end(self, job: DecodeJob, how: str) -> None:
-        """Close the job's room, because its client went away or the engine wants its pages back."""
         if job.at is not None and not job.at.told:
             self.close_room(job.at, job.cause(Code.CLIENT_GONE, how))
             self.run()
@@ -160,7 +157,6 @@ class Decode(Node):
         return None
 
     def _feed(self, room: Room, kind: PageKind, source: Source | None = None) -> None:
-        """Feed one event to the ownership of a room's pages, and run the commands that result."""
         room.owned, commands = step(room.owned, kind, source)
         for _, command in commands:
             if command is PageCommand.RETURN:
@@ -244,7 +240,6 @@ class Decode(Node):
         return found
 
     def died(self) -> None:
-        """Mark the pool as lost, unless this decode left it to the next one."""
         self.pages.lost = self.left_behind is None
 
     # --- commands

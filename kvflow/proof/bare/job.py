@@ -16,8 +16,6 @@ Issue = Callable[[int, Cause], Cause]
 
 
 class _Job:
-    """A request, as prefill or decode receives it."""
-
     def __init__(
         self,
         room: int,
@@ -32,30 +30,24 @@ class _Job:
         self.room, self.tokens, self.digest, self.rows = room, tokens, digest, rows
         self.deadline_s, self.refused = deadline_s, refused
         self.succeeded = False
-        self.at: Any = None  # the `Room` or `Leg` of its user, once a room is open
+        self.at: Any = None
         self.error: Cause | None = None  # why no room was opened
         self._issue = issue
 
     @property
     def num_pages(self) -> int:
-        """Number of pages that the whole prompt needs."""
         return -(-self.tokens // PAGE_SIZE)
 
     @property
     def num_places(self) -> int:
-        """Number of pages and rows that the whole prompt needs."""
         return self.num_pages + self.rows
 
     def cause(self, code: Code, text: str) -> Cause:
-        """Return a cause that names its room, so that the oracle can verify which room
-        receives it.
-        """
+        """Return a cause that names its room, so that the oracle can verify who receives it."""
         return self._issue(self.room, Cause(code, f"{text} #{self.room}"))
 
 
 class DecodeJob(_Job):
-    """A request, as a decode receives it."""
-
     def __init__(
         self,
         room: int,
@@ -86,8 +78,6 @@ class DecodeJob(_Job):
 
 
 class PrefillJob(_Job):
-    """A request, as the engine of a prefill receives it."""
-
     def __init__(
         self,
         room: int,

@@ -56,9 +56,7 @@ class Scene:
         self.frozen = 0  # number of writes that never end
 
     def ranks(self, group: int) -> Sequence[RankInfo]:
-        """Return the registry's current entries for a prefill group. The entry of a dead rank stays
-        until the rank starts again.
-        """
+        """Return a group's registry entries. A dead rank's entry stays until it starts again."""
         found = self.registry[group]
         return [found[rank] for rank in sorted(found)]
 
@@ -71,9 +69,7 @@ class Scene:
         ]
 
     def kill(self, node: Node, how: str = "dies") -> None:
-        """Kill a node's process. Its actions, frames and writes stop, and its death can be
-        proven.
-        """
+        """Kill a node's process; its death can then be proven."""
         node.say(how)
         node.alive, node.parked = False, []
         delay_s = {LATE: LATE_FENCE_S, NEVER: float("inf")}.get(self.variety.fences, 0.0)
@@ -84,7 +80,6 @@ class Scene:
             self._prove(watcher, watched)
 
     def watch(self, watcher: Node, address: PlaneAddress, watched: Any) -> None:
-        """Notify `watcher` once the death of the process at `address` is proven."""
         node = self.nodes[int(address.locator, 16)]
         if node.alive:
             node.watchers.append((watcher, watched))
@@ -111,7 +106,6 @@ class Scene:
         return self._strikes("refusal", self.twists.refuses)
 
     def damages(self) -> bool:
-        """Draw whether to damage the bytes of a verified write."""
         if not self._strikes("damage", self.twists.damages):
             return False
         self.rules.rooms.damaged = True
@@ -158,7 +152,6 @@ class Node:
 
     @property
     def up(self) -> bool:
-        """True while alive and not halted."""
         return self.alive and self.parked is None
 
     def reaches(self, target: int) -> bool:
@@ -180,7 +173,6 @@ class Node:
         self.clock.later(low + (high - low) * self.world.rng.random(), self, do, *arguments)
 
     def run(self) -> None:
-        """Run the endpoint's commands until it has no more, then set its timer."""
         outbox, endpoint, commands = self._outbox, self._ticking, self.RUN
         while outbox:
             for command in endpoint.commands():
@@ -211,13 +203,10 @@ class Node:
         self._ticking.tick(now)
 
     def read(self, burst: Burst) -> None:
-        """Handle a burst, the frames that wait at the node's sockets. After the last frame of each
-        socket, run the resulting commands.
-        """
+        """Handle the frames that wait at the node's sockets, and run the resulting commands."""
         raise NotImplementedError
 
     def known_dead(self, watched: Any) -> None:
-        """Handle proof that a watched process ended."""
         raise NotImplementedError
 
     def leave(self) -> None:
@@ -233,7 +222,6 @@ class Node:
         raise NotImplementedError
 
     def part(self) -> None:
-        """Send goodbye, wait a while for every peer to acknowledge it, and end."""
         self._ticking.part(self.clock.now)
         self.run()
         self._await_answers(self.clock.now + 2 * self.world.timing.heartbeat_s)

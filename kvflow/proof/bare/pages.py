@@ -19,8 +19,6 @@ Lease = tuple[int, int]
 
 
 class FreePlaces:
-    """Free pages and rows of one pool."""
-
     def __init__(self, layout: PoolLayout) -> None:
         self.num_pages = layout.num_pages
         self.pages, self.rows = (
@@ -33,7 +31,6 @@ class FreePlaces:
         return len(self.pages) + len(self.rows)
 
     def take(self, count: int) -> list[int] | None:
-        """Return `count` places for a room, or None if too few are free."""
         row = self._row and count > 0
         if count - row > len(self.pages) or row > len(self.rows):
             return None
@@ -46,8 +43,6 @@ class FreePlaces:
 
 
 class Pages(Home):
-    """Pages of one pool, with their owners."""
-
     def __init__(self, who: str, judge: Receiver, layout: PoolLayout) -> None:
         super().__init__(who, layout, judge)
         self._free = FreePlaces(layout)
@@ -59,7 +54,6 @@ class Pages(Home):
         return False
 
     def take(self, count: int, owner: Hashable) -> list[int] | None:
-        """Take `count` places for `owner`; None if too few are free."""
         taken = self._free.take(count)
         self.taken(taken or (), owner)
         return taken
@@ -77,9 +71,7 @@ class Pages(Home):
 
 
 class DecodePages(Pages):
-    """Pages of a decode. A lease owns pages while a room or a loan has them; afterwards the room's
-    user owns them.
-    """
+    """Pages of a decode. A lease owns those of a room or a loan, and then the room's user."""
 
     def __init__(self, who: str, judge: Receiver, layout: PoolLayout) -> None:
         super().__init__(who, judge, layout)
@@ -94,9 +86,7 @@ class DecodePages(Pages):
         return user
 
     def inherit(self, kept: set[Lease]) -> None:
-        """Free all pages except those of the leases in `kept`, for the next decode over the
-        pool.
-        """
+        """Free all pages but those of the leases in `kept`, for the next decode over the pool."""
         for owner in set(self.owners) - kept - {None}:
             self.give_back(
                 [page for page, other in enumerate(self.owners) if other == owner], owner

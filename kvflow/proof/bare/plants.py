@@ -32,9 +32,7 @@ BY_NAME = {plant.name: plant for plant in WALKED}
 
 
 def _begun_told(when: Callable[[DecodeRoomRecord, int], bool]) -> Installed:
-    """Make decode notify its user of every Begun for which `when` holds. `when` receives the room,
-    and a bit for each rank that sent Begun.
-    """
+    """Make decode notify its user of every Begun for which `when(room, ranks)` holds."""
 
     def on_begun(core: DecodeCore, peer: PrefillPeer, message: Begun, now: float) -> None:
         if (record := core.rooms.get(message.grant)) is not None:

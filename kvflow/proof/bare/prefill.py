@@ -1,6 +1,4 @@
-"""One prefill rank: a shipped `PrefillEndpoint`, its engine, its routes, and the writes of its data
-plane.
-"""
+"""One prefill rank: a shipped `PrefillEndpoint`, its engine, its routes and its writes."""
 
 from __future__ import annotations
 
@@ -60,7 +58,6 @@ class Prefill(Writer):
     # --- requests
 
     def begin(self, job: PrefillJob) -> None:
-        """Open the engine's half of the job's room, or refuse it."""
         now, endpoint = self.clock.now, self.endpoint
         try:
             if job.refused:
@@ -99,7 +96,6 @@ class Prefill(Writer):
             self.run()
 
     def refuse_room(self, room: int, cause: Cause) -> None:
-        """Refuse a room for which this prefill has no leg."""
         self.endpoint.refuse_room(room, cause, self.clock.now)
 
     def close_room(self, leg: Leg, cause: Cause) -> None:
@@ -119,7 +115,6 @@ class Prefill(Writer):
         self.run()
 
     def _take_turn(self, leg: Leg) -> None:
-        """Begin the leg's room, now that the engine has a place for the whole prompt."""
         leg.queues = False
         self.say(f"room {leg.record.room} begins")
         self.endpoint.begin_room(leg.record)
@@ -127,12 +122,10 @@ class Prefill(Writer):
             self.compute(leg)
 
     def ready(self, leg: Leg) -> None:
-        """Start the engine on a matched room, unless the room waits for its turn."""
         if leg.pages and not leg.queues:
             self.compute(leg)
 
     def compute(self, leg: Leg) -> None:
-        """Start a model step, or let the engine break down where the job says so."""
         if leg.number == leg.job.fails_at:
             self.close_room(leg, leg.job.cause(Code.ENGINE_ERROR, "the engine broke down"))
             return
@@ -143,7 +136,6 @@ class Prefill(Writer):
         self.wait(THREAD_S, self._computed, leg)
 
     def _computed(self, leg: Leg) -> None:
-        """Queue the chunk that a model step computed, and start the next step."""
         leg.computing = False
         start, end = leg.sent, leg.sent + leg.chunks[leg.number]
         chunk = leg.pages[start:end]
@@ -185,7 +177,6 @@ class Prefill(Writer):
         self.endpoint.tick(now)
 
     def stall(self, for_s: float) -> None:
-        """Halt the data plane's worker for a while, but not the node."""
         self._stalled_from_s = now = self.clock.now
         self.stalled_until_s = now + for_s
 
@@ -204,7 +195,6 @@ class Prefill(Writer):
             self.run()
 
     def _route(self, peer: Incarnation) -> None:
-        """Open the route into a decode's pool, or refuse it."""
         if not self.world.nodes[peer].alive:
             self.endpoint.route_refused(peer, "nobody answers there", self.clock.now)
         elif self.world.refuses_route():

@@ -34,8 +34,6 @@ PROBE_TOKENS = sum(PROBE_CHUNKS) * PAGE_SIZE
 
 
 class Run(Course):
-    """A run of one scenario in one world of bare endpoints."""
-
     left = staticmethod(left)  # `GroupRun` replaces it
 
     def __init__(self, world: World, scenario: Scenario, twists: Twists) -> None:
@@ -86,7 +84,6 @@ class Run(Course):
                 )
 
     def schedule_prefill(self, request: Request, twist: Twist, leg: Leg, digest: bytes) -> None:
-        """Schedule the request at every rank of its group, at the same moment."""
         first = sum(self.scenario.groups[: request.group])
         for rank in range(self.scenario.groups[request.group]):
             job = PrefillJob(
@@ -162,7 +159,7 @@ class Run(Course):
     def _give_up_waiting(self) -> None:
         """Make decodes offer pages for rooms that prefill has not begun.
 
-        By now every lost message was sent again, so such a room will never begin.
+        Every lost message was sent again by now, so such a room will never begin.
         """
         for node in self.world.nodes.values():
             if node.alive and isinstance(node, Decode):
@@ -199,7 +196,6 @@ class Run(Course):
     def _good_room(
         self, group: int, prefills: list[Prefill], decode: Decode
     ) -> list[tuple[Node, Any]]:
-        """Begin a room that must succeed, and return each node with its job."""
         self.probe_room = room = self.probe_room + 1
         digest = room.to_bytes(32, "little")
         jobs = self.good_room_at_prefill(room, PROBE_TOKENS, digest, prefills)
@@ -217,7 +213,6 @@ class Run(Course):
     def good_room_at_prefill(
         self, room: int, tokens: int, digest: bytes, prefills: list[Prefill]
     ) -> list[tuple[Node, Any]]:
-        """Begin a room at every rank, and return each node with the job that must succeed there."""
         jobs: list[tuple[Node, Any]] = []
         for node in prefills:
             job = PrefillJob(
@@ -264,7 +259,6 @@ def simulate(
 
 
 def played(seed: int, cast: Cast, *, visits: Counter[Cell] | None, tell: Tell | None) -> Outcome:
-    """Play one seed with this cast, and return its outcome."""
     begun = process_time()
     rng, clock = random.Random(seed), Clock()
     faults = Faults(rng)

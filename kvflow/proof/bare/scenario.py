@@ -1,6 +1,4 @@
-"""Input of one seed: a scenario of the whole-node simulator, and twists that only bare endpoints
-have.
-"""
+"""Input of one seed: a scenario of whole nodes, with twists that only bare endpoints have."""
 
 from __future__ import annotations
 
@@ -16,8 +14,6 @@ from kvflow.proof.sim.variety import NEVER, PROMPT, Variety
 
 
 class Twist(NamedTuple):
-    """Twists of one request."""
-
     prefix_pages: int = 0  # pages that decode already has
     # If False, the offer itself announces the room, provided that every rank is linked.
     announces: bool = True
@@ -29,9 +25,7 @@ class Twist(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A visit by a decode, for which prefill has a place (`bounds.targets`) only if a silent decode
-    makes way.
-    """
+    """A visit by a decode, for which prefill has a place only if a silent decode makes way."""
 
     at_s: float
     decode: int  # the decode that is halted at `at_s`, for `silent_s`

@@ -24,8 +24,6 @@ is spoilt.
 
 
 class End(Who, Protocol):
-    """One end of a link."""
-
     parked: list[Any] | None
     unread: Burst  # frames received since it was halted
 
@@ -50,9 +48,7 @@ class Wire:
         *,
         traced: bool,
     ) -> None:
-        """`disturbed` is called whenever a fault disturbs a link, so that both ends have to
-        recover.
-        """
+        """`disturbed` is called for each disturbance, from which both ends have to recover."""
         self.clock, self.rng, self.faults, self._traced = clock, rng, faults, traced
         self._disturbed = disturbed
         self.routers: dict[str, End] = {}  # by address: the node that answers there now
@@ -63,7 +59,6 @@ class Wire:
         self._last_at: dict[tuple[str, int, bool], float] = {}
 
     def carry(self, sender: End, control: str, decode: End, frame: bytes) -> None:
-        """Carry a frame on the link between the prefill at `control` and `decode`."""
         clock, rng, peer, to_prefill = self.clock, self.rng, decode.incarnation, sender is decode
         if self._traced:
             hearer = self.routers.get(control) if to_prefill else decode
@@ -110,9 +105,7 @@ class Wire:
         return None
 
     def unjam(self, end: str | int) -> None:
-        """Deliver in one burst the frames that were held back, in the order in which they were
-        sent.
-        """
+        """Deliver in one burst the frames that were held back, in the order of sending."""
         frames, now = self.jammed.pop(end, []), self.clock.now
         links = {
             (control, decode.incarnation, to_prefill) for control, decode, to_prefill, _ in frames
@@ -132,11 +125,9 @@ class Wire:
             keys.remove(key)
 
     def dialled_by(self, decode: End) -> bool:
-        """Return True if this decode has any connection."""
         return any(keys and link[1] == decode.incarnation for link, keys in self.lines.items())
 
     def unplug(self, node: End) -> None:
-        """Remove the links and the address of a dead node."""
         for control in [control for control, router in self.routers.items() if router is node]:
             del self.routers[control]
         for link in [link for link in self.lines if link[1] == node.incarnation]:

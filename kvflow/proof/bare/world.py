@@ -15,8 +15,6 @@ from kvflow.protocols.wire.messages import Incarnation
 
 
 class World(Scene):
-    """A scene with accidents: deaths, restarts, halts, jams and cuts."""
-
     def start_prefill(self, group: int, rank: int, world_size: int) -> Prefill:
         node = Prefill(self, group, rank, world_size, self._incarnation())
         self.nodes[node.incarnation] = self.wire.routers[node.control] = node
@@ -29,7 +27,6 @@ class World(Scene):
         return node
 
     def start_again(self, node: Node) -> Node:
-        """Start the next life of a node, at the same address."""
         node.say("starts again")
         if isinstance(node, Prefill):
             return self.start_prefill(node.group, node.rank, node.info.world_size)
@@ -46,15 +43,12 @@ class World(Scene):
         return list(self.nodes.values())
 
     def declare_dead(self, *nodes: Node) -> None:
-        """Let an operator declare these processes dead at every decode. If none is named, the
-        operator declares all dead prefills.
-        """
+        """Let an operator declare these nodes, or all dead prefills, dead at every decode."""
         for node in self.living(Decode):
             for dead in nodes or [n for n in self.everyone() if n.is_prefill and not n.alive]:
                 self.tell_node(node, node.declare_dead, dead.incarnation)
 
     def tell_lies(self) -> None:
-        """Send forged messages on every link that is up; see `sim.lies`."""
         sources = {node.incarnation: node for node in self.living(Prefill)}
         for node in self.living(Decode):
             for peer in list(node.endpoint.peers):
@@ -69,7 +63,6 @@ class World(Scene):
 
     @staticmethod
     def tell_node(node: Node, do: Callable[..., object], *arguments: Any) -> None:
-        """Call `do` for a node, at once or when the halted node resumes."""
         if node.parked is None:
             do(*arguments)
         else:

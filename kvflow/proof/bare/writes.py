@@ -1,6 +1,4 @@
-"""One write of a data plane in virtual time: pages land one by one; some writes stall, fail, land
-late or never end.
-"""
+"""Writes of a data plane in virtual time: pages land one by one, late, or never."""
 
 from __future__ import annotations
 
@@ -18,8 +16,6 @@ DAMAGED = b"damaged"
 
 
 class Writer(Node):
-    """A node whose data plane writes into the pools of decodes."""
-
     is_prefill = True
     rank: int
     pages: Pages
@@ -95,7 +91,6 @@ class PacedWrite(Write):
         return source.wait(self.pace_s, self._slice)
 
     def _land_page(self) -> None:
-        """Write one page into the target's pool."""
         source, content = self.source, self.source.cells[self.sources[self.next]]
         if source.world.variety.verify:
             self.contents.append(content)
@@ -106,7 +101,6 @@ class PacedWrite(Write):
             self.home.cells[page][source.rank] = content
 
     def _land_rest(self) -> None:
-        """Land the rest of a write that was reported as unproven."""
         while self.next < len(self.targets):
             self._land_page()
 

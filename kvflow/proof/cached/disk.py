@@ -53,7 +53,6 @@ class StoreThreads(VirtualThread):
 
 
 def _pass_on(done: asyncio.Future[Any], answer: asyncio.Future[Any]) -> None:
-    """Pass the thread's result or error to the caller, unless the caller was cancelled."""
     if answer.cancelled() or done.done():
         return
     error = answer.exception()
@@ -132,9 +131,7 @@ class FaultyDisk(Disk):
         super().remove(path)
 
     def _used(self, path: str) -> None:
-        """Set the times of the file from a counter, so that their order is the same in every
-        run.
-        """
+        """Set the file's times from a counter, so that their order is the same in every run."""
         self._faults.uses += 1
         at_ns = self._faults.uses * 1_000_000
         os.utime(path, ns=(at_ns, at_ns))

@@ -1,6 +1,4 @@
-"""Prefix cache of one node process: the shipped cache over watched memory, with a subscriber to its
-events.
-"""
+"""Prefix cache of one node process, over watched memory and with a subscriber."""
 
 from __future__ import annotations
 
@@ -128,7 +126,6 @@ class NodeCache:
             await self.cache.close()
 
     def unmap(self) -> None:
-        """Unmap the host memory, after the run."""
         if self.host is not None:
             self.host.memory.close()
 
@@ -210,7 +207,6 @@ class NodeCache:
         return {name.replace("_", " "): getattr(stats, name) for name in what}
 
     def left(self) -> list[str]:
-        """Return a line for everything that is not at rest."""
         if self.lost:
             return []
         stats, found = self.cache.stats(), []

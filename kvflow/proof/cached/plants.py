@@ -24,7 +24,6 @@ bug = planting(PLANTS)
 @bug("torn file accepted", cache=(1, "I10"))
 def _torn_file_accepted() -> Installed:
     """A file of the right length is a page."""
-    # Accept every file of the right length as a page.
     return swapped(files, "flaw_in", lambda *_: "")
 
 
@@ -52,7 +51,6 @@ def _doubtful_page_cached() -> Installed:
 @bug("failed prompt cached", cache=(4, "I10"))
 def _failed_prompt_cached() -> Installed:
     """Pages that were not computed are kept."""
-    # Keep all pages of a prompt at prefill, computed or not.
     original = CachingScheduler.engine_failed
 
     def engine_failed(
@@ -74,7 +72,6 @@ def _failed_prompt_cached() -> Installed:
 @bug("loaded pages not held", cache=(1, "I14"))
 def _loaded_not_held() -> Installed:
     """What is loaded for a prompt is not locked."""
-    # Let pages that were loaded for a prompt be evicted before the prompt's turn.
     original = PrefixCache.load
 
     async def load(self: PrefixCache, *arguments: Any, **named: Any) -> Prefix:

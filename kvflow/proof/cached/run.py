@@ -1,6 +1,4 @@
-"""One seed of whole nodes with prefix caches: prompts share prefixes, tiers fail, and restarted
-processes open their stores again.
-"""
+"""One seed of whole nodes with prefix caches, whose tiers fail and whose stores reopen."""
 
 from __future__ import annotations
 
@@ -119,8 +117,6 @@ class CachingCluster(Cluster):
 
 
 class CachedRun(plain.Run):
-    """Run that also evicts pages from caches, flushes caches and damages their files."""
-
     cluster: CachingCluster
 
     def __init__(
@@ -190,9 +186,7 @@ class CachedRun(plain.Run):
 
 
 def with_caches(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Return the scenario with prompts that share prefixes, and without requests that leave the
-    device.
-    """
+    """Let prompts share prefixes, and all requests stay on the device."""
     library = Library(rng, PROMPT_PAGES_MAX)
     requests = [_with_prompt(rng, request, library.draw()) for request in scenario.requests]
     # Repeat some requests, with the same prompt or with the next turn of the dialogue.

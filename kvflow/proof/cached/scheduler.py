@@ -1,6 +1,4 @@
-"""Scheduler with prefix caches: it loads and locks the cached pages of each prompt, computes or
-receives the other pages, and lets the cache keep all of them.
-"""
+"""Scheduler with prefix caches: it uses the cached pages of prompts, and caches the others."""
 
 from __future__ import annotations
 
@@ -48,9 +46,6 @@ class CachingScheduler:
         self._promised: Counter[int] = Counter()
 
     async def prefill(self, node: PrefillNode, job: Job) -> None:
-        """Serve one job at prefill: use cached pages, compute the others, send those that decode
-        lacks, and cache all.
-        """
         if job.refused:
             return node.refuse(job.room, job.cause(Code.CAPACITY, "the engine will not have it"))
         mine, prompt, owner = self._caches[id(node)], np.array(job.prompt), object()
@@ -95,7 +90,6 @@ class CachingScheduler:
         return None
 
     async def decode(self, node: DecodeNode, job: Job) -> None:
-        """Serve one job at decode: use cached pages, and receive the others."""
         if job.refused:
             return node.refuse(
                 job.room, job.ranks(), job.cause(Code.CAPACITY, "decode will not have it")
@@ -118,7 +112,6 @@ class CachingScheduler:
     async def _generate(
         self, node: DecodeNode, job: Job, room: DecodeRoom, prefix: Prefix, prompt: np.ndarray
     ) -> None:
-        """Hold the pages while decode would generate, and then let the cache keep them."""
         mine, owner, kept = self._caches[id(node)], object(), 0
         own, cached = room.keep(owner), int(prefix.pages.size)
         try:
@@ -147,7 +140,7 @@ class CachingScheduler:
         owner: object,
         prefix: Prefix,
     ) -> int:
-        """Close the room, and return how many of its pages the cache owns: those of the prefix.
+        """Close the room, and return the number of its pages that the cache owns, the prefix.
 
         The cache must not keep the others, which may not be computed.
         """
@@ -162,7 +155,6 @@ class CachingScheduler:
             node.pool.pages.reclaim(node.pool.pages.available_pages)
 
     async def _fetch(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> None:
-        """Fetch pages of a prompt from storage, for at most `LOAD_S` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LOAD_S):
                 await mine.cache.fetch(np.array(prompt), most_tokens)
@@ -183,7 +175,6 @@ class CachingScheduler:
     async def _found(
         self, mine: NodeCache, prompt: list[int], most_tokens: int
     ) -> AsyncIterator[Prefix]:
-        """Load the cached pages of a prompt, and keep them locked while the context lasts."""
         self._texts.add(prompt)
         prefix = await self._load(mine, prompt, most_tokens)
         try:
@@ -198,9 +189,7 @@ class CachingScheduler:
 
     @contextmanager
     def _promise(self, node: DecodeNode, job: Job, prefix: Prefix) -> Iterator[None]:
-        """Count the pages that a job will take while the context lasts, so that `_make_room` frees
-        enough for all jobs.
-        """
+        """Count the pages that a job will take, so that `_make_room` frees enough for all jobs."""
         wanted = -(-len(job.prompt) // PAGE_SIZE) - int(prefix.pages.size)
         self._promised[id(node)] += wanted
         try:

@@ -40,13 +40,11 @@ class Texts:
         return found
 
     def of(self, prompt: bytes) -> list[bytes]:
-        """Return the page digests of the prompt that has this digest."""
         return self._pages[prompt]
 
 
 @lru_cache(4096)
 def page_bytes(digest: bytes, size_bytes: int) -> bytes:
-    """Return the content of the page with this digest."""
     return content(digest, 0, size_bytes)
 
 

@@ -8,8 +8,6 @@ from kvflow.proof.bare.node import TICK_GRAIN_S, Node
 
 
 class Ticking(Protocol):
-    """An endpoint that has to be ticked."""
-
     def next_tick(self) -> float: ...
 
     def tick(self, now: float) -> None: ...
@@ -18,16 +16,12 @@ class Ticking(Protocol):
 
 
 class Alarm:
-    """A timer that ticks one endpoint of a node."""
-
     def __init__(self, node: Node, endpoint: Ticking) -> None:
         self._node, self._endpoint = node, endpoint
         self._fires_at_s = float("inf")
 
     def set(self) -> None:
-        """Set the timer to the time at which the endpoint is next due, unless it already fires
-        earlier.
-        """
+        """Set the timer to the endpoint's next tick, unless it already fires earlier."""
         now, at_s = self._node.clock.now, self._endpoint.next_tick()
         fires_at_s = now if at_s == float("-inf") else max(at_s, now + TICK_GRAIN_S)
         if fires_at_s < self._fires_at_s:

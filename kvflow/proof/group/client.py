@@ -28,8 +28,6 @@ NO_FATE = Fate()
 
 
 class StageJob(PrefillJob):
-    """A request, as the engine of one rank receives it."""
-
     key: TicketKey
 
 
@@ -64,7 +62,6 @@ class Client:
 
     @property
     def request(self) -> bytes:
-        """The body of the request, which the leader sends to every rank."""
         return self.number.to_bytes(4, "big")
 
     def tell(self, cause: Cause | None) -> None:
@@ -76,7 +73,6 @@ class Client:
         self.told, self.succeeded = True, cause is None
 
     def cause(self, code: Code, text: str) -> Cause:
-        """Return a cause that names its room, as the causes of jobs do."""
         return self._issue(self.room, Cause(code, f"{text} #{self.room}"))
 
     def job(self, rank: int, key: TicketKey) -> StageJob:

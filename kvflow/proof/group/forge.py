@@ -10,9 +10,7 @@ from kvflow.protocols.wire.group import RankVote, Vote
 
 
 def forged(frame: bytes, other: GroupMember) -> bytes | None:
-    """Return this rank's READY as if `other` sent it, whether or not `other` is ready; None if the
-    frame is no such vote.
-    """
+    """Return this rank's READY as if `other` sent it, or None if the frame is no such vote."""
     message, session = parse_at_leader(frame), other.session
     if not isinstance(message, RankVote) or message.vote is not Vote.READY:
         return None

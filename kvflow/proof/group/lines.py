@@ -19,8 +19,6 @@ from kvflow.protocols.wire.messages import Incarnation
 
 
 class Process(Protocol):
-    """One process of a group."""
-
     incarnation: Incarnation
     name: str
     group: int
@@ -56,9 +54,7 @@ class Process(Protocol):
 
 
 class Lines:
-    """All lines of one run. A line is a member's connection to the address of its leader, where
-    another process may answer later.
-    """
+    """All lines of one run, each a member's connection to the address of its leader."""
 
     def __init__(self, clock: Clock, rng: random.Random, faults: Faults, *, traced: bool) -> None:
         self.clock, self.rng, self.faults, self._traced = clock, rng, faults, traced
@@ -70,7 +66,6 @@ class Lines:
         self._last_at: dict[tuple[int, bool], float] = {}
 
     def unplug(self, rank: Process) -> None:
-        """Remove a dead rank."""
         del self.members[routing_id(rank.incarnation)]
         if self.leaders.get(rank.group) is rank:
             del self.leaders[rank.group]
@@ -86,7 +81,6 @@ class Lines:
     def _carry(
         self, member: Process, leader: Process | None, frame: bytes, *, to_leader: bool
     ) -> None:
-        """Carry a frame between a member and its leader, unless the line is cut or jammed."""
         if self._traced:
             (member if to_leader else leader or member).say(
                 f"to {_receiver(member, leader, to_leader)}: {_worded(frame)}"
@@ -106,7 +100,6 @@ class Lines:
         return self._with_faults(member, to_leader, frame)
 
     def _with_faults(self, member: Process, to_leader: bool, frame: bytes) -> None:
-        """Schedule the arrival of a frame, changed by the fault that strikes it, if any."""
         clock, rng = self.clock, self.rng
         now, fault = clock.now, self.faults.of_frame()
         at_s = now + rng.uniform(*FRAME_S)
@@ -153,7 +146,6 @@ class Lines:
             rank.parked.append((do, arguments))
 
     def unjam(self, rank: Process) -> None:
-        """Deliver in one burst the frames that were held back."""
         for member, to_leader, frame in self.jammed.pop(rank.incarnation, ()):
             self.disturbed(member)
             self._last_at[member.incarnation, to_leader] = self.clock.now + TICK_S
@@ -179,6 +171,5 @@ def _worded(frame: bytes) -> str:
 
 
 def _garbage(rng: random.Random, frame: bytes) -> bytes:
-    """Return bytes that are not a message."""
     at = rng.randrange(len(frame))
     return rng.choice((frame[:at], b"\xc1" + frame[at:], b"\xc1" + rng.randbytes(at)))

@@ -1,7 +1,4 @@
-"""Planted bugs in groups, each of which once existed or could exist.
-
-Each is installed from outside, and some seed must find it.
-"""
+"""Planted bugs in groups, each of which some seed must find."""
 
 from __future__ import annotations
 

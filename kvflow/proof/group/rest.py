@@ -1,6 +1,4 @@
-"""A report of everything in a group that is not at rest (I5), apart from what its prefills
-report.
-"""
+"""A report of everything in a group, apart from its prefills, that is not at rest (I5)."""
 
 from __future__ import annotations
 

@@ -36,8 +36,6 @@ _A_MOMENT_S = 1e-6
 
 
 class Entry(NamedTuple):
-    """One decision in a leader's log."""
-
     ticket: Ticket
     ruling: Ruling
     cause: Cause | None
@@ -48,8 +46,6 @@ Membered = tuple[Incarnation, Incarnation, int]
 
 
 class Agreement:
-    """Rules for the groups of one run."""
-
     def __init__(self, judge: Judge, clock: Clock, lines: Lines) -> None:
         self.broken, self.clock, self.lines, self.ranks = judge.broken, clock, lines, range(0)
         self.counts: Counter[str] = Counter()
@@ -73,7 +69,6 @@ class Agreement:
     # --- the log
 
     def decides(self, frame: bytes) -> None:
-        """Record a decision that the leader sends to one member."""
         message = parse_at_member(frame)
         if not isinstance(message, wire.Decision):
             return
@@ -158,7 +153,6 @@ class Agreement:
             self.clock.later(SPREAD_S, None, self._has_spread, key, self.clock.now)
 
     def settled(self, stage: Process, key: TicketKey, cause: Cause | None) -> None:
-        """Verify that a request ends at a rank as the leader decided."""
         at = stage.incarnation, key
         if at in self._settled:
             self.broken("once", f"{stage.name} is told twice what became of request {key.ticket}")
@@ -185,9 +179,7 @@ class Agreement:
         self.counts["opened"] += 1
 
     def leader_receives(self, stage: Process, peer_id: bytes, frame: bytes) -> None:
-        """Pass a frame to the leader, and verify that a failure which it accepts decides an open
-        request with the cause of that failure.
-        """
+        """Pass a frame to the leader. A failure that it accepts must decide its request."""
         leader = stage.leader
         assert leader is not None
         vote = _failure(frame)
@@ -207,7 +199,6 @@ class Agreement:
                 )
 
     def decided(self, stage: Process, ticket: Ticket, cause: Cause | None) -> None:
-        """Verify a decision about a request against what its ranks did."""
         key, first = TicketKey(stage.incarnation, ticket), self._first
         self._first = None
         if key in self._decided:
@@ -231,9 +222,7 @@ class Agreement:
     # --- spread
 
     def _has_spread(self, key: TicketKey, since_s: float) -> None:
-        """Verify that a failure ended the room at every rank. Trouble at any rank delays
-        the check.
-        """
+        """Verify that a failure ended the room at every rank, once no rank is in trouble."""
         leader = next(
             (rank for rank in self.lines.leaders.values() if rank.incarnation == key.leader), None
         )
@@ -314,7 +303,6 @@ def _failure(frame: bytes) -> wire.RankVote | None:
 
 
 def _membership(leader: GroupLeader, vote: wire.RankVote) -> Membership | None:
-    """Return the membership under which the leader accepts this vote."""
     for member in leader.members.values():
         if (vote.leader, vote.member, vote.session) == (
             leader.incarnation,

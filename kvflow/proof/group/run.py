@@ -1,6 +1,4 @@
-"""One seed of one or two groups under a storm: decodes abort, clients go, ranks and leaders fail,
-freeze and crash.
-"""
+"""One seed of one or two groups under a storm of faults."""
 
 from __future__ import annotations
 
@@ -132,7 +130,6 @@ class GroupRun(Run):
         return client
 
     def _ask(self, client: Client, leg: Leg) -> None:
-        """Send a request to the leader. A dead leader's clients are refused."""
         node = self._leader(client)
         client.asked = True
         if not node.alive:
@@ -173,7 +170,6 @@ class GroupRun(Run):
 def simulate(
     seed: int, *, visits: Counter[Cell] | None = None, tell: Tell | None = None, ranks: int = RANKS
 ) -> Outcome:
-    """Play one seed of a group of `ranks` ranks."""
     shapes = (*(((ranks,), decodes) for decodes in (1, 1, 2, 2)), ((ranks, ranks), 1))
     cast = Cast(lambda rng, faults: storm(rng, faults, shapes), GroupWorld, GroupRun, GroupRooms)
     return played(seed, cast, visits=visits, tell=tell)

@@ -1,6 +1,4 @@
-"""One rank of a group: a prefill whose rooms begin, start and end as the group decides; rank 0 is
-also the leader.
-"""
+"""One rank of a group: a prefill whose rooms do as the group decides. Rank 0 also leads."""
 
 from __future__ import annotations
 
@@ -30,8 +28,6 @@ _LEAVING = Cause(Code.SHUTDOWN, "the leader of the group shuts down")
 
 
 class Group(NamedTuple):
-    """State that the ranks of a group share."""
-
     lines: Lines
     agreement: Agreement
     # The body of a request is its client's index here.

@@ -23,8 +23,6 @@ WHERE = ("decodes", "group", "everything")
 
 
 class GroupWorld(World):
-    """A world whose prefills are ranks of groups, with lines between them."""
-
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.lines = Lines(self.clock, self.rng, self.faults, traced=self.tell is not None)

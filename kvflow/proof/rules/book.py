@@ -10,8 +10,6 @@ from kvflow.proof.rules.transfers import Transfers
 
 
 class Rules(Judge):
-    """Rule book of one run."""
-
     def __init__(
         self,
         now_s: Callable[[], float],

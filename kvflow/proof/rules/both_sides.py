@@ -57,7 +57,6 @@ class BothSides:
         self._turned_away: dict[tuple[int, int], set[Cause]] = defaultdict(set)
 
     def disturbed(self, control: str, target: int) -> None:
-        """Record a disturbance of the link, from which both ends have to recover."""
         self.trouble[control, target] = self.now_s()
 
     # --- what rooms do
@@ -76,13 +75,10 @@ class BothSides:
             self._halves[source, record.room] = record
 
     def refused_at_decode(self, room: int, cause: Cause) -> None:
-        """Record the cause with which decode refused a request. Decode reports it to prefill."""
         self._refusals[room].add(cause)
 
     def refused_at_prefill(self, source: int, room: int, cause: Cause) -> None:
-        """Record that prefill refused a request. Prefill keeps the cause until decode announces the
-        room.
-        """
+        """Record the cause of a refusal, which prefill keeps until decode announces the room."""
         self._turned_away[source, room].add(cause)
 
     def over_at_decode(self, target: int, record: DecodeRoomRecord) -> None:
@@ -126,10 +122,9 @@ class BothSides:
     # --- partings
 
     def has_left(self, source: Side, control: str, linked: Iterable[Side]) -> None:
-        """Verify a prefill that shut down cleanly while the decodes `linked` count it as linked.
+        """Verify that no decode in `linked` could have heard the goodbye of a prefill that left.
 
-        Each of these decodes must have been out of reach. Otherwise prefill owed it a goodbye,
-        without which its loans would stay out for no reason (I5).
+        Without a goodbye, loans would stay out for no reason (I5).
         """
         for target in linked:
             quiet_s = self.now_s() - self._last_trouble_s(source, target, control)
@@ -143,9 +138,7 @@ class BothSides:
         self.later(HEAR_S + _A_MOMENT_S, self._both_know, key, self.now_s())
 
     def _both_know(self, key: Promise, since_s: float) -> None:
-        """Verify that a room which failed on one side ended on the other, unless their link was
-        down.
-        """
+        """Verify that a failed room ended on both sides, unless their link was down."""
         source, target = self.sides[key[0]], self.sides[key[1]]
         decode, prefill = self.decodes.get(key), self.prefills.get(key)
         if decode is None or not _both_live(source, target):
@@ -246,7 +239,6 @@ class BothSides:
         return any(over_at_s.get(room, ended_at_s) >= ended_at_s for room in bound)
 
     def _troubled_at_s(self, source: Side, target: Side, control: str) -> float:
-        """Return the time at which one of the two nodes or their link was last in trouble."""
         now = self.now_s()
         if not source.up or not target.up or source.stalled_until_s > now:
             return now

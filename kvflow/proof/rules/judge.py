@@ -57,7 +57,7 @@ class Judge:
         stop: Callable[[], object],
         tell: Callable[[str], None] | None,
     ) -> None:
-        """Call `stop` at the first violation, and pass lines of the run's story to `tell`.
+        """Call `stop` at the first violation, and pass the run's story to `tell`, line by line.
 
         `later(delay_s, do, *arguments)` calls back even while nodes are halted.
         """

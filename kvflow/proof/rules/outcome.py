@@ -7,16 +7,12 @@ from typing import NamedTuple
 
 
 class Violation(NamedTuple):
-    """Broken invariant, and the virtual time at which it broke."""
-
     invariant: str
     text: str
     at_s: float
 
 
 class Outcome(NamedTuple):
-    """Result of one seed, with the counts for the report."""
-
     seed: int
     violation: Violation | None
     steps: int

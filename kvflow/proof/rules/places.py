@@ -12,8 +12,6 @@ from kvflow.protocols.pages.layout import PoolLayout
 
 
 class Receiver(Protocol):
-    """Receiver of violations."""
-
     def broken(self, invariant: str, text: str) -> None: ...
 
 
@@ -32,22 +30,17 @@ class Home:
 
     @property
     def out(self) -> int:
-        """Number of places that are not free."""
         return len(self.owners) - self.owners.count(None)
 
     def name(self, place: int) -> str:
         return f"page {place}" if place < self.num_pages else f"row {place - self.num_pages}"
 
     def is_lent(self, place: int, target: int, grant: int) -> bool:
-        """Return True if decode `target` lends the place under `grant`, whether the place belongs
-        to a room or to the quarantine.
-        """
+        """Return True if decode `target` lends the place under `grant`, or withholds it."""
         raise NotImplementedError
 
     def may_be_written(self, owner: Hashable) -> bool:
-        """Return True for an owner whose places a write may still reach: a room, or a
-        quarantine.
-        """
+        """Return True if a write may still reach places of this owner: a room or a quarantine."""
         raise NotImplementedError
 
     # --- what happens to places

@@ -1,6 +1,4 @@
-"""Report of what is not at rest (I1, I5): rooms, grants, loans, handles, deadlines and pages that
-are left over.
-"""
+"""Report of what is not at rest (I1, I5)."""
 
 from __future__ import annotations
 
@@ -44,10 +42,7 @@ class AtDecode(NamedTuple):
 
 
 def left_at_prefill(node: AtPrefill, rules: Rules, *, doubts: bool) -> Iterator[str]:
-    """Yield a line for everything that is not at rest at a prefill.
-
-    With `doubts`, loans that lack proof may still be out.
-    """
+    """Yield a line for everything not at rest. With `doubts`, loans without proof may be out."""
     name, core = node.side.name, node.core
     lent: Doubts = {}
     yield from _earlier(name, node.earlier, rules, lent, doubts=doubts)
@@ -84,9 +79,7 @@ def left_at_prefill(node: AtPrefill, rules: Rules, *, doubts: bool) -> Iterator[
 
 
 def left_at_decode(node: AtDecode, rules: Rules, lent: Doubts, *, doubts: bool) -> Iterator[str]:
-    """Yield a line for everything that is not at rest at a decode, and add the places that are
-    rightly on loan to `lent`. See `left_at_prefill` for `doubts`.
-    """
+    """As `left_at_prefill`, and add the places that are rightly on loan to `lent`."""
     name, core, own = node.side.name, node.core, node.side.incarnation
     loans = len(node.earlier)
     frozen: set[int] = set()

@@ -31,8 +31,6 @@ DEADLINE_SLACK_S = 0.1
 
 
 class Rooms(BothSides):
-    """All rooms of one run, whether they fail or not."""
-
     def __init__(self, judge: Judge, transfers: Transfers) -> None:
         super().__init__(judge, transfers)
         self.endings: Counter[str] = Counter()
@@ -58,7 +56,6 @@ class Rooms(BothSides):
         return cause
 
     def asked(self, room: int, deadline_at_s: float) -> None:
-        """Record a request for one half of a room, with its deadline."""
         self._deadlines[room] = min(deadline_at_s, self._deadlines.get(room, deadline_at_s))
 
     def write_ended(self, record: PrefillRoomRecord, outcome: WriteOutcome) -> None:
@@ -66,7 +63,6 @@ class Rooms(BothSides):
             self._stopped.add(record.room)
 
     def leaves(self, incarnation: int) -> None:
-        """Record that a node shuts down, after which it must not open rooms."""
         self.leaving.add(incarnation)
 
     def _opens(self, incarnation: int, room: int, prompt: tuple[int, bytes]) -> None:
@@ -88,7 +84,6 @@ class Rooms(BothSides):
                 self.look(key)
 
     def at_decode(self, target: int, record: DecodeRoomRecord, before: DecodeRoomState) -> None:
-        """Verify a transition of a room at decode."""
         now = record.state
         if before is now:
             return
@@ -115,11 +110,9 @@ class Rooms(BothSides):
         return all(self.prefills.get(key) in self._begun for key in promises_of(target, record))
 
     def told_at_decode(self, target: int, record: DecodeRoomRecord, cause: Cause | None) -> None:
-        """Verify the ending that decode's user receives."""
         self._tell(target, record, cause, record.deadline_at_s)
 
     def ended_at_decode(self, record: DecodeRoomRecord, *, in_table: bool) -> None:
-        """Verify a room that ended at decode, and that the endpoint's table no longer has it."""
         self._check_ended("decode", record)
         if in_table:
             self.broken("I5", f"room {record.room} has ended at decode, and is in its table")
@@ -127,18 +120,15 @@ class Rooms(BothSides):
     # --- prefill's rooms
 
     def opened_at_prefill(self, source: int, record: PrefillRoomRecord) -> None:
-        """Record the engine's half of a room."""
         assert record.prompt is not None
         self._by_serial[source, record.serial] = record
         self._opens(source, record.room, record.prompt)
         self.half_at_prefill(source, record)
 
     def begun_at_prefill(self, record: PrefillRoomRecord) -> None:
-        """Record that the engine has a place for the whole prompt."""
         self._begun.add(record)
 
     def bound(self, source: int, record: PrefillRoomRecord) -> None:
-        """Record that prefill bound a room to a grant which decode announced or offered."""
         key = self._key(source, record)
         self._by_serial[source, record.serial] = record
         if key in self.prefills or key in self.acked:
@@ -153,7 +143,6 @@ class Rooms(BothSides):
             self.look(key)
 
     def at_prefill(self, source: int, record: PrefillRoomRecord, before: PrefillRoomState) -> None:
-        """Verify a transition of a room at prefill."""
         now = record.state
         self.known_at_prefill(source, record)
         if before is now:
@@ -170,7 +159,6 @@ class Rooms(BothSides):
             self._check_drained(source, record, "has ended at prefill")
 
     def matched(self, source: int, record: PrefillRoomRecord) -> None:
-        """Verify a notice to the engine that decode's half arrived."""
         if record in self._matched or record in self.told:
             when = "after its end" if record in self.told else "twice"
             self.broken("I4", f"room {record.room} is matched {when}")
@@ -197,7 +185,6 @@ class Rooms(BothSides):
             self.broken("I4", f"room {record.room} ends inside of its engine's own send()")
 
     def released(self, source: int, serial: int, *, in_table: bool) -> None:
-        """Verify a room whose source pages prefill releases."""
         record = self._by_serial[source, serial]
         # Without the engine's half there is no user.
         if record.prompt is not None:
@@ -258,7 +245,6 @@ class Rooms(BothSides):
             self.broken("I4", f"{node.name}: the user of room {room} is told {cause}")
 
     def _is_true(self, room: int, cause: Cause) -> bool:
-        """Return True if the cause that a room's user receives is true."""
         # A cause that the driver gives to a room names the room, so that a mix-up is detected.
         if "#" in cause.text:
             named = cause.text.rpartition("#")[2]

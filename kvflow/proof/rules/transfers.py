@@ -16,14 +16,11 @@ from kvflow.protocols.wire.messages import AbortAck, Bootstrap, ChunkDone, Goodb
 
 
 def handoff_of(digest: bytes) -> bytes:
-    """Return the hand-over of a simulated prompt."""
     return b"handoff " + digest[:8]
 
 
 class Write:
-    """A data plane's write of `sources` to `targets`, page by page. The first `next` targets
-    landed.
-    """
+    """A data plane's write of `sources` to `targets`, of which the first `next` landed."""
 
     __slots__ = ("home", "key", "next", "outcome", "readers", "record", "sources", "targets")
 
@@ -76,9 +73,7 @@ class Transfers:
     # --- writes
 
     def write_began(self, write: Write) -> None:
-        """Record a write, and verify that its grant is open and that no earlier write under the
-        grant had the same pages (I3, I6).
-        """
+        """Record a write. Its grant must be open, and no earlier write had its pages (I3, I6)."""
         key = write.key
         if key in self.acked or key[:2] in self.goodbyes:
             self.broken("I6", f"{key} is closed, and a write begins")
@@ -95,9 +90,7 @@ class Transfers:
             write.home.writers[place] += 1
 
     def page_landed(self, write: Write) -> int:
-        """Record that the next page of a write landed, and verify that it belongs to the grant
-        (I2). Return its place.
-        """
+        """Record that a write's next page landed, verify its grant (I2), and return its place."""
         place, home, (_, target, grant) = write.targets[write.next], write.home, write.key
         write.next += 1
         home.writers[place] -= 1
@@ -138,7 +131,6 @@ class Transfers:
                     self.out_of_reach(write)
 
     def route_closed(self, source: Side, target: int) -> None:
-        """Verify that no write runs on a route that prefill closes (I2)."""
         for key, writes in self.writes.items():
             if key[:2] == (source.incarnation, target) and any(w.outcome is None for w in writes):
                 self.broken("I2", f"{source.name}: a route is closed while a write runs on it")
@@ -202,14 +194,12 @@ class Transfers:
                 self.broken("I2", f"{key}: goodbye is said, and a write of it may still land")
 
     def _pages_offered(self, message: Bootstrap, lent: Home) -> None:
-        """Verify that decode owns the pages that it offers."""
         for place in memoryview(message.pages).cast("i"):
             if not lent.is_lent(place, message.target, message.grant):
                 owner = lent.owners[place]
                 self.broken("I6", f"grant {message.grant} lends {lent.name(place)} of {owner!r}")
 
     def parted(self, source: int, decodes: Iterable[int]) -> None:
-        """Record that these decodes acknowledged the prefill's goodbye, or sent their own."""
         self.left.update((source, decode) for decode in decodes)
 
     def settled(self, key: Promise) -> bool:
@@ -219,9 +209,7 @@ class Transfers:
     # --- bytes
 
     def landed(self, arrival: Arrival) -> None:
-        """Verify a room that landed at decode: every rank wrote every page, and both the bytes and
-        the hand-over are right.
-        """
+        """Verify that a room which landed has all its bytes and its hand-over (I2, I8, I9)."""
         room, home = arrival.room, arrival.home
         for rank, key in enumerate(arrival.keys):
             writes = self.writes.get(key, ())

@@ -25,7 +25,6 @@ Swap = tuple[type, str, object]
 
 @contextmanager
 def swaps(replacements: Iterable[Swap]) -> Iterator[None]:
-    """Replace methods of classes while the context lasts."""
     with ExitStack() as stack:
         for owner, name, replacement in replacements:
             stack.enter_context(swapped(owner, name, replacement))
@@ -33,7 +32,6 @@ def swaps(replacements: Iterable[Swap]) -> Iterator[None]:
 
 
 def observed(rooms: Rooms) -> Iterator[Swap]:
-    """Yield the replacements that make every endpoint report to `rooms`."""
     yield from _at_decode(rooms)
     yield from _at_prefill(rooms)
     for owner in (DecodeEndpoint, PrefillEndpoint):

@@ -1,6 +1,4 @@
-"""The nodes of one run: real nodes, each a process on the virtual loop, over watched pools, data
-planes and links.
-"""
+"""The nodes of one run, each a process on the virtual loop, over watched parts."""
 
 from __future__ import annotations
 
@@ -84,19 +82,15 @@ class Member:
 
     @property
     def up(self) -> bool:
-        """True while alive and not halted."""
         return self.alive and self.process.parked is None
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task in the process of this node."""
         task: asyncio.Task[None] = self.process.run(asyncio.ensure_future, work)
         self.tasks.append(task)
         return task
 
 
 class Cluster:
-    """Prefill groups of one or more ranks, and decodes."""
-
     def __init__(self, loop: VirtualLoop, oracle: Oracle, faults: Faults, variety: Variety) -> None:
         self.loop, self.oracle, self.faults, self.variety = loop, oracle, faults, variety
         self.data_parallel: Mapping[int, DpGroup] = {}  # groups of one prefill, by number
@@ -107,7 +101,7 @@ class Cluster:
         self.threaded: AbstractSet[int] = frozenset()
         self.threaded_groups: AbstractSet[int] = frozenset()
         self._pools: list[PagedPool] = []
-        self.staged: dict[PagedPool, Staged] = {}  # staging of each pool
+        self.staged: dict[PagedPool, Staged] = {}
 
     def living(self, kind: type) -> list[Member]:
         return [
@@ -117,10 +111,7 @@ class Cluster:
         ]
 
     def ranks(self, group: int) -> Sequence[RankInfo]:
-        """Return the registry's current entries for a prefill group.
-
-        The entry of a dead rank stays until the rank starts again.
-        """
+        """Return a group's registry entries. A dead rank's entry stays until it starts again."""
         latest: dict[int, RankInfo] = {}
         for member in self.members:
             if member.group == group and isinstance(member.node, PrefillNode):
@@ -128,11 +119,9 @@ class Cluster:
         return [latest[rank] for rank in sorted(latest)]
 
     def every_rank(self) -> Sequence[RankInfo]:
-        """Return the registry's current entries for all groups of the data-parallel prefill."""
         return [info for group in self.data_parallel for info in self.ranks(group)]
 
     def named(self, group: int, how: str, dp_rank: int | None) -> Named:
-        """Return the name by which decode refers to the prefill of a group."""
         if how == OWN_GROUP:
             return Named(self.ranks(group), dp_rank)
         return Named("prefill" if how == WORD else self.every_rank(), dp_rank)
@@ -198,7 +187,6 @@ class Cluster:
         return self._join(name, process, node, plane, books, number, staged)
 
     def _options(self, incarnation: int) -> dict[str, Any]:
-        """Return the options of nodes of either role."""
         return {
             "timing": self.variety.timing,
             "bounds": self.variety.bounds,
@@ -225,9 +213,7 @@ class Cluster:
         return list(self.members)
 
     def kill(self, member: Member) -> None:
-        """Kill a node without warning. Its tasks, frames and writes stop, and fences can prove its
-        death.
-        """
+        """Kill a node without warning; fences can then prove its death."""
         self.oracle.trace(lambda: f"{member.name} dies")
         self.loop.kill(member.process)
         self.wire.unplug(member.process)
@@ -235,9 +221,7 @@ class Cluster:
         member.seen.books.lost = member.seen.lent.lost = True
 
     def leave(self, member: Member) -> None:
-        """Close a node as an operator would. Its process ends once the node is closed and the
-        requests of its engine are over.
-        """
+        """Close a node as an operator would. Its process ends when its requests are over."""
         self.oracle.trace(lambda: f"{member.name} leaves")
         member.leaving = True
 
@@ -278,9 +262,7 @@ class Cluster:
             self.wire.unplug(member.process)
 
     def declare_dead(self) -> None:
-        """Let an operator declare all ended processes dead, because no fence proves a death
-        here.
-        """
+        """Let an operator declare all ended processes dead, which no fence proves here."""
         dead = {m.node.incarnation for m in self.members if not m.alive}
         for member in [
             member for member in (*self.living(DecodeNode), *self.living(PrefillNode)) if member.up
@@ -294,7 +276,6 @@ class Cluster:
                 member.process.run(member.node.declare_dead, incarnation, "it was seen to die")
 
     def tell_lies(self) -> None:
-        """Send false messages on every link that is up; see `lies`."""
         sources = {member.node.incarnation: member for member in self.living(PrefillNode)}
         for member in self.living(DecodeNode):
             assert isinstance(member.node, DecodeNode)
@@ -311,9 +292,7 @@ class Cluster:
                     self.wire.deliver([Frame(*where, True, data) for data in said])
 
     def start_again(self, member: Member) -> Member:
-        """Start a node again, at the same address. A decode that was closed passes its pool on to
-        the new process.
-        """
+        """Start a node again at its address. A closed decode passes on its pool."""
         self.oracle.trace(lambda: f"{member.name} starts again")
         node = member.node
         if isinstance(node, DecodeNode):
@@ -330,10 +309,7 @@ class Cluster:
         return self.start_again(member)
 
     def switch_role(self, member: Member, number: int) -> Member:
-        """Start a node of the other role over the pool of a closed node.
-
-        `number` is the group of the new prefill, or the number of the new decode.
-        """
+        """Start the other role over a closed node's pool, as the group or decode `number`."""
         self.oracle.trace(lambda: f"{member.name} goes on in the other role")
         if isinstance(member.node, PrefillNode):
             return self.start_decode(number, member)
@@ -352,7 +328,6 @@ class Cluster:
         self.loop.resume(member.process)
 
     def stall(self, member: Member, for_s: float) -> None:
-        """Halt the worker of a node's data plane, but not the node."""
         self.oracle.trace(lambda: f"the data plane of {member.name} stalls for {for_s:.2f} s")
         member.plane.stall(for_s)
         member.seen.stalled_until_s = self.loop.time() + for_s
@@ -400,9 +375,7 @@ class Cluster:
     def _parts(
         self, name: str, after: Member | None, share: tuple[int, int] = (0, 1)
     ) -> tuple[Process, PagedPool, PacedPlane, Books]:
-        """Return the process, pool, data plane and books of a new node. `share` is its rank and the
-        number of ranks.
-        """
+        """Make the parts of a new node. `share` is its rank and the number of ranks."""
         plane = PacedPlane(self.planes, self.oracle, self.faults, self.variety.fences)
         if after is not None:
             return Process(name), after.seen.pool, plane, after.seen.books

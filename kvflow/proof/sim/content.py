@@ -1,6 +1,4 @@
-"""Content of places in a simulated pool. It identifies the request, and the place within the
-request.
-"""
+"""Content of the places of a simulated pool, which identifies the request and the place."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from kvflow.testing.shards import placed_at_zero
 
 
 def content(digest: bytes, index: int, size_bytes: int, version: int = 0) -> bytes:
-    """Return bytes that depend on the request, on the index of the place within the request, and on
-    the number of rewrites.
-    """
+    """Return bytes that depend on the request, on the place in it, and on the rewrites."""
     salt = index.to_bytes(4, "little") + version.to_bytes(4, "little")
     block = hashlib.blake2b(digest, digest_size=32, salt=salt).digest()
     return (block * (size_bytes // len(block) + 1))[:size_bytes]
@@ -51,7 +47,6 @@ class PlaceBytes:
         ctypes.memmove(address, data, size_bytes)
 
     def fill(self, place: int, digest: bytes, index: int) -> None:
-        """Write this rank's share of the request's content to a place."""
         in_rows = place >= self.num_pages
         data = content(digest, index, self._whole.row_bytes if in_rows else self._whole.page_bytes)
         if self._shares is not None:

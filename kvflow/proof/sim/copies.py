@@ -18,14 +18,11 @@ _SPANS = {"slow copy": SLOW_COPY_S, "hung copy": HUNG_COPY_S}
 def after_half_a_copy(
     loop: VirtualLoop, fault: str, do: Callable[..., object], *arguments: object
 ) -> None:
-    """Call `do` after the time that half of a copy with this fault takes."""
     loop.call_later(loop.rng.uniform(*_SPANS.get(fault, COPY_S)), do, *arguments)
 
 
 class Copy:
-    """Copy between two pools. Its places count as in use until it ends, so that the rules detect a
-    place that is freed too early.
-    """
+    """Copy between two pools, whose places count as in use until it ends."""
 
     def __init__(
         self,

@@ -59,8 +59,6 @@ def covered(visits: Counter[Cell]) -> Iterator[None]:
 
 
 class _Counting(Moves[Any, Any, Any]):
-    """Cells of a table, with a count of the lookups of each cell."""
-
     def __init__(self, moves: Moves[Any, Any, Any], counts: list[list[int]]) -> None:
         super().__init__(moves)
         self._counts = counts
@@ -73,9 +71,7 @@ class _Counting(Moves[Any, Any, Any]):
 def report(
     visits: Counter[Cell], tables: Mapping[str, AnyTable] = TABLES_OF_NODES
 ) -> dict[str, Any]:
-    """Count the visited cells of `tables`, and list legal cells that were missed and impossible
-    ones that were visited.
-    """
+    """Count the visited cells, and list missed legal cells and visited impossible ones."""
     visited, missing, error = 0, [], []
     for name, table in tables.items():
         for phase in table.phases:

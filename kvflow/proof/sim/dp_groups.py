@@ -1,6 +1,4 @@
-"""Verification that messages about a room reach the data-parallel group that serves the room, and
-no other group.
-"""
+"""Checks that messages about a room reach only the data-parallel group that serves it."""
 
 from __future__ import annotations
 
@@ -63,11 +61,9 @@ class DpGroups:
         self._asking: dict[DecodeRoom, tuple[DecodeNode, set[int], float]] = {}
 
     def joined(self, incarnation: int, group: int) -> None:
-        """Record that a prefill rank belongs to `group`."""
         self._group_of[incarnation] = group
 
     def asked(self, node: DecodeNode, room: int, prefill: Prefill, dp_rank: int | None) -> None:
-        """Record a request for a room at decode, before the node decides about it."""
         self._may_hear(node, room, self._chosen(prefill, room, dp_rank))
 
     def opened(
@@ -78,7 +74,6 @@ class DpGroups:
         dp_rank: int | None,
         deadline_s: float | None,
     ) -> None:
-        """Record that decode accepted a room, which may wait for a registry before it opens."""
         if room in node.shell.opening:
             until_s = float("inf") if deadline_s is None else self._loop.time() + deadline_s
             self._asking[room] = node, self._chosen(prefill, room.room, dp_rank), until_s
@@ -108,7 +103,6 @@ class DpGroups:
         self._expect_told(node, room, groups)
 
     def said(self, message: Message) -> None:
-        """Verify a message from a decode to a prefill."""
         if not isinstance(message, Announce | Bootstrap | Abort):
             return
         if isinstance(message, Abort):
@@ -168,7 +162,6 @@ class DpGroups:
                 )
 
     def _is_current(self, peer: PrefillPeer, group: int) -> bool:
-        """Return True if the peer is the current incarnation of a rank of the group."""
         incarnation = peer.key.incarnation
         if self._group_of.get(incarnation) != group:
             return False
@@ -178,9 +171,7 @@ class DpGroups:
     def _check_told(
         self, node: DecodeNode, room: int, group: int, peers: Sequence[PrefillPeer], since_s: float
     ) -> None:
-        """Verify that the ranks of a group learned of the end of a room, unless decode or one of
-        the links was in trouble.
-        """
+        """Verify that a group learned of the end of a room, unless a link was in trouble."""
         seen = self._by_incarnation[node.incarnation]
         if not seen.up or seen.troubled_at_s >= since_s or node.shell.leaving:
             return

@@ -14,11 +14,7 @@ from kvflow.protocols.pages.layout import PageIndices
 
 
 class EnginePages:
-    """Page allocator of one engine.
-
-    It hands out pages that none of the engine's requests holds and that `store` does not report as
-    busy.
-    """
+    """Hands out pages that no request of the engine holds and `store` does not call busy."""
 
     def __init__(self, books: Books, store: ExternalPages, fails: Callable[[], bool]) -> None:
         self._books, self._store, self._fails = books, store, fails
@@ -51,7 +47,6 @@ class EnginePages:
         return np.array(found, dtype=np.int32) if found else NO_PAGES
 
     def free(self, pages: PageIndices) -> None:
-        """Free pages that are idle and that their request no longer needs."""
         places = pages.tolist()
         self._books.freed(places)
         self._taken.difference_update(places)

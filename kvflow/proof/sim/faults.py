@@ -55,7 +55,6 @@ class Faults:
         self.on = False
 
     def strike(self, kind: str) -> None:
-        """Count a fault that the scenario scheduled."""
         self.struck[kind] += 1
 
     def of_frame(self) -> str:

@@ -1,6 +1,4 @@
-"""Messages that no honest node sends, or that arrive far too late. They must harm only their
-sender.
-"""
+"""Messages that no honest node sends, or that come far too late. They harm only their sender."""
 
 from __future__ import annotations
 

@@ -37,9 +37,7 @@ class Process:
         self.parked: list[asyncio.Handle] | None = None
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call `function` as this process; tasks and timers that it starts belong to this
-        process.
-        """
+        """Call `function`; the tasks and timers that it starts belong to this process."""
         context = contextvars.copy_context()
         context.run(_process.set, self)
         return context.run(function, *arguments)
@@ -66,9 +64,7 @@ class VirtualThread(Executor):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Event loop in virtual time. Each step runs one timer, and then every callback that becomes
-    ready, in asyncio's order.
-    """
+    """Event loop in virtual time. A step runs one timer, and all callbacks that become ready."""
 
     # asyncio defines these three attributes.
     _ready: deque[asyncio.Handle]
@@ -101,7 +97,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # --- processes
 
     def halt(self, process: Process) -> None:
-        """Stop a process until `resume`, while everything else goes on."""
         if process.parked is None:
             process.parked = []
             self._halted.add(process)
@@ -113,12 +108,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._ready.extend(parked)
 
     def kill(self, process: Process) -> None:
-        """Stop a process for good, without letting it clean up."""
         self.halt(process)
         process.dead = True
 
     def play(self, main: Coroutine[Any, Any, None]) -> None:
-        """Run `main` to its end, or until `stop`."""
         task = self.create_task(main)
         try:
             self.run_until_complete(task)
@@ -148,9 +141,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, function: Callable[..., T], *arguments: Any
     ) -> asyncio.Future[T]:
-        """Do the work in one piece at a later moment. As with a thread, cancelling the future does
-        not stop it.
-        """
+        """Do the work in one piece at a later moment. Cancelling the future does not stop it."""
         future: asyncio.Future[T] = self.create_future()
         if isinstance(executor, VirtualThread):
             # Shipped code hands work over as jobs of `aio.Threads`.

@@ -1,6 +1,4 @@
-"""Facts about whole nodes for the rule book, observed at the data planes, the allocators and the
-wire.
-"""
+"""Facts about whole nodes for the rule book, seen at data planes, allocators and the wire."""
 
 from __future__ import annotations
 
@@ -129,7 +127,6 @@ class Oracle(Rules):
         self.transfers.write_ended(running.seen, outcome)  # type: ignore[attr-defined]
 
     def died(self, seen: Seen, proven_after_s: float) -> None:
-        """Record that the data plane of a node copies no more bytes."""
         if not seen.ended:
             seen.ended, seen.proven_at_s = True, self.loop.time() + proven_after_s
         self.transfers.died(seen.incarnation)
@@ -137,7 +134,6 @@ class Oracle(Rules):
     # --- the wire
 
     def sent(self, frame: Frame, message: Message | None) -> None:
-        """Verify a message against what its sender did."""
         sender = self.by_process[current_process()]
         self.trace(lambda: self._worded(frame, message))
         self.transfers.sent(sender, message, sender.lent if frame.to_prefill else None)
@@ -145,7 +141,6 @@ class Oracle(Rules):
             self.dp_groups.said(message)
 
     def _worded(self, frame: Frame, message: Message | None) -> str:
-        """Return a message as text, with its receiver."""
         hearer = None
         if message is not None:
             hearer = self.by_incarnation.get(message.source if frame.to_prefill else message.target)
@@ -156,13 +151,11 @@ class Oracle(Rules):
             self.by_process[process].malformed += sum(data in self.garbage for data in frames)
 
     def disturbed(self, frame: Frame) -> None:
-        """Record a disturbance of the link, from which both ends have to recover."""
         self.rooms.disturbed(frame.control, int.from_bytes(frame.peer[1:], "big"))
 
     # --- bytes
 
     def landed(self, room: DecodeRoom, lent: Sequence[int], handoff: bytes) -> None:
-        """Verify a room that landed at decode, which lent the places `lent`."""
         node, record = self.by_process[current_process()], room.record
         assert record is not None
         pages, digest, content_of = room.pages.tolist(), record.prompt.digest, node.books.bytes
@@ -178,7 +171,5 @@ class Oracle(Rules):
         self.transfers.landed(Arrival(room.room, keys, node.lent, lent, is_right, digest, handoff))
 
     def expected(self, digest: bytes, index: int, count: int, size_bytes: int) -> bytes:
-        """Return the content of page `index` of the `count` pages that a room transfers for the
-        prompt with this digest.
-        """
+        """Return the content of page `index` of the `count` pages that a room transfers."""
         return content(digest, index, size_bytes)

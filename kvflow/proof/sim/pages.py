@@ -1,6 +1,4 @@
-"""Watched allocators: a second set of books, which also counts the readers and writers of each page
-and row.
-"""
+"""Watched allocators: a second set of books, with the readers and writers of each place."""
 
 from __future__ import annotations
 
@@ -79,16 +77,13 @@ def another_store(pool: PagedPool) -> PageStore:
 
 
 def books_of(store: PageStore) -> Books:
-    """Return the books of a node's watched store."""
     pages = store.pages if isinstance(store, PlaceAllocator) else store
     assert isinstance(pages, WatchedPages | WatchedExternalPages)
     return pages.books
 
 
 class WatchedPages(PageAllocator):
-    """Implements `protocols.ports.PageStore`, for the pages of a pool or its rows. Some takes fail
-    on purpose.
-    """
+    """Watched allocator of a pool's pages, or of its rows. Some takes fail on purpose."""
 
     def __init__(
         self, unit: str, count: int, first: int, books: Books, fails: Callable[[], bool]
@@ -99,7 +94,6 @@ class WatchedPages(PageAllocator):
         self.books, self._first, self._fails = books, first, fails
 
     def again(self) -> WatchedPages:
-        """Return a new store that replaces this one and has the same books."""
         return WatchedPages(self._unit, self.num_pages, self._first, self.books, self._fails)
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
@@ -175,9 +169,7 @@ class Borrower:
 
 
 class WatchedExternalPages(ExternalPages):
-    """The shipped store, which verifies that an idle page is out of reach of every reader and
-    writer.
-    """
+    """The shipped store, which verifies that no reader or writer reaches an idle page."""
 
     def __init__(self, books: Books) -> None:
         super().__init__(len(books.owners))

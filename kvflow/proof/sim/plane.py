@@ -15,16 +15,12 @@ from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeWrite, Fault
 
 
 class PacedPlane(FakePlane):
-    """Data plane whose writes advance by timers of the writing process. A halted process therefore
-    writes no bytes.
-    """
+    """Data plane whose writes advance by timers of the writing process, and halt with it."""
 
     drains_at_once = False
 
     def __init__(self, network: FakeNetwork, oracle: Oracle, faults: Faults, fences: str) -> None:
-        """Join `network`. `fences` states how this plane proves the death of other processes; see
-        `variety`.
-        """
+        """Join `network`. `fences` is one of the values that `variety` defines."""
         super().__init__(network)
         self._oracle, self._faults, self._fences = oracle, faults, fences
         # Start and end of the time for which its worker stands still.
@@ -42,7 +38,6 @@ class PacedPlane(FakePlane):
         self._stalls = (now, now + for_s)
 
     def die(self) -> None:
-        """End the plane, whether its node crashed or closed. It copies no more bytes."""
         super().die()
         proven_after_s = {PROMPT: 0.0, LATE: LATE_FENCE_S}.get(self._fences, float("inf"))
         self._oracle.died(self._oracle.by_address[self.address], proven_after_s)

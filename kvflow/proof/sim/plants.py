@@ -1,6 +1,4 @@
-"""Planted bugs that runs of whole nodes must find: in endpoints and shells, in requests that leave
-the device, in staging, in data-parallel groups, and in engines without an event loop.
-"""
+"""Planted bugs that runs of whole nodes must find."""
 
 from __future__ import annotations
 

@@ -45,7 +45,6 @@ def free_on_timer() -> Installed:
 
 
 def _give_up(shell: DecodeShell, command: QuarantinePages) -> None:
-    """Treat every loan of these pages as drained."""
     room = shell.rooms.get(command.grant)
     if room is not None and room.record is not None:
         lease = room.record.lease

@@ -1,6 +1,4 @@
-"""Planted bugs in data-parallel prefills: rooms in the wrong group, and ends that are reported to
-the wrong group or to only some of the groups.
-"""
+"""Planted bugs in data-parallel prefills: rooms and ends that go to the wrong groups."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Planted bugs in the handling of Goodbye: sent too early or never, accepted from another
-incarnation, or taken to prove more than it does.
-"""
+"""Planted bugs in goodbyes: sent too early or never, or taken to prove more than they do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Planted bugs at prefill: messages sent too early or never repeated, tombstones forgotten, pages
-released while in use.
-"""
+"""Planted bugs at prefill: messages sent too early or never, and pages released in use."""
 
 from __future__ import annotations
 
@@ -155,7 +153,6 @@ def tombstone_unbounded() -> Installed:
 @bug("dropped from one table", nodes=(0, "I7"), bare=(0, "I7"))
 def grave_of_one_room() -> Installed:
     """An ended room leaves its grant open."""
-    # Drop an ended room from one table only.
     original = prefill_core._RUN[PrefillCommand.END]
 
     def end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
@@ -224,7 +221,6 @@ def failed_slice_retried() -> Installed:
 @bug("source let go", nodes=(0, "I13"), unseen="the allocator's holds are a shell's")
 def source_let_go() -> Installed:
     """Source pages are not held while a write reads them."""
-    # Skip the hold on source pages while a write reads them.
     swaps = ExitStack()
     swaps.enter_context(swapped(PageAllocator, "hold", lambda *_: None))
     swaps.enter_context(swapped(PageAllocator, "unhold", lambda *_: None))
@@ -285,8 +281,6 @@ def _writes(wrap: Any) -> Installed:
 
 
 class _Hopeful:
-    """Write that reports an error as a success."""
-
     error = ""
 
     def __init__(self, write: Write) -> None:
@@ -311,8 +305,6 @@ class _Hopeful:
 
 
 class _Retrying(_Hopeful):
-    """Write that starts again after a failure, onto the same pages."""
-
     def __init__(self, write: Write, write_again: Any) -> None:
         super().__init__(write)
         self._write_again = write_again

@@ -1,6 +1,4 @@
-"""Planted bugs in requests that leave the device and come back: snapshots that refer to the pool,
-and state that is left out or released too early.
-"""
+"""Planted bugs in requests that leave the device and come back: state shared or left out."""
 
 from __future__ import annotations
 
@@ -73,9 +71,6 @@ def _handoff_is_a_view() -> Installed:
 
 
 def _left_out(*names: str) -> Callable[[], Installed]:
-    """Return a function that installs a bug: these streams are left out of every copy to host
-    memory and back.
-    """
     every = plan._typed_stretches
 
     class Forgetful(Pairing):
@@ -94,7 +89,6 @@ def _left_out(*names: str) -> Callable[[], Installed]:
 @bug("host memory freed twice", nodes=(0, "I1"))
 def _host_memory_freed_twice() -> Installed:
     """Each close of a request frees its snapshot."""
-    # Free a snapshot whenever its request is closed, although it was freed before.
     homes: dict[Snapshot, SnapshotStore] = {}
 
     def close(self: Snapshot) -> None:
@@ -139,7 +133,6 @@ def _resumed_before_the_copy_has_ended() -> Installed:
 @bug("row given away in a step", nodes=(18, "I13"))
 def _row_given_away_in_a_step() -> Installed:
     """A model step holds pages, and no row."""
-    # Make a step hold the pages that it uses, but not the row.
     original = ModelThread.run
 
     class PagesOnly:

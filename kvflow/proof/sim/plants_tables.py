@@ -1,6 +1,4 @@
-"""Planted bugs in the tables, and in the functions that read them, that runs of whole nodes can
-reach.
-"""
+"""Planted bugs in the tables and in the functions that read them."""
 
 from __future__ import annotations
 
@@ -57,7 +55,6 @@ bug(
 )
 def _drains_again() -> Installed:
     """A failed room that is closed again drains again."""
-    # Let the shell close a room that failed, and let the table drain it again.
     original = DecodeShell.close_room
 
     def close_room(self: DecodeShell, room: DecodeRoom, cause: Cause) -> None:
@@ -78,8 +75,7 @@ def _drains_again() -> Installed:
 @bug("success without the last word", nodes=(8, "I8"), bare=(12, "I8"))
 def _success_without_the_last_chunk() -> Installed:
     """A room that lost its source is told to its client as a success."""
-    # Let a room that lost its source succeed. Its loan then has no room, so let the loan become
-    # doubtful instead of breaking the table.
+    # The loan of such a room has no cell for this end, so it becomes doubtful.
     success = Move(DecodePhase.SUCCESS, (DecodeCommand.TELL_LANDED, DecodeCommand.END))
     in_doubt: Move[LoanPhase, LoanCommand] = Move(LoanPhase.DOUBTFUL)
     swaps = ExitStack()

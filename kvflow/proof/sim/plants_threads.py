@@ -1,6 +1,4 @@
-"""Planted bugs in the front for engines without an event loop: pages that become idle too early or
-never, and lost calls.
-"""
+"""Planted bugs in the front for engines without an event loop."""
 
 from __future__ import annotations
 

@@ -23,10 +23,7 @@ def simulate_many(
     say: Callable[[str], None] = lambda _: None,
     choice: Choice = Choice(),  # noqa: B008
 ) -> dict[str, Any]:
-    """Play `seeds`, and return a report with counts and with the first violations.
-
-    Each of these violations has a command that replays it.
-    """
+    """Play `seeds`, and report counts and the first violations, each with its replay command."""
     simulator = choice.load()
     visits: Counter[Cell] = Counter()
     faults: Counter[str] = Counter(dict.fromkeys(simulator.faults, 0))

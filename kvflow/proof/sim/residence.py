@@ -48,8 +48,6 @@ class _Running:
 
 
 class Residence:
-    """One request at one decode."""
-
     def __init__(
         self, node: DecodeNode, snapshots: Snapshots, oracle: Oracle, digest: bytes, plan: Stay
     ) -> None:
@@ -85,12 +83,10 @@ class Residence:
             here.close()
 
     def abort(self) -> None:
-        """End the request, whatever it is doing."""
         if self._here is not None:
             self._here.close()
 
     async def _do(self, here: Resident, act: Act) -> None:
-        """Carry out one act of the plan."""
         if act.kind == STEP:
             await self._step(here, act.disturbed)
         elif act.kind == GROW:
@@ -209,7 +205,6 @@ class Residence:
     async def _carry_out(
         self, here: Resident, work: Coroutine[Any, Any, T], disturbed: Disturbance | None
     ) -> T | None:
-        """Await `work` and disturb it. Return None if the disturbance cancelled it."""
         if disturbed is None:
             return await work
         task = asyncio.ensure_future(work)
@@ -236,8 +231,5 @@ class Residence:
 
 
 def _phase(here: Resident) -> P:
-    """Return the current phase.
-
-    This is a function because a type checker assumes that an attribute does not change in an await.
-    """
+    """Return the phase, which a type checker would take for unchanged after an await."""
     return here.phase

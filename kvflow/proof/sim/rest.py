@@ -16,10 +16,7 @@ from kvflow.serve.cache.tiers import OWNER
 
 
 def left(members: Iterable[Member], oracle: Oracle, *, doubts: bool) -> list[str]:
-    """Return a line for everything that is not at rest.
-
-    With `doubts`, loans that lack proof may still be out.
-    """
+    """Return a line for everything not at rest. With `doubts`, loans without proof may be out."""
     found: list[str] = []
     for member in members:
         if member.alive:
@@ -93,9 +90,7 @@ def _earlier(node: PrefillNode | DecodeNode) -> list[UnprovenLoan]:
 
 
 def _out(member: Member, books: Books, earlier: list[UnprovenLoan]) -> Counter[Hashable]:
-    """Count the places that are not free, by lease or other owner. Pages that a cache owns are left
-    out, because they are at rest.
-    """
+    """Count the places in use, by lease or other owner, except those that a cache owns."""
     found: Counter[Hashable] = Counter()
     leases = {place: loan.lease for loan in earlier for place in loan.pages.tolist()}
     for place, owner in enumerate(books.owners):

@@ -55,8 +55,6 @@ PROBES_OF_NODE = 12
 
 
 class Run(Course):
-    """One scenario on one cluster."""
-
     def __init__(
         self,
         loop: VirtualLoop,
@@ -66,7 +64,6 @@ class Run(Course):
         oracle: Oracle,
         cluster: Cluster | None = None,
     ) -> None:
-        """Prepare the run on `cluster`, or on a new plain cluster."""
         self.cluster = cluster or Cluster(loop, oracle, faults, scenario.variety)
         super().__init__(self.cluster, scenario, faults, oracle)
         self.loop, self.scheduler, self.oracle = loop, scheduler, oracle
@@ -134,9 +131,7 @@ class Run(Course):
             )
 
     def _begin(self, place: int, role: type, job: Job, leg: Leg) -> None:
-        """Begin one leg of a request. The leg never comes if the place has no living node of that
-        role, or if that node is shutting down.
-        """
+        """Begin one leg of a request, unless its place has no living node of that role."""
         member = self.places[place]
         if not member.alive or member.leaving or not isinstance(member.node, role):
             return
@@ -192,9 +187,7 @@ class Run(Course):
             self.loop.later(variety.timing.lost_after_s + 0.1, self._check_stalled, node)
 
     def _check_stalled(self, member: Member) -> None:
-        """Verify that a node whose data plane stands still for too long reports itself unavailable,
-        as health checks and heartbeats require.
-        """
+        """Verify that a node whose data plane stands still for too long is unavailable."""
         long = member.plane.stalled_s > self.scenario.variety.timing.lost_after_s
         if member.up and not member.leaving and long and not member.node.unavailable_reason:
             self.oracle.broken(
@@ -220,7 +213,6 @@ class Run(Course):
         self._go_on(switch)
 
     def _go_on(self, switch: Switch) -> None:
-        """Start the node of the other role as soon as the old node's process ended."""
         place, member = switch.node, self.places[switch.node]
         if member.alive:
             self.loop.later(0.02, self._go_on, switch)
@@ -236,9 +228,7 @@ class Run(Course):
                 self.loop.later(switch.back_after_s, self._switch, switch)
 
     def _schedule_elsewhere(self, request: Request, place: int, group: int) -> None:
-        """Schedule a request between the node at `place`, which switched its role, and another
-        node.
-        """
+        """Schedule a request between the node at `place`, which switched roles, and another one."""
         if isinstance(self.places[place].node, PrefillNode):
             decodes = [
                 n for n, member in enumerate(self.places) if isinstance(member.node, DecodeNode)
@@ -358,7 +348,6 @@ def played(
     visits: Counter[Cell] | None = None,
     tell: Callable[[float, str, str], None] | None = None,
 ) -> Outcome:
-    """Play a drawn scenario to its end, and return the outcome."""
     begun = process_time()
 
     def line(what: str) -> None:
@@ -406,18 +395,16 @@ def played(
 
 
 def _plenty() -> AbstractContextManager[object]:
-    """Skip the check for available memory while the context lasts, because the pools are tiny and
-    many.
-    """
+    """Skip the check for available memory, because the pools are tiny and many."""
     return swapped(shared, "available_memory", lambda: None)
 
 
 @contextmanager
 def _logged(oracle: Oracle) -> Iterator[None]:
-    """Treat every error that the handlers log as a violation, because they must survive anything
-    that the wire delivers.
+    """Report every error that the handlers log, because they must survive whatever the wire
+    delivers.
 
-    The log of `kvflow.memory` is disabled: it reports copies from staging that fail on purpose.
+    The log of `kvflow.memory` is disabled, because copies from staging fail on purpose.
     """
     logger, memory = logging.getLogger("kvflow.handlers"), logging.getLogger("kvflow.memory")
     with (
@@ -429,8 +416,6 @@ def _logged(oracle: Oracle) -> Iterator[None]:
 
 
 class _Errors(logging.Handler):
-    """Log handler that reports every error as a violation."""
-
     def __init__(self, oracle: Oracle) -> None:
         super().__init__(logging.ERROR)
         self._oracle = oracle

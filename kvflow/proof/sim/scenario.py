@@ -1,6 +1,4 @@
-"""Input of one seed: the nodes, the requests and their fates, and the times at which accidents
-strike nodes.
-"""
+"""Input of one seed: the nodes, the requests and their fates, and the accidents."""
 
 from __future__ import annotations
 
@@ -119,7 +117,6 @@ class Scenario(NamedTuple):
 
 
 def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -> Scenario:
-    """Draw a scenario from the seed's generator."""
     groups, decodes = rng.choice(shapes)
     requests: list[Request] = []
     for n in range(rng.randint(10, 14)):
@@ -143,10 +140,9 @@ def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -
 
 
 def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Give some seeds a prefill with two or three data-parallel groups.
+    """Give some seeds a prefill with two or three data-parallel groups; see `with_switch`.
 
-    `rng` is not the scenario's generator, so the draws of the scenario stay unchanged. Requests
-    with the same room number go to the same group.
+    Requests with the same room number go to the same group.
     """
     if rng.random() >= DP_GROUPS_IN:
         return scenario
@@ -165,9 +161,6 @@ def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
         return request._replace(named=named, dp_rank=dp_rank, group=group)
 
     def elsewhere(accident: Accident) -> Accident:
-        """Renumber the node of an accident: decodes come after the ranks of the added groups, and
-        an accident of group `first` may move to an added group.
-        """
         start, node = sum(groups[:first]), accident.node
         if node >= prefill_ranks:
             return accident._replace(node=node + more * ranks)
@@ -204,7 +197,7 @@ def _draw_group(
 def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
     """Give some seeds a node that changes its role.
 
-    `rng` is not the scenario's generator, so the draws of the scenario stay unchanged. Ranks of
+    `rng` is a generator of its own, so that the draws of the scenario stay unchanged. Ranks of
     larger groups keep their role, because each holds only a share of every page.
     """
     if rng.random() >= SWITCHES_IN:
@@ -231,10 +224,9 @@ def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Give some seeds decodes with staging that is too small for all of their rooms at once.
+    """Give some seeds decodes with staging that is too small for all rooms; see `with_switch`.
 
-    See `with_switch` for `rng`. All rooms then get deadlines, because pages in quarantine may never
-    return.
+    All rooms then get deadlines, because pages in quarantine may never return.
     """
     if rng.random() >= STAGED_IN:
         return scenario
@@ -255,10 +247,10 @@ def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def with_threads(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Give some nodes engines without an event loop, in some of the seeds without staging.
+    """Give some nodes of seeds without staging engines without an event loop; see `with_switch`.
 
-    See `with_switch` for `rng`. A node that changes its role keeps its event loop. Most of the
-    decodes without one shut down once, just after a request came, and start again over their pool.
+    A node that changes its role keeps its event loop. Most of the decodes without one shut down
+    once, just after a request came, and start again over their pool.
     """
     if rng.random() >= THREADS_IN or scenario.variety.staging_bytes:
         return scenario

@@ -1,6 +1,4 @@
-"""Host memory of one decode: a shipped store of snapshots over watched allocators, whose copies
-take virtual time.
-"""
+"""Host memory of one decode: shipped snapshots whose copies take virtual time."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ class CopyFailedError(Exception):
 
 
 class Snapshots:
-    """Host memory of one decode, allocated when the first request leaves the device, because most
-    decodes of a run need none.
-    """
+    """Host memory of one decode, allocated when the first request leaves the device."""
 
     def __init__(
         self,
@@ -58,7 +54,6 @@ class Snapshots:
         return self._store
 
     def left(self) -> list[str]:
-        """Return a line for everything that is not at rest."""
         if (store := self._store) is None:
             return []
         counts = {
@@ -69,14 +64,10 @@ class Snapshots:
         return [f"{self._who}: {count} {what}" for what, count in counts.items() if count]
 
     async def close(self) -> None:
-        """Close the store, as an engine does when it ends. Copies stop, and requests find their
-        snapshots closed.
-        """
         if self._store is not None:
             await self._store.close()
 
     def unmap(self) -> None:
-        """Unmap the host memory, after the run."""
         if self._store is not None:
             self._store.host.close()
 
@@ -95,7 +86,6 @@ class CopyThread(VirtualThread):
         self._after_next.append((turns, do))
 
     def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:
-        """Start a copy."""
         job.begin()
         out, fault = job.arguments[0].source is self._pool.layout, self._faults.of_copy()
         assert self.host is not None

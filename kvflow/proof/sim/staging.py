@@ -1,6 +1,4 @@
-"""Staging of a simulated decode: shipped memory over watched allocators, copies that take virtual
-time, and a check of the order in which waiting rooms get places.
-"""
+"""Staging of a simulated decode, and a check of the order in which rooms get places."""
 
 from __future__ import annotations
 
@@ -64,7 +62,6 @@ class Staged:
         self.copies = _Copies(copier, (self.books, books), oracle, faults)
 
     def serve(self, node: DecodeNode) -> None:
-        """Make the copies of this node take virtual time."""
         assert isinstance(node._arrivals, StagedArrivals)
         node._arrivals._threads.executor = self.copies
         self._rooms = node.shell.rooms
@@ -75,7 +72,6 @@ class Staged:
     # --- rooms that wait
 
     def waits_now(self, room: DecodeRoom, wanted: int, process: Process) -> None:
-        """Record that the room has to wait for `wanted` places."""
         if room in self._waiting:
             return
         self.waits += 1
@@ -85,9 +81,7 @@ class Staged:
         self._oracle.trace(lambda: f"room {room.room} waits for {wanted} places of staging")
 
     def has_its_places(self, room: DecodeRoom) -> None:
-        """Record that the room got its places, and verify that it passed no room that has waited
-        for `PASSED_FOR_S` seconds (I7).
-        """
+        """Verify that a room which got its places passed none that waited too long (I7)."""
         for other, wait in self._still_waiting():
             if other is room:
                 break
@@ -146,9 +140,7 @@ class Staged:
 
 
 class _HalfCopier:
-    """Implements `memory.copies.Copier`: it copies the first half of the blocks, and keeps the
-    second half for later.
-    """
+    """Copier that copies the first half of the blocks, and keeps the second half for later."""
 
     def __init__(self) -> None:
         self._rest: list[Blocks] = []
@@ -178,12 +170,10 @@ class _Copies(VirtualThread):
     def __init__(
         self, copier: _HalfCopier, books: tuple[Books, Books], oracle: Oracle, faults: Faults
     ) -> None:
-        """Run copies between the pools of `books`, which are the staging's and then the pool's."""
         self._copier, self._books, self._oracle, self._faults = copier, books, oracle, faults
         self.ended = 0
 
     def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:
-        """Schedule the work of a page task."""
         assert isinstance(job.work, partial)
         lent, pages, _ = job.work.args
         fault = self._faults.of_copy()

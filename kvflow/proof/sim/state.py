@@ -1,6 +1,4 @@
-"""Expected content of the places of a request at decode, and of places that others took after
-it.
-"""
+"""Expected content of a request's places at decode, and of places that others took after it."""
 
 from __future__ import annotations
 
@@ -25,7 +23,6 @@ class State:
     """Expected content of one request: its pages, then its row, in their order."""
 
     def __init__(self, books: Books, digest: bytes, places: list[int], broken: Broken) -> None:
-        """Start with the content that landed."""
         self._books, self._digest, self._broken = books, digest, broken
         self._version = 0
         landed = list(starmap(self._content, enumerate(places)))
@@ -46,9 +43,7 @@ class State:
                 self._broken(f"{when}, {self._books.name(place)} has other bytes than its own")
 
     def compute(self, places: list[int]) -> None:
-        """Write to the last page and to the whole row, as a model step does. After a loss, write to
-        everything.
-        """
+        """Write to the last page and the row, as a model step does; after a loss, to all places."""
         self._version += 1
         count = len(self._pages)
         for index in range(0 if self.lost else count - 1, len(places)):
@@ -65,16 +60,12 @@ class State:
 
 
 class Squatter:
-    """Another request that takes places which a request left. It writes to them, and verifies later
-    that its bytes are still there.
-    """
+    """Another request that takes places which a request left, and notices late writes to them."""
 
     def __init__(
         self, pool: PagedPool, books: Books, sizes: tuple[int, int], what: str, broken: Broken
     ) -> None:
-        """Take free pages and rows. `what` states how many: as many as `sizes`, all pages, all
-        rows, or none.
-        """
+        """Take as many places as `sizes`, all pages, all rows, or none, as `what` states."""
         self._books, self._broken = books, broken
         self._taken: list[tuple[PageAllocator, PageIndices, list[int]]] = []
         if what:

@@ -1,6 +1,4 @@
-"""Life of a request at decode after its room succeeded: drawn from the seed beforehand, played by
-`residence`.
-"""
+"""Life of a request at decode after its room succeeded, drawn from the seed beforehand."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ TURNS = 6
 
 
 class Disturbance(NamedTuple):
-    """Disturbance in the middle of an act: the work is cancelled, or the request is aborted from
-    outside.
-    """
+    """Disturbance in the middle of an act: cancelled work, or an abort from outside."""
 
     how: str
     after_s: float
@@ -32,8 +28,6 @@ class Disturbance(NamedTuple):
 
 
 class Act(NamedTuple):
-    """One act of a stay."""
-
     kind: str
     pause_s: float  # pause before the act
     away_s: float = 0.0
@@ -45,9 +39,7 @@ class Act(NamedTuple):
 
 
 class Stay(NamedTuple):
-    """Acts of a request. A request that is away comes back before its next act, and with `returns`
-    also after the last one.
-    """
+    """Acts of a request. It comes back before its next act, and with `returns` after the last."""
 
     acts: tuple[Act, ...]
     returns: bool = True

@@ -27,7 +27,6 @@ def swapped(owner: object, name: str, replacement: object) -> Iterator[None]:
 
 @contextmanager
 def swapped_item(table: dict[Any, Any], key: object, replacement: object) -> Iterator[None]:
-    """Replace `table[key]` while the context lasts."""
     original = table[key]
     table[key] = replacement
     try:
@@ -40,9 +39,7 @@ def swapped_item(table: dict[Any, Any], key: object, replacement: object) -> Ite
 def swapped_cells(
     table: Table[Any, Any, Any], cells: Mapping[tuple[Any, Any], Any]
 ) -> Iterator[None]:
-    """Replace cells (phase, kind) of a machine's table while the context lasts, for every holder of
-    the table.
-    """
+    """Replace cells (phase, kind) of a machine's table while the context lasts."""
     originals = {key: table.cell(*key) for key in cells}
     for (phase, kind), cell in cells.items():
         table.put(phase, kind, cell)

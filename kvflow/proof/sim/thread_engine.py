@@ -64,8 +64,6 @@ class _Request(Generic[R]):
 
 
 class ThreadEngine(Generic[F, N, R]):
-    """Engine of one node process."""
-
     make_front: Callable[..., F]
     # Events that may precede the ending of a room, in their order.
     before_the_end: Sequence[str]
@@ -82,7 +80,6 @@ class ThreadEngine(Generic[F, N, R]):
         fails: Callable[[], bool],
         **options: Any,
     ) -> None:
-        """Start the node. `options` are passed on to it."""
         self._name, self._process, self._books, self._oracle = name, process, books, oracle
         self._layout = pool.layout
         self._store = WatchedExternalPages(books)
@@ -131,7 +128,6 @@ class ThreadEngine(Generic[F, N, R]):
             opened()
 
     def _over(self, request: _Request[R]) -> None:
-        """Record that the request ended, with or without success."""
         request.over = True
         if request.handle is None:
             self._give_back(request)
@@ -153,7 +149,6 @@ class ThreadEngine(Generic[F, N, R]):
     # --- events
 
     async def _poll_on(self) -> None:
-        """Poll events while a room lacks its last event, or a request holds pages."""
         loop = self._oracle.loop
         while self._requests:
             waits = any(not request.ended.given or not request.over for request in self._requests)
@@ -181,7 +176,6 @@ class ThreadEngine(Generic[F, N, R]):
         return self._front.wait_released(request.pages, timeout_s=0.0)
 
     def _hear(self, event: RoomEvent[R]) -> None:
-        """Verify the order of a room's events, and pass the event to its request."""
         # An event may come before the request has its handle, so find the request by the context.
         request: _Request[R] = event.room.context
         if request not in self._requests:
@@ -214,9 +208,7 @@ class ThreadEngine(Generic[F, N, R]):
     # --- the end
 
     async def close(self) -> None:
-        """Close the node from a separate thread, as an operator would, and verify that its requests
-        end.
-        """
+        """Close the node from a separate thread, and verify that its requests end."""
         closing: LockStep[Sequence[UnprovenLoan]] = LockStep(
             self._oracle.loop, self._process, self._front.close
         )
@@ -252,9 +244,7 @@ class ThreadEngine(Generic[F, N, R]):
                 )
 
     def part(self) -> None:
-        """End the engine with its process. Pages that are still on loan lose their owner once they
-        are idle.
-        """
+        """End the engine with its process. Pages on loan lose their owner once they are idle."""
         self._look()
         for request in self._requests:
             if self._store.busy(request.pages).size:
@@ -265,16 +255,13 @@ class ThreadEngine(Generic[F, N, R]):
             self._polling.cancel()
 
     def abandon(self) -> None:
-        """End the threads that still wait, after the simulation."""
         for step in self._steps:
             step.abandon()
 
     # --- checks
 
     def left(self, in_doubt: set[GrantId]) -> list[str]:
-        """Return a line for everything that is not at rest. Grants `in_doubt` may keep their
-        pages.
-        """
+        """Return a line for everything not at rest. Grants `in_doubt` may keep their pages."""
         found = [
             f"{self._name}: {request!r} has had {request.kinds}"
             for request in self._requests
@@ -300,15 +287,12 @@ class ThreadEngine(Generic[F, N, R]):
 
 
 class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom]):
-    """Engine at decode. It lends its own pages, which a request holds for a while after they
-    landed.
-    """
+    """Engine at decode, which lends its own pages and holds them for a while after they landed."""
 
     make_front = DecodeThread
     before_the_end, success = ("begun", "opened"), "landed"
 
     async def play(self, job: Job) -> None:
-        """Play one request. Raises: KvflowError."""
         if job.refused:
             return self._refuse(job, job.cause(Code.CAPACITY, "decode will not have it"))
         request: _Request[DecodeThreadRoom] = _Request(job, self._oracle)
@@ -388,7 +372,6 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
     before_the_end, success = ("matched",), "done"
 
     async def play(self, job: Job) -> None:
-        """Play one request. Raises: KvflowError."""
         if job.refused:
             return self._front.refuse(
                 job.room, job.cause(Code.CAPACITY, "the engine will not have it")
@@ -446,9 +429,7 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
 
 @contextmanager
 def loans_observed(oracle: Oracle) -> Iterator[None]:
-    """Make every decode in this process report the grant under which it lends the pages of an
-    engine's request.
-    """
+    """Record the grant under which each decode lends the pages of an engine's request."""
     lend = DecodeEndpoint.lend
 
     def lent(self: DecodeEndpoint, grant: GrantId, pages: PageIndices, now: float) -> bool:

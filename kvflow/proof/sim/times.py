@@ -1,6 +1,4 @@
-"""Durations in a simulated run, and the longest times that the rules allow for a consequence, in
-seconds.
-"""
+"""Durations in a simulated run, and the longest ones that the rules allow, in seconds."""
 
 from __future__ import annotations
 

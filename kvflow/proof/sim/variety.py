@@ -1,6 +1,4 @@
-"""Parameters of a run other than its faults, drawn from the seed: bounds small enough to be
-reached, timing, fences, layout.
-"""
+"""Parameters of a run other than its faults, drawn from the seed."""
 
 from __future__ import annotations
 
@@ -39,8 +37,6 @@ LATE_FENCE_S = 2.5
 
 
 class Variety(NamedTuple):
-    """Parameters of one run other than its faults."""
-
     bounds: Bounds
     timing: Timing
     # Proof of death by the data planes: PROMPT, LATE, or NEVER (an operator must declare it).

@@ -1,6 +1,4 @@
-"""Replacement for a node's loop thread in virtual time, and engine threads that block while the
-virtual loop goes on.
-"""
+"""A node's loop thread in virtual time, and engine threads that block while the loop goes on."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ T = TypeVar("T")
 
 
 class VirtualLoopThread(LoopThread):
-    """Replacement for a thread with its own loop. Posted calls run a moment later, in the node's
-    process, and other events may happen before.
-    """
+    """Loop thread whose posted calls run a moment later, in the node's process."""
 
     def __init__(self, name: str, process: Process, loop: VirtualLoop) -> None:
         self._process, self._virtual = process, loop
@@ -73,7 +69,6 @@ class VirtualLoopThread(LoopThread):
         return future.result()
 
     def stop(self) -> None:
-        """Stop the thread after it has run the posted calls."""
         with self._lock:
             self._stopped = True
         self._process.run(self._run_posted)
@@ -136,7 +131,6 @@ class LockStep(threading.Thread, Generic[T]):
             raise _AbandonedError
 
     def abandon(self) -> None:
-        """End the thread if it still waits, after the loop ended."""
         if not self._ended:
             self._abandoned = True
             self._turn.release()
@@ -152,9 +146,7 @@ class LockStep(threading.Thread, Generic[T]):
         self._back.release()
 
     def _go_on(self) -> None:
-        """Let the thread run until it waits or ends, while the loop stands still. Call this on the
-        loop.
-        """
+        """Let the thread run until it waits or ends, while the loop stands still."""
         if self._abandoned:
             return
         self._turn.release()

@@ -17,7 +17,6 @@ from kvflow.protocols.errors import Cause, KvflowError
 
 
 def nodes_observed(oracle: Oracle) -> AbstractContextManager[None]:
-    """Return a context in which every endpoint and shell in this process reports to `oracle`."""
     return swaps((*observed(oracle.rooms), *_at_decode(oracle), *_at_prefill(oracle)))
 
 

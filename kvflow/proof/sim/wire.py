@@ -1,6 +1,4 @@
-"""Control network in virtual time: frames take a moment and arrive in order, unless a fault
-strikes. The oracle sees all of them.
-"""
+"""Control network in virtual time: frames arrive in order, unless a fault strikes."""
 
 from __future__ import annotations
 
@@ -38,14 +36,13 @@ class Wire(Network):
         return self._watch(super().connect(control, incarnation))
 
     def unplug(self, process: Process) -> None:
-        """Remove the sockets of a process that died or lost its address."""
         for owner, socket in self._owners:
             if owner is process:
                 self.leave(socket)
 
     def carry(self, frame: Frame) -> None:
-        """Carry a frame over its link, with the fault that strikes it, if any. A cut link loses the
-        frame, and a jammed one keeps it for later.
+        """Carry a frame, with the fault that strikes it. A cut link loses it, a jammed one keeps
+        it.
         """
         message = frame.message
         self._oracle.sent(frame, message)
@@ -96,7 +93,6 @@ class Wire(Network):
         self._oracle.loop.later(at_s - now, self.deliver, frames)
 
     def deliver(self, frames: list[Frame]) -> None:
-        """Deliver the frames now."""
         for frame in frames:
             self._deliver(frame)
 
@@ -120,8 +116,6 @@ class Wire(Network):
 
 
 def garbage(rng: random.Random, frame: Frame) -> Frame:
-    """Return the frame with its bytes spoilt, so that they are not a message."""
-
     def is_message(data: bytes) -> bool:
         return frame._replace(data=data).message is not None
 

@@ -1,3 +1,1 @@
-"""An exhaustive walk through every state that two or three shipped endpoints and their links can
-reach.
-"""
+"""An exhaustive walk through every state of two or three shipped endpoints and their links."""

@@ -1,6 +1,4 @@
-"""A breadth-first walk through every state of a small world, and a check that each state can come
-to rest.
-"""
+"""A breadth-first walk through a small world, and a check that every state can come to rest."""
 
 from __future__ import annotations
 

@@ -41,13 +41,10 @@ class State:
 
 
 class CacheWorld:
-    """A world of one prefix index, within `bounds`."""
-
     def __init__(self, bounds: CacheBounds) -> None:
         self.bounds = bounds
 
     def start(self) -> State:
-        """Return the first state, in which the first prompt is cached."""
         life = Life()
         _insert(life, FIRST)
         if self.bounds.on_host:
@@ -62,9 +59,6 @@ class CacheWorld:
         return state.resting
 
     def acts(self, state: State) -> Iterator[tuple[str, bool, Callable[[], State]]]:
-        """Yield (text, fair, step) for each act: `step` returns the state after it, and a fair act
-        happens sooner or later without a new fault.
-        """
         life, state.life = state.life, None
         assert life is not None, "a state is gone on from once"
         frozen = life.frozen()
@@ -140,9 +134,6 @@ class CacheWorld:
 
     @staticmethod
     def _written(life: Life) -> Iterator[tuple[Prompt, int]]:
-        """Yield (prompt, number of its pages to copy): a part of the first prompt, and each
-        inserted prompt as a whole.
-        """
         yield FIRST, 2
         for prompt in sorted(life.inserted):
             yield prompt, len(prompt)
@@ -177,7 +168,6 @@ def _begin(life: Life, prompt: Prompt, route: Route, count: int) -> bool:
 
 
 def _end(life: Life, number: int, landed: bool) -> bool:
-    """End the write `number`, and copy its bytes if it landed."""
     # The sources are read only at the end of the copy. If one changed while the copy ran, the
     # content is wrong, and the rules report it.
     copy = life.copies.pop(number)

@@ -37,8 +37,6 @@ class Copy(NamedTuple):
 
 
 class Lock(NamedTuple):
-    """Cached pages that a request reads."""
-
     node: Node
     epoch: int
     key: Prompt
@@ -64,7 +62,6 @@ class Life:
         self.epoch = self.last_ended = 0
 
     def frozen(self) -> bytes:
-        """Pickle this life; `thawed` restores it."""
         stream = io.BytesIO()
         _Pickler(stream, protocol=5).dump(self)
         return stream.getvalue()
@@ -75,9 +72,7 @@ class Life:
         return life
 
     def take(self, tier: Tier, keys: list[Prompt]) -> PageIndices:
-        """Take the lowest free pages of `tier`, and record `keys` as their contents; () means
-        garbage.
-        """
+        """Take the lowest free pages of `tier` for the contents `keys`; () means garbage."""
         memory = self.memory[tier]
         free = [page for page in range(POOL) if page not in memory][: len(keys)]
         assert len(free) == len(keys), "the world's pools are too small"
@@ -91,9 +86,7 @@ class Life:
                     raise AssertionError(f"I1: page {page} comes back twice")
 
     def nodes(self) -> list[Node]:
-        """Return the nodes that can be reached from the tree, a lock or a write. Flushed nodes are
-        included, roots are not.
-        """
+        """Return the nodes that the tree, a lock or a write reaches, flushed ones included."""
         found: dict[int, Node] = {}
         waiting: list[Node] = [
             *self.index._residents.roots.values(),

@@ -1,7 +1,4 @@
-"""Rules that hold in every state of the walk over the prefix index.
-
-Each function raises AssertionError for a broken rule; the text begins with the invariant.
-"""
+"""Rules for every state of the walk over the prefix index. A broken one raises AssertionError."""
 
 from __future__ import annotations
 
@@ -125,11 +122,7 @@ def _check_pins(life: Life, nodes: list[Node]) -> None:
 
 
 def check_rest(rest: Life) -> None:
-    """Check that a life without copies and locks can free every page, and that its events report
-    this.
-
-    The check empties the index.
-    """
+    """Check that a life at rest can free every page, which empties its index."""
     if rest.index.stats().writes_open:
         raise AssertionError("I5: writes are open that have ended")
     # Evict from the tiers in turn: where pages of one lie below pages of the other, neither can be

@@ -131,8 +131,7 @@ class Decode(NamedTuple):
     left: bool = False
     closed: bool = False
     earlier: bool = False  # an earlier decode's loans are open
-    # These fields are computed from the endpoint, so that the walk need not restore it to know
-    # them.
+    # The walk reads these fields without restoring the endpoint.
     ranks: tuple[Rank, ...] = ()
     rooms: int = 0
     busy: bool = False
@@ -234,7 +233,6 @@ class DecodeSide:
         )
 
     def due(self, timer: Timer) -> None:
-        """Let one timer of the endpoint expire."""
         self.core.deadlines.set(timer, 0.0)
         self.endpoint.tick(0.0)
 
@@ -283,7 +281,6 @@ class DecodeSide:
             self.feed(grant, PageKind.LEND)
 
     def feed(self, grant: int, kind: PageKind, source: Source | None = None) -> None:
-        """Feed one event to the pages of a grant."""
         self.grants[grant - 1] = self.grants[grant - 1].fed(kind, source)
 
     def close_room(self, grant: int) -> None:
@@ -296,9 +293,7 @@ class DecodeSide:
     def summed(
         self, grant: int, rank: int, seq: int, checksum: bytes, lingers: bool = False
     ) -> None:
-        """Report the end of a checksum or copy. If `lingers`, decode gave up on a thread that still
-        runs.
-        """
+        """Report the result of a thread, which still runs if it `lingers`."""
         if not lingers:
             self.thread_ends(grant)
         if checksum != SUM:
@@ -315,9 +310,7 @@ class DecodeSide:
         self.endpoint.writer_died(c.PeerKey(LIVES[rank][life - 1], info.control), 0.0)
 
     def inherit(self) -> None:
-        """Inherit an earlier decode's loan to the first life of rank 0, a rank that this decode
-        links to as well.
-        """
+        """Inherit an earlier decode's loan to the first life of rank 0."""
         # Its pages are recorded as the first grant, so that the check of I2 covers them.
         quarantined = Ownership(PagePhase.QUARANTINED)
         self.grants.append(Grant(quarantined, Owner.ROOM, told=True, ended=True))

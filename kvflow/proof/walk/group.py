@@ -51,8 +51,6 @@ WAITS, STARTED, DRAINS = "waits", "started", "drains"
 
 
 class Room(NamedTuple):
-    """One rank's half of one request."""
-
     rank: int
     key: TicketKey
     state: str
@@ -84,22 +82,17 @@ class _Pickler(pickle.Pickler):
 
 @lru_cache(maxsize=1 << 12)
 def _seen(data: bytes) -> Any:
-    """Unpickle an endpoint, which callers must not change. Without the cache, unpickling took half
-    of the time of a walk.
-    """
+    """Unpickle an endpoint, which callers must not change. The cache halves a walk's time."""
     return pickle.loads(data)
 
 
 class GroupWorld:
-    """A world of one group, within `bounds`."""
-
     def __init__(self, bounds: GroupBounds) -> None:
         self.bounds = bounds
         # Very many states refer to equal endpoints, so these share one bytes object.
         self._pieces: dict[bytes, bytes] = {}
 
     def start(self) -> State:
-        """Return the first state, in which every rank is in the group."""
         ranks = range(self.bounds.ranks)
         leader = GroupLeader(LEADER_LIFE, self.bounds.ranks, now=0.0)
         members = [
@@ -124,9 +117,6 @@ class GroupWorld:
         return state
 
     def acts(self, state: State) -> Iterator[tuple[str, bool, Callable[[], State]]]:
-        """Yield (text, fair, step) for each act: `step` returns the state after it, and a fair act
-        happens sooner or later without a new fault.
-        """
         left, ranks = state.left, range(self.bounds.ranks)
         if state.leader is not None:
             leader: GroupLeader = _seen(state.leader)
@@ -286,9 +276,7 @@ class GroupWorld:
         return found
 
     def _crash(self, state: State, rank: int) -> State:
-        """Kill the process of `rank`, which for rank 0 is also the leader's. Frames in transit to a
-        dead process are lost.
-        """
+        """Kill the process of `rank`, and with rank 0 the leader. Frames to it are lost."""
         state = self._bad(state)._replace(left=state.left._replace(crashes=state.left.crashes - 1))
         state = state._replace(
             members=_with(state.members, rank, None),
@@ -349,7 +337,6 @@ class GroupWorld:
         return after._replace(mourned=(False,) * self.bounds.ranks)
 
     def _leader_life(self, state: State) -> Incarnation:
-        """Return the incarnation of the leader, or 0 while it is dead."""
         if state.leader is None:
             return Incarnation(0)
         leader: GroupLeader = _seen(state.leader)
@@ -474,7 +461,6 @@ class GroupWorld:
     # --- rest
 
     def rests(self, state: State) -> bool:
-        """Return True if no request is left at any rank or at the leader."""
         members = [_seen(life) for life in state.members if life is not None]
         if (
             state.rooms

@@ -1,7 +1,4 @@
-"""Rules that hold at every step of the walk over a group of ranks.
-
-Each function raises AssertionError for a broken rule.
-"""
+"""Rules for every step of the walk over a group. A broken one raises AssertionError."""
 
 from __future__ import annotations
 
@@ -17,9 +14,6 @@ MATCHED, LANDED = "matched", "landed"
 
 
 def check_decided(key: TicketKey, command: RequestDecided, facts: Facts, ranks: int) -> None:
-    """Check the leader's result for a request: there is only one, a failure has a reason, and a
-    success landed at every rank.
-    """
     if any(fact[:2] == ("decided", key) for fact in facts):
         raise AssertionError(f"request {key.ticket} was decided twice")
     if command.cause is not None and not {("bad", key), ("risky", key)} & facts:
@@ -32,9 +26,6 @@ def check_decided(key: TicketKey, command: RequestDecided, facts: Facts, ranks: 
 
 
 def check_started(key: TicketKey, rank: int, facts: Facts, ranks: int) -> None:
-    """Check that a request which starts at `rank` is matched at every rank, and that the rank
-    starts requests in the group's order.
-    """
     if missing := _without(MATCHED, key, facts, ranks):
         raise AssertionError(
             f"request {key.ticket} starts at rank {rank}, and is not matched at rank {missing[0]}"
@@ -52,9 +43,6 @@ def check_started(key: TicketKey, rank: int, facts: Facts, ranks: int) -> None:
 
 
 def check_settled(command: RequestSettled, rank: int, facts: Facts) -> None:
-    """Check the result of a request at one rank: there is only one, and a success is also the
-    leader's result.
-    """
     if any(fact[:3] == ("settled", rank, command.key) for fact in facts):
         raise AssertionError(
             f"rank {rank} was told twice what became of request {command.key.ticket}"

@@ -15,7 +15,6 @@ from kvflow.protocols.machinery import Timer
 
 
 def mirrored(decode: Decode, world: World) -> Decode:
-    """Return `decode` with the states of its two ranks exchanged."""
     if not decode.alive:
         return decode
     endpoint = world.decodes.take(decode.endpoint)
@@ -29,7 +28,6 @@ def mirrored(decode: Decode, world: World) -> Decode:
 
 
 def _swap(endpoint: DecodeEndpoint) -> None:
-    """Exchange the two ranks in place."""
     # Peers stay where they are in every table and exchange their identities, so only columns
     # ordered by rank have to be reversed.
     core = endpoint.core
@@ -59,7 +57,6 @@ def _swap(endpoint: DecodeEndpoint) -> None:
 
 
 def _other(info: Any) -> Any:
-    """Return the registry's entry for the other rank in the same life."""
     key = _key(PeerKey(info.incarnation, info.control))
     return msgspec.structs.replace(
         info, rank=1 - info.rank, incarnation=key.incarnation, control=key.control

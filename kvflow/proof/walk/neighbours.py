@@ -44,9 +44,7 @@ def target(decode: Decode, rank: int, rooms: int) -> Target:
 
 
 def orphaned(prefill: Prefill) -> Prefill:
-    """Return `prefill` after decode dies. Decode's memory is gone, so no late write can
-    reach it.
-    """
+    """Return `prefill` after decode, and the memory for late writes, are gone."""
     return prefill._replace(target_gone=True, late=0)
 
 

@@ -58,7 +58,6 @@ def _believes_all(core: Any, peer: Any, message: wire.Goodbye, now: float) -> No
 
 
 def _abort_forgotten() -> AbstractContextManager[object]:
-    """Forget an Abort that arrives before its Bootstrap."""
     stack = ExitStack()
     cell = Move(GrantPhase.UNKNOWN, (GrantCommand.END_OTHER_HALF, GrantCommand.ACKNOWLEDGE))
     stack.enter_context(_cells(grants, {(GrantPhase.UNKNOWN, GrantKind.ABORT): cell})())
@@ -124,9 +123,7 @@ _queue_chunk = PrefillEndpoint.queue_chunk
 
 
 def lands_at_once(endpoint: PrefillEndpoint, record: Any, source_pages: Any, **how: Any) -> None:
-    """End the write of a chunk without pages inside `queue_chunk`. If it is the last chunk, the
-    room ends there too.
-    """
+    """End the write of a chunk without pages inside `queue_chunk`, and with it maybe the room."""
     _queue_chunk(endpoint, record, source_pages, **how)
     if not len(source_pages):
         write = endpoint.outbox.pop().write  # type: ignore[union-attr]  # it is the StartWrite

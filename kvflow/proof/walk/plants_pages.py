@@ -25,7 +25,6 @@ _end = decode_core._RUN[DecodeCommand.END]
 
 
 def _ends_earlier(core: Any, record: Any, now: float) -> None:
-    """End a room, and free what an earlier decode lent for the room with the same number."""
     _end(core, record, now)
     ledger = core.ledger
     for writer in core.earlier.writers.values():

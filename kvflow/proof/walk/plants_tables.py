@@ -1,6 +1,4 @@
-"""Bugs in the tables and steps of rooms, and functions that plant a bug in the shipped code from
-outside.
-"""
+"""Bugs in the tables and steps of rooms, planted in the shipped code from outside."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ LOSSY = TINY._replace(drops=1)
 
 
 class Plant(NamedTuple):
-    """A bug. While the context of `install` is open, it breaks `invariant` in the world
-    `bounds`.
-    """
+    """A bug, which breaks `invariant` in the world `bounds` while it is installed."""
 
     name: str
     text: str
@@ -49,7 +45,6 @@ class Plant(NamedTuple):
 
 
 def _cells(module: Any, changes: dict[tuple[Any, Any], Any]) -> Install:
-    """Return a plant that replaces cells in the table of a module."""
     return lambda: swapped_cells(module.TABLE, changes)
 
 
@@ -68,7 +63,6 @@ _RETURN = Move(LoanPhase.RETURNED, (LoanCommand.RETURN,))
 def _all_said(
     room: DecodeRoomState, event: DecodeEvent
 ) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
-    """Treat the last chunk of one rank as the last chunk of all ranks."""
     counted, kind, event = _count_chunk(room, event)
     return (
         counted,
@@ -78,7 +72,6 @@ def _all_said(
 
 
 def _gap_ignored() -> AbstractContextManager[object]:
-    """Count every chunk as the next one, whatever its number."""
     on_chunk_done = decode_endpoint.HANDLERS[wire.ChunkDone]
 
     def any_order(core: Any, peer: Any, message: Any, now: float) -> None:
@@ -115,7 +108,6 @@ def _forgets_cause(
 
 
 def _room_kept(core: Any, record: Any, now: float) -> None:
-    """End a room, but leave it in the table of rooms."""
     decode_core._end(core, record, now)
     core.rooms[record.grant] = record
 

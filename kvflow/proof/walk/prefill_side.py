@@ -47,8 +47,6 @@ class Write(NamedTuple):
 
 
 class Room(NamedTuple):
-    """One room as its engine knows it."""
-
     room: int
     matched: bool = False
     told: bool = False
@@ -81,8 +79,7 @@ class Prefill(NamedTuple):
     left: bool = False
     parted: bool = False  # it sent Goodbye
     named: bool = False  # its Goodbye named an unproven grant
-    # These fields are computed from the endpoint, so that the walk need not restore it to know
-    # them.
+    # The walk reads these fields without restoring the endpoint.
     knows: bool = False  # decode is registered and up, and its heartbeats are answered
     silent: bool = False  # decode counts as silent
     oldest: int = 0  # the lowest grant that it remembers, or 0
@@ -205,16 +202,13 @@ class PrefillSide:
         )
 
     def due(self, timer: Timer) -> None:
-        """Let one timer of the endpoint expire, such as the wait for the other half of a room."""
         if timer.kind == "room":
             self.core.rooms[RoomId(timer.key)].deadline_at_s = 0.0
         self.core.deadlines.set(timer, 0.0)
         self.endpoint.tick(0.0)
 
     def open_room(self, *, other_prompt: bool = False) -> None:
-        """Open the engine's next room. The endpoint refuses it if the id is in use or prefill is
-        leaving.
-        """
+        """Open the engine's next room, unless the endpoint refuses it."""
         world = self.world
         room = world.bounds.rooms[self.value.asked]
         digest = prompt_digest([7]) if other_prompt else world.digest

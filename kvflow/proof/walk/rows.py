@@ -31,11 +31,7 @@ class Interned(Generic[V]):
         return found
 
     def column(self, question: Callable[[V], Any]) -> Numbers:
-        """Return the answers to `question`, which are numbers, indexed by the numbers of the
-        values.
-
-        The answers are cached by `question`, so it must be the same object each time.
-        """
+        """Return the numbers that answer `question` for each value, cached by the question."""
         known = self._columns.get(question, np.empty(0, np.int64))
         # `question` may number a new value, which then needs an answer too.
         while len(known) < len(self.values):
@@ -87,7 +83,6 @@ class Index:
 
     @property
     def keys(self) -> Numbers:
-        """All keys, in the order of their numbers."""
         return self._known.all
 
     def _slots(self, keys: Numbers) -> Numbers:

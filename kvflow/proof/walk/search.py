@@ -28,9 +28,7 @@ _BLOCK = 1 << 16  # states whose steps are computed at once; bounds the memory o
 
 
 class Level(NamedTuple):
-    """The states first reached after a number of steps. `left` numbers the faults that each has
-    left, as `Faults` does.
-    """
+    """The states first reached after a number of steps. `left` numbers sets of `Faults`."""
 
     states: States
     left: NDArray[np.uint8]
@@ -205,7 +203,6 @@ class Walk:
     # --- a path in words
 
     def path(self, depth: int, state: np.uint64, left: int) -> list[str]:
-        """Return a shortest path to a state of level `depth`."""
         # The search keeps no predecessors, which would take more memory than the states. It finds
         # them again, level by level, for the one path that is printed.
         texts: list[str] = []

@@ -96,9 +96,7 @@ class Shelf(Generic[E_]):
         return len(self._pickled)
 
     def put(self, endpoint: E_) -> int:
-        """Tidy `endpoint`, store it, and return its number. Its commands must have been read
-        before.
-        """
+        """Tidy and store `endpoint`, whose commands were read, and return its number."""
         self._tidy(endpoint)
         key = freeze(endpoint, {})
         found = self._numbers.get(key)
@@ -110,7 +108,6 @@ class Shelf(Generic[E_]):
         return found
 
     def take(self, number: int) -> E_:
-        """Return a copy of the endpoint with this number."""
         endpoint: E_ = _Unpickler(io.BytesIO(self._pickled[number]), self._shared).load()
         return endpoint
 
@@ -154,7 +151,6 @@ def freeze(value: Any, seen: dict[int, int]) -> Hashable:
 
 
 def _way_of(value: Any) -> Way:
-    """Return the function that freezes objects of the type of `value`."""
     kind = type(value)
     # No step depends on a cause, so all causes are equal here.
     if kind is Cause:
@@ -203,7 +199,6 @@ def _freeze_items(value: dict[Any, Any], seen: dict[int, int]) -> Hashable:
 
 
 def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that reads these attributes of an object as a tuple."""
     # `attrgetter` returns no tuple for a single name.
     if len(names) > 1:
         return attrgetter(*names)
@@ -244,9 +239,7 @@ def tidy_decode(endpoint: DecodeEndpoint) -> None:
 
 
 def tidy_prefill(endpoint: PrefillEndpoint) -> None:
-    """Reset the times, stories and causes of a prefill, and number its rooms and writes anew: a
-    room's serial becomes its id, and writes count from 1.
-    """
+    """Reset the times, stories and causes of a prefill, and number its rooms and writes anew."""
     core = endpoint.core
     for peer in core.peers.values():
         peer.received_at_s = 0.0
@@ -271,7 +264,6 @@ def tidy_prefill(endpoint: PrefillEndpoint) -> None:
 
 
 def _put_off(deadlines: Deadlines[Any]) -> None:
-    """Set every deadline to `FAR`."""
     # Start with an empty object: the buckets of the old one still depend on the old times.
     timers = sorted(deadlines, key=repr)
     deadlines.__init__()  # type: ignore[misc]

@@ -26,9 +26,7 @@ class Flag(IntFlag):
 
 
 class Parts(NamedTuple):
-    """States taken apart into numbers: decode, and for each rank prefill, the queue to it and the
-    queue to decode.
-    """
+    """States taken apart into numbers; the lists have one column for each rank."""
 
     decode: Numbers
     prefills: list[Numbers]
@@ -42,9 +40,7 @@ class Parts(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Steps of many states, each from the state at index `source` to `state`, at a price. `text` is
-    the number of its description.
-    """
+    """Steps from many states, each from that at index `source`; `text` numbers its description."""
 
     source: Numbers
     state: States

@@ -142,9 +142,7 @@ class Tables:
     # --- what is asked about states
 
     def unsafe(self, parts: Parts) -> NDArray[np.bool_]:
-        """Mark the states that break I2: a write may still reach pages that are free, or their
-        user's.
-        """
+        """Mark the states that break I2: a write may still reach free pages, or pages of a user."""
         home, writing = self.decodes.column(_home)[parts.decode], self.prefills.column(_writing)
         late = np.zeros_like(home)
         # Writes by a rank that an operator declared dead are the operator's responsibility.
@@ -296,9 +294,7 @@ class Tables:
     def _append_key(
         self, queues: list[Numbers], rank: int, said: Numbers, timer: Numbers | int
     ) -> Numbers:
-        """Return the keys for `_append`. Each packs a queue, the words to append, the number of
-        free places and the timer flag.
-        """
+        """Pack a queue, the words to append, the number of free places and the timer flag."""
         length = self.queues.column(len)
         others = sum(length[queue] for other, queue in enumerate(queues) if other != rank)
         free = self.bounds.in_flight - others

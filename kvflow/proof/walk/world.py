@@ -31,8 +31,6 @@ S = TypeVar("S")
 
 
 class Price(IntEnum):
-    """The kind of fault that an act uses up."""
-
     NOTHING = 0
     DROP = 1
     DUPLICATE = 2
@@ -95,7 +93,6 @@ class Bounds(NamedTuple):
         return len(self.rooms) + self.earlier
 
     def limit(self, price: Price) -> int:
-        """Return how often an act of this price may happen."""
         both = {
             Price.DECODE_ABORT: self.aborts,
             Price.PREFILL_ABORT: self.aborts,
@@ -146,8 +143,6 @@ class Act(NamedTuple, Generic[S]):
 
 
 class Silent:
-    """An observer whose methods have no effect."""
-
     rooms_opened = mismatched = declared_dead = 0
 
     def __init__(self) -> None:
@@ -203,7 +198,6 @@ class World:
         )
 
     def new_prefill(self, life: int) -> PrefillEndpoint:
-        """Create the endpoint of a prefill's first or second life."""
         return PrefillEndpoint(
             self._prefill_identities[life - 1],
             observer=self.observer,
@@ -215,7 +209,6 @@ class World:
         return self.bounds.limit(price) != 0
 
     def info(self, rank: int, life: int) -> RankInfo:
-        """Return the registry's entry for one life of a rank."""
         control = f"tcp://prefill-{rank}:1"
         return RankInfo(rank, self.bounds.ranks, LIVES[rank][life - 1], control, "fake", "")
 
@@ -271,7 +264,6 @@ def pages_of(grant: int, chunks: int) -> PageIndices:
 
 
 def described(word: Word) -> str:
-    """Return the description of a word for the path of a violation."""
     name = type(word).__name__
     parts = [f"grant {word.grant}"] if hasattr(word, "grant") else []
     if name == "ChunkDone":

@@ -9,8 +9,6 @@ from kvflow.proof.walk.world import Bounds
 
 
 class Named(NamedTuple):
-    """A world and its description."""
-
     text: str
     bounds: Bounds
 
