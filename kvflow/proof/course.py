@@ -102,12 +102,8 @@ class Course:
         await self._until_rest(FENCED_S + LATE_FENCE_S, "with every writer dead", doubts=False)
 
     def happen(self, accident: Accident) -> None:
-        node, kind, world, for_s = (
-            self.places[accident.node],
-            accident.kind,
-            self._world,
-            accident.for_s,
-        )
+        node, world = self.places[accident.node], self._world
+        kind, for_s = accident.kind, accident.for_s
         # Only a prefill has an address and writes pages, and a switch of roles may have put a
         # decode at this place.
         of_prefills = kind in ("takeover", "stall")

@@ -14,8 +14,9 @@ from kvflow.proof.group.client import Client
 from kvflow.proof.group.rest import left
 from kvflow.proof.group.stage import Stage
 from kvflow.proof.group.world import GroupRooms, GroupWorld
-from kvflow.proof.rules.watch import observed, swaps
+from kvflow.proof.rules.watch import observed
 from kvflow.proof.sim.faults import Faults
+from kvflow.proof.sim.swap import swaps
 from kvflow.proof.sim.variety import LAYOUT, PAGE_SIZE, PROMPT, TIMING, Variety
 from kvflow.protocols.group.leader import GroupLeader
 from kvflow.protocols.limits import Bounds

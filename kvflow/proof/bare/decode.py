@@ -23,13 +23,7 @@ from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.links import DecodeIdentity
 from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.protocols.machines.ownership import (
-    SETTLED,
-    PageCommand,
-    PageKind,
-    Source,
-    step,
-)
+from kvflow.protocols.machines.ownership import SETTLED, PageCommand, PageKind, Source, step
 from kvflow.protocols.ports import LeaseId, UnprovenLoan
 from kvflow.protocols.wire.messages import Incarnation
 from kvflow.telemetry.counters import Counts
@@ -74,10 +68,8 @@ class Decode(Node):
         granted = self.endpoint.earlier.inherit(earlier.left_behind)
         self.inherited = {grant: by_lease[lease] for grant, lease in granted.items()}
         self.pages.inherit(set(granted.values()))
-        self.say(
-            f"has the pool of {earlier.incarnation:x}, with {len(earlier.left_behind)} loans "
-            "without proof"
-        )
+        loans = f"{len(earlier.left_behind)} loans without proof"
+        self.say(f"has the pool of {earlier.incarnation:x}, with {loans}")
         self.run()
 
     def inherited_loans(self) -> list[UnprovenLoan]:
@@ -94,14 +86,11 @@ class Decode(Node):
                 cause = job.cause(Code.CAPACITY, "decode will not have it")
                 return endpoint.refuse_room(job.room, ranks, cause, now)
             deadline_at_s = float("inf") if job.deadline_s is None else now + job.deadline_s
+            prefix_tokens = job.prefix_pages * PAGE_SIZE if job.tokens_left else job.tokens
             grant = endpoint.open_room(
                 job.room,
                 ranks,
-                Prompt(
-                    job.tokens,
-                    job.digest,
-                    job.prefix_pages * PAGE_SIZE if job.tokens_left else job.tokens,
-                ),
+                Prompt(job.tokens, job.digest, prefix_tokens),
                 now=now,
                 deadline_at_s=deadline_at_s,
                 announce=job.announces or job.waits or job.offers_after_s is not None,
@@ -143,11 +132,8 @@ class Decode(Node):
 
     def _offer(self, room: Room) -> None:
         grant = room.record.grant
-        pages = (
-            None
-            if self.world.faults.of_take()
-            else self.pages.take(room.record.num_pages, room.lease)
-        )
+        fails = self.world.faults.of_take()
+        pages = None if fails else self.pages.take(room.record.num_pages, room.lease)
         if pages is None:
             return self.close_room(room, room.job.cause(Code.CAPACITY, "no pages at decode"))
         room.pages = pages
@@ -299,9 +285,8 @@ class Decode(Node):
             cells = self.pages.cells
             checksum = checksum_of([cells[page].get(command.rank) for page in pages])
         self._feed(room, PageKind.IDLE)
-        self.endpoint.chunk_summed(
-            command.grant, command.rank, command.seq, checksum, self.clock.now
-        )
+        where = command.grant, command.rank, command.seq
+        self.endpoint.chunk_summed(*where, checksum, self.clock.now)
         self.run()
 
     def _stop_verifying(self, command: c.StopVerifying) -> None:
@@ -318,10 +303,9 @@ class Decode(Node):
         def is_right(index: int, rank: int) -> bool:
             return cells[pages[index]].get(ranks[rank]) == (digest, first + index)
 
+        number, keys = room.record.room, room.keys
         self.rules.transfers.landed(
-            Arrival(
-                room.record.room, room.keys, room.home, pages, is_right, digest, command.handoff
-            )
+            Arrival(number, keys, room.home, pages, is_right, digest, command.handoff)
         )
         self.turns.end(room)
         # A landed room passes its pages to its user, so no FreePages follows.
@@ -358,9 +342,8 @@ class Decode(Node):
             return self.pages.give_back(loans[0].pages.tolist(), loans[0].lease)
         room = self.rooms.get(command.grant)
         if room is None or room.owned.target in SETTLED:
-            return self.rules.broken(
-                "I1", f"{self.name}: pages of grant {command.grant} are given back twice"
-            )
+            text = f"{self.name}: pages of grant {command.grant} are given back twice"
+            return self.rules.broken("I1", text)
         self._feed(room, PageKind.FREE)
         return self._forget(room)
 

@@ -42,12 +42,8 @@ class Scene:
         tell: Tell | None,
     ) -> None:
         self.clock, self.rng, self.rules, self.faults, self.tell = clock, rng, rules, faults, tell
-        self.variety, self.timing, self.bounds, self.twists = (
-            variety,
-            variety.timing,
-            variety.bounds,
-            twists,
-        )
+        self.variety, self.twists = variety, twists
+        self.timing, self.bounds = variety.timing, variety.bounds
         self.wire = Wire(clock, rng, faults, rules.rooms.disturbed, traced=tell is not None)
         self.nodes: dict[int, Node] = {}  # by incarnation; dead nodes stay
         rules.rooms.sides = self.nodes
@@ -182,9 +178,8 @@ class Node:
             return
         now = self.clock.now
         self._due_at_s = at_s
-        self._fires_at_s = fires_at_s = (
-            now if at_s == float("-inf") else max(at_s, now + TICK_GRAIN_S)
-        )
+        fires_at_s = now if at_s == float("-inf") else max(at_s, now + TICK_GRAIN_S)
+        self._fires_at_s = fires_at_s
         self.clock.later(fires_at_s - now, self, self._tick, fires_at_s)
 
     def _tick(self, fires_at_s: float) -> None:

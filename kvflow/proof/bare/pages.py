@@ -21,10 +21,8 @@ Lease = tuple[int, int]
 class FreePlaces:
     def __init__(self, layout: PoolLayout) -> None:
         self.num_pages = layout.num_pages
-        self.pages, self.rows = (
-            list(range(layout.num_pages)),
-            list(range(layout.num_pages, layout.num_places)),
-        )
+        self.pages = list(range(layout.num_pages))
+        self.rows = list(range(layout.num_pages, layout.num_places))
         self._row = bool(layout.num_rows)
 
     def __len__(self) -> int:
@@ -88,6 +86,5 @@ class DecodePages(Pages):
     def inherit(self, kept: set[Lease]) -> None:
         """Free all pages but those of the leases in `kept`, for the next decode over the pool."""
         for owner in set(self.owners) - kept - {None}:
-            self.give_back(
-                [page for page, other in enumerate(self.owners) if other == owner], owner
-            )
+            pages = [page for page, other in enumerate(self.owners) if other == owner]
+            self.give_back(pages, owner)

@@ -252,9 +252,8 @@ class Prefill(Writer):
 
     def _start_write(self, command: c.StartWrite) -> None:
         if command.peer not in self.routes:
-            self.rules.broken(
-                "I2", f"{self.name}: a write to {command.peer:x}, and no route is open"
-            )
+            text = f"{self.name}: a write to {command.peer:x}, and no route is open"
+            self.rules.broken("I2", text)
         target = self.world.nodes[command.peer]
         assert isinstance(target, Decode)
         write = PacedWrite(self, target, self.legs[command.serial], command)

@@ -21,10 +21,11 @@ from kvflow.proof.course import PROBE_CHUNKS, PROBES, Course
 from kvflow.proof.rules.book import Rules
 from kvflow.proof.rules.outcome import Outcome
 from kvflow.proof.rules.rooms import Rooms
-from kvflow.proof.rules.watch import observed, swaps
+from kvflow.proof.rules.watch import observed
 from kvflow.proof.sim.coverage import Cell, covered
 from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.scenario import Accident, Leg, Request, Scenario
+from kvflow.proof.sim.swap import swaps
 from kvflow.proof.sim.times import RECOVER_S, REST_S
 from kvflow.proof.sim.variety import PAGE_SIZE
 from kvflow.protocols.arguments import prompt_digest
@@ -56,18 +57,15 @@ class Run(Course):
         if request.prefill is not None:
             self.schedule_prefill(request, twist, request.prefill, digest)
         if (leg := request.decode) is not None:
-            places = (
-                [request.decode_at]
-                if twist.second_decode is None
-                else [request.decode_at, twist.second_decode]
-            )
-            for place in places:
+            if request.decode_prompt is not request.prompt:
+                digest = prompt_digest(request.decode_prompt)
+            for place in (request.decode_at, twist.second_decode):
+                if place is None:
+                    continue
                 theirs = DecodeJob(
                     request.room,
                     len(request.decode_prompt),
-                    digest
-                    if request.decode_prompt is request.prompt
-                    else prompt_digest(request.decode_prompt),
+                    digest,
                     request.group,
                     issue,
                     rows=self.rows,
@@ -79,9 +77,8 @@ class Run(Course):
                     waits=twist.waits,
                     kept_s=request.kept_s,
                 )
-                self.clock.later(
-                    leg.at_s, None, self.begin, sum(self.scenario.groups) + place, theirs, leg
-                )
+                number = sum(self.scenario.groups) + place
+                self.clock.later(leg.at_s, None, self.begin, number, theirs, leg)
 
     def schedule_prefill(self, request: Request, twist: Twist, leg: Leg, digest: bytes) -> None:
         first = sum(self.scenario.groups[: request.group])
@@ -149,8 +146,7 @@ class Run(Course):
         for node in [n for n in world.nodes.values() if isinstance(n, Prefill) and n.alive]:
             for write in [write for write in node.writes.values() if write.fault == "frozen"]:
                 if not world.nodes[write.key[1]].alive or world.nodes[write.key[1]].leaving:
-                    # Prefill keeps a dead decode's place while a write to it runs, so the write has
-                    # to end.
+                    # Prefill keeps a dead decode's place while a write to it runs.
                     write.thaw()
                 # Both halves rightly wait for this write, so only their user can end the room.
                 node.end(write.leg.job, "given up")
@@ -188,9 +184,8 @@ class Run(Course):
         while any(not job.succeeded for _, job in jobs):
             if self.clock.now >= waits_until_s:
                 names = {node.name for node, job in jobs if not job.succeeded}
-                world.rules.broken(
-                    "I7", f"{sorted(names)}: a good room after the faults has not succeeded"
-                )
+                text = f"{sorted(names)}: a good room after the faults has not succeeded"
+                world.rules.broken("I7", text)
             self.clock.play(0.1)
 
     def _good_room(
@@ -199,25 +194,18 @@ class Run(Course):
         self.probe_room = room = self.probe_room + 1
         digest = room.to_bytes(32, "little")
         jobs = self.good_room_at_prefill(room, PROBE_TOKENS, digest, prefills)
-        jobs.append(
-            (
-                decode,
-                DecodeJob(
-                    room, PROBE_TOKENS, digest, group, self.world.rules.rooms.issue, rows=self.rows
-                ),
-            )
-        )
-        decode.begin(jobs[-1][1])
-        return jobs
+        issue = self.world.rules.rooms.issue
+        job = DecodeJob(room, PROBE_TOKENS, digest, group, issue, rows=self.rows)
+        decode.begin(job)
+        return [*jobs, (decode, job)]
 
     def good_room_at_prefill(
         self, room: int, tokens: int, digest: bytes, prefills: list[Prefill]
     ) -> list[tuple[Node, Any]]:
         jobs: list[tuple[Node, Any]] = []
+        issue = self.world.rules.rooms.issue
         for node in prefills:
-            job = PrefillJob(
-                room, tokens, digest, PROBE_CHUNKS, self.world.rules.rooms.issue, rows=self.rows
-            )
+            job = PrefillJob(room, tokens, digest, PROBE_CHUNKS, issue, rows=self.rows)
             jobs.append((node, job))
             node.begin(job)
         return jobs

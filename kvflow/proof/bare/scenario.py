@@ -95,10 +95,8 @@ def _twists(rng: random.Random, scenario: Scenario) -> Twists:
 
 def _visit(rng: random.Random, decodes: int) -> Visit:
     at_s, comes_after_s = rng.uniform(0.05, 0.6), rng.uniform(1.5, 2.1)
-    silent_s, stays_s = (
-        comes_after_s + rng.uniform(0.0, 0.6),
-        comes_after_s + rng.uniform(0.02, 0.3),
-    )
+    silent_s = comes_after_s + rng.uniform(0.0, 0.6)
+    stays_s = comes_after_s + rng.uniform(0.02, 0.3)
     return Visit(at_s, rng.randrange(decodes), silent_s, comes_after_s, stays_s)
 
 

@@ -90,7 +90,7 @@ class Wire:
                 at_s += rng.uniform(*DELAY_S)
                 clock.later(at_s - now, None, self.disturbed, control, decode)
         link = control, peer, to_prefill
-        # Frames of a link arrive at least a tick apart, in the order in which they were sent.
+        # Frames of a link arrive at least a tick apart, in the order of sending.
         last_s = self._last_at.get(link, 0.0) + TICK_S
         if at_s < last_s:
             at_s = last_s

@@ -48,13 +48,8 @@ class Client:
         rows: int = 0,
         fate: Fate = NO_FATE,
     ) -> None:
-        self.number, self.room, self.tokens, self.digest, self.chunks = (
-            number,
-            room,
-            tokens,
-            digest,
-            chunks,
-        )
+        self.number, self.room = number, room
+        self.tokens, self.digest, self.chunks = tokens, digest, chunks
         self.group, self.rows, self.fate = group, rows, fate
         self.ticket: Ticket | None = None
         self.asked = self.told = self.succeeded = False
@@ -67,9 +62,8 @@ class Client:
     def tell(self, cause: Cause | None) -> None:
         """Accept the answer to the request; a second answer is a violation."""
         if self.told:
-            self._broken(
-                "once", f"the client of room {self.room} is told two endings, the second: {cause}"
-            )
+            text = f"the client of room {self.room} is told two endings, the second: {cause}"
+            self._broken("once", text)
         self.told, self.succeeded = True, cause is None
 
     def cause(self, code: Code, text: str) -> Cause:

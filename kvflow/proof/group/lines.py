@@ -82,9 +82,8 @@ class Lines:
         self, member: Process, leader: Process | None, frame: bytes, *, to_leader: bool
     ) -> None:
         if self._traced:
-            (member if to_leader else leader or member).say(
-                f"to {_receiver(member, leader, to_leader)}: {_worded(frame)}"
-            )
+            sender = member if to_leader else leader or member
+            sender.say(f"to {_receiver(member, leader, to_leader)}: {_worded(frame)}")
         if leader is None:
             return self.disturbed(member)
         # The leader and its own rank are one process, so no network is between them.
@@ -106,15 +105,9 @@ class Lines:
         if fault == "drop":
             return self.disturbed(member)
         if fault == "reorder":
-            return clock.later(
-                # `_last_at` stays as it was, so that later frames of the line may overtake.
-                at_s + 3 * rng.uniform(*FRAME_S) - now,
-                None,
-                self._deliver,
-                member,
-                to_leader,
-                frame,
-            )
+            # `_last_at` stays as it was, so that later frames of the line may overtake.
+            late_s = at_s + 3 * rng.uniform(*FRAME_S) - now
+            return clock.later(late_s, None, self._deliver, member, to_leader, frame)
         if fault == "delay":
             self.disturbed(member)
             at_s += rng.uniform(*DELAY_S)
@@ -123,9 +116,8 @@ class Lines:
         self._last_at[line] = at_s = max(at_s, self._last_at.get(line, 0.0) + TICK_S)
         clock.later(at_s - now, None, self._deliver, member, to_leader, frame)
         if fault == "duplicate":
-            clock.later(
-                at_s - now + rng.uniform(*FRAME_S), None, self._deliver, member, to_leader, frame
-            )
+            late_s = at_s - now + rng.uniform(*FRAME_S)
+            clock.later(late_s, None, self._deliver, member, to_leader, frame)
         elif fault == "garbage":
             clock.later(at_s - now, None, self._deliver, member, to_leader, _garbage(rng, frame))
         return None
@@ -156,11 +148,9 @@ class Lines:
 
 
 def _receiver(member: Process, leader: Process | None, to_leader: bool) -> str:
-    return (
-        ("no leader" if leader is None else f"the leader in {leader.name}")
-        if to_leader
-        else member.name
-    )
+    if not to_leader:
+        return member.name
+    return "no leader" if leader is None else f"the leader in {leader.name}"
 
 
 def _worded(frame: bytes) -> str:

@@ -46,12 +46,8 @@ def _left_at(stage: Stage, leaders: list[Stage]) -> Iterator[str]:
     for leading in leaders:
         assert leading.leader is not None
         held = leading.leader.members.get(member.rank)
-        if (
-            session is None
-            or session.leader != leading.incarnation
-            or held is None
-            or held.session != session.number
-        ):
+        joined = session is not None and session.leader == leading.incarnation
+        if session is None or not joined or held is None or held.session != session.number:
             yield f"{stage.name} is not in the group"
         elif session.link.unconfirmed or held.link.unconfirmed:
             votes, decisions = len(session.link.unconfirmed), len(held.link.unconfirmed)

@@ -72,18 +72,14 @@ class Agreement:
         message = parse_at_member(frame)
         if not isinstance(message, wire.Decision):
             return
-        entry, at = (
-            Entry(message.ticket, message.ruling, message.cause),
-            (message.leader, message.number),
-        )
+        entry = Entry(message.ticket, message.ruling, message.cause)
+        at = message.leader, message.number
         if at not in self._log:
             self._log[at] = entry
             self.counts["started"] += message.ruling is Ruling.START
         if self._log[at] != entry:
-            self.broken(
-                "order",
-                f"decision {message.number} is {entry}, and was {self._log[at]} for another rank",
-            )
+            text = f"decision {message.number} is {entry}, and was {self._log[at]} for another rank"
+            self.broken("order", text)
         self._numbers[TicketKey(message.leader, message.ticket), message.ruling] = message.number
 
     def member_receives(self, stage: Process, frame: bytes) -> None:
@@ -101,10 +97,8 @@ class Agreement:
         where = (member.incarnation, session.leader, session.number)
         expected = self._next[where]
         if applied != 1 or message.number != expected:
-            self.broken(
-                "order",
-                f"{stage.name} applies decision {message.number} where {expected} comes next",
-            )
+            text = f"{stage.name} applies decision {message.number} where {expected} comes next"
+            self.broken("order", text)
         self._next[where] = expected + 1
 
     def _shows(self, stage: Process, key: TicketKey, ruling: Ruling) -> None:
@@ -113,15 +107,11 @@ class Agreement:
         if session is None or session.leader != key.leader:
             return
         where = (stage.incarnation, session.leader, session.number)
+        what = f"{stage.name}: {ruling.name} of request {key.ticket}"
         if number is None:
-            return self.broken(
-                "order", f"{stage.name}: {ruling.name} of request {key.ticket} was not decided"
-            )
+            return self.broken("order", f"{what} was not decided")
         if number <= self._shown.get(where, -1):
-            self.broken(
-                "order",
-                f"{stage.name}: {ruling.name} of request {key.ticket} comes after later decisions",
-            )
+            self.broken("order", f"{what} comes after later decisions")
         self._shown[where] = number
 
     # --- what a rank does
@@ -137,11 +127,8 @@ class Agreement:
 
     def starts(self, stage: Process, key: TicketKey) -> None:
         if missing := set(self.ranks) - self._ready[key]:
-            self.broken(
-                "start",
-                f"{stage.name} starts request {key.ticket}, and ranks {sorted(missing)} are not "
-                "ready",
-            )
+            text = f"{stage.name} starts request {key.ticket}"
+            self.broken("start", f"{text}, and ranks {sorted(missing)} are not ready")
         self._shows(stage, key, Ruling.START)
 
     def landed(self, stage: Process, key: TicketKey) -> None:
@@ -162,11 +149,8 @@ class Agreement:
         if stage.member.session is self._opened[at]:
             self._shows(stage, key, Ruling.FAIL if cause else Ruling.SUCCEED)
             if key in self._decided and self._decided[key] != cause:
-                self.broken(
-                    "order",
-                    f"{stage.name}: request {key.ticket} ends with {cause}, not "
-                    f"{self._decided[key]}",
-                )
+                text = f"{stage.name}: request {key.ticket} ends with {cause}"
+                self.broken("order", f"{text}, not {self._decided[key]}")
 
     def given(self, cause: Cause) -> Cause:
         """Record that the group ends a room of one rank with this cause, and return it."""
@@ -193,28 +177,22 @@ class Agreement:
             assert vote is not None
             self._first = vote.cause
             if ticket in leader.requests:
-                self.broken(
-                    "first cause",
-                    f"request {ticket} goes on, and rank {member and member.rank} has failed",
-                )
+                text = f"request {ticket} goes on, and rank {member and member.rank} has failed"
+                self.broken("first cause", text)
 
     def decided(self, stage: Process, ticket: Ticket, cause: Cause | None) -> None:
         key, first = TicketKey(stage.incarnation, ticket), self._first
         self._first = None
         if key in self._decided:
-            self.broken(
-                "once", f"request {ticket} is decided twice: {self._decided[key]}, then {cause}"
-            )
+            text = f"request {ticket} is decided twice: {self._decided[key]}, then {cause}"
+            self.broken("once", text)
         self._decided[key] = cause
         if first is not None and cause != first:
-            self.broken(
-                "first cause", f"request {ticket} fails with {cause}, the first was {first}"
-            )
+            text = f"request {ticket} fails with {cause}, the first was {first}"
+            self.broken("first cause", text)
         if cause is None and (missing := set(self.ranks) - self._landed[key]):
-            self.broken(
-                "success",
-                f"request {ticket} succeeds, and has not landed at ranks {sorted(missing)}",
-            )
+            text = f"request {ticket} succeeds, and has not landed at ranks {sorted(missing)}"
+            self.broken("success", text)
         self.counts["succeeded" if cause is None else f"failed {cause.code}"] += 1
         if cause is not None:
             self.clock.later(SPREAD_S, None, self._has_spread, key, self.clock.now)
@@ -223,32 +201,26 @@ class Agreement:
 
     def _has_spread(self, key: TicketKey, since_s: float) -> None:
         """Verify that a failure ended the room at every rank, once no rank is in trouble."""
-        leader = next(
-            (rank for rank in self.lines.leaders.values() if rank.incarnation == key.leader), None
-        )
-        stages = [rank for rank in self.lines.members.values() if _in_session(rank, key)]
-        if leader is None:
+        if all(leader.incarnation != key.leader for leader in self.lines.leaders.values()):
             return
+        stages = [rank for rank in self.lines.members.values() if _in_session(rank, key)]
         troubled_at_s = max(self._troubled_at_s(rank) for rank in self.lines.members.values())
         if len(stages) < len(self.ranks):
             # A rank is missing: either it comes back, or the group must first notice its silence.
             troubled_at_s = self.clock.now
         if troubled_at_s >= since_s:
-            wait_s = troubled_at_s + SPREAD_S - self.clock.now
-            self.clock.later(
-                max(wait_s, _A_MOMENT_S), None, self._has_spread, key, troubled_at_s + _A_MOMENT_S
-            )
+            wait_s = max(troubled_at_s + SPREAD_S - self.clock.now, _A_MOMENT_S)
+            since_s = troubled_at_s + _A_MOMENT_S
+            self.clock.later(wait_s, None, self._has_spread, key, since_s)
             return
         for stage in stages:
             leg = stage.by_key.get(key)
             if leg is not None and not leg.told:
-                self.broken(
-                    "spread", f"request {key.ticket} has failed, and {stage.name} has its room open"
-                )
+                text = f"request {key.ticket} has failed, and {stage.name} has its room open"
+                self.broken("spread", text)
         if key not in self._decided:
-            self.broken(
-                "spread", f"request {key.ticket} has failed at a rank, and its client was not told"
-            )
+            text = f"request {key.ticket} has failed at a rank, and its client was not told"
+            self.broken("spread", text)
 
     def _troubled_at_s(self, rank: Process) -> float:
         now = self.clock.now
@@ -304,11 +276,8 @@ def _failure(frame: bytes) -> wire.RankVote | None:
 
 def _membership(leader: GroupLeader, vote: wire.RankVote) -> Membership | None:
     for member in leader.members.values():
-        if (vote.leader, vote.member, vote.session) == (
-            leader.incarnation,
-            member.incarnation,
-            member.session,
-        ):
+        accepted = leader.incarnation, member.incarnation, member.session
+        if (vote.leader, vote.member, vote.session) == accepted:
             return member
     return None
 

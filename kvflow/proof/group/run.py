@@ -45,17 +45,9 @@ def _stormy(rng: random.Random, request: Request) -> Request:
     if rng.random() >= ABORTS:
         return request
     ends = (rng.choice((rng.uniform(0, 0.02), rng.uniform(0, 0.3))), "storm")
-    if rng.random() < 0.7:
-        return (
-            request
-            if request.decode is None
-            else request._replace(decode=request.decode._replace(ends=ends))
-        )
-    return (
-        request
-        if request.prefill is None
-        else request._replace(prefill=request.prefill._replace(ends=ends))
-    )
+    side = "decode" if rng.random() < 0.7 else "prefill"
+    leg = getattr(request, side)
+    return request if leg is None else request._replace(**{side: leg._replace(ends=ends)})
 
 
 def _used_again(rng: random.Random, request: Request, decodes: int) -> Request:
@@ -63,9 +55,8 @@ def _used_again(rng: random.Random, request: Request, decodes: int) -> Request:
 
     The first room may be over, drain, or run. The new one is at another decode, if there is one.
     """
-    at_s = max(
-        leg.at_s for leg in (request.prefill, request.decode) if leg is not None
-    ) + rng.uniform(0.0, 0.4)
+    at_s = max(leg.at_s for leg in (request.prefill, request.decode) if leg is not None)
+    at_s += rng.uniform(0.0, 0.4)
     # Another prompt makes a mix-up of the two rooms visible.
     prompt = [*request.prompt[:-1], request.prompt[-1] ^ 4]
     legs = [Leg(at_s + rng.choice((0.0, rng.uniform(0, 0.1)))) for _ in range(2)]
@@ -97,10 +88,8 @@ class GroupRun(Run):
             rank if request.fails_at is not None else None,
             request.fails_at,
         )
-        chunks = tuple(request.chunks)
-        client = self._client(
-            request.group, request.room, len(request.prompt), digest, chunks, fate
-        )
+        tokens, chunks = len(request.prompt), tuple(request.chunks)
+        client = self._client(request.group, request.room, tokens, digest, chunks, fate)
         self.clock.later(leg.at_s, None, self._ask, client, leg)
 
     def _client(
@@ -114,18 +103,8 @@ class GroupRun(Run):
     ) -> Client:
         world = self.world
         number, issue, broken = len(world.clients), world.rules.rooms.issue, world.rules.broken
-        client = Client(
-            number,
-            room,
-            tokens,
-            digest,
-            chunks,
-            issue,
-            broken,
-            group=group,
-            rows=self.rows,
-            fate=fate,
-        )
+        what = number, room, tokens, digest, chunks, issue, broken
+        client = Client(*what, group=group, rows=self.rows, fate=fate)
         world.clients.append(client)
         return client
 

@@ -90,9 +90,8 @@ class Stage(Prefill):
     def client_goes(self, client: Client, how: str) -> None:
         assert self.leader is not None
         if client.ticket is not None and not client.told:
-            self.leader.close(
-                client.ticket, self.agreement.given(client.cause(Code.CLIENT_GONE, how))
-            )
+            cause = self.agreement.given(client.cause(Code.CLIENT_GONE, how))
+            self.leader.close(client.ticket, cause)
             self.run()
 
     def _answer(self, client: Client, cause: Cause | None) -> None:
@@ -153,10 +152,8 @@ class Stage(Prefill):
         self.lines.to_leader(self, command.frame)
         if self._forges:
             others = [rank for rank in self.lines.members.values() if rank is not self]
-            if (
-                others
-                and (lie := forged(command.frame, self.world.rng.choice(others).member)) is not None
-            ):
+            other = self.world.rng.choice(others).member if others else None
+            if other and (lie := forged(command.frame, other)) is not None:
                 self.lines.to_leader(self, lie)
 
     def _open(self, command: group_member.OpenRoom) -> None:
@@ -191,10 +188,8 @@ class Stage(Prefill):
 
     def _ended(self, command: group_member.TicketEnded) -> None:
         if command.key in self.by_key:
-            self.rules.broken(
-                "drain",
-                f"{self.name}: request {command.key.ticket} has ended, and its room has not",
-            )
+            text = f"{self.name}: request {command.key.ticket} has ended, and its room has not"
+            self.rules.broken("drain", text)
 
     def _to_member(self, command: group_leader.SendToMember) -> None:
         self.agreement.decides(command.frame)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 from kvflow.proof.rules.rooms import Rooms
-from kvflow.proof.sim.swap import swapped
+from kvflow.proof.sim.swap import Swap
 from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.records import DecodeRoomRecord
@@ -19,16 +18,6 @@ from kvflow.protocols.prefill.core import PrefillCore
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire.messages import GrantId
-
-Swap = tuple[type, str, object]
-
-
-@contextmanager
-def swaps(replacements: Iterable[Swap]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for owner, name, replacement in replacements:
-            stack.enter_context(swapped(owner, name, replacement))
-        yield
 
 
 def observed(rooms: Rooms) -> Iterator[Swap]:
@@ -78,11 +67,8 @@ def _at_decode(rooms: Rooms) -> Iterator[Swap]:
 def _at_prefill(rooms: Rooms) -> Iterator[Swap]:
     open_room, refuse_room = PrefillEndpoint.open_room, PrefillEndpoint.refuse_room
     begin_room, queue_chunk = PrefillEndpoint.begin_room, PrefillEndpoint.queue_chunk
-    write_ended, feed_room, bind = (
-        PrefillEndpoint.write_ended,
-        PrefillCore.feed_room,
-        PrefillCore.bind,
-    )
+    write_ended = PrefillEndpoint.write_ended
+    feed_room, bind = PrefillCore.feed_room, PrefillCore.bind
 
     def opened(
         self: PrefillEndpoint, room: int, *arguments: Any, **named: Any

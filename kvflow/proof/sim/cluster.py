@@ -50,14 +50,8 @@ class Member:
         seen: Seen,
         group: int,
     ) -> None:
-        self.name, self.process, self.node, self.plane, self.seen, self.group = (
-            name,
-            process,
-            node,
-            plane,
-            seen,
-            group,
-        )
+        self.name, self.process, self.node = name, process, node
+        self.plane, self.seen, self.group = plane, seen, group
         self.tasks: list[asyncio.Task[None]] = []
         self.snapshots: Snapshots | None = None  # None at a prefill
         self.cache: Any = None  # a `cached.NodeCache`, if nodes have caches
@@ -129,9 +123,8 @@ class Cluster:
     async def _resolve(self, _: str) -> Sequence[RankInfo]:
         """Return the data-parallel prefill's ranks after a delay, as a registry would."""
         rng = self.loop.rng
-        await asyncio.sleep(
-            rng.uniform(*(DELAY_S if self.faults.on and rng.random() < 0.2 else THREAD_S))
-        )
+        span_s = DELAY_S if self.faults.on and rng.random() < 0.2 else THREAD_S
+        await asyncio.sleep(rng.uniform(*span_s))
         return self.every_rank()
 
     def start_prefill(
@@ -156,9 +149,8 @@ class Cluster:
                 name, process, pool, plane, books, self.oracle, self.faults.of_take, **options
             )
             return self._join(name, process, engine.node, plane, books, group, None, engine)
-        node = PrefillNode(
-            pool, plane, pages=self._store_after(after, pool, incarnation), **options
-        )
+        pages = self._store_after(after, pool, incarnation)
+        node = PrefillNode(pool, plane, pages=pages, **options)
         return self._join(name, process, node, plane, books, group)
 
     def start_decode(self, number: int, after: Member | None = None) -> Member:
@@ -264,9 +256,9 @@ class Cluster:
     def declare_dead(self) -> None:
         """Let an operator declare all ended processes dead, which no fence proves here."""
         dead = {m.node.incarnation for m in self.members if not m.alive}
-        for member in [
-            member for member in (*self.living(DecodeNode), *self.living(PrefillNode)) if member.up
-        ]:
+        for member in (*self.living(DecodeNode), *self.living(PrefillNode)):
+            if not member.up:
+                continue
             lines = member.node.peers()
             # A prefill is linked to decodes, which write no pages; only earlier writers count.
             if isinstance(member.node, PrefillNode):
@@ -382,9 +374,8 @@ class Cluster:
         whole = self.variety.layout
         pool = PagedPool.allocate(shard_layout(whole, *share), shared=False)
         self._pools.append(pool)
-        books = watch(
-            pool, name, self.oracle, self.faults.of_take, None if share[1] == 1 else whole
-        )
+        shared = None if share[1] == 1 else whole
+        books = watch(pool, name, self.oracle, self.faults.of_take, shared)
         return Process(name), pool, plane, books
 
     def _join(
@@ -399,9 +390,8 @@ class Cluster:
         engine: Engine | None = None,
     ) -> Member:
         """Add a node to the cluster, and start it unless its engine already did."""
-        seen = Seen(
-            process, node.incarnation, books, node.pool, None if staged is None else staged.books
-        )
+        lent = None if staged is None else staged.books
+        seen = Seen(process, node.incarnation, books, node.pool, lent)
         member = Member(name, process, node, plane, seen, group)
         if isinstance(node, DecodeNode):
             host = self.variety.host

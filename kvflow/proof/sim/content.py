@@ -28,11 +28,8 @@ class PlaceBytes:
         """Access a pool with `layout`. If `whole` is given, the pool is one rank's share of it."""
         (self._pages,) = (b for b in layout.buffers if not b.in_rows)
         self._rows = next((b for b in layout.buffers if b.in_rows), None)
-        self.num_pages, self.page_bytes, self.row_bytes = (
-            layout.num_pages,
-            layout.page_bytes,
-            layout.row_bytes,
-        )
+        self.num_pages = layout.num_pages
+        self.page_bytes, self.row_bytes = layout.page_bytes, layout.row_bytes
         self._whole = whole or layout
         self._shares = None if self._whole is layout else _shares(self._whole, layout)
 

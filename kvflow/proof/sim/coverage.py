@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-from kvflow.proof.sim.swap import swapped
+from kvflow.proof.sim.swap import swaps
 from kvflow.protocols.machines import (
     cached_run,
     decode_room,
@@ -34,20 +34,18 @@ TABLES_OF_NODES = TABLES | {"residency": residency.TABLE}
 """Tables of whole nodes, whose requests can also leave the device and return."""
 TABLES_OF_GROUPS = TABLES | {"group member": group.MEMBER, "group leader": group.LEADER}
 TABLES_OF_CACHES = TABLES | {"cached run": cached_run.TABLE}
+ALL_TABLES = TABLES_OF_NODES | TABLES_OF_GROUPS | TABLES_OF_CACHES
 
 Cell = tuple[str, int, int]
 """Name of a table, number of a phase and number of an event kind."""
 
 
 @contextmanager
-def covered(visits: Counter[Cell]) -> Iterator[None]:
+def covered(visits: Counter[Cell], tables: Mapping[str, AnyTable] = ALL_TABLES) -> Iterator[None]:
     """Count every lookup in the tables while the context lasts, and add the counts to `visits`."""
-    tables = (TABLES_OF_NODES | TABLES_OF_GROUPS | TABLES_OF_CACHES).items()
     # Lists by index are faster than a Counter in the busiest lookups of a run.
-    counts = {name: [[0 for _ in table.kinds] for _ in table.phases] for name, table in tables}
-    with ExitStack() as swaps:
-        for name, table in tables:
-            swaps.enter_context(swapped(table, "moves", _Counting(table.moves, counts[name])))
+    counts = {n: [[0 for _ in table.kinds] for _ in table.phases] for n, table in tables.items()}
+    with swaps((t, "moves", _Counting(t.moves, counts[name])) for name, t in tables.items()):
         try:
             yield
         finally:

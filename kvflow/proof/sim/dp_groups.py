@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from kvflow.handlers.decode import DecodeShell
@@ -12,7 +12,7 @@ from kvflow.handlers.rooms import DecodeRoom
 from kvflow.node import DecodeNode
 from kvflow.proof.rules.judge import Side
 from kvflow.proof.sim.loop import VirtualLoop
-from kvflow.proof.sim.swap import swapped
+from kvflow.proof.sim.swap import swaps
 from kvflow.proof.sim.times import DELAY_S, HEAR_S
 from kvflow.protocols.decode.links import PrefillPeer
 from kvflow.protocols.errors import KvflowError
@@ -189,8 +189,7 @@ class DpGroups:
                 )
 
 
-@contextmanager
-def asked_observed(groups: DpGroups) -> Iterator[None]:
+def asked_observed(groups: DpGroups) -> AbstractContextManager[None]:
     """Make every decode in this process report to `groups` the rooms that it opens or refuses."""
     refuse, end_unopened = DecodeNode.refuse, DecodeShell._refused
 
@@ -215,9 +214,11 @@ def asked_observed(groups: DpGroups) -> Iterator[None]:
         end_unopened(self, room, error)
         groups.ended_unopened(room)
 
-    with ExitStack() as swaps:
-        for name in ("room", "announce"):
-            swaps.enter_context(swapped(DecodeNode, name, observed(getattr(DecodeNode, name))))
-        swaps.enter_context(swapped(DecodeNode, "refuse", refused))
-        swaps.enter_context(swapped(DecodeShell, "_refused", ended))
-        yield
+    return swaps(
+        (
+            (DecodeNode, "room", observed(DecodeNode.room)),
+            (DecodeNode, "announce", observed(DecodeNode.announce)),
+            (DecodeNode, "refuse", refused),
+            (DecodeShell, "_refused", ended),
+        )
+    )

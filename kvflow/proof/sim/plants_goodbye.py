@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 
 from kvflow.proof.plant import Installed, Plant, planting
-from kvflow.proof.sim.swap import swapped, swapped_item
+from kvflow.proof.sim.swap import swapped, swapped_item, swaps
 from kvflow.protocols.decode import endpoint as decode
 from kvflow.protocols.decode import endpoint as decode_endpoint
 from kvflow.protocols.decode.core import DecodeCore
@@ -37,12 +36,9 @@ def goodbye_before_the_drain() -> Installed:
         leave(self, now)
         self.part(now)
 
-    swaps = ExitStack()
-    swaps.enter_context(swapped(PrefillEndpoint, "leave", leave_at_once))
-    # Without this, the early goodbye would name its running writes as unproven, which would be
-    # correct.
-    swaps.enter_context(swapped(GrantTable, "unproven", lambda _: ()))
-    return swaps
+    # An early goodbye that named its running writes as unproven would be correct.
+    named = (GrantTable, "unproven", lambda _: ())
+    return swaps([(PrefillEndpoint, "leave", leave_at_once), named])
 
 
 @bug("goodbye of another incarnation taken as proof", nodes=(13, "I2"), bare=(1, "I2"))

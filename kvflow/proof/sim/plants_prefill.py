@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from kvflow import aio as threads
@@ -14,7 +13,7 @@ from kvflow.handlers.shell import Shell
 from kvflow.memory.allocator import PageAllocator
 from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.plane import PacedPlane
-from kvflow.proof.sim.swap import swapped, swapped_item
+from kvflow.proof.sim.swap import swapped, swapped_item, swaps
 from kvflow.protocols.commands import SendToDecode
 from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import WireError
@@ -144,10 +143,7 @@ def tombstone_unbounded() -> Installed:
         original(self, grant, sent)
         self._limit = limit
 
-    swaps = ExitStack()
-    swaps.enter_context(swapped(GrantTable, "end", end))
-    swaps.enter_context(swapped(GrantTable, "settle", lambda *_: []))
-    return swaps
+    return swaps([(GrantTable, "end", end), (GrantTable, "settle", lambda *_: [])])
 
 
 @bug("dropped from one table", nodes=(0, "I7"), bare=(0, "I7"))
@@ -221,10 +217,7 @@ def failed_slice_retried() -> Installed:
 @bug("source let go", nodes=(0, "I13"), unseen="the allocator's holds are a shell's")
 def source_let_go() -> Installed:
     """Source pages are not held while a write reads them."""
-    swaps = ExitStack()
-    swaps.enter_context(swapped(PageAllocator, "hold", lambda *_: None))
-    swaps.enter_context(swapped(PageAllocator, "unhold", lambda *_: None))
-    return swaps
+    return swaps((PageAllocator, name, lambda *_: None) for name in ("hold", "unhold"))
 
 
 @bug("second cancel skips the drain", nodes=(8, "I13"), unseen="there is no task to cancel")

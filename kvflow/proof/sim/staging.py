@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -222,8 +222,9 @@ class _Copies(VirtualThread):
         return done.set_result(answer)
 
 
-@contextmanager
-def waits_observed(oracle: Oracle, by_pool: Mapping[PagedPool, Staged]) -> Iterator[None]:
+def waits_observed(
+    oracle: Oracle, by_pool: Mapping[PagedPool, Staged]
+) -> AbstractContextManager[None]:
     """Make every decode in this process report the rooms that wait for the staging of its pool."""
     stage = DecodeShell._stage
 
@@ -236,5 +237,4 @@ def waits_observed(oracle: Oracle, by_pool: Mapping[PagedPool, Staged]) -> Itera
             by_pool[seen.pool].waits_now(room, wanted, seen.process)
         return got
 
-    with swapped(DecodeShell, "_stage", staged):
-        yield
+    return swapped(DecodeShell, "_stage", staged)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from kvflow.protocols.machines.tables import Table
+
+Swap = tuple[object, str, object]
+"""An owner, the name of one of its attributes, and the replacement."""
 
 
 @contextmanager
@@ -23,6 +26,14 @@ def swapped(owner: object, name: str, replacement: object) -> Iterator[None]:
             setattr(owner, name, original)
         else:
             delattr(owner, name)
+
+
+@contextmanager
+def swaps(replacements: Iterable[Swap]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for replacement in replacements:
+            stack.enter_context(swapped(*replacement))
+        yield
 
 
 @contextmanager

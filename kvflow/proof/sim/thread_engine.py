@@ -9,8 +9,8 @@ become idle only when no reader or writer can reach them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 from kvflow.aio import in_thread, run_to_end
@@ -427,8 +427,7 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
         return None
 
 
-@contextmanager
-def loans_observed(oracle: Oracle) -> Iterator[None]:
+def loans_observed(oracle: Oracle) -> AbstractContextManager[None]:
     """Record the grant under which each decode lends the pages of an engine's request."""
     lend = DecodeEndpoint.lend
 
@@ -441,5 +440,4 @@ def loans_observed(oracle: Oracle) -> Iterator[None]:
                 owner.grant = grant
         return lend(self, grant, pages, now)
 
-    with swapped(DecodeEndpoint, "lend", lent):
-        yield
+    return swapped(DecodeEndpoint, "lend", lent)

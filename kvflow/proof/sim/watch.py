@@ -9,9 +9,10 @@ from typing import Any
 from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.prefill import PrefillShell
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
-from kvflow.proof.rules.watch import Swap, observed, swaps
+from kvflow.proof.rules.watch import observed
 from kvflow.proof.sim.loop import current_process
 from kvflow.proof.sim.oracle import Oracle
+from kvflow.proof.sim.swap import Swap, swaps
 from kvflow.protocols import commands as c
 from kvflow.protocols.errors import Cause, KvflowError
 

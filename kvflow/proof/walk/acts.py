@@ -7,7 +7,6 @@ first, and then ticks the endpoint.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from kvflow.proof.walk.decode_side import DEAD, EARLIER, Decode, DecodeSide, Grant
@@ -39,6 +38,9 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation
 
 # A time so far in the past that every wait which began then is over.
 AGED = -1e9
+May = Callable[..., None]
+"""may(text, do, *arguments, price=..., fair=...): add the act `do(side, *arguments)`."""
+
 _CLOSABLE = (PagePhase.LANDED, PagePhase.KEPT)
 _SENT_AGAIN = {LinkPhase.UP: "sends a heartbeat", LinkPhase.PARTING: "says goodbye again"}
 
@@ -50,6 +52,29 @@ class Acts:
         self.world = world
         # Very many states of the world share the state of one machine, so the walk keeps its acts.
         self._done: dict[Any, Any] = {}
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        if key not in self._done:
+            self._done[key] = make()
+        return self._done[key]
+
+    def _adding(self, make: Callable[..., Act[Any]], value: Any) -> tuple[list[Act[Any]], May]:
+        """Return an empty list, and a function that adds acts which the world allows to it."""
+        found: list[Act[Any]] = []
+
+        def may(
+            text: str,
+            do: Callable[..., None],
+            *arguments: Any,
+            price: Price = Price.NOTHING,
+            fair: bool = False,
+            **named: Any,
+        ) -> None:
+            if self.world.allows(price):
+                act = make(value, text, lambda side: do(side, *arguments, **named), price, fair)
+                found.append(act)
+
+        return found, may
 
     # --- decode
 
@@ -72,13 +97,8 @@ class Acts:
         return Act(f"decode {text}", price, fair, after, words, timer, broken, side.succeeded)
 
     def decode_hears(self, value: Decode, rank: int, word: Word) -> Act[Decode]:
-        act = self._decode(
-            value,
-            f"hears {described(word)}{self._of(rank)}",
-            lambda s: s.hear(rank, word),
-            Price.NOTHING,
-            fair=True,
-        )
+        text = f"hears {described(word)}{self._of(rank)}"
+        act = self._decode(value, text, lambda s: s.hear(rank, word), Price.NOTHING, fair=True)
         return act._replace(hears=True)
 
     def _of(self, rank: int) -> str:
@@ -89,14 +109,17 @@ class Acts:
         """Return decode's acts towards `rank`; for rank 0 also those that concern no rank."""
         if not value.alive:
             return []
-        key = "decode", value, rank
-        if key not in self._done:
-            general = self._decode_alone(value) if rank == 0 else []
-            self._done[key] = general, self._decode_timers(value, rank)
-        general, timers = self._done[key]
-        found = [*general]
+        general, timers = self._once(
+            ("decode", value, rank),
+            lambda: (
+                self._decode_alone(value) if rank == 0 else [],
+                self._decode_timers(value, rank),
+            ),
+        )
+        found: list[Act[Decode]] = [*general]
         if rank == 0 and value.opened < len(self.world.bounds.rooms):
-            found += self._decode_opens(value, seen)
+            opens = ("opens", value, seen.life)
+            found += self._once(opens, lambda: self._decode_opens(value, seen.life))
         for kind, life, act in timers:
             dead = seen.life != life or not seen.alive
             if kind == "long":
@@ -117,127 +140,78 @@ class Acts:
         if seen.alive and value.ranks[rank].dialled == seen.life:
             # Queues leave out prefill's heartbeats (see `tables`), so one may arrive at any time.
             beat = wire.Heartbeat(source=LIVES[0][seen.life - 1], target=DECODE)
-            key = "beat", value, rank
-            if key not in self._done:
-                self._done[key] = self.decode_hears(value, rank, beat)._replace(
-                    hears=False, fair=False
-                )
-            found.append(self._done[key])
+            heard = self._once(("beat", value, rank), lambda: self.decode_hears(value, rank, beat))
+            found.append(heard._replace(hears=False, fair=False))
         return found
 
-    def _decode_opens(self, value: Decode, seen: Neighbour) -> list[Act[Decode]]:
-        key = "opens", value, seen.life
-        if key not in self._done:
-            others = (1,) * (self.world.bounds.ranks - 1)
-            found = []
-            # The registry may lag behind, and still list the first life.
-            for life in range(1, seen.life + 1):
-                text = f"opens a room{_whose(life)}"
-                open_room = partial(DecodeSide.open_room, lives=(life, *others))
-                found.append(self._decode(value, text, open_room, Price.NOTHING, fair=True))
-            if self.world.allows(Price.DECODE_ABORT):
-                refuse_room = partial(DecodeSide.refuse_room, lives=(seen.life, *others))
-                found.append(
-                    self._decode(
-                        value,
-                        f"refuses a room{_whose(seen.life)}",
-                        refuse_room,
-                        Price.DECODE_ABORT,
-                        fair=False,
-                    )
-                )
-            self._done[key] = found
-        return self._done[key]  # type: ignore[no-any-return]
+    def _decode_opens(self, value: Decode, current: int) -> list[Act[Decode]]:
+        found, may = self._adding(self._decode, value)
+        others = (1,) * (self.world.bounds.ranks - 1)
+        # The registry may lag behind, and still list the first life.
+        for life in range(1, current + 1):
+            text = f"opens a room{_whose(life)}"
+            may(text, DecodeSide.open_room, (life, *others), fair=True)
+        text = f"refuses a room{_whose(current)}"
+        may(text, DecodeSide.refuse_room, (current, *others), price=Price.DECODE_ABORT)
+        return found
 
     def _decode_alone(self, value: Decode) -> list[Act[Decode]]:
-        world, found = self.world, []
-
-        def may(
-            text: str,
-            do: Callable[[DecodeSide], None],
-            price: Price = Price.NOTHING,
-            *,
-            fair: bool = False,
-        ) -> None:
-            if world.allows(price):
-                found.append(self._decode(value, text, do, price, fair))
-
-        if world.allows(Price.CRASH):
-            found.append(
-                Act("decode crashes", Price.CRASH, False, DEAD, ((),) * world.bounds.ranks)
-            )
-        endpoint = world.decodes.take(value.endpoint)
+        found, may = self._adding(self._decode, value)
+        if self.world.allows(Price.CRASH):
+            words = ((),) * self.world.bounds.ranks
+            found.append(Act("decode crashes", Price.CRASH, False, DEAD, words))
+        endpoint = self.world.decodes.take(value.endpoint)
         self._decode_rooms(value, endpoint, may)
         if endpoint.core.work_left:
             may("works off one task", lambda s: s.endpoint.tick(0.0), fair=True)
         if not value.left:
-            may("begins to leave", DecodeSide.leave, Price.LEAVE)
+            may("begins to leave", DecodeSide.leave, price=Price.LEAVE)
         elif not value.closed:
             if any(link.phase is not LinkPhase.PARTING for link in endpoint.peers):
                 may("says goodbye", DecodeSide.part)
             may("closes", DecodeSide.close, fair=True)
         return found
 
-    def _decode_rooms(self, value: Decode, endpoint: DecodeEndpoint, may: Any) -> None:
+    def _decode_rooms(self, value: Decode, endpoint: DecodeEndpoint, may: May) -> None:
         for number, grant in enumerate(value.grants, 1):
             if grant.linked:
-                may(
-                    f"lends the pages of grant {number}",
-                    partial(DecodeSide.lend, grant=number),
-                    fair=True,
-                )
-                may(
-                    f"has no pages for grant {number}",
-                    partial(DecodeSide.has_no_pages, grant=number),
-                    Price.DECODE_ABORT,
-                )
+                may(f"lends the pages of grant {number}", DecodeSide.lend, number, fair=True)
+                text = f"has no pages for grant {number}"
+                may(text, DecodeSide.has_no_pages, number, price=Price.DECODE_ABORT)
             self._decode_pages(number, grant, endpoint, may)
         for number, record in endpoint.rooms.items():
             text = f"loses the client of grant {number}"
-            may(text, partial(DecodeSide.close_room, grant=number), Price.DECODE_ABORT)
+            may(text, DecodeSide.close_room, number, price=Price.DECODE_ABORT)
             for check in record.checks:
                 if check.found is None:
-                    where = number, check.rank, check.message.seq
-                    summed = partial(
-                        DecodeSide.summed, grant=number, rank=check.rank, seq=check.message.seq
-                    )
-                    may(
-                        f"finds the checksum of {where} good",
-                        partial(summed, checksum=SUM),
-                        fair=True,
-                    )
-                    if self.world.bounds.verify:
-                        may(
-                            f"finds another checksum {where}",
-                            partial(summed, checksum=OTHER_SUM),
-                            Price.CHECKSUM,
-                        )
-                    may(
-                        f"cannot compute the checksum {where}",
-                        partial(summed, checksum=b""),
-                        Price.CHECKSUM,
-                    )
-                    may(
-                        f"gives up the checksum {where}, whose thread runs on",
-                        partial(summed, checksum=b"", lingers=True),
-                        Price.CHECKSUM,
-                    )
+                    self._decode_sums((number, check.rank, check.message.seq), may)
 
-    def _decode_pages(self, number: int, grant: Grant, endpoint: DecodeEndpoint, may: Any) -> None:
+    def _decode_sums(self, where: tuple[GrantId, int, int], may: May) -> None:
+        """Add the ways in which the computation of a checksum may end."""
+        summed = DecodeSide.summed
+        may(f"finds the checksum of {where} good", summed, *where, SUM, fair=True)
+        if self.world.bounds.verify:
+            text = f"finds another checksum {where}"
+            may(text, summed, *where, OTHER_SUM, price=Price.CHECKSUM)
+        may(f"cannot compute the checksum {where}", summed, *where, b"", price=Price.CHECKSUM)
+        text = f"gives up the checksum {where}, whose thread runs on"
+        may(text, summed, *where, b"", lingers=True, price=Price.CHECKSUM)
+
+    def _decode_pages(self, number: int, grant: Grant, endpoint: DecodeEndpoint, may: May) -> None:
         """Add the acts of threads and of the room's user on the pages of a grant."""
         record = endpoint.rooms.get(GrantId(number))
         awaited = sum(check.found is None for check in record.checks) if record else 0
         if grant.threads > awaited:
             text = f"sees a thread let the pages of grant {number} go"
-            may(text, partial(DecodeSide.thread_ends, grant=number), fair=True)
+            may(text, DecodeSide.thread_ends, number, fair=True)
         if not self.world.bounds.user:
             return
         if grant.pages.target is PagePhase.LANDED:
-            keep = partial(DecodeSide.feed, grant=number, kind=PageKind.KEEP)
-            may(f"has the pages of grant {number} kept", keep, fair=True)
+            text = f"has the pages of grant {number} kept"
+            may(text, DecodeSide.feed, number, PageKind.KEEP, fair=True)
         if grant.pages.target in _CLOSABLE:
-            close = partial(DecodeSide.feed, grant=number, kind=PageKind.CLOSE)
-            may(f"has landed grant {number} closed", close, fair=True)
+            text = f"has landed grant {number} closed"
+            may(text, DecodeSide.feed, number, PageKind.CLOSE, fair=True)
 
     def _decode_timers(self, value: Decode, rank: int) -> list[tuple[str, int, Act[Decode]]]:
         """Return (kind, life of the link, act) for every timer that concerns `rank`.
@@ -247,28 +221,18 @@ class Acts:
         found: list[tuple[str, int, Act[Decode]]] = []
         endpoint, who = self.world.decodes.take(value.endpoint), self._of(rank)
 
-        def every(kind: str, life: int, text: str, do: Callable[[DecodeSide], None]) -> None:
-            found.append(
-                (
-                    kind,
-                    life,
-                    self._decode(
-                        value,
-                        text + who + _whose(life),
-                        do,
-                        Price.NOTHING,
-                        fair=True,
-                        timer=kind != "long",
-                    ),
-                )
-            )
+        def every(
+            kind: str, life: int, text: str, do: Callable[[DecodeSide, Timer], None], timer: Timer
+        ) -> None:
+            text += who + _whose(life)
+            repeats = kind != "long"
+            act = self._decode(value, text, lambda s: do(s, timer), Price.NOTHING, True, repeats)
+            found.append((kind, life, act))
 
         for timer in sorted(endpoint.core.deadlines, key=repr):
             if timer.kind in ("stalled", "deadline"):
                 if rank == 0 and timer.kind == "stalled":
-                    every(
-                        "repeat", 0, f"asks about grant {timer.key}", partial(_stalled, timer=timer)
-                    )
+                    every("repeat", 0, f"asks about grant {timer.key}", _stalled, timer)
                 continue
             # A prefill's incarnation encodes its life and its rank: see `world.LIVES`.
             place = timer.key.incarnation % 100 - 1
@@ -276,61 +240,40 @@ class Acts:
             if place != rank:
                 continue
             if timer.kind == "repeat":
-                every("repeat", life, "repeats its Aborts", partial(DecodeSide.due, timer=timer))
+                every("repeat", life, "repeats its Aborts", DecodeSide.due, timer)
                 continue
             phase = endpoint.core.links.peers[timer.key].phase
             if phase is LinkPhase.GONE:
                 continue
             kind = "beat" if phase is LinkPhase.UP else "repeat"
-            every(
-                kind, life, _SENT_AGAIN.get(phase, "registers again"), partial(_repeat, timer=timer)
-            )
-            if phase is LinkPhase.PARTING:
-                continue
-            kind = "repeat" if phase is LinkPhase.SILENT else "long"
-            text = (
-                "redials"
-                if phase is LinkPhase.SILENT
-                else "has heard nothing of prefill for too long"
-            )
-            every(kind, life, text, partial(_long, timer=timer))
+            every(kind, life, _SENT_AGAIN.get(phase, "registers again"), _repeat, timer)
+            if phase is LinkPhase.SILENT:
+                every("repeat", life, "redials", _long, timer)
+            elif phase is not LinkPhase.PARTING:
+                every("long", life, "has heard nothing of prefill for too long", _long, timer)
         return found
 
     def _decode_proof(self, value: Decode, rank: int, seen: Neighbour) -> list[Act[Decode]]:
         proven = self.world.bounds.fences and seen.fenced
-        fenced, earlier = (
-            proven and (rank, 1) in value.watched,
-            proven and rank == 0 and EARLIER in value.watched,
-        )
-        declares = self.world.allows(Price.DECLARE)
-        if not fenced and not earlier and not declares:
+        fenced = proven and (rank, 1) in value.watched
+        earlier = proven and rank == 0 and EARLIER in value.watched
+        if not fenced and not earlier and not self.world.allows(Price.DECLARE):
             return []
-        key = "proof", value, rank, fenced, earlier
-        if key not in self._done:
-            found = []
+
+        def acts() -> list[Act[Decode]]:
+            found, may = self._adding(self._decode, value)
             if earlier:
                 text = "has proof that an earlier decode's prefill is dead"
-                found.append(
-                    self._decode(
-                        value, text, DecodeSide.earlier_writer_died, Price.NOTHING, fair=True
-                    )
-                )
+                may(text, DecodeSide.earlier_writer_died, fair=True)
             if fenced:
                 text = f"has proof of prefill's death{self._of(rank)}"
-                found.append(
-                    self._decode(
-                        value, text, lambda s: s.writer_died(rank, 1), Price.NOTHING, fair=True
-                    )
-                )
-            if declares and (rank, 1) not in value.declared:
+                may(text, DecodeSide.writer_died, rank, 1, fair=True)
+            if (rank, 1) not in value.declared:
                 text = f"is told by its operator that prefill is dead{self._of(rank)}"
-                found.append(
-                    self._decode(
-                        value, text, lambda s: s.declare_dead(rank, 1), Price.DECLARE, fair=False
-                    )
-                )
-            self._done[key] = found
-        return self._done[key]  # type: ignore[no-any-return]
+                may(text, DecodeSide.declare_dead, rank, 1, price=Price.DECLARE)
+            return found
+
+        return self._once(("proof", value, rank, fenced, earlier), acts)  # type: ignore[no-any-return]
 
     # --- prefill
 
@@ -347,22 +290,20 @@ class Acts:
         return Act(f"prefill {text}", price, fair, after, (words,), False, broken)
 
     def prefill_hears(self, value: Prefill, word: Word) -> Act[Prefill]:
-        act = self._prefill(
-            value, f"hears {described(word)}", lambda s: s.hear(word), Price.NOTHING, fair=True
-        )
+        text = f"hears {described(word)}"
+        act = self._prefill(value, text, lambda s: s.hear(word), Price.NOTHING, fair=True)
         return act._replace(hears=True)
 
     def of_prefill(self, value: Prefill, seen: Target) -> list[Act[Prefill]]:
         beats = seen.beats[value.life - 1]
-        key = "prefill", value, seen.over, beats
-        if key not in self._done:
-            found = (
-                self._prefill_dead(value)
-                if not value.alive
-                else self._prefill_alive(value, seen.over, beats)
-            )
-            self._done[key] = found
-        return self._done[key]  # type: ignore[no-any-return]
+        return self._once(  # type: ignore[no-any-return]
+            ("prefill", value, seen.over, beats),
+            lambda: (
+                self._prefill_alive(value, seen.over, beats)
+                if value.alive
+                else self._prefill_dead(value)
+            ),
+        )
 
     def _prefill_dead(self, value: Prefill) -> list[Act[Prefill]]:
         found = []
@@ -376,18 +317,8 @@ class Acts:
         return found
 
     def _prefill_alive(self, value: Prefill, over: bool, beats: bool) -> list[Act[Prefill]]:
-        world, found = self.world, []
-
-        def may(
-            text: str,
-            do: Callable[[PrefillSide], None],
-            price: Price = Price.NOTHING,
-            *,
-            fair: bool = False,
-        ) -> None:
-            if world.allows(price):
-                found.append(self._prefill(value, text, do, price, fair))
-
+        world = self.world
+        found, may = self._adding(self._prefill, value)
         if value.life == 1 and world.allows(Price.CRASH):
             late = value.writing
             dead = Prefill(
@@ -395,126 +326,91 @@ class Acts:
             )
             found.append(Act("prefill crashes", Price.CRASH, False, dead, ((),)))
         if value.late:
-            found.append(
-                Act(
-                    "doubtful writes land",
-                    Price.NOTHING,
-                    value.life > 1,
-                    value._replace(late=0),
-                    ((),),
-                )
-            )
+            after = value._replace(late=0)
+            fair = value.life > 1
+            found.append(Act("doubtful writes land", Price.NOTHING, fair, after, ((),)))
         found += self._prefill_asked(value, may)
         self._prefill_writes(value, may)
         endpoint = world.prefills.take(value.endpoint)
         self._prefill_rooms(value, endpoint, may)
         self._prefill_peers(value, may)
         if value.other is Other.ABSENT:
-            may("is registered with by another decode", PrefillSide.other_registers, Price.OTHER)
+            text = "is registered with by another decode"
+            may(text, PrefillSide.other_registers, price=Price.OTHER)
         elif value.other is Other.HERE:
             gone = value._replace(other=Other.DEAD)
             found.append(Act("the other decode dies", Price.NOTHING, False, gone, ((),)))
         if value.stalled:
-            may("has its data plane move again", lambda s: s.stall(0.0), fair=True)
+            may("has its data plane move again", PrefillSide.stall, 0.0, fair=True)
         else:
-            may("has its data plane stop", lambda s: s.stall(float("inf")), Price.REFUSAL)
+            text = "has its data plane stop"
+            may(text, PrefillSide.stall, float("inf"), price=Price.REFUSAL)
         if endpoint.core.tasks:
             may("works off one task", lambda s: s.endpoint.tick(0.0), fair=True)
         if not value.left:
-            may("begins to leave", PrefillSide.leave, Price.LEAVE)
+            may("begins to leave", PrefillSide.leave, price=Price.LEAVE)
         elif not value.parted:
             # Prefill waits for its writes to end. A write outlasts that wait only if the data plane
             # is in doubt about it, so leaving earlier costs a doubt.
             price = Price.DOUBT if value.writes else Price.NOTHING
-            may("says goodbye", PrefillSide.part, price, fair=not value.writes)
+            may("says goodbye", PrefillSide.part, price=price, fair=not value.writes)
         self._prefill_timers(value, endpoint, over, beats, may)
         return found
 
-    def _prefill_asked(self, value: Prefill, may: Any) -> list[Act[Prefill]]:
+    def _prefill_asked(self, value: Prefill, may: May) -> list[Act[Prefill]]:
         """Add the engine's acts for its next room; return the act that skips this room."""
         if value.asked == len(self.world.bounds.rooms):
             return []
+        abort = Price.PREFILL_ABORT
         may("is asked by its engine", PrefillSide.open_room, fair=True)
-        may(
-            "is asked with another prompt",
-            lambda s: s.open_room(other_prompt=True),
-            Price.PREFILL_ABORT,
-        )
-        may("has its engine refuse", PrefillSide.refuse_room, Price.PREFILL_ABORT)
-        if not self.world.allows(Price.PREFILL_ABORT):
+        text = "is asked with another prompt"
+        may(text, PrefillSide.open_room, other_prompt=True, price=abort)
+        may("has its engine refuse", PrefillSide.refuse_room, price=abort)
+        if not self.world.allows(abort):
             return []
         after = value._replace(asked=value.asked + 1)
-        return [Act("prefill is never asked", Price.PREFILL_ABORT, False, after, ((),))]
+        return [Act("prefill is never asked", abort, False, after, ((),))]
 
-    def _prefill_writes(self, value: Prefill, may: Any) -> None:
+    def _prefill_writes(self, value: Prefill, may: May) -> None:
+        ended, cancelled = PrefillSide.write_ended, WriteOutcome.CANCELLED
         for number, write in enumerate(value.writes, 1):
             if number > 1 and not self.world.bounds.out_of_order:
                 break
-            may(
-                f"has write {number} land",
-                partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.LANDED),
-                fair=True,
-            )
+            may(f"has write {number} land", ended, number, WriteOutcome.LANDED, fair=True)
             # A chunk without pages never reaches the data plane, so it cannot fail or stop there.
             if not write.pages:
                 continue
-            may(
-                f"has write {number} end in doubt",
-                partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.UNPROVEN),
-                Price.DOUBT,
-            )
-            drained = partial(
-                PrefillSide.write_ended, number=number, outcome=WriteOutcome.CANCELLED
-            )
-            if not write.cancelled:
-                may(f"has write {number} stopped by its data plane", drained, Price.DOUBT)
+            text = f"has write {number} end in doubt"
+            may(text, ended, number, WriteOutcome.UNPROVEN, price=Price.DOUBT)
             if write.cancelled:
-                may(
-                    f"has write {number} cancelled",
-                    partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.CANCELLED),
-                    fair=True,
-                )
+                may(f"has write {number} cancelled", ended, number, cancelled, fair=True)
+            else:
+                text = f"has write {number} stopped by its data plane"
+                may(text, ended, number, cancelled, price=Price.DOUBT)
 
-    def _prefill_rooms(self, value: Prefill, endpoint: PrefillEndpoint, may: Any) -> None:
+    def _prefill_rooms(self, value: Prefill, endpoint: PrefillEndpoint, may: May) -> None:
         for room in value.rooms:
             record = endpoint.core.rooms[room.room]  # type: ignore[index]
             if room.matched and not room.told and not record.ended and not record.state.last_queued:
-                may(
-                    f"sends a chunk of room {room.room}",
-                    partial(PrefillSide.send, room=room.room),
-                    fair=True,
-                )
-            may(
-                f"has room {room.room} ended by its engine",
-                partial(PrefillSide.close_room, room=room.room),
-                Price.PREFILL_ABORT,
-            )
+                may(f"sends a chunk of room {room.room}", PrefillSide.send, room.room, fair=True)
+            text = f"has room {room.room} ended by its engine"
+            may(text, PrefillSide.close_room, room.room, price=Price.PREFILL_ABORT)
 
-    def _prefill_peers(self, value: Prefill, may: Any) -> None:
+    def _prefill_peers(self, value: Prefill, may: May) -> None:
         for peer, opened in value.routes:
             if not opened:
-                may(
-                    f"has its route to {peer} opened",
-                    partial(PrefillSide.route, peer=peer, opened=True),
-                    fair=True,
-                )
-                may(
-                    f"cannot open a route to {peer}",
-                    partial(PrefillSide.route, peer=peer, opened=False),
-                    Price.REFUSAL,
-                )
+                text = f"has its route to {peer} opened"
+                may(text, PrefillSide.route, peer, opened=True, fair=True)
+                text = f"cannot open a route to {peer}"
+                may(text, PrefillSide.route, peer, opened=False, price=Price.REFUSAL)
         for peer in sorted(value.watched):
             if (peer == DECODE and value.target_gone) or (
                 peer == OTHER and value.other is Other.DEAD
             ):
-                may(
-                    f"sees the death of {peer}",
-                    partial(PrefillSide.peer_died, peer=peer),
-                    fair=True,
-                )
+                may(f"sees the death of {peer}", PrefillSide.peer_died, peer, fair=True)
 
     def _prefill_timers(
-        self, value: Prefill, endpoint: Any, over: bool, beats: bool, may: Any
+        self, value: Prefill, endpoint: PrefillEndpoint, over: bool, beats: bool, may: May
     ) -> None:
         core, never = endpoint.core, value.asked >= len(self.world.bounds.rooms)
         for timer in sorted(core.deadlines, key=repr):
@@ -522,9 +418,9 @@ class Acts:
                 lost = value.target_gone or not beats if timer.key == DECODE else True
                 price = Price.NOTHING if lost else Price.SILENCE
                 text = f"has heard nothing of decode {timer.key} for too long"
-                may(text, partial(_silent, timer=timer), price, fair=lost)
+                may(text, _silent, timer, price=price, fair=lost)
             elif timer.kind == "goodbye":
-                may("says goodbye again", partial(PrefillSide.due, timer=timer), fair=True)
+                may("says goodbye again", PrefillSide.due, timer, fair=True)
             elif timer.kind == "announced":
                 # An announcement may last 30 days, longer than any walk.
                 continue
@@ -536,21 +432,12 @@ class Acts:
                     continue
                 alone = (over or value.target_gone) if waits_for_decode else never
                 price = Price.NOTHING if alone else Price.PREFILL_ABORT
-                may(
-                    f"has waited for the other half of room {timer.key}",
-                    partial(PrefillSide.due, timer=timer),
-                    price,
-                    fair=alone,
-                )
+                text = f"has waited for the other half of room {timer.key}"
+                may(text, PrefillSide.due, timer, price=price, fair=alone)
             else:
                 alone = (over or value.target_gone) and never
                 price = Price.NOTHING if alone else Price.PREFILL_ABORT
-                may(
-                    "forgets a half that has ended",
-                    partial(_outcome, timer=timer),
-                    price,
-                    fair=alone,
-                )
+                may("forgets a half that has ended", _outcome, timer, price=price, fair=alone)
 
 
 def _whose(life: int) -> str:

@@ -46,11 +46,8 @@ def walk(world: World[S], say: Callable[[str], None] = lambda _: None) -> dict[s
             try:
                 after = step()
             except AssertionError as error:
-                report |= {
-                    "violations": 1,
-                    "broken": f"{error}",
-                    "path": [*_path(came, source), text],
-                }
+                path = [*_path(came, source), text]
+                report |= {"violations": 1, "broken": f"{error}", "path": path}
                 say("\n".join([report["broken"], *report["path"]]))
                 return report | _counted(len(number), steps, began)
             if after not in number:

@@ -64,11 +64,8 @@ class CacheWorld:
         frozen = life.frozen()
         # The check of rest empties the index, so it runs as an act, on a copy.
         if state.resting:
-            yield (
-                "nothing more happens",
-                True,
-                partial(self._after, state, frozen, _rest, state.left),
-            )
+            rest = partial(self._after, state, frozen, _rest, state.left)
+            yield "nothing more happens", True, rest
         for text, fair, step, less in self._steps(life, state.left):
             yield text, fair, partial(self._after, state, frozen, step, less)
 
@@ -87,9 +84,8 @@ class CacheWorld:
         self, life: Life, left: CacheBounds
     ) -> Iterator[tuple[str, bool, Step, CacheBounds]]:
         for number, copy in life.copies.items():
-            what = (
-                f"the copy of pages {[len(key) for key in copy.keys]} to {copy.target.name.lower()}"
-            )
+            pages = [len(key) for key in copy.keys]
+            what = f"the copy of pages {pages} to {copy.target.name.lower()}"
             yield f"{what} lands", True, partial(_end, number=number, landed=True), left
             yield f"{what} fails", False, partial(_end, number=number, landed=False), left
         for n, lock in enumerate(life.locks):
@@ -99,12 +95,8 @@ class CacheWorld:
             for route in left.routes:
                 for prompt, count in self._written(life):
                     text = f"{count} pages of {prompt} are copied to {route[1].name.lower()}"
-                    yield (
-                        text,
-                        False,
-                        partial(_begin, prompt=prompt, route=route, count=count),
-                        less,
-                    )
+                    begin = partial(_begin, prompt=prompt, route=route, count=count)
+                    yield text, False, begin, less
         if left.splits:
             less = left._replace(splits=left.splits - 1)
             for fork in FORKS:
@@ -125,12 +117,8 @@ class CacheWorld:
             for prompt in (FIRST, FIRST[:2]):
                 yield f"a request reads {prompt}", False, partial(_lock, prompt=prompt), less
         if left.stales and life.last_ended:
-            yield (
-                "a write is told to have landed again",
-                False,
-                _end_again,
-                left._replace(stales=left.stales - 1),
-            )
+            less = left._replace(stales=left.stales - 1)
+            yield "a write is told to have landed again", False, _end_again, less
 
     @staticmethod
     def _written(life: Life) -> Iterator[tuple[Prompt, int]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
+from inspect import getdoc
 from typing import Any, NamedTuple
 
-from kvflow.proof.sim.swap import swapped, swapped_cells
+from kvflow.proof.sim.swap import swapped, swapped_cells, swaps
 from kvflow.proof.walk.cache_worlds import STORE, CacheBounds
 from kvflow.protocols.cache import events, residents, writes
 from kvflow.protocols.cache.events import Tier
@@ -18,7 +19,10 @@ from kvflow.protocols.machines.cached_run import TABLE, RunKind, RunPhase
 from kvflow.protocols.machines.tables import Move
 
 Installed = AbstractContextManager[object]
+Install = Callable[[], Installed]
 SMALL = CacheBounds(evictions=0, flushes=0)
+_STORED = CacheBounds((STORE,), on_host=True, flushes=0, evictions=0)
+_LOCKED = CacheBounds(splits=1, evictions=1, flushes=0, locks=1, writes=0)
 
 
 class CachePlant(NamedTuple):
@@ -26,13 +30,29 @@ class CachePlant(NamedTuple):
 
     name: str
     text: str
-    install: Callable[[], Installed]
+    install: Install
     invariant: str
     bounds: CacheBounds = SMALL
 
 
+PLANTS: list[CachePlant] = []
+
+
+def bug(
+    name: str, invariant: str, bounds: CacheBounds = SMALL, text: str = ""
+) -> Callable[[Install], Install]:
+    """Add a bug to `PLANTS`. Its text is the docstring of the function, unless `text` is given."""
+
+    def add(install: Install) -> Install:
+        PLANTS.append(CachePlant(name, text or getdoc(install) or "", install, invariant, bounds))
+        return install
+
+    return add
+
+
+@bug("ack publishes the node of the time", "I10")
 def _ack_publishes_the_node_of_the_time() -> Installed:
-    """Let a write remember its nodes, although a split moves their first pages to new nodes."""
+    """A write remembers its nodes, although a split moves their first pages to new nodes."""
     begin, end = Writes.begin, Writes.end
 
     def remembering(self: Any, *arguments: Any) -> Write:
@@ -54,14 +74,12 @@ def _ack_publishes_the_node_of_the_time() -> Installed:
             self._open[number] = write._replace(pieces=kept)
         return end(self, number, kind)
 
-    swaps = ExitStack()
-    swaps.enter_context(swapped(Writes, "begin", remembering))
-    swaps.enter_context(swapped(Writes, "end", of_those))
-    return swaps
+    return swaps([(Writes, "begin", remembering), (Writes, "end", of_those)])
 
 
+@bug("child before parent", "I10")
 def _child_before_parent() -> Installed:
-    """Publish every page that landed, even without the page before it."""
+    """Every page that landed is published, even without the page before it."""
 
     def moved(self: Recorder, node: Node, tier: Tier) -> None:
         if node.detached or not _tells(self, node, tier, node.phase[tier] is RunPhase.PRESENT):
@@ -74,8 +92,10 @@ def _child_before_parent() -> Installed:
     return swapped(Recorder, "moved", moved)
 
 
+@bug("event at enqueue", "I10")
+@bug("event at enqueue of a store", "I10", _STORED, "A page is published when its storing begins.")
 def _event_at_enqueue() -> Installed:
-    """Publish a page when its copy begins, as if every copy landed."""
+    """A page is published when its copy begins, as if every copy landed."""
     original = Recorder.moved
 
     def moved(self: Recorder, node: Node, tier: Tier) -> None:
@@ -103,8 +123,9 @@ def _tells(recorder: Recorder, node: Node, tier: Tier, there: bool) -> bool:
     return False
 
 
+@bug("lock not copied at split", "I5", _LOCKED)
 def _lock_not_copied_at_split() -> Installed:
-    """Split a node without copying its locks to the upper part, which is a new node."""
+    """A split copies no lock to the upper part, which is a new node."""
 
     def forgets(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node:
         upper = split(node, keep, page_bytes, fray=fray)
@@ -114,8 +135,9 @@ def _lock_not_copied_at_split() -> Installed:
     return swapped(residents, "split", forgets)
 
 
+@bug("lock moves at split", "I5", _LOCKED)
 def _lock_moves_at_split() -> Installed:
-    """Move the locks to the new node at a split, although the request's handle is the old node."""
+    """A split moves the locks to the new node, although the request's handle is the old node."""
 
     def moves(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node:
         upper = split(node, keep, page_bytes, fray=fray)
@@ -125,7 +147,10 @@ def _lock_moves_at_split() -> Installed:
     return swapped(residents, "split", moves)
 
 
+@bug("readers not copied at split", "I5")
 def _readers_not_copied_at_split() -> Installed:
+    """A split copies no reader to the upper part."""
+
     def forgets(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node:
         upper = split(node, keep, page_bytes, fray=fray)
         upper.readers = [0, 0]
@@ -134,13 +159,16 @@ def _readers_not_copied_at_split() -> Installed:
     return swapped(residents, "split", forgets)
 
 
+@bug("failed copy taken for one", "I14")
 def _failed_copy_taken_for_one() -> Installed:
+    """A copy that failed counts as landed."""
     arriving = RunPhase.ARRIVING, RunKind.FAIL
     return swapped_cells(TABLE, {arriving: Move(RunPhase.PRESENT)})
 
 
+@bug("source of a copy let go", "I13", SMALL._replace(evictions=1, splits=0))
 def _source_let_go() -> Installed:
-    """Let the sources of a copy be evicted while it runs."""
+    """The sources of a copy may be evicted while it runs."""
     original = Node.evictable
 
     def evictable(self: Node, tier: Tier) -> bool:
@@ -153,8 +181,9 @@ def _source_let_go() -> Installed:
     return swapped(Node, "evictable", evictable)
 
 
+@bug("a write ends twice", "I6", SMALL._replace(stales=1))
 def _ends_twice() -> Installed:
-    """Remember every write for ever, so that a second end counts too."""
+    """A write is remembered for ever, so that a second end changes the tree."""
     original = Writes.end
 
     def end(self: Any, number: int, kind: RunKind) -> Any:
@@ -174,7 +203,9 @@ def _ends_twice() -> Installed:
     return swapped(Writes, "end", end)
 
 
+@bug("flush frees what is copied", "I13", SMALL._replace(flushes=1))
 def _flush_frees_what_is_copied() -> Installed:
+    """A flush gives away pages that a copy still reads."""
     original = Residents.flush
 
     def flush(self: Residents, gathered: Gathered) -> None:
@@ -196,7 +227,9 @@ def _flush_frees_what_is_copied() -> Installed:
     return swapped(Residents, "flush", flush)
 
 
+@bug("eviction not told", "I10", SMALL._replace(evictions=1, splits=0))
 def _evicted_pages_are_not_told() -> Installed:
+    """Subscribers learn of the pages that come, but not of those that go."""
     original = Recorder.moved
 
     def moved(self: Recorder, node: Node, tier: Tier) -> None:
@@ -204,78 +237,3 @@ def _evicted_pages_are_not_told() -> Installed:
             original(self, node, tier)
 
     return swapped(Recorder, "moved", moved)
-
-
-_STORED = CacheBounds((STORE,), on_host=True, flushes=0, evictions=0)
-_LOCKED = CacheBounds(splits=1, evictions=1, flushes=0, locks=1, writes=0)
-PLANTS = (
-    CachePlant(
-        "ack publishes the node of the time",
-        "a write names nodes, and a split leaves the new ones out",
-        _ack_publishes_the_node_of_the_time,
-        "I10",
-    ),
-    CachePlant(
-        "child before parent", "what has landed is told of at once", _child_before_parent, "I10"
-    ),
-    CachePlant(
-        "event at enqueue", "a page is told of when its copy begins", _event_at_enqueue, "I10"
-    ),
-    CachePlant(
-        "event at enqueue of a store", "the same of storage", _event_at_enqueue, "I10", _STORED
-    ),
-    CachePlant(
-        "lock not copied at split",
-        "the part before the cut is locked by nobody",
-        _lock_not_copied_at_split,
-        "I5",
-        _LOCKED,
-    ),
-    CachePlant(
-        "lock moves at split",
-        "the part behind the cut is not locked",
-        _lock_moves_at_split,
-        "I5",
-        _LOCKED,
-    ),
-    CachePlant(
-        "readers not copied at split",
-        "the part before the cut is read by nobody",
-        _readers_not_copied_at_split,
-        "I5",
-    ),
-    CachePlant(
-        "failed copy taken for one",
-        "a copy that failed counts as landed",
-        _failed_copy_taken_for_one,
-        "I14",
-    ),
-    CachePlant(
-        "source of a copy let go",
-        "what is copied may be evicted",
-        _source_let_go,
-        "I13",
-        SMALL._replace(evictions=1, splits=0),
-    ),
-    CachePlant(
-        "a write ends twice",
-        "a stale end changes the tree",
-        _ends_twice,
-        "I6",
-        SMALL._replace(stales=1),
-    ),
-    CachePlant(
-        "flush frees what is copied",
-        "what a copy reads is given away",
-        _flush_frees_what_is_copied,
-        "I13",
-        SMALL._replace(flushes=1),
-    ),
-    CachePlant(
-        "eviction not told",
-        "subscribers hear what comes, and not what goes",
-        _evicted_pages_are_not_told,
-        "I10",
-        SMALL._replace(evictions=1, splits=0),
-    ),
-)

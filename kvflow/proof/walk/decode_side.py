@@ -195,9 +195,7 @@ class DecodeSide:
         core = self.core
         if any(record.phase in TERMINAL for record in core.rooms.values()):
             raise ViolationError("I5: a room that has ended is in a table")
-        owed = {grant for source in core.ledger._by_source.values() for grant in source} | set(
-            core.rooms
-        )
+        owed = set(core.rooms).union(*core.ledger._by_source.values())
         for number, grant in enumerate(self.grants, 1):
             if grant.kept_for_nothing and not grant.threads and number not in owed:
                 raise ViolationError("I1: neither a room nor a loan needs the pages that are kept")
@@ -213,15 +211,12 @@ class DecodeSide:
                 if (lease := core.ledger.find(peer, grant)) is not None
             ]
             doubtful = all(phase is LoanPhase.DOUBTFUL for phase in loans)
-            beats = tuple(
-                life in peers and peers[life].phase is not LinkPhase.GONE for life in (1, 2)
-            )
-            up = max(
-                (life for life, peer in peers.items() if peer.phase is LinkPhase.UP), default=0
-            )
+            phases = {life: peer.phase for life, peer in peers.items()}
+            first, second = (phases.get(n, LinkPhase.GONE) is not LinkPhase.GONE for n in (1, 2))
+            up = max((life for life in phases if phases[life] is LinkPhase.UP), default=0)
             settled = core.ledger.settled_below(peers[up]) if up else GrantId(0)
             owes = (1 if doubtful else 2) if loans else 0
-            ranks.append(Rank(self.dialled[rank], (beats[0], beats[1]), up, owes, settled))
+            ranks.append(Rank(self.dialled[rank], (first, second), up, owes, settled))
         return self.value._replace(
             endpoint=self.world.decodes.put(self.endpoint),
             grants=tuple(self.grants),
@@ -349,20 +344,16 @@ class DecodeSide:
 
     def hear(self, rank: int, word: Word) -> None:
         if life := self.dialled[rank]:
-            info = self.world.info(rank, life)
-            before = {
-                key for key, peer in self.core.links.peers.items() if peer.phase is LinkPhase.UP
-            }
-            self.endpoint.receive(
-                c.PeerKey(LIVES[rank][life - 1], info.control), self.world.frame(word, rank), 0.0
-            )
-            up = {
-                key for key, peer in self.core.links.peers.items() if peer.phase is LinkPhase.UP
-            } - before
-            # Both lives of a rank have one address, so a link to one may receive a message from the
-            # other.
-            if any(life_of(key.incarnation) != life_of(word.source) for key in up):
+            key = c.PeerKey(LIVES[rank][life - 1], self.world.info(rank, life).control)
+            before = self._up()
+            self.endpoint.receive(key, self.world.frame(word, rank), 0.0)
+            # Both lives of a rank have one address, so a link may receive the other life's message.
+            if any(life_of(up.incarnation) != life_of(word.source) for up in self._up() - before):
                 raise ViolationError("I6: the answer of another life brings a link up")
+
+    def _up(self) -> set[c.PeerKey]:
+        links = self.core.links.peers.items()
+        return {key for key, peer in links if peer.phase is LinkPhase.UP}
 
     # --- what it asks its shell to do
 
@@ -414,9 +405,8 @@ class DecodeSide:
     def _ended(self, command: c.RoomEnded) -> None:
         known = self.grants[command.grant - 1]
         if known.ended or not known.told:
-            raise ViolationError(
-                f"I4: decode's room ends {'twice' if known.ended else 'and its user is not told'}"
-            )
+            how = "twice" if known.ended else "and its user is not told"
+            raise ViolationError(f"I4: decode's room ends {how}")
         self.grant(command.grant, ended=True)
 
     def _verify(self, command: c.VerifyChunk) -> None:

@@ -100,15 +100,9 @@ class GroupWorld:
         ]
         empty: tuple[Frames, ...] = ((),) * self.bounds.ranks
         pickled = tuple(self._kept(member) for member in members)
+        mourned = (False,) * len(members)
         state = State(
-            self._kept(leader),
-            pickled,
-            empty,
-            empty,
-            (False,) * len(members),
-            (),
-            frozenset(),
-            self.bounds,
+            self._kept(leader), pickled, empty, empty, mourned, (), frozenset(), self.bounds
         )
         for rank in ranks:
             state = self._member(state, rank, lambda member: member.tick(0.0))
@@ -117,7 +111,7 @@ class GroupWorld:
         return state
 
     def acts(self, state: State) -> Iterator[tuple[str, bool, Callable[[], State]]]:
-        left, ranks = state.left, range(self.bounds.ranks)
+        left = state.left
         if state.leader is not None:
             leader: GroupLeader = _seen(state.leader)
             obstacle = leader.unavailable_reason or (self.bounds.same_room and leader.requests)
@@ -126,17 +120,12 @@ class GroupWorld:
             if left.refusals and obstacle:
                 yield "a request comes that cannot be opened", False, lambda: self._refuse(state)
             if leader.next_tick() < 0:
-                yield (
-                    "the leader deals with a loss",
-                    True,
-                    lambda: self._lead(state, lambda lead: lead.tick(-1.0)),
-                )
+                ticked = partial(self._lead, state, lambda lead: lead.tick(-1.0))
+                yield "the leader deals with a loss", True, ticked
             if left.aborts:
-                yield from (
-                    (f"the client of {ticket} goes", False, partial(self._go, state, ticket))
-                    for ticket in leader.requests
-                )
-        for rank in ranks:
+                for ticket in leader.requests:
+                    yield f"the client of {ticket} goes", False, partial(self._go, state, ticket)
+        for rank in range(self.bounds.ranks):
             yield from self._acts_of(state, rank)
         for room in state.rooms:
             if state.members[room.rank] is not None:
@@ -155,46 +144,30 @@ class GroupWorld:
                 yield "the leader starts again", True, lambda: self._restart_leader(state)
             return
         member: GroupMember = _seen(life)
+        does = partial(self._member, state, rank)
         if state.to_member[rank]:
-            yield (
-                f"rank {rank} reads the leader",
-                True,
-                lambda: self._deliver_to_member(state, rank),
-            )
+            reads = partial(self._deliver_to_member, state, rank)
+            yield f"rank {rank} reads the leader", True, reads
         if member.next_tick() < 0:
-            yield (
-                f"rank {rank} deals with the loss",
-                True,
-                lambda: self._member(state, rank, lambda m: m.tick(-1.0)),
-            )
+            yield f"rank {rank} deals with the loss", True, partial(does, lambda m: m.tick(-1.0))
         if member.session is not None and member.session.leader != self._leader_life(state):
             if not state.to_member[rank]:
-                yield (
-                    f"rank {rank} misses the leader",
-                    True,
-                    lambda: self._member(state, rank, _misses),
-                )
+                yield f"rank {rank} misses the leader", True, partial(does, _misses)
         elif (
             state.leader is not None
             and member.session is None
             and not state.to_leader[rank]
             and not state.to_member[rank]
         ):
-            yield (
-                f"rank {rank} asks to join",
-                True,
-                lambda: self._member(state, rank, lambda m: m.tick(m.next_tick())),
-            )
+            asks = partial(does, lambda m: m.tick(m.next_tick()))
+            yield f"rank {rank} asks to join", True, asks
         if left.crashes:
-            yield (f"rank {rank} dies", False, lambda: self._crash(state, rank))
+            yield f"rank {rank} dies", False, lambda: self._crash(state, rank)
         if left.silences and state.leader is not None and member.session is not None:
             paid = self._bad(state)._replace(left=left._replace(silences=left.silences - 1))
             yield f"the leader takes rank {rank} for lost", False, lambda: self._silence(paid, rank)
-            yield (
-                f"rank {rank} takes the leader for lost",
-                False,
-                lambda: self._member(paid, rank, lambda m: m.leader_gone(0.0)),
-            )
+            misses = partial(self._member, paid, rank, _misses)
+            yield f"rank {rank} takes the leader for lost", False, misses
 
     def _acts_of_room(
         self, state: State, room: Room
@@ -203,34 +176,20 @@ class GroupWorld:
         name = f"request {key.ticket} at rank {rank}"
         # After a failure decode's half may never arrive, so a match is no longer certain.
         fair = ("bad", key) not in state.facts
+        happens = partial(self._happens, state, room)
         if room.state == WAITS:
-            yield (
-                f"{name} is matched",
-                fair,
-                lambda: self._happens(state, room, MATCHED, lambda m: m.matched(key)),
-            )
+            yield f"{name} is matched", fair, partial(happens, MATCHED, lambda m: m.matched(key))
         if room.state == STARTED:
-            yield (
-                f"{name} lands",
-                fair,
-                lambda: self._happens(state, room, LANDED, lambda m: m.landed(key)),
-            )
+            yield f"{name} lands", fair, partial(happens, LANDED, lambda m: m.landed(key))
         if room.state in (WAITS, MATCHED, STARTED) and left.failures:
             cause = Cause(Code.ENGINE_ERROR, f"rank {rank}")
             paid = state._replace(
                 left=left._replace(failures=left.failures - 1), facts=state.facts | {("bad", key)}
             )
-            yield (
-                f"{name} fails",
-                False,
-                lambda: self._happens(paid, room, DRAINS, lambda m: m.failed(key, cause)),
-            )
+            fails = partial(self._happens, paid, room, DRAINS, lambda m: m.failed(key, cause))
+            yield f"{name} fails", False, fails
         if room.state == DRAINS:
-            yield (
-                f"{name} is drained",
-                True,
-                lambda: self._happens(state, room, None, lambda m: m.released(key)),
-            )
+            yield f"{name} is drained", True, partial(happens, None, lambda m: m.released(key))
 
     # --- what the steps do
 
@@ -268,10 +227,8 @@ class GroupWorld:
         for rank, life in enumerate(state.members):
             session = None if life is None else _seen(life).session
             for held in _of(leader, rank):
-                if session is not None and (session.leader, session.number) == (
-                    leader.incarnation,
-                    held.session,
-                ):
+                here = leader.incarnation, held.session
+                if session is not None and (session.leader, session.number) == here:
                     found.append(rank)
         return found
 
@@ -348,9 +305,9 @@ class GroupWorld:
         rooms = tuple(found for found in state.rooms if found != room)
         if after is not None and after != LANDED:
             rooms = _sorted((*rooms, room._replace(state=after)))
-        facts = state.facts | (
-            {(after, room.key, room.rank)} if after in (MATCHED, LANDED) else set()
-        )
+        facts = state.facts
+        if after in (MATCHED, LANDED):
+            facts |= {(after, room.key, room.rank)}
         return self._member(state._replace(rooms=rooms, facts=facts), room.rank, do)
 
     def _leader(self, state: State, rank: int) -> State:
@@ -370,18 +327,14 @@ class GroupWorld:
                 if isinstance(sent, Decision) and sent.ruling is Ruling.START:
                     facts.add(("start", TicketKey(sent.leader, sent.ticket), sent.number))
                 for rank, life in enumerate(state.members):
-                    if (
-                        life is not None
-                        and routing_id(_seen(life).incarnation) == command.routing_id
-                    ):
+                    if life and routing_id(_seen(life).incarnation) == command.routing_id:
                         to_member[rank] = (*to_member[rank], command.frame)
             elif isinstance(command, RefuseRoom):
                 if _of(leader, 0):
                     raise AssertionError("rank 0 is told twice that a room is refused")
             elif isinstance(command, RequestDecided):
-                check_decided(
-                    TicketKey(leader.incarnation, command.ticket), command, facts, self.bounds.ranks
-                )
+                key = TicketKey(leader.incarnation, command.ticket)
+                check_decided(key, command, facts, self.bounds.ranks)
         return state._replace(
             leader=self._kept(leader), to_member=tuple(to_member), facts=frozenset(facts)
         )
@@ -419,33 +372,24 @@ class GroupWorld:
                 facts.add(("refused", rank))
             elif isinstance(command, StartRoom):
                 check_started(command.key, rank, facts, self.bounds.ranks)
-                rooms = [
-                    r._replace(state=STARTED) if (r.rank, r.key) == (rank, command.key) else r
-                    for r in rooms
-                ]
+                rooms = _entered(rooms, rank, command.key, STARTED)
             elif isinstance(command, CloseRoom):
-                rooms = [
-                    r._replace(state=DRAINS) if (r.rank, r.key) == (rank, command.key) else r
-                    for r in rooms
-                ]
+                rooms = _entered(rooms, rank, command.key, DRAINS)
             elif isinstance(command, RequestSettled):
                 check_settled(command, rank, facts)
+        queued = () if state.leader is None else tuple(frames)
         return state._replace(
             members=_with(state.members, rank, self._kept(member)),
             rooms=_sorted(rooms),
-            to_leader=_with(
-                state.to_leader, rank, tuple(frames) if state.leader is not None else ()
-            ),
+            to_leader=_with(state.to_leader, rank, queued),
             facts=frozenset(facts),
         )
 
-    def _kept(self, endpoint: GroupLeader | GroupMember) -> bytes:
+    def _kept(self, end: GroupLeader | GroupMember) -> bytes:
         """Pickle an endpoint such that equal endpoints have equal bytes."""
         # These links lose no frame, so every sent message counts as confirmed. Unconfirmed messages
         # would only make equivalent states differ.
-        links = (
-            [endpoint.session] if isinstance(endpoint, GroupMember) else endpoint.members.values()
-        )
+        links = [end.session] if isinstance(end, GroupMember) else end.members.values()
         for one in links:
             if one is not None:
                 one.link.confirm(one.link.sent_below)
@@ -454,7 +398,7 @@ class GroupWorld:
         # Fast mode writes no references to earlier objects. They would show which equal values are
         # one object, and that is no part of the state.
         pickler.fast = True
-        pickler.dump(endpoint)
+        pickler.dump(end)
         data = stream.getvalue()
         return self._pieces.setdefault(data, data)
 
@@ -462,11 +406,8 @@ class GroupWorld:
 
     def rests(self, state: State) -> bool:
         members = [_seen(life) for life in state.members if life is not None]
-        if (
-            state.rooms
-            or any(member.tickets for member in members)
-            or any(fact[0] == "owed" for fact in state.facts)
-        ):
+        owed = any(fact[0] == "owed" for fact in state.facts)
+        if state.rooms or owed or any(member.tickets for member in members):
             return False
         leader: GroupLeader | None = _seen(state.leader) if state.leader is not None else None
         return leader is None or not leader.requests
@@ -482,6 +423,10 @@ def _of(leader: GroupLeader, rank: int) -> list[Any]:
 
 def _with(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
     return (*values[:index], value, *values[index + 1 :])
+
+
+def _entered(rooms: list[Room], rank: int, key: TicketKey, state: str) -> list[Room]:
+    return [r._replace(state=state) if (r.rank, r.key) == (rank, key) else r for r in rooms]
 
 
 def _sorted(rooms: Any) -> tuple[Room, ...]:

@@ -19,9 +19,8 @@ def check_decided(key: TicketKey, command: RequestDecided, facts: Facts, ranks: 
     if command.cause is not None and not {("bad", key), ("risky", key)} & facts:
         raise AssertionError(f"request {key.ticket} fails, and nothing has happened to it")
     if command.cause is None and (missing := _without(LANDED, key, facts, ranks)):
-        raise AssertionError(
-            f"request {key.ticket} succeeded, and has not landed at rank {missing[0]}"
-        )
+        where = f"has not landed at rank {missing[0]}"
+        raise AssertionError(f"request {key.ticket} succeeded, and {where}")
     facts.add(("decided", key, command.cause))
 
 
@@ -35,9 +34,8 @@ def check_started(key: TicketKey, rank: int, facts: Facts, ranks: int) -> None:
     # only the last start at each rank is kept.
     for fact in [fact for fact in facts if fact[:3] == ("started", rank, key.leader)]:
         if fact[3] >= number:
-            raise AssertionError(
-                f"rank {rank} starts request {key.ticket} out of the group's order"
-            )
+            text = f"rank {rank} starts request {key.ticket} out of the group's order"
+            raise AssertionError(text)
         facts.remove(fact)
     facts.add(("started", rank, key.leader, number))
 

@@ -6,10 +6,7 @@ from typing import NamedTuple
 
 from kvflow.proof.walk.decode_side import Decode, DecodeSide
 from kvflow.proof.walk.prefill_side import Prefill, PrefillSide
-from kvflow.proof.walk.world import (
-    DECODE,
-    World,
-)
+from kvflow.proof.walk.world import DECODE, World
 
 
 class Neighbour(NamedTuple):
@@ -32,9 +29,8 @@ class Target(NamedTuple):
 
 def neighbour(prefill: Prefill) -> Neighbour:
     p = prefill
-    return Neighbour(
-        p.life, p.alive, p.alive and p.knows, p.silent, p.oldest, p.gone and not p.late
-    )
+    answers, fenced = p.alive and p.knows, p.gone and not p.late
+    return Neighbour(p.life, p.alive, answers, p.silent, p.oldest, fenced)
 
 
 def target(decode: Decode, rank: int, rooms: int) -> Target:

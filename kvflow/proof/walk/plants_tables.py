@@ -20,7 +20,6 @@ from kvflow.protocols.machines.decode_room import (
     DecodePhase,
     DecodeRoomState,
 )
-from kvflow.protocols.machines.loan import LoanCommand, LoanPhase
 from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillKind, PrefillPhase
 from kvflow.protocols.machines.tables import Move
 from kvflow.protocols.ports import WriteOutcome
@@ -52,23 +51,17 @@ def _attribute(owner: Any, name: str, value: Any) -> Install:
     return lambda: swapped(owner, name, value)
 
 
-_count_chunk, _step, _end_of_write = (
-    decode_room._count_chunk,
-    decode_room.step,
-    prefill_room._end_of_write,
-)
-_RETURN = Move(LoanPhase.RETURNED, (LoanCommand.RETURN,))
+_count_chunk, _step = decode_room._count_chunk, decode_room.step
+_end_of_write = prefill_room._end_of_write
 
 
 def _all_said(
     room: DecodeRoomState, event: DecodeEvent
 ) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
     counted, kind, event = _count_chunk(room, event)
-    return (
-        counted,
-        DecodeKind.ALL_LANDED if event.last and kind is DecodeKind.CHUNK_LANDED else kind,
-        event,
-    )
+    if event.last and kind is DecodeKind.CHUNK_LANDED:
+        kind = DecodeKind.ALL_LANDED
+    return counted, kind, event
 
 
 def _gap_ignored() -> AbstractContextManager[object]:
@@ -77,9 +70,8 @@ def _gap_ignored() -> AbstractContextManager[object]:
     def any_order(core: Any, peer: Any, message: Any, now: float) -> None:
         record = core.rooms.get(message.grant)
         if record is not None:
-            message = msgspec.structs.replace(
-                message, seq=record.next_seq[record.peers.index(peer)]
-            )
+            seq = record.next_seq[record.peers.index(peer)]
+            message = msgspec.structs.replace(message, seq=seq)
         on_chunk_done(core, peer, message, now)
 
     return swapped_item(decode_endpoint.HANDLERS, wire.ChunkDone, any_order)

@@ -133,16 +133,10 @@ class PrefillSide:
         Raises: AssertionError for a broken invariant.
         """
         peer = self.core.peers.get(DECODE)
-        closed = (
-            [g for g, phase in peer.grants._phases.items() if phase > GrantPhase.OPEN]
-            if peer
-            else []
-        )
-        known = [
-            (record, record.state.cause)
-            for record in self.core.rooms.values()
-            if record.state.cause is not None
-        ]
+        phases = peer.grants._phases.items() if peer else ()
+        closed = [grant for grant, phase in phases if phase > GrantPhase.OPEN]
+        rooms = self.core.rooms.values()
+        known = [(r, r.state.cause) for r in rooms if r.state.cause is not None]
         do(self)
         while True:
             if not self.world.bounds.step_by_step:
@@ -167,19 +161,14 @@ class PrefillSide:
         core = self.core
         peer = core.peers.get(DECODE)
         known = peer is not None and peer.phase is PeerPhase.UP and not self.value.stalled
-        remembered = []
+        remembered, doubts = [], False
         if peer is not None:
             grants = peer.grants
-            remembered = [
-                *list(grants._sent)[:1],
-                *grants._evicted_in_doubt,
-                *grants.announcements.rooms,
-            ]
+            oldest = list(grants._sent)[:1]
+            remembered = [*oldest, *grants._evicted_in_doubt, *grants.announcements.rooms]
+            doubts = any(not grants.is_drained(grant) for grant in grants._phases)
         serials = {record.serial: record.room for record in core.rooms.values()}
-        rooms = {
-            serials[serial]: known_room._replace(room=serials[serial])
-            for serial, known_room in self.rooms.items()
-        }
+        rooms = [room._replace(room=serials[serial]) for serial, room in self.rooms.items()]
         running = list(core.writes)
         if any(record.phase in TERMINAL for record in core.rooms.values()):
             raise ViolationError("I5: a room that has ended is in a table")
@@ -189,14 +178,13 @@ class PrefillSide:
             endpoint=self.world.prefills.put(self.endpoint),
             writes=tuple(self.writes[write] for write in running),
             landed=tuple(self.landed),
-            rooms=tuple(rooms[room] for room in sorted(rooms)),
+            rooms=tuple(sorted(rooms)),
             routes=tuple(sorted(self.routes.items())),
             watched=frozenset(self.watched),
             knows=known,
             silent=peer is not None and peer.phase is PeerPhase.SILENT,
             oldest=min(remembered, default=0),
-            doubts=peer is not None
-            and any(not peer.grants.is_drained(g) for g in peer.grants._phases),
+            doubts=doubts,
             idle=not (core.rooms or core.rendezvous.announced or core.writes or core.tasks),
             outcomes=bool(len(core.rendezvous)),
         )
@@ -243,9 +231,8 @@ class PrefillSide:
                 record, source, last=last, handoff=b"hand-over" if last else b"", now=0.0
             )
         except MisuseError as error:
-            raise ViolationError(
-                f"I8: a chunk that decode's pages have room for is refused: {error}"
-            ) from None
+            text = f"I8: a chunk that decode's pages have room for is refused: {error}"
+            raise ViolationError(text) from None
         if record.ended:
             raise ViolationError("I4: a room ends inside of its engine's own call")
 
@@ -266,9 +253,8 @@ class PrefillSide:
 
     def other_registers(self) -> None:
         self.put(other=Other.HERE)
-        self.endpoint.receive(
-            routing_id(OTHER), self.world.frame(self.world.register(OTHER), 0), 0.0
-        )
+        frame = self.world.frame(self.world.register(OTHER), 0)
+        self.endpoint.receive(routing_id(OTHER), frame, 0.0)
 
     def route(self, peer: Incarnation, *, opened: bool) -> None:
         if opened:
@@ -303,11 +289,10 @@ class PrefillSide:
         if command.peer_id != routing_id(DECODE) or self.value.target_gone:
             return
         if type(message) is wire.ChunkDone:
-            page = 1 << message.seq
-            if message.pages and not self.landed[message.grant] & page:
-                raise ViolationError(
-                    f"I3: chunk {message.seq} is said to have landed, and its write has not"
-                )
+            landed = self.landed[message.grant] >> message.seq & 1
+            if message.pages and not landed:
+                text = f"I3: chunk {message.seq} is said to have landed, and its write has not"
+                raise ViolationError(text)
         # Prefill's heartbeats never change decode's state, as test_walk checks.
         if type(message) is not wire.Heartbeat:
             self.words.append(word_of(message))
@@ -331,14 +316,12 @@ class PrefillSide:
         if not self.routes.get(command.peer):
             raise ViolationError("I2: a write is started without a route")
         targets = command.target_pages.tolist()
-        # `send` numbers source pages by their position in the prompt, as `pages_of` does within a
-        # grant.
+        # `send` numbers source pages by their place in the prompt, as `pages_of` does in a grant.
         if command.source_pages.tolist() != [page % GRANT_PAGES for page in targets]:
             raise ViolationError("I8: pages are written to another place of the prompt")
         grant = self.core.writes[command.write][0].grant
-        self.writes[command.write] = Write(
-            command.peer, grant, sum(1 << page % GRANT_PAGES for page in targets)
-        )
+        pages = sum(1 << page % GRANT_PAGES for page in targets)
+        self.writes[command.write] = Write(command.peer, grant, pages)
 
     def _cancel_write(self, command: c.CancelWrite) -> None:
         self.writes[command.write] = self.writes[command.write]._replace(cancelled=True)

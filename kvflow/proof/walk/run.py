@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from enum import IntEnum
+from contextlib import contextmanager, nullcontext
 from time import monotonic
 from typing import Any
 from unittest.mock import patch
 
+from kvflow.proof.sim.coverage import AnyTable, Cell, covered, report
 from kvflow.proof.walk import breadth_first
 from kvflow.proof.walk.breadth_first import World
 from kvflow.proof.walk.cache import CacheWorld
@@ -44,10 +45,9 @@ from kvflow.protocols.machines import (
     prefill_room,
 )
 from kvflow.protocols.machines import loan as loans
-from kvflow.protocols.machines.tables import ERROR, Moves, Table
 from kvflow.protocols.prefill import endpoint as prefill
 
-TABLES: dict[str, Table[Any, Any, Any]] = {
+TABLES: dict[str, AnyTable] = {
     "decode_room": decode_room.TABLE,
     "prefill_room": prefill_room.TABLE,
     "loan": loans.TABLE,
@@ -66,57 +66,12 @@ _OTHERS: dict[str, tuple[str, GroupBounds | CacheBounds]] = {
     **{_GROUP + name: world for name, world in OF_A_GROUP.items()},
     **{_CACHE + name: world for name, world in OF_A_CACHE.items()},
 }
-_GROUPS, _CACHES = (
-    tuple(name for name in _OTHERS if name.startswith(kind)) for kind in (_GROUP, _CACHE)
-)
+_GROUPS = tuple(name for name in _OTHERS if name.startswith(_GROUP))
+_CACHES = tuple(name for name in _OTHERS if name.startswith(_CACHE))
 ALL_SETS = SETS | {"group": _GROUPS, "cache": _CACHES, "full": SETS["full"] + _GROUPS + _CACHES}
 TEXTS = {name: world.text for name, world in WORLDS.items()} | {
     name: text for name, (text, _) in _OTHERS.items()
 }
-
-
-class Watched(Moves[Any, Any, Any]):
-    """The moves of a table, with a record of every cell that a machine looks up."""
-
-    def __init__(self, table: Table[Any, Any, Any]) -> None:
-        super().__init__(table.moves)
-        self.table = table
-        self.seen: set[tuple[IntEnum, IntEnum]] = set()
-
-    def __getitem__(self, key: tuple[IntEnum, IntEnum]) -> Any:
-        self.seen.add(key)
-        return super().__getitem__(key)
-
-    def _cells(self, *, legal: bool) -> list[tuple[IntEnum, IntEnum]]:
-        # `Table.cell` reads with `get`, which this class does not record.
-        cells = [(phase, kind) for phase in self.table.phases for kind in self.table.kinds]
-        return [cell for cell in cells if (self.table.cell(*cell) is not ERROR) is legal]
-
-    def unvisited(self) -> list[str]:
-        """Return the cells that the table allows and the walk did not visit."""
-        return [
-            f"{phase.name} x {kind.name}"
-            for phase, kind in self._cells(legal=True)
-            if (phase, kind) not in self.seen
-        ]
-
-    def impossible(self) -> list[str]:
-        """Return the cells that the table declares impossible, but the walk visited."""
-        return [
-            f"{phase.name} x {kind.name}"
-            for phase, kind in self._cells(legal=False)
-            if (phase, kind) in self.seen
-        ]
-
-    def report(self) -> dict[str, Any]:
-        legal = len(self._cells(legal=True))
-        missing, wrong = self.unvisited(), self.impossible()
-        return {
-            "legal": legal,
-            "visited": legal - len(missing),
-            "unvisited": missing,
-            "impossible": wrong,
-        }
 
 
 def run(
@@ -134,13 +89,16 @@ def run(
     if not names:
         raise MisuseError(f"no bounds {bounds!r}; there are: {', '.join((*ALL_SETS, *TEXTS))}")
     found: list[dict[str, Any]] = []
-    with _planted(plant), watched() as tables:
-        for name in names:
-            say(f"{name}: {TEXTS[name]}")
-            found.append({"world": name} | _walk_named(name, say))
-            if found[-1]["violations"]:
-                break
-        cells = {name: table.report() for name, table in tables.items() if table.seen}
+    visits: Counter[Cell] = Counter()
+    with _planted(plant):
+        with covered(visits, TABLES):
+            for name in names:
+                say(f"{name}: {TEXTS[name]}")
+                found.append({"world": name} | _walk_named(name, say))
+                if found[-1]["violations"]:
+                    break
+        visited = {name for name, _, _ in visits}
+        cells = {name: _cells(name, visits) for name in TABLES if name in visited}
     total = {
         key: sum(one[key] for one in found)
         for key in ("states", "transitions", "violations", "seconds")
@@ -159,6 +117,20 @@ def run(
         "modules": modules,
         "worlds": found,
         "cells": cells,
+    }
+
+
+def _cells(name: str, visits: Counter[Cell]) -> dict[str, Any]:
+    """Return the legal cells of a table, how many the walk visited, and the impossible ones."""
+    found = report(visits, {name: TABLES[name]})
+    missing, wrong = (
+        [cell.removeprefix(f"{name} ") for cell in found[key]] for key in ("missing", "error")
+    )
+    return {
+        "legal": found["visited"] + len(missing),
+        "visited": found["visited"],
+        "unvisited": missing,
+        "impossible": wrong,
     }
 
 
@@ -181,7 +153,7 @@ def walk(bounds: Bounds, say: Callable[[str], None] = lambda _: None) -> dict[st
     with one_task_at_a_time() if bounds.step_by_step else nullcontext():
         here = Walk(bounds)
         violation = here.run(say)
-    report: dict[str, Any] = {
+    found: dict[str, Any] = {
         "bounds": bounds._asdict(),
         "states": len(here.states),
         "looked_at": sum(len(level.states) for level in here.levels),
@@ -195,13 +167,10 @@ def walk(bounds: Bounds, say: Callable[[str], None] = lambda _: None) -> dict[st
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
     }
     if violation is not None:
-        report |= {"broken": violation.broken, "path": violation.path}
-        say(
-            "\n".join(
-                [violation.broken, *(f"  {n}. {line}" for n, line in enumerate(violation.path, 1))]
-            )
-        )
-    return report
+        found |= {"broken": violation.broken, "path": violation.path}
+        steps = (f"  {n}. {line}" for n, line in enumerate(violation.path, 1))
+        say("\n".join([violation.broken, *steps]))
+    return found
 
 
 @contextmanager
@@ -209,16 +178,6 @@ def one_task_at_a_time() -> Iterator[None]:
     """Let each tick handle only one room or loan, so that messages can arrive in between."""
     with patch.object(decode, "TICK_WORK", 1), patch.object(prefill, "TICK_WORK", 1):
         yield
-
-
-@contextmanager
-def watched() -> Iterator[dict[str, Watched]]:
-    """Replace the moves of every machine's table with a `Watched`, and yield these by name."""
-    tables = {name: Watched(table) for name, table in TABLES.items()}
-    with ExitStack() as patches:
-        for table in tables.values():
-            patches.enter_context(patch.object(table.table, "moves", table))
-        yield tables
 
 
 def _planted(name: str) -> Any:

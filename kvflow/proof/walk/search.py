@@ -103,10 +103,8 @@ class Walk:
         while len(level.states):
             self.levels.append(level)
             if len(self.levels) % 5 == 0:
-                say(
-                    f"depth {len(self.levels)}: {len(self.states):,} states, {self.steps:,} "
-                    "transitions"
-                )
+                counts = f"{len(self.states):,} states, {self.steps:,} transitions"
+                say(f"depth {len(self.levels)}: {counts}")
             if found := self._unsafe(level):
                 return found
             reached: list[tuple[States, NDArray[np.uint64]]] = []
@@ -127,10 +125,8 @@ class Walk:
                 first = int(np.flatnonzero(moves.broken & can)[0])
                 source = int(moves.source[first])
                 text, broken = self.tables.texts.values[int(moves.text[first])]
-                depth = len(self.levels) - 1
-                return Found(
-                    broken, [*self.path(depth, block.states[source], int(block.left[source])), text]
-                )
+                state, budget = block.states[source], int(block.left[source])
+                return Found(broken, [*self.path(len(self.levels) - 1, state, budget), text])
             states.append(moves.state[can])
             masks.append(np.uint64(1) << left[can].astype(np.uint64))
         self.steps += sum(map(len, states))
@@ -194,9 +190,8 @@ class Walk:
         for depth, level in enumerate(self.levels):
             found = np.flatnonzero(np.isin(level.states, stuck))
             if len(found):
-                path = self.path(
-                    depth, np.uint64(level.states[found[0]]), int(level.left[found[0]])
-                )
+                state, left = np.uint64(level.states[found[0]]), int(level.left[found[0]])
+                path = self.path(depth, state, left)
                 return Found(f"rest: {len(stuck)} states can never come to rest", path)
         raise AssertionError("a state of no level")
 
@@ -229,9 +224,7 @@ def _joined(parts: list[tuple[States, NDArray[np.uint64]]]) -> tuple[States, NDA
     masks = np.concatenate([masks for _, masks in parts])
     order = np.argsort(states, kind="stable")
     states, masks = states[order], masks[order]
-    first = (
-        np.flatnonzero(np.append(True, states[1:] != states[:-1]))
-        if len(states)
-        else np.empty(0, np.int64)
-    )
-    return states[first], np.bitwise_or.reduceat(masks, first) if len(first) else masks
+    if not len(states):
+        return states, masks
+    first = np.flatnonzero(np.append(True, states[1:] != states[:-1]))
+    return states[first], np.bitwise_or.reduceat(masks, first)

@@ -33,10 +33,8 @@ from kvflow.protocols.wire.ranks import RankInfo
 FAR = 1e9
 """The time of every deadline that the walk has not made due."""
 FIRST = Cause(Code.CLIENT_GONE, "first")
-"""Replaces the cause of every room after each step. If a later step replaces this cause, the walk
-sees a different one.
-
-No step depends on a cause.
+"""The cause of every room after each step, so that a later change of it shows. No step depends on
+a cause.
 """
 
 LEFT_OUT = frozenset(
@@ -45,28 +43,10 @@ LEFT_OUT = frozenset(
         *("observer", "timing", "bounds", "verify", "staged", "outbox"),
         *("_timing", "_bounds", "_outbox", "layout", "served", "_served", "coverage"),
         # Times, which the walk sets itself: see above.
-        *(
-            "received_at_s",
-            "sent_at_s",
-            "tried_at_s",
-            "used_at_s",
-            "opened_at_s",
-            "ready_at_s",
-            "moving_at_s",
-            "progress_at_s",
-            "deadline_at_s",
-            "recalled_at_s",
-            "cancelled_at_s",
-        ),
-        *(
-            "repeat_after_s",
-            "resync_after_s",
-            "forget_at_s",
-            "story",
-            "report",
-            "_serial",
-            "_write",
-        ),
+        *("received_at_s", "sent_at_s", "tried_at_s", "used_at_s", "opened_at_s", "ready_at_s"),
+        *("moving_at_s", "progress_at_s", "deadline_at_s", "recalled_at_s", "cancelled_at_s"),
+        *("repeat_after_s", "resync_after_s", "forget_at_s", "story", "report"),
+        *("_serial", "_write"),
         # The walk does not cover admission.
         *("overdue", "overdue_pages", "quarantine_limit"),
         *("_count", "_limit", "handoff", "packed_pages", "checksum", "error"),

@@ -19,6 +19,7 @@ The walk leaves out what cannot change its result:
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -110,12 +111,10 @@ class Tables:
         for rank, (prefill, to_prefill, to_decode) in enumerate(zip(*parts[1:], strict=True)):
             deaf = self.decodes.column(self._deaf[rank])[parts.decode] > 0
             queue = np.where(deaf, 0, to_decode)
-            lanes.append(
-                self.lanes.number((prefill << _LANE_PART | to_prefill) << _LANE_PART | queue)
-            )
+            lane = (prefill << _LANE_PART | to_prefill) << _LANE_PART | queue
+            lanes.append(self.lanes.number(lane))
         decode = parts.decode
-        # A state and its mirror image count as one: the walk keeps that with the smaller first
-        # lane.
+        # A state and its mirror image count as one, the one with the smaller first lane.
         if len(lanes) == 2:
             first, second = lanes
             mirror = self.decodes.column(self._mirror)[decode]
@@ -130,9 +129,8 @@ class Tables:
     def parts(self, states: States) -> Parts:
         columns: list[list[Numbers]] = [[], [], []]
         for _ in range(self.bounds.ranks):
-            lane = self.lanes.keys[
-                (states & np.uint64((1 << self._lane_bits) - 1)).astype(np.int64)
-            ]
+            number = states & np.uint64((1 << self._lane_bits) - 1)
+            lane = self.lanes.keys[number.astype(np.int64)]
             for column in reversed(columns):
                 column.insert(0, lane & _MASK)
                 lane = lane >> _LANE_PART
@@ -147,9 +145,8 @@ class Tables:
         late = np.zeros_like(home)
         # Writes by a rank that an operator declared dead are the operator's responsibility.
         for rank, prefill in enumerate(parts.prefills):
-            late |= np.where(
-                self.decodes.column(_DECLARED[rank])[parts.decode] > 0, 0, writing[prefill]
-            )
+            declared = self.decodes.column(_DECLARED[rank])[parts.decode] > 0
+            late |= np.where(declared, 0, writing[prefill])
         return home & late > 0
 
     def at_rest(self, parts: Parts) -> NDArray[np.bool_]:
@@ -167,10 +164,8 @@ class Tables:
             owes = self.decodes.column(_OWES[rank])[parts.decode]
             cannot_know = self.prefills.column(self._cannot_know)[prefill] > 0
             rest &= (owes == 0) | ((owes == 1) & cannot_know)
-            oldest, settled = (
-                self.prefills.column(_oldest)[prefill],
-                self.decodes.column(_SETTLED[rank])[parts.decode],
-            )
+            oldest = self.prefills.column(_oldest)[prefill]
+            settled = self.decodes.column(_SETTLED[rank])[parts.decode]
             # Prefill must not remember ended grants below the bound that decode settled.
             rest &= (oldest == 0) | (oldest >= settled)
         return rest
@@ -229,11 +224,8 @@ class Tables:
         to, said, price, flags, text = rows.T
         new = parts.at(source)
         new.prefills[rank] = to
-        queue = np.where(
-            flags & Flag.POP,
-            self.queues.column(self._tail)[new.to_prefill[rank]],
-            new.to_prefill[rank],
-        )
+        tail = self.queues.column(self._tail)[new.to_prefill[rank]]
+        queue = np.where(flags & Flag.POP, tail, new.to_prefill[rank])
         new.to_prefill[rank] = np.where(flags & Flag.CLEAR_PREFILL, 0, queue)
         new.to_decode[rank] = np.where(flags & Flag.CLEAR_DECODE, 0, new.to_decode[rank])
         _, queued = self._append.of(self._append_key(new.to_decode, rank, said, 0))
@@ -252,22 +244,14 @@ class Tables:
     def _decode_did(self, parts: Parts, rank: int, source: Numbers, rows: Numbers) -> Moves:
         # A patient decode repeats messages only while every queue is empty.
         if self.bounds.patient:
-            busy = (
-                sum(
-                    (column for columns in parts[2:] for column in columns),
-                    np.zeros_like(parts.decode),
-                )
-                > 0
-            )
+            queued = sum(parts.to_prefill + parts.to_decode, np.zeros_like(parts.decode))
+            busy = queued > 0
             keep = ~(busy[source] & (rows[:, 2] & Flag.TIMER > 0))
             source, rows = source[keep], rows[keep]
         new = parts.at(source)
         new = new._replace(decode=rows[:, 0])
-        new.to_decode[rank] = np.where(
-            rows[:, 2] & Flag.POP,
-            self.queues.column(self._tail)[new.to_decode[rank]],
-            new.to_decode[rank],
-        )
+        tail = self.queues.column(self._tail)[new.to_decode[rank]]
+        new.to_decode[rank] = np.where(rows[:, 2] & Flag.POP, tail, new.to_decode[rank])
         for other in range(self.bounds.ranks):
             dead = self.prefills.column(_alive)[new.prefills[other]] == 0
             said = np.where(dead, 0, rows[:, 5 + other])
@@ -332,15 +316,11 @@ class Tables:
         return rows
 
     def _prefill_hears(self, key: int) -> list[tuple[int, ...]]:
-        state, word = (
-            self.prefills.values[key >> _WORD_BITS],
-            self._words.values[key & (1 << _WORD_BITS) - 1],
-        )
-        return (
-            [self._prefill_row(self.acts.prefill_hears(state, word), Flag.POP)]
-            if state.alive
-            else []
-        )
+        state = self.prefills.values[key >> _WORD_BITS]
+        if not state.alive:
+            return []
+        word = self._words.values[key & (1 << _WORD_BITS) - 1]
+        return [self._prefill_row(self.acts.prefill_hears(state, word), Flag.POP)]
 
     def _prefill_row(self, act: Act[Prefill], flags: Flag) -> tuple[int, ...]:
         said = self._said.number(act.words[0])
@@ -365,32 +345,21 @@ class Tables:
         flags = Flag(0) if act.side.alive else Flag.CLEAR_DECODE
         said = [self._said.number(words) for words in act.words]
         text = self.texts.number((act.text, act.broken))
-        return (
-            self.decodes.number(act.side),
-            act.price,
-            _flags(act, flags),
-            text,
-            act.succeeded,
-            *said,
-        )
+        number = self.decodes.number(act.side)
+        return number, act.price, _flags(act, flags), text, act.succeeded, *said
 
     def _append_row(self, key: int) -> list[tuple[int, ...]]:
         timer, free, key = key & 1, key >> 1 & 7, key >> 4
-        said, queue = (
-            self._said.values[key & (1 << _SAID_BITS) - 1],
-            self.queues.values[key >> _SAID_BITS],
-        )
+        said = self._said.values[key & (1 << _SAID_BITS) - 1]
+        queue = self.queues.values[key >> _SAID_BITS]
         if timer and any(word in queue for word in said):
             return []
         # A full queue drops the rest, as a ZMQ socket does at its high-water mark.
         return [(self.queues.number((queue + said)[:free]),)]
 
     def _fault_rows(self, key: int) -> list[tuple[int, ...]]:
-        way, free, queue = (
-            ("to prefill", "to decode")[key & 1],
-            key >> 1 & 7,
-            self.queues.values[key >> (_SAID_BITS + 4)],
-        )
+        way, free = ("to prefill", "to decode")[key & 1], key >> 1 & 7
+        queue = self.queues.values[key >> (_SAID_BITS + 4)]
         rows: list[tuple[int, ...]] = []
         for i, word in enumerate(queue):
             lost = self.texts.number((f"the link loses {described(word)} on its way {way}", ""))
@@ -426,9 +395,7 @@ def _each(question: Callable[[Decode, int], int]) -> list[Callable[[Decode], int
     """Return one function for each rank, which answers `question` about a decode and this rank."""
     return [
         lambda decode, rank=rank: question(decode, rank)  # type: ignore[misc]
-        for rank in range(
-            MAX_RANKS,
-        )
+        for rank in range(MAX_RANKS)
     ]
 
 
@@ -441,22 +408,10 @@ def _waits_for_earlier(decode: Decode) -> bool:
     return decode.alive and decode.earlier and not decode.closed
 
 
-def _writing(prefill: Prefill) -> int:
-    return prefill.writing
-
-
-def _oldest(prefill: Prefill) -> int:
-    return prefill.oldest
-
-
-def _alive(side: Decode | Prefill) -> bool:
-    return side.alive
-
-
-def _gone(prefill: Prefill) -> bool:
-    return prefill.gone
-
-
+_writing = attrgetter("writing")
+_oldest = attrgetter("oldest")
+_alive = attrgetter("alive")
+_gone = attrgetter("gone")
 _OWES = _each(
     lambda decode, rank: decode.ranks[rank].owes if decode.alive and not decode.closed else 0
 )

@@ -93,19 +93,12 @@ class Bounds(NamedTuple):
         return len(self.rooms) + self.earlier
 
     def limit(self, price: Price) -> int:
-        both = {
-            Price.DECODE_ABORT: self.aborts,
-            Price.PREFILL_ABORT: self.aborts,
-            Price.NOTHING: UNLIMITED,
-        }
-        return (
-            both[price]
-            if price in both
-            else int(getattr(self, f"{price.name.lower()}{_PLURAL.get(price, 's')}"))
-        )
+        if price is Price.NOTHING:
+            return UNLIMITED
+        return int(getattr(self, _LIMITS.get(price, f"{price.name.lower()}s")))
 
 
-_PLURAL = {Price.CRASH: "es"}
+_LIMITS = {Price.DECODE_ABORT: "aborts", Price.PREFILL_ABORT: "aborts", Price.CRASH: "crashes"}
 
 DECODE, OTHER = Incarnation(77), Incarnation(88)
 LIVES = tuple((Incarnation(100 + n), Incarnation(200 + n)) for n in (1, 2, 3))  # by rank
@@ -184,7 +177,6 @@ class World:
         shared = [self.layout, self.address, self.timing, self.limits, self.observer]
         self.decodes: Shelf[DecodeEndpoint] = Shelf(tidy_decode, [*shared, mine])
         self.prefills: Shelf[PrefillEndpoint] = Shelf(tidy_prefill, [*shared, *lives])
-        self.memo: dict[Any, Any] = {}
         self._frames: dict[tuple[Word, int], bytes] = {}
 
     def new_decode(self) -> DecodeEndpoint:
@@ -229,11 +221,8 @@ class World:
             changes: dict[str, Any] = {"source": LIVES[rank][life_of(word.source) - 1]}
             if type(word) is wire.Registered:
                 changes["asked"] = LIVES[rank][life_of(word.asked) - 1]
-                changes["served"] = (
-                    served_of(shard_layout(self.layout, rank, self.bounds.ranks))
-                    if word.served
-                    else ()
-                )
+                part = shard_layout(self.layout, rank, self.bounds.ranks)
+                changes["served"] = served_of(part) if word.served else ()
             if hasattr(word, "rank"):
                 changes["rank"] = rank
             found = self._frames[word, rank] = encode(msgspec.structs.replace(word, **changes))
