@@ -148,11 +148,8 @@ class NodeCache:
             return self._oracle.broken("I10", f"{self._who}: {str(error).removeprefix('I10: ')}")
         for tier, there in zip(Tier, self._truth(), strict=True):
             if over := self.subscriber.blocks[tier].keys() - there:
-                return self._oracle.broken(
-                    "I10",
-                    f"{self._who}: {len(over)} pages are told of that {tier.name.lower()} has not "
-                    "got",
-                )
+                text = f"{len(over)} pages are told of that {tier.name.lower()} has not got"
+                return self._oracle.broken("I10", f"{self._who}: {text}")
         return None
 
     def _truth(self) -> list[set[int]]:
@@ -165,22 +162,12 @@ class NodeCache:
         for books in (self._books, self._host_books):
             names: set[int] = set()
             if books is not None:
-                held = {
-                    books.bytes.read(page)
-                    for page, owner in enumerate(books.owners)
-                    if owner == OWNER
-                }
+                owners = enumerate(books.owners)
+                held = {books.bytes.read(page) for page, owner in owners if owner == OWNER}
                 size = books.bytes.page_bytes
-                names = {
-                    name
-                    for digest, name in self._texts.names.items()
-                    if page_bytes(digest, size) in held
-                }
+                names = {n for d, n in self._texts.names.items() if page_bytes(d, size) in held}
             found.append(names)
-        return [
-            *found,
-            {name for digest, name in self._texts.names.items() if digest in self._disk.whole},
-        ]
+        return [*found, {n for d, n in self._texts.names.items() if d in self._disk.whole}]
 
     # --- what is found
 
@@ -189,22 +176,19 @@ class NodeCache:
         digests, size = self._texts.add(prompt), self._books.bytes.page_bytes
         for index, page in enumerate(prefix.pages.tolist()):
             if self._books.bytes.read(page) != page_bytes(digests[index], size):
-                self._oracle.broken(
-                    "I14",
-                    f"{self._who}: cached page {page} {when} is not page {index} of its prompt",
-                )
+                text = f"cached page {page} {when} is not page {index} of its prompt"
+                self._oracle.broken("I14", f"{self._who}: {text}")
 
     def counted(self) -> dict[str, int]:
         stats = self.cache.stats()
-        what = (
-            "evicted_pages",
-            "saved_pages",
-            "loaded_pages",
-            "stored_pages",
-            "fetched_pages",
-            "failed_copies",
-        )
-        return {name.replace("_", " "): getattr(stats, name) for name in what}
+        return {
+            "evicted pages": stats.evicted_pages,
+            "saved pages": stats.saved_pages,
+            "loaded pages": stats.loaded_pages,
+            "stored pages": stats.stored_pages,
+            "fetched pages": stats.fetched_pages,
+            "failed copies": stats.failed_copies,
+        }
 
     def left(self) -> list[str]:
         if self.lost:
@@ -213,18 +197,13 @@ class NodeCache:
         if self.cache.busy:
             found.append("copies are under way")
         if stats.evictable_pages != stats.pages:
-            found.append(
-                f"{stats.pages - stats.evictable_pages} of {stats.pages} cached pages are pinned"
-            )
-        if self._books.owners.count(OWNER) != stats.pages:
-            found.append(
-                f"{self._books.owners.count(OWNER)} pages are the cache's, and it knows of "
-                f"{stats.pages}"
-            )
-        if self.host is not None and sum(self.host.pages.owned().values()) != stats.host_pages:
-            found.append(
-                f"{self.host.pages.owned()} of host memory are out, and {stats.host_pages} cached"
-            )
+            pinned = stats.pages - stats.evictable_pages
+            found.append(f"{pinned} of {stats.pages} cached pages are pinned")
+        if (owned := self._books.owners.count(OWNER)) != stats.pages:
+            found.append(f"{owned} pages are the cache's, and it knows of {stats.pages}")
+        out = {} if self.host is None else self.host.pages.owned()
+        if self.host is not None and sum(out.values()) != stats.host_pages:
+            found.append(f"{out} of host memory are out, and {stats.host_pages} cached")
         return [f"{self._who}: {what}" for what in found]
 
     def check_told(self) -> None:
@@ -244,32 +223,24 @@ class NodeCache:
             node, above = waiting.pop()
             bits = above
             if node.parent is not None:
-                bits = sum(
-                    1 << tier
-                    for tier in Tier
-                    if above & 1 << tier and node.phase[tier] is RunPhase.PRESENT
-                )
+                present = [tier for tier in Tier if node.phase[tier] is RunPhase.PRESENT]
+                bits = above & sum(1 << tier for tier in present)
                 assert bits == 0 or node.digests is not None
                 for tier in Tier:
                     if bits & 1 << tier and node.digests is not None:
                         there[tier].update(node.digests[:, 0].tolist())
             waiting.extend((child, bits) for child in node.children.values())
-        told = [set(held) for held in self.subscriber.blocks]
-        for tier in Tier:
-            if told[tier] != there[tier]:
-                self._oracle.broken(
-                    "I10",
-                    f"{self._who}: {tier.name.lower()} has {len(there[tier])} pages, "
-                    f"{len(told[tier])} are told",
-                )
+        for tier, told in zip(Tier, self.subscriber.blocks, strict=True):
+            if told.keys() != there[tier]:
+                text = f"{tier.name.lower()} has {len(there[tier])} pages, {len(told)} are told"
+                self._oracle.broken("I10", f"{self._who}: {text}")
 
     def empty(self) -> list[str]:
         """Evict everything, and return a line if pages remain although the node is at rest."""
         if self.lost:
             return []
+        # A node can be evicted only after its children, so repeat until the counts stay the same.
         for _ in range(len(self._books.owners)):
-            # A node can be evicted only after its children, so repeat until the counts stay the
-            # same.
             before = self.cache.stats()
             for tier in PAGED:
                 self.cache._free(self.cache._index.evict(tier, len(self._books.owners)))
@@ -278,7 +249,6 @@ class NodeCache:
         else:
             after = self.cache.stats()
         if after.pages or after.host_pages:
-            return [
-                f"{self._who}: {after.pages} and {after.host_pages} pages cannot be evicted at rest"
-            ]
+            pages = f"{after.pages} and {after.host_pages} pages"
+            return [f"{self._who}: {pages} cannot be evicted at rest"]
         return []

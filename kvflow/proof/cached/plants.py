@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.handlers.rooms import DecodeRoom
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.proof.cached.scheduler import CachingScheduler
 from kvflow.proof.plant import Installed, Plant, planting
@@ -40,9 +40,8 @@ def _doubtful_page_cached() -> Installed:
         owner, cached = object(), int(prefix.pages.size)
         node.pool.pages.move(room.pages, owners.pop(), owner)
         pages = np.concatenate([prefix.pages, room.pages])
-        kept = (
-            self._caches[id(node)].cache.keep(np.array(job.prompt), pages, owner, prefix) - cached
-        )
+        cache = self._caches[id(node)].cache
+        kept = cache.keep(np.array(job.prompt), pages, owner, prefix) - cached
         node.pool.pages.give_back(room.pages[max(kept, 0) :], owner)
 
     return swapped(CachingScheduler, "room_failed", room_failed)
@@ -54,13 +53,7 @@ def _failed_prompt_cached() -> Installed:
     original = CachingScheduler.engine_failed
 
     def engine_failed(
-        self: Any,
-        node: PrefillNode,
-        job: Any,
-        room: PrefillRoom,
-        pages: Any,
-        owner: object,
-        prefix: Any,
+        self: Any, node: PrefillNode, job: Any, room: Any, pages: Any, owner: object, prefix: Any
     ) -> int:
         original(self, node, job, room, pages, owner, prefix)
         kept: int = self._caches[id(node)].cache.keep(np.array(job.prompt), pages, owner, prefix)

@@ -82,18 +82,9 @@ class CachingCluster(Cluster):
             # Another process of that name still uses the folder.
             folder = Path(f"{folder}-{len(self.caches)}")
         spoil(folder, self.disk_faults, most=True)
-        member.cache = self.caches[id(member.node)] = NodeCache(
-            name,
-            member.node.pool,
-            member.seen.books,
-            plan,
-            folder,
-            self.texts,
-            self.oracle,
-            self.faults,
-            self.disk_faults,
-            self.workers,
-        )
+        where = name, member.node.pool, member.seen.books, plan, folder, self.texts
+        faults = self.oracle, self.faults, self.disk_faults, self.workers
+        member.cache = self.caches[id(member.node)] = NodeCache(*where, *faults)
         return member
 
     def kill(self, member: Member) -> None:
@@ -165,9 +156,8 @@ class CachedRun(plain.Run):
 
     def still_left(self, *, doubts: bool) -> list[str]:
         caches = [member.cache for member in self.cluster.members if member.alive]
-        found = super().still_left(doubts=doubts) + [
-            what for cache in caches for what in cache.left()
-        ]
+        found = super().still_left(doubts=doubts)
+        found += [what for cache in caches for what in cache.left()]
         if not found:
             for cache in caches:
                 cache.check_told()
@@ -197,11 +187,9 @@ def with_caches(rng: random.Random, scenario: Scenario) -> Scenario:
             for leg in (request.prefill, request.decode)
         ]
         again = request._replace(room=request.room + 1_000, prefill=legs[0], decode=legs[1])
-        requests.append(
-            _with_prompt(
-                rng, again, request.prompt if rng.random() < 0.6 else library.after(request.prompt)
-            )
-        )
+        same = rng.random() < 0.6
+        prompt = request.prompt if same else library.after(request.prompt)
+        requests.append(_with_prompt(rng, again, prompt))
     return scenario._replace(requests=requests, variety=scenario.variety._replace(layout=_LAYOUT))
 
 

@@ -71,14 +71,12 @@ class CachingScheduler:
                             kept = self.engine_failed(node, job, room, pages, owner, prefix)
                             return None
                         at += count
-                        await in_thread(
-                            self._model_step(node, job, pages, max(at - count, cached), at)
-                        )
-                        if at == total or at > sent:
-                            last = at == total
-                            room.send(
-                                pages[sent:at], last=last, handoff=job.handoff if last else b""
-                            )
+                        first = max(at - count, cached)
+                        await in_thread(self._model_step(node, job, pages, first, at))
+                        last = at == total
+                        if last or at > sent:
+                            handoff = job.handoff if last else b""
+                            room.send(pages[sent:at], last=last, handoff=handoff)
                             sent = max(at, sent)
                     await room.done()
                     mine.check(prefix, job.prompt, "after use")
@@ -91,9 +89,8 @@ class CachingScheduler:
 
     async def decode(self, node: DecodeNode, job: Job) -> None:
         if job.refused:
-            return node.refuse(
-                job.room, job.ranks(), job.cause(Code.CAPACITY, "decode will not have it")
-            )
+            cause = job.cause(Code.CAPACITY, "decode will not have it")
+            return node.refuse(job.room, job.ranks(), cause)
         mine, prompt = self._caches[id(node)], np.array(job.prompt)
         async with AsyncExitStack() as stack:
             prefix = await stack.enter_async_context(self._found(mine, job.prompt, len(job.prompt)))
@@ -117,9 +114,8 @@ class CachingScheduler:
         try:
             await asyncio.sleep(job.kept_s)
             mine.check(prefix, job.prompt, "after use")
-            kept = (
-                mine.cache.keep(prompt, np.concatenate([prefix.pages, own]), owner, prefix) - cached
-            )
+            pages = np.concatenate([prefix.pages, own])
+            kept = mine.cache.keep(prompt, pages, owner, prefix) - cached
             self._press(node)
             job.succeeded = True
         finally:
@@ -213,9 +209,8 @@ class CachingScheduler:
     def _chunks(job: Job, total: int) -> list[int]:
         counts = list(job.chunks)
         if sum(counts) != total:
-            raise AssertionError(
-                f"room {job.room}: chunks of {counts} pages for a prompt of {total}"
-            )
+            text = f"room {job.room}: chunks of {counts} pages for a prompt of {total}"
+            raise AssertionError(text)
         return counts
 
     def _model_step(

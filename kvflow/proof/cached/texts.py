@@ -32,10 +32,8 @@ class Texts:
             self.names.update((digest, block_hash(digest)) for digest in found)
             if rest := prompt[len(found) * PAGE_SIZE :]:
                 above = found[-1] if found else b""
-                found = [
-                    *found,
-                    hashlib.sha256(b"rest" + above + struct.pack(f"<{len(rest)}I", *rest)).digest(),
-                ]
+                tokens = struct.pack(f"<{len(rest)}I", *rest)
+                found = [*found, hashlib.sha256(b"rest" + above + tokens).digest()]
             self._pages[key] = found
         return found
 
@@ -57,9 +55,8 @@ class Library:
 
     def draw(self) -> list[int]:
         begins = self._rng.choice(self._drawn)
-        return self.after(
-            begins[: self._rng.choice((len(begins), self._rng.randint(0, len(begins))))]
-        )
+        kept = self._rng.choice((len(begins), self._rng.randint(0, len(begins))))
+        return self.after(begins[:kept])
 
     def after(self, begins: list[int]) -> list[int]:
         """Return a prompt that continues `begins`, cut to the longest allowed length."""

@@ -83,9 +83,8 @@ class BothSides:
 
     def over_at_decode(self, target: int, record: DecodeRoomRecord) -> None:
         halves = [self.engine_half(peer.key.incarnation, record.room) for peer in record.peers]
-        self._not_for_nothing(
-            record, [half for half in halves if half is not None], record.peers, target
-        )
+        opened = [half for half in halves if half is not None]
+        self._not_for_nothing(record, opened, record.peers, target)
         for key in promises_of(target, record):
             self.look(key)
 
@@ -104,11 +103,9 @@ class BothSides:
         Either one of `peers` was dead or in trouble, or one of the `others` has the same cause.
         """
         cause, side = record.state.cause, self.sides[target]
-        if (
-            cause is None
-            or cause.code is not Code.PEER_LOST
-            or any(other.state.cause == cause for other in others)
-        ):
+        if cause is None or cause.code is not Code.PEER_LOST:
+            return
+        if any(other.state.cause == cause for other in others):
             return
         for peer in peers:
             source = self.sides[peer.key.incarnation]
@@ -159,9 +156,8 @@ class BothSides:
             if self.forgetful and over_at_s < decode.opened_at_s + self.announced_within_s:
                 # Prefill forgot the end of its half before decode's half arrived.
                 return
-            if decode.phase is DecodePhase.BOOTSTRAPPING and over_at_s < self._troubled_at_s(
-                source, target, peer.key.control
-            ):
+            troubled_at_s = self._troubled_at_s(source, target, peer.key.control)
+            if decode.phase is DecodePhase.BOOTSTRAPPING and over_at_s < troubled_at_s:
                 # Prefill remembers the end of a half only for a while, and a repeated announcement
                 # may come too late.
                 return
@@ -188,9 +184,8 @@ class BothSides:
         if prefill.peer is None and self._mixed_up(key, decode, prefill):
             return
         where, other = ("decode", prefill.phase) if failed_here else ("prefill", decode.phase)
-        self.broken(
-            "I4", f"room {decode.room} has failed at {where}, the other side is still {other.name}"
-        )
+        text = f"room {decode.room} has failed at {where}, the other side is still {other.name}"
+        self.broken("I4", text)
 
     def _mixed_up(self, key: Promise, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
         """Return True if a room id was used again so soon that a half met the wrong counterpart.
@@ -231,11 +226,8 @@ class BothSides:
         if decode not in over_at_s:
             return False
         ended_at_s = over_at_s[decode]
-        bound = [
-            room
-            for at, room in self.prefills.items()
-            if at[0] == key[0] and room.room == decode.room
-        ]
+        rooms_there = [room for at, room in self.prefills.items() if at[0] == key[0]]
+        bound = [room for room in rooms_there if room.room == decode.room]
         return any(over_at_s.get(room, ended_at_s) >= ended_at_s for room in bound)
 
     def _troubled_at_s(self, source: Side, target: Side, control: str) -> float:

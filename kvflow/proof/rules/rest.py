@@ -47,20 +47,13 @@ def left_at_prefill(node: AtPrefill, rules: Rules, *, doubts: bool) -> Iterator[
     lent: Doubts = {}
     yield from _earlier(name, node.earlier, rules, lent, doubts=doubts)
     if node.quarantined != sum(lent.values()):
-        yield (
-            f"{name}: {node.quarantined} pages in quarantine, earlier nodes have lent "
-            f"{sum(lent.values())}"
-        )
+        count = sum(lent.values())
+        yield f"{name}: {node.quarantined} pages in quarantine, earlier nodes have lent {count}"
     # A frozen write never ends, so its draining room stays by design.
-    frozen = {
-        write.record for write in rules.transfers.frozen if write.key[0] == node.side.incarnation
-    }
-    rooms = [
-        room
-        for room in core.rooms.values()
-        if room not in frozen or room.phase is not PrefillPhase.DRAINING
-    ]
-    if rooms:
+    own = node.side.incarnation
+    frozen = {write.record for write in rules.transfers.frozen if write.key[0] == own}
+    draining = {room for room in frozen if room.phase is PrefillPhase.DRAINING}
+    if rooms := [room for room in core.rooms.values() if room not in draining]:
         yield f"{name}: rooms {[(room.room, room.phase.name) for room in rooms]}"
     counts = {
         "handles": node.handles - len(frozen),

@@ -175,9 +175,8 @@ class Rooms(BothSides):
             landed = [write for write in writes if write.outcome is WriteOutcome.LANDED]
             there = sum(len(write.sources) for write in landed)
             if there != len(record.target_pages) or len(landed) < len(writes):
-                self.broken(
-                    "I3", f"room {record.room} succeeds at prefill over a write that has not landed"
-                )
+                text = f"room {record.room} succeeds at prefill over a write that has not landed"
+                self.broken("I3", text)
 
     def sent_a_chunk(self, record: PrefillRoomRecord) -> None:
         """Verify that the room did not end inside the engine's own send(), which still uses it."""
@@ -227,9 +226,8 @@ class Rooms(BothSides):
         self._check_told(role, record)
         cause = self.told.get(record)
         if cause is not None and record.state.cause != cause:
-            self.broken(
-                "I4", f"room {record.room} at {role}: first {cause}, then {record.state.cause}"
-            )
+            text = f"room {record.room} at {role}: first {cause}, then {record.state.cause}"
+            self.broken("I4", text)
 
     def _tell(
         self, incarnation: int, record: Record, cause: Cause | None, deadline_at_s: float

@@ -95,21 +95,15 @@ class Transfers:
         write.next += 1
         home.writers[place] -= 1
         if not home.lost and not home.is_lent(place, target, grant):
-            self.broken(
-                "I2",
-                f"{write.key}: a byte lands on {home.name(place)}, which belongs to "
-                f"{home.owners[place]!r}",
-            )
+            text = f"{write.key}: a byte lands on {home.name(place)}"
+            self.broken("I2", f"{text}, which belongs to {home.owners[place]!r}")
         self.judge.trace(lambda: f"{home.name(place)} of grant {grant} lands")
         return place
 
     def write_ended(self, write: Write, outcome: WriteOutcome) -> None:
         write.outcome = outcome
-        self.judge.trace(
-            lambda: (
-                f"write of grant {write.key[2]} ends: {outcome.value}, {write.next} pages landed"
-            )
-        )
+        landed = f"{write.next} pages landed"
+        self.judge.trace(lambda: f"write of grant {write.key[2]} ends: {outcome.value}, {landed}")
         if write.readers is not None:
             for place in write.sources:
                 write.readers[place] -= 1
@@ -146,9 +140,8 @@ class Transfers:
             return self.broken("I7", f"{sender.name} says what is no message")
         kind, mine = type(message), message.source if lent is None else message.target
         if mine != sender.incarnation:
-            self.broken(
-                "I6", f"{sender.name} ({sender.incarnation:x}) speaks for {mine:x}: {message}"
-            )
+            text = f"{sender.name} ({sender.incarnation:x}) speaks for {mine:x}: {message}"
+            self.broken("I6", text)
         if kind is ChunkDone:
             self._chunk_said(message)  # type: ignore[arg-type]
         elif kind is AbortAck:
@@ -167,11 +160,8 @@ class Transfers:
         if len(writes) < begun or any(write.outcome is not WriteOutcome.LANDED for write in writes):
             self.broken("I3", f"{key}: chunk {message.seq} is said to have landed, and has not")
         elif message.pages and len(writes[-1].sources) != message.pages:
-            self.broken(
-                "I3",
-                f"{key}: chunk {message.seq} has {len(writes[-1].sources)} pages, not "
-                f"{message.pages}",
-            )
+            pages = f"{len(writes[-1].sources)} pages, not {message.pages}"
+            self.broken("I3", f"{key}: chunk {message.seq} has {pages}")
 
     def _ack_said(self, message: AbortAck) -> None:
         key = message.source, message.target, message.grant
@@ -215,19 +205,15 @@ class Transfers:
             writes = self.writes.get(key, ())
             there = {page for write in writes for page in write.targets[: write.next]}
             if missing := [place for place in arrival.places if place not in there]:
-                self.broken(
-                    "I8", f"room {room} succeeds, rank {rank} has not written pages {missing}"
-                )
+                text = f"room {room} succeeds, rank {rank} has not written pages {missing}"
+                self.broken("I8", text)
             for index, place in enumerate(arrival.places):
                 if not arrival.is_right(index, rank):
-                    self.broken(
-                        "I8", f"room {room} succeeds, {home.name(place)} has somebody else's bytes"
-                    )
+                    text = f"room {room} succeeds, {home.name(place)} has somebody else's bytes"
+                    self.broken("I8", text)
         for place in arrival.places:
             if home.writers[place]:
-                self.broken(
-                    "I2",
-                    f"room {room} succeeds while a write may still reach {home.name(place)}",
-                )
+                text = f"room {room} succeeds while a write may still reach {home.name(place)}"
+                self.broken("I2", text)
         if arrival.handoff != handoff_of(arrival.digest):
             self.broken("I9", f"room {room} got another room's hand-over")

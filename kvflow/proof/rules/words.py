@@ -5,17 +5,8 @@ from __future__ import annotations
 from kvflow.protocols.wire.messages import Bootstrap
 
 # Fields that are the same in all messages, or too long to read.
-_DULL = {
-    "source",
-    "target",
-    "layout",
-    "address",
-    "wire_version",
-    "prompt_digest",
-    "handoff",
-    "checksum",
-    "asked",
-}
+_DULL = {"source", "target", "layout", "address", "wire_version", "asked"}
+_DULL |= {"prompt_digest", "handoff", "checksum"}
 
 
 def worded(message: object, dull: set[str] = _DULL) -> str:

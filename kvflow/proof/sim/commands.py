@@ -132,20 +132,12 @@ def _hunt(simulator: Simulator, plant: str, seeds: str, as_json: bool) -> None:
     found = [simulator.hunt(name, within, _say) for name in names]
     missed = sum("seed" not in one for one in found)
     columns = ("plant", "found by", "invariant", "what the run says")
-    _print(
-        {"plants": len(found), "not_found": missed, "found": found},
-        columns,
-        [
-            (
-                one["plant"],
-                str(one.get("seed", "NOT FOUND")),
-                one.get("invariant", ""),
-                one.get("text", ""),
-            )
-            for one in found
-        ],
-        as_json,
-    )
+    rows = [
+        [one["plant"], str(one.get("seed", "NOT FOUND"))]
+        + [one.get(key, "") for key in ("invariant", "text")]
+        for one in found
+    ]
+    _print({"plants": len(found), "not_found": missed, "found": found}, columns, rows, as_json)
     if missed:
         raise typer.Exit(1)
 

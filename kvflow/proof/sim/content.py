@@ -62,9 +62,8 @@ def _shares(whole: PoolLayout, part: PoolLayout) -> tuple[NDArray[np.int64], NDA
     row of `whole`.
     """
     first, none = np.zeros(1, dtype=np.int32), NO_PLACES
-    pairing = Pairing(
-        placed_at_zero(whole), placed_at_zero(part), only=spans_served(served_of(part))
-    )
+    only = spans_served(served_of(part))
+    pairing = Pairing(placed_at_zero(whole), placed_at_zero(part), only=only)
     found = []
     for size_bytes, lists in (
         (part.page_bytes, (first, first)),

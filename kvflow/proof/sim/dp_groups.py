@@ -110,11 +110,8 @@ class DpGroups:
         homes = self._homes.get((message.target, message.room))
         group = self._group_of.get(message.source)
         if homes is not None and group not in homes:
-            what = type(message).__name__
-            self._broken(
-                "I4",
-                f"room {message.room} is of group {sorted(homes)}, and group {group} hears {what}",
-            )
+            text = f"room {message.room} is of group {sorted(homes)}"
+            self._broken("I4", f"{text}, and group {group} hears {type(message).__name__}")
 
     # --- the rule
 
@@ -132,11 +129,11 @@ class DpGroups:
         given = self._given(prefill)
         if not given <= self.groups.keys() or (len(given) == 1 and dp_rank is None):
             return given
+        served = {group: self.groups[group] for group in given}
         return {
             group
-            for group in given
-            if self.groups[group].dp_rank
-            == (room % self.groups[group].dp_size if dp_rank is None else dp_rank)
+            for group, own in served.items()
+            if own.dp_rank == (room % own.dp_size if dp_rank is None else dp_rank)
         }
 
     # --- refusals
@@ -156,10 +153,8 @@ class DpGroups:
             linked = [peer for peer in node.shell.endpoint.peers if self._is_current(peer, group)]
             up = (peer.phase is LinkPhase.UP and usable[peer.key.control] == 1 for peer in linked)
             if linked and all(up):
-                since_s = self._loop.time()
-                self._loop.later(
-                    DELAY_S[1] + HEAR_S, self._check_told, node, room, group, linked, since_s
-                )
+                told = node, room, group, linked, self._loop.time()
+                self._loop.later(DELAY_S[1] + HEAR_S, self._check_told, *told)
 
     def _is_current(self, peer: PrefillPeer, group: int) -> bool:
         incarnation = peer.key.incarnation
@@ -182,11 +177,9 @@ class DpGroups:
         for peer in peers:
             told_at_s = self._refused_at_s.get((peer.key.incarnation, node.incarnation, room), -1.0)
             if told_at_s < since_s:
+                text = f"room {room} is refused at decode {node.incarnation:x}"
                 who = f"rank {peer.info.rank} of group {group}"
-                self._broken(
-                    "I4",
-                    f"room {room} is refused at decode {node.incarnation:x}, and {who} is not told",
-                )
+                self._broken("I4", f"{text}, and {who} is not told")
 
 
 def asked_observed(groups: DpGroups) -> AbstractContextManager[None]:

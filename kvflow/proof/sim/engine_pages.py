@@ -34,11 +34,7 @@ class EnginePages:
             (0, books.num_pages, count - bool(rows)),
             (books.num_pages, books.num_pages + rows, int(bool(rows))),
         ):
-            free = [
-                place
-                for place in range(first, end)
-                if place not in busy and place not in self._taken
-            ]
+            free = [p for p in range(first, end) if p not in busy and p not in self._taken]
             if len(free) < wanted:
                 raise CapacityError("pages" if not first else "rows", wanted, len(free))
             found += free[:wanted]

@@ -178,9 +178,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if handle._cancelled:
                 continue
             if self._halted:
-                process: Process | None = handle._context.get(  # type: ignore[attr-defined]
-                    _process,
-                )
+                process: Process | None = handle._context.get(_process)  # type: ignore[attr-defined]
                 if process is not None and process.parked is not None:
                     process.parked.append(handle)
                     continue

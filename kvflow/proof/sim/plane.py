@@ -56,9 +56,8 @@ class PacedPlane(FakePlane):
         if write.fault is Fault.STUCK:
             self._after(STUCK_S, self._unstick, write)
         else:
-            self._after(
-                SLOW_PAGE_S if fault == "slow" else PAGE_S, self._slice, write, fault == "slow"
-            )
+            slow = fault == "slow"
+            self._after(SLOW_PAGE_S if slow else PAGE_S, self._slice, write, slow)
 
     def copied(self, write: FakeWrite, size_bytes: int) -> None:
         self._oracle.bytes_landed(write, size_bytes)

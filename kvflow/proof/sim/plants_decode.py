@@ -19,9 +19,7 @@ from kvflow.protocols.decode.links import PrefillPeer
 from kvflow.protocols.decode.records import DecodeRoomRecord
 from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.machines.decode_room import (
-    DecodePhase,
-)
+from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.loan import LoanKind
 from kvflow.protocols.machines.ownership import Source
 from kvflow.protocols.wire.messages import AbortAck, ChunkDone, Heartbeat, RoomFailed

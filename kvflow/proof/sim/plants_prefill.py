@@ -95,9 +95,8 @@ def abort_by_room() -> Installed:
     def on_abort(core: PrefillCore, peer: DecodePeer, message: Abort, now: float) -> None:
         record = core.rooms.get(message.room)
         if record is not None and record.peer is peer:
-            core.feed_room(
-                record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=message.cause), now
-            )
+            aborted = PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=message.cause)
+            core.feed_room(record, aborted, now)
         else:
             original(core, peer, message, now)
 

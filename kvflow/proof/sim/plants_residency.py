@@ -140,11 +140,8 @@ def _row_given_away_in_a_step() -> Installed:
             self.pages, self.rows = pages, NO_PLACES
 
     async def run(self: ModelThread, sequences: SequenceOf[Any], work: Callable[[], Any]) -> Any:
-        return await original(
-            self,
-            [PagesOnly(s.pages) for s in sequences],  # type: ignore[misc]
-            work,
-        )
+        held: Any = [PagesOnly(s.pages) for s in sequences]
+        return await original(self, held, work)
 
     return swapped(ModelThread, "run", run)
 

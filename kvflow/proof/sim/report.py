@@ -67,9 +67,9 @@ def simulate_many(
 
 def described(outcome: Outcome, how: str, plant: str = "") -> dict[str, Any]:
     assert outcome.violation is not None
-    replay = f"kvflow sim{how} --seed {outcome.seed} --trace" + (
-        f" --plant {plant!r}" if plant else ""
-    )
+    replay = f"kvflow sim{how} --seed {outcome.seed} --trace"
+    if plant:
+        replay += f" --plant {plant!r}"
     return {"seed": outcome.seed, **outcome.violation._asdict(), "replay": replay}
 
 

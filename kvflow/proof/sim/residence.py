@@ -20,16 +20,7 @@ from kvflow.proof.sim.oracle import Oracle
 from kvflow.proof.sim.pages import books_of
 from kvflow.proof.sim.snapshots import CopyFailedError, Snapshots
 from kvflow.proof.sim.state import Squatter, State
-from kvflow.proof.sim.stay import (
-    ABORT,
-    CANCEL_TWICE,
-    GROW,
-    RETRACT,
-    STEP,
-    Act,
-    Disturbance,
-    Stay,
-)
+from kvflow.proof.sim.stay import ABORT, CANCEL_TWICE, GROW, RETRACT, STEP, Act, Disturbance, Stay
 from kvflow.protocols.errors import CapacityError, HostMemoryError
 from kvflow.protocols.machines.residency import ResidencyPhase as P
 from kvflow.protocols.pages.layout import Places
@@ -61,15 +52,12 @@ class Residence:
         """Take over the room's places, and play the plan. Return True if the plan was completed."""
         owner = ("sequence", room.room, room.grant)
         places = room.keep(owner)
-        self._handoff, self._state = (
-            handoff,
-            State(self._books, self._digest, places.tolist(), self._broken),
-        )
+        self._handoff = handoff
+        self._state = State(self._books, self._digest, places.tolist(), self._broken)
         pool, store = self._pool, self._snapshots.store
         rows = pool.rows if self._layout.num_rows else None
-        self._here = here = Resident(
-            owner, self._layout.split(places), pages=pool.pages, rows=rows, store=store
-        )
+        own = self._layout.split(places)
+        self._here = here = Resident(owner, own, pages=pool.pages, rows=rows, store=store)
         try:
             for act in self._plan.acts:
                 await asyncio.sleep(act.pause_s)
@@ -179,9 +167,8 @@ class Residence:
 
     async def _back(self, here: Resident, whole: bool | None) -> None:
         if self._handoff != handoff_of(self._digest):
-            self._oracle.broken(
-                "I9", f"{here.owner}: its hand-over is another one after its return"
-            )
+            text = f"{here.owner}: its hand-over is another one after its return"
+            self._oracle.broken("I9", text)
         if bool(whole) is self._state.lost:
             self._broken("it comes back with state that was dropped, or without state that was not")
         if whole:
@@ -196,9 +183,8 @@ class Residence:
             return await self._carry_out(here, work, disturbed)
         finally:
             if here.owner in self._snapshots.copies.owners:
-                self._oracle.broken(
-                    "I12", f"{here!r}: it is said to have moved, or not to, while it is copied"
-                )
+                text = f"{here!r}: it is said to have moved, or not to, while it is copied"
+                self._oracle.broken("I12", text)
 
     # --- what happens beside it
 

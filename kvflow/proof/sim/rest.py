@@ -33,18 +33,9 @@ def _left_at_prefill(
     member: Member, node: PrefillNode, oracle: Oracle, doubts: bool
 ) -> Iterator[str]:
     shell, earlier = node.shell, _earlier(node)
-    yield from left_at_prefill(
-        AtPrefill(
-            member.seen,
-            shell.endpoint.core,
-            len(shell.rooms),
-            _out(member, member.seen.books, earlier),
-            earlier,
-            node.quarantined_pages,
-        ),
-        oracle,
-        doubts=doubts,
-    )
+    core, out = shell.endpoint.core, _out(member, member.seen.books, earlier)
+    at = AtPrefill(member.seen, core, len(shell.rooms), out, earlier, node.quarantined_pages)
+    yield from left_at_prefill(at, oracle, doubts=doubts)
     if member.engine is not None:
         yield from member.engine.left(set())
     if not earlier and not member.seen.pool.places.at_rest():
@@ -56,30 +47,19 @@ def _left_at_decode(
 ) -> Iterator[str]:
     seen, shell, earlier = member.seen, node.shell, _earlier(node)
     lent: Doubts = {}
-    yield from left_at_decode(
-        AtDecode(
-            seen,
-            shell.endpoint.core,
-            shell.rooms.keys(),
-            _out(member, seen.lent, earlier),
-            earlier,
-            node.quarantined_pages,
-        ),
-        oracle,
-        lent,
-        doubts=doubts,
-    )
+    core, out = shell.endpoint.core, _out(member, seen.lent, earlier)
+    at = AtDecode(seen, core, shell.rooms.keys(), out, earlier, node.quarantined_pages)
+    yield from left_at_decode(at, oracle, lent, doubts=doubts)
     assert member.snapshots is not None
     yield from member.snapshots.left()
     if member.engine is not None:
-        yield from member.engine.left(
-            {GrantId(grant) for by, grant in lent if by == seen.incarnation}
-        )
+        in_doubt = {GrantId(grant) for by, grant in lent if by == seen.incarnation}
+        yield from member.engine.left(in_doubt)
     if seen.lent is not seen.books:
         # The room's own pages stay out as long as its places of staging are on loan.
         places = sum(count for (by, _), count in lent.items() if by == seen.incarnation)
-        if (out := sum(_out(member, seen.books, earlier).values())) > places:
-            yield f"{member.name}: {out} pages out, {places} places of staging are lent for them"
+        if (count := sum(_out(member, seen.books, earlier).values())) > places:
+            yield f"{member.name}: {count} pages out, {places} places of staging are lent for them"
         if not lent and not node.staging_at_rest:
             yield f"{member.name}: its staging is not at rest"
 

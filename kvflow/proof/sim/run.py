@@ -67,10 +67,8 @@ class Run(Course):
         self.cluster = cluster or Cluster(loop, oracle, faults, scenario.variety)
         super().__init__(self.cluster, scenario, faults, oracle)
         self.loop, self.scheduler, self.oracle = loop, scheduler, oracle
-        self.cluster.threaded, self.cluster.threaded_groups = (
-            scenario.threaded,
-            scenario.threaded_groups,
-        )
+        self.cluster.threaded = scenario.threaded
+        self.cluster.threaded_groups = scenario.threaded_groups
         oracle.dp_groups.groups = self.cluster.data_parallel = dp_groups_of(scenario.data_parallel)
         # A room that finds no staging is announced with the first repetition.
         if scenario.variety.staging_bytes:
@@ -109,9 +107,8 @@ class Run(Course):
                     fails_at=request.fails_at,
                     refused=request.refused,
                 )
-                self.loop.later(
-                    request.prefill.at_s, self._begin, place, PrefillNode, job, request.prefill
-                )
+                leg = request.prefill
+                self.loop.later(leg.at_s, self._begin, place, PrefillNode, job, leg)
         if request.decode is not None:
             job = self._job(
                 request.room,
@@ -126,9 +123,8 @@ class Run(Course):
             )
             if request.topples:
                 job.topples = partial(self._topple, job)
-            self.loop.later(
-                request.decode.at_s, self._begin, decode, DecodeNode, job, request.decode
-            )
+            leg = request.decode
+            self.loop.later(leg.at_s, self._begin, decode, DecodeNode, job, leg)
 
     def _begin(self, place: int, role: type, job: Job, leg: Leg) -> None:
         """Begin one leg of a request, unless its place has no living node of that role."""
@@ -149,10 +145,8 @@ class Run(Course):
                 await self.scheduler.prefill(member.node, job)
             else:
                 if job.stay is not None and member.snapshots is not None:
-                    digest = prompt_digest(job.prompt)
-                    job.residence = Residence(
-                        member.node, member.snapshots, self.oracle, digest, job.stay
-                    )
+                    parts = member.node, member.snapshots, self.oracle
+                    job.residence = Residence(*parts, prompt_digest(job.prompt), job.stay)
                 await self.scheduler.decode(member.node, job)
         except KvflowError as error:
             said = f"{member.name}: room {job.room}: {type(error).__name__}: {error}"
@@ -190,9 +184,8 @@ class Run(Course):
         """Verify that a node whose data plane stands still for too long is unavailable."""
         long = member.plane.stalled_s > self.scenario.variety.timing.lost_after_s
         if member.up and not member.leaving and long and not member.node.unavailable_reason:
-            self.oracle.broken(
-                "I7", f"{member.name}: its data plane stands still, and it calls itself available"
-            )
+            text = f"{member.name}: its data plane stands still, and it calls itself available"
+            self.oracle.broken("I7", text)
 
     def stays(self, node: Member) -> bool:
         return node is not self._switching
@@ -230,9 +223,7 @@ class Run(Course):
     def _schedule_elsewhere(self, request: Request, place: int, group: int) -> None:
         """Schedule a request between the node at `place`, which switched roles, and another one."""
         if isinstance(self.places[place].node, PrefillNode):
-            decodes = [
-                n for n, member in enumerate(self.places) if isinstance(member.node, DecodeNode)
-            ]
+            decodes = [n for n, m in enumerate(self.places) if isinstance(m.node, DecodeNode)]
             self._schedule(request, (place,), group, decodes[request.room % len(decodes)])
         else:
             others = [n for n, places in enumerate(self._prefills) if place not in places]
@@ -251,9 +242,8 @@ class Run(Course):
             counts["copies from staging"] = sum(one.copies.ended for one in staged)
         if self.cluster.data_parallel:
             counts["ends told to every group"] = self.oracle.dp_groups.told_to_every_group
-        if engines := [
-            member.engine for member in self.cluster.members if member.engine is not None
-        ]:
+        engines = [member.engine for member in self.cluster.members if member.engine is not None]
+        if engines:
             counts["rooms of engines without a loop"] = sum(engine.handled for engine in engines)
         return counts
 
@@ -264,46 +254,34 @@ class Run(Course):
 
     async def _probe(self) -> None:
         legs: list[tuple[Member, Job]] = []
-        groups, decodes = (
-            {m.group for m in self.cluster.living(PrefillNode)},
-            self.cluster.living(DecodeNode),
-        )
+        groups = {m.group for m in self.cluster.living(PrefillNode)}
+        decodes = self.cluster.living(DecodeNode)
         count = min(PROBES, PROBES_OF_NODE // max(1, len(groups), len(decodes)))
         for group in sorted(groups):
             ranks = [m for m in self.cluster.living(PrefillNode) if m.group == group]
             if group < len(self._prefills) and len(ranks) < len(self._prefills[group]):
                 continue
-            if any(
-                member.node.quarantined_pages > member.node.quarantine_limit for member in ranks
-            ):
-                # A prefill with so many pages of earlier nodes in quarantine may lack free pages.
+            # A node with so many pages in quarantine may lack free pages or refuse rooms.
+            if any(m.node.quarantined_pages > m.node.quarantine_limit for m in ranks):
                 continue
             for decode in decodes:
-                assert isinstance(decode.node, DecodeNode)
                 if decode.node.quarantined_pages > decode.node.quarantine_limit:
-                    # A decode with so many pages in quarantine may refuse rooms.
                     continue
                 for number in range(count):
                     self.probe_room = room = self.probe_room + 1
                     prompt = [room] * (sum(PROBE_CHUNKS) * PAGE_SIZE)
                     legs += [(member, self._job(room, prompt, PROBE_CHUNKS)) for member in ranks]
                     named = partial(self.cluster.named, group, *self._names_for_probe(group, room))
-                    legs.append(
-                        (
-                            decode,
-                            self._job(room, prompt, names=named, stay=None if number else GOOD),
-                        )
-                    )
+                    stay = None if number else GOOD
+                    legs.append((decode, self._job(room, prompt, names=named, stay=stay)))
         await asyncio.sleep(self.scenario.variety.timing.repeat_after_s)
         if legs:
-            await asyncio.wait(
-                [member.spawn(self._leg(member, job)) for member, job in legs], timeout=REST_S
-            )
+            tasks = [member.spawn(self._leg(member, job)) for member, job in legs]
+            await asyncio.wait(tasks, timeout=REST_S)
         for member, job in legs:
             if not job.succeeded:
-                self.oracle.broken(
-                    "I7", f"{member.name}: a good room after the faults has not succeeded"
-                )
+                text = f"{member.name}: a good room after the faults has not succeeded"
+                self.oracle.broken("I7", text)
 
     def _names_for_probe(self, group: int, room: int) -> tuple[str, int | None]:
         if (found := self.cluster.data_parallel.get(group)) is None:

@@ -133,9 +133,8 @@ def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -
                 # Only a prefill has an address and writes, so these two strike prefills alone.
                 first = nodes if kind not in ("takeover", "stall") else sum(groups)
                 for_s = _duration_s(rng) * (2 if kind == "stall" else 1)
-                accidents.append(
-                    Accident(rng.uniform(0.05, 2.2), kind, rng.randrange(first), for_s)
-                )
+                at_s = rng.uniform(0.05, 2.2)
+                accidents.append(Accident(at_s, kind, rng.randrange(first), for_s))
     return Scenario(groups, decodes, draw_variety(rng, decodes), requests, accidents)
 
 
@@ -202,10 +201,9 @@ def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
     """
     if rng.random() >= SWITCHES_IN:
         return scenario
-    ranks_of_group = [ranks for ranks in scenario.groups for _ in range(ranks)] + [
-        1
-    ] * scenario.decodes
-    places = [place for place, ranks in enumerate(ranks_of_group) if ranks == 1]
+    ranks_of_place = [ranks for ranks in scenario.groups for _ in range(ranks)]
+    ranks_of_place += [1] * scenario.decodes
+    places = [place for place, ranks in enumerate(ranks_of_place) if ranks == 1]
     requests = tuple(
         _request(rng, SWITCH_ROOM + n, 1, 1, within_s=0.4) for n in range(rng.randint(4, 8))
     )
@@ -241,8 +239,7 @@ def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
     return scenario._replace(
         variety=scenario.variety._replace(staging_bytes=size_bytes),
         requests=[in_time(request) for request in scenario.requests],
-        switch=switch
-        and switch._replace(requests=tuple(in_time(request) for request in switch.requests)),
+        switch=switch and switch._replace(requests=tuple(map(in_time, switch.requests))),
     )
 
 
@@ -257,32 +254,24 @@ def with_threads(rng: random.Random, scenario: Scenario) -> Scenario:
     first = sum(scenario.groups)
     of_place = [group for group, ranks in enumerate(scenario.groups) for _ in range(ranks)]
     switching = None if scenario.switch is None else scenario.switch.node
-    threaded = [
-        number
-        for number in range(scenario.decodes)
-        if rng.random() < 0.75 and first + number != switching
-    ]
+    decodes, groups = range(scenario.decodes), range(len(scenario.groups))
+    threaded = [n for n in decodes if rng.random() < 0.75 and first + n != switching]
     switching_group = of_place[switching] if switching is not None and switching < first else None
-    groups = [
-        group
-        for group in range(len(scenario.groups))
-        if rng.random() < 0.4 and group != switching_group
-    ]
+    threaded_groups = [g for g in groups if rng.random() < 0.4 and g != switching_group]
     requests = [
         _offered(rng, request) if request.decode_at in threaded else request
         for request in scenario.requests
     ]
     accidents = list(scenario.accidents)
     for number in threaded:
-        begins_s = [
-            r.decode.at_s for r in requests if r.decode is not None and r.decode_at == number
-        ]
+        legs = [request.decode for request in requests if request.decode_at == number]
+        begins_s = [leg.at_s for leg in legs if leg is not None]
         if begins_s and rng.random() < 0.7:
             at_s = rng.choice(begins_s) + rng.uniform(0.0, 0.03)
             accidents.append(Accident(at_s, "leave", first + number, rng.uniform(0.05, 0.6)))
     return scenario._replace(
         threaded=frozenset(threaded),
-        threaded_groups=frozenset(groups),
+        threaded_groups=frozenset(threaded_groups),
         requests=requests,
         accidents=accidents,
     )
@@ -340,10 +329,8 @@ def _request(
 def _leg(rng: random.Random, at_s: float) -> Leg:
     ends = None
     if rng.random() < 0.22:
-        ends = (
-            rng.choice((rng.uniform(0, 0.03), rng.uniform(0, 0.5))),
-            rng.choice(("cancel", "cancel twice", "close")),
-        )
+        after_s = rng.choice((rng.uniform(0, 0.03), rng.uniform(0, 0.5)))
+        ends = after_s, rng.choice(("cancel", "cancel twice", "close"))
     return Leg(at_s, ends, rng.uniform(0.01, 2.0) if rng.random() < 0.1 else None)
 
 

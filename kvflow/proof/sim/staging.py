@@ -86,11 +86,8 @@ class Staged:
             if other is room:
                 break
             if (waited_s := self._oracle.loop.time() - wait.since_s) >= PASSED_FOR_S:
-                text = (
-                    f"room {room.room} gets staging before room {other.room}, which has waited for "
-                    f"{waited_s:.2f} s"
-                )
-                self._oracle.broken("I7", f"{self._who}: {text}")
+                text = f"{self._who}: room {room.room} gets staging before room {other.room}"
+                self._oracle.broken("I7", f"{text}, which has waited for {waited_s:.2f} s")
         self._waiting.pop(room, None)
 
     def _look(self) -> None:
@@ -103,10 +100,8 @@ class Staged:
         # Only the oldest room has a turn: the others may have to wait behind it.
         for room, wait in self._still_waiting():
             if wait.process.parked is None and self._fits(wait.wanted, lambda owner: owner is None):
-                self._oracle.broken(
-                    "I7",
-                    f"{self._who}: room {room.room} waits for {wait.wanted} places that are free",
-                )
+                text = f"room {room.room} waits for {wait.wanted} places that are free"
+                self._oracle.broken("I7", f"{self._who}: {text}")
             break
         self._oracle.loop.later(LOOK_S, self._look)
 
@@ -129,11 +124,8 @@ class Staged:
         node has lent.
         """
         books = self.books
-        places = [
-            place
-            for place, owner in enumerate(books.owners)
-            if counts(owner) and place not in books.withheld
-        ]
+        owners = enumerate(books.owners)
+        places = [p for p, owner in owners if counts(owner) and p not in books.withheld]
         pages = sum(place < books.num_pages for place in places)
         rows = int(len(books.owners) > books.num_pages)  # a room needs one row if the pool has rows
         return wanted - rows <= pages and rows <= len(places) - pages
@@ -181,10 +173,8 @@ class _Copies(VirtualThread):
             lambda: f"brings {lent.tolist()} of staging to {pages.tolist()}, {fault or 'no fault'}"
         )
         staged, own = self._books
-        used = [
-            *((staged, place) for place in lent.tolist()),
-            *((own, place) for place in pages.tolist()),
-        ]
+        used = [(staged, place) for place in lent.tolist()]
+        used += [(own, place) for place in pages.tolist()]
         after_half_a_copy(self._oracle.loop, fault, self._first_half, done, job, used, fault)
 
     def _first_half(

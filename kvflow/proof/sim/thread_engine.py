@@ -33,7 +33,7 @@ from kvflow.protocols.arguments import NO_PAGES, pages_wanted, prompt_digest
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import DataPlane, UnprovenLoan
+from kvflow.protocols.ports import DataPlane
 from kvflow.protocols.wire.messages import GrantId
 from kvflow.protocols.wire.ranks import DpRankError
 
@@ -209,9 +209,7 @@ class ThreadEngine(Generic[F, N, R]):
 
     async def close(self) -> None:
         """Close the node from a separate thread, and verify that its requests end."""
-        closing: LockStep[Sequence[UnprovenLoan]] = LockStep(
-            self._oracle.loop, self._process, self._front.close
-        )
+        closing = LockStep(self._oracle.loop, self._process, self._front.close)
         self._steps.append(closing)
         unproven = await closing.answer
         for step in self._steps:
@@ -220,28 +218,22 @@ class ThreadEngine(Generic[F, N, R]):
         lost: dict[int, set[int]] = {}  # pages by room; rooms may share a number
         for loan in unproven:
             if self._store.busy(loan.pages).size < loan.pages.size:
-                self._broken(
-                    "I2",
-                    f"the thread is closed, and pages of room {loan.room}, which is in doubt, are "
-                    "idle",
-                )
+                text = f"pages of room {loan.room}, which is in doubt, are idle"
+                self._broken("I2", f"the thread is closed, and {text}")
             lost.setdefault(loan.room, set()).update(loan.pages.tolist())
         for request in self._requests:
             if not request.ended.given:
-                self._broken(
-                    "I4", f"the thread is closed, and the client of {request!r} was not told"
-                )
-            in_doubt = request.job.room in lost and lost[request.job.room].issuperset(
-                request.pages.tolist()
-            )
-            if "released" not in request.kinds and not in_doubt:
-                self._broken(
-                    "I5", f"the thread is closed, {request!r} is neither released nor without proof"
-                )
-            if not in_doubt and self._store.busy(request.pages).size:
-                self._broken(
-                    "I5", f"the thread is closed, {request!r} is over, and its pages are busy"
-                )
+                text = f"the thread is closed, and the client of {request!r} was not told"
+                self._broken("I4", text)
+            pages = request.pages.tolist()
+            if request.job.room in lost and lost[request.job.room].issuperset(pages):
+                continue
+            if "released" not in request.kinds:
+                text = f"the thread is closed, {request!r} is neither released nor without proof"
+                self._broken("I5", text)
+            if self._store.busy(request.pages).size:
+                text = f"the thread is closed, {request!r} is over, and its pages are busy"
+                self._broken("I5", text)
 
     def part(self) -> None:
         """End the engine with its process. Pages on loan lose their owner once they are idle."""
@@ -267,10 +259,8 @@ class ThreadEngine(Generic[F, N, R]):
             for request in self._requests
             if request.owner.grant not in in_doubt
         ]
-        if (out := self._books.out) != self._store.busy_pages:
-            found.append(
-                f"{self._name}: {self._store.busy_pages} places are busy, and {out} are not free"
-            )
+        if (out := self._books.out) != (busy := self._store.busy_pages):
+            found.append(f"{self._name}: {busy} places are busy, and {out} are not free")
         if self._front._thread is not None and self._front._thread.errors:
             found.append(f"{self._name}: {self._front._thread.errors} posted calls failed")
         return found
@@ -278,9 +268,8 @@ class ThreadEngine(Generic[F, N, R]):
     def _check_ended(self, request: _Request[R], since_s: float) -> None:
         seen = self._oracle.by_process[self._process]
         if seen.up and seen.troubled_at_s < since_s and not request.ended.given:
-            self._broken(
-                "I4", f"{request!r} was closed {HEAR_S:g} s ago, and its client was not told"
-            )
+            text = f"{request!r} was closed {HEAR_S:g} s ago, and its client was not told"
+            self._broken("I4", text)
 
     def _broken(self, invariant: str, text: str) -> None:
         self._oracle.broken(invariant, f"{self._name}: {text}")
@@ -336,16 +325,14 @@ class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom
         if job.offers_after_s is not None:
             return await self._opened(request, lambda: self._front.announce(job.room, **of_room))
         try:
-            pages = self._allocator.take(
-                pages_wanted(self._layout, len(job.prompt), 0), request.owner
-            )
+            wanted = pages_wanted(self._layout, len(job.prompt), 0)
+            pages = self._allocator.take(wanted, request.owner)
         except KvflowError as error:
             self._refuse(job, error.cause())
             raise
         request.pages = pages
-        return await self._opened(
-            request, lambda: self._front.open(job.room, pages=pages, **of_room)
-        )
+        of_room["pages"] = pages
+        return await self._opened(request, lambda: self._front.open(job.room, **of_room))
 
     def _offer(self, request: _Request[DecodeThreadRoom]) -> None:
         assert request.handle is not None
@@ -359,10 +346,8 @@ class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom
         digest, books = prompt_digest(request.job.prompt), self._books
         for index, place in enumerate(request.pages.tolist()):
             if books.bytes.read(place) != content(digest, index, books.bytes.size(place)):
-                self._broken(
-                    "I14",
-                    f"{request!r} has landed, and {books.name(place)} has other bytes than its own",
-                )
+                text = f"{books.name(place)} has other bytes than its own"
+                self._broken("I14", f"{request!r} has landed, and {text}")
 
 
 class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThreadRoom]):
@@ -373,9 +358,8 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
 
     async def play(self, job: Job) -> None:
         if job.refused:
-            return self._front.refuse(
-                job.room, job.cause(Code.CAPACITY, "the engine will not have it")
-            )
+            cause = job.cause(Code.CAPACITY, "the engine will not have it")
+            return self._front.refuse(job.room, cause)
         request: _Request[PrefillThreadRoom] = _Request(job, self._oracle)
         try:
             await self._begin(request)
@@ -383,13 +367,11 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
             await self._compute(request)
             await request.ended.get()
             job.succeeded = True
-        except BaseException as error:
-            self._close_room(
-                request,
-                error.cause()
-                if isinstance(error, KvflowError)
-                else job.cause(Code.CLIENT_GONE, "it ends"),
-            )
+        except KvflowError as error:
+            self._close_room(request, error.cause())
+            raise
+        except BaseException:
+            self._close_room(request, job.cause(Code.CLIENT_GONE, "it ends"))
             raise
         finally:
             self._over(request)
@@ -407,18 +389,16 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
         # Half of the requests report that prefill begins, which is optional.
         if request.handle is not None and self._oracle.loop.rng.getrandbits(1):
             request.handle.begin()
-        request.pages = self._allocator.take(
-            sum(job.chunks) + bool(self._layout.num_rows), request.owner
-        )
+        wanted = sum(job.chunks) + bool(self._layout.num_rows)
+        request.pages = self._allocator.take(wanted, request.owner)
 
     async def _compute(self, request: _Request[PrefillThreadRoom]) -> None:
         job, handle, start = request.job, request.handle, 0
         assert handle is not None
         for number, count in enumerate(job.chunks):
             if number == job.fails_at:
-                return self._close_room(
-                    request, job.cause(Code.ENGINE_ERROR, "the engine broke down")
-                )
+                cause = job.cause(Code.ENGINE_ERROR, "the engine broke down")
+                return self._close_room(request, cause)
             last = number == len(job.chunks) - 1
             chunk = request.pages[start:] if last else request.pages[start : start + count]
             await in_thread(job.model_step(self.node, chunk, start))

@@ -26,9 +26,7 @@ LAYOUT = build_layout(_KINDS[:2], page_size=PAGE_SIZE, num_pages=NUM_PAGES)
 LAYOUT_WITH_ROWS = build_layout(_KINDS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, num_rows=NUM_ROWS)
 
 TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, rendezvous_s=2.0, register_s=1.5)
-"""Shorter timeouts than in production, so that a run is short. Repetitions are as frequent as
-there.
-"""
+"""Shorter timeouts than in production; repetitions are as frequent."""
 SHIPPED_RATIO = msgspec.structs.replace(TIMING, register_s=2 * TIMING.lost_after_s)
 
 PROMPT, LATE, NEVER = "prompt", "late", "never"
@@ -54,10 +52,8 @@ def draw_variety(rng: random.Random, decodes: int) -> Variety:
         bounds = msgspec.structs.replace(
             bounds, rooms=12, ended_halves=rng.choice((1, 3)), quarantine_share=0.25
         )
-    if (
-        # A dead decode in doubt stays registered at prefill until its death is proven.
-        rng.random() < (0.6 if fences is LATE else 0.2) and fences is not NEVER
-    ):
+    # A dead decode in doubt stays registered at prefill until its death is proven.
+    if rng.random() < (0.6 if fences is LATE else 0.2) and fences is not NEVER:
         bounds = msgspec.structs.replace(bounds, targets=decodes + rng.randint(0, 1))
     timing = SHIPPED_RATIO if rng.random() < 0.25 else TIMING
     verify = rng.random() < 0.15
