@@ -15,10 +15,7 @@ from kvflow.proof.walk.group import GroupWorld
 from kvflow.proof.walk.group_worlds import WORLDS, GroupBounds
 from kvflow.protocols.group.leader import GroupLeader
 from kvflow.protocols.machines import group as tables
-from kvflow.protocols.machines.group import (
-    LeaderKind,
-    LeaderPhase,
-)
+from kvflow.protocols.machines.group import LeaderKind, LeaderPhase
 from kvflow.protocols.machines.tables import Move
 from kvflow.protocols.wire.group import Vote
 

@@ -29,14 +29,7 @@ from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.prefill.peers import DecodePeer
 from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire.codec import encode, parse_at_prefill, routing_id
-from kvflow.protocols.wire.messages import (
-    Abort,
-    AbortAck,
-    Bootstrap,
-    GrantId,
-    Message,
-    Resync,
-)
+from kvflow.protocols.wire.messages import Abort, AbortAck, Bootstrap, GrantId, Message, Resync
 from kvflow.transports.data.fake import FakeRoute
 
 PLANTS: list[Plant] = []

@@ -8,11 +8,7 @@ from kvflow.handlers.decode import DecodeShell
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.swap import swapped, swapped_cells
-from kvflow.proof.walk.plants_tables import (
-    doubt_forgotten,
-    success_of_one_rank,
-    taken_for_landed,
-)
+from kvflow.proof.walk.plants_tables import doubt_forgotten, success_of_one_rank, taken_for_landed
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.machines import decode_room
 from kvflow.protocols.machines import loan as loans

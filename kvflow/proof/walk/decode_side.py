@@ -30,13 +30,7 @@ from kvflow.protocols.machines import ownership
 from kvflow.protocols.machines.decode_room import TERMINAL
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.machines.loan import LoanPhase
-from kvflow.protocols.machines.ownership import (
-    Ownership,
-    PageCommand,
-    PageKind,
-    PagePhase,
-    Source,
-)
+from kvflow.protocols.machines.ownership import Ownership, PageCommand, PageKind, PagePhase, Source
 from kvflow.protocols.ports import UnprovenLoan
 from kvflow.protocols.wire.codec import parse_at_prefill
 from kvflow.protocols.wire.messages import GrantId

@@ -7,14 +7,7 @@ from typing import Any
 
 from kvflow.proof.sim.swap import swapped_item
 from kvflow.proof.walk.plants_pages import PAGES
-from kvflow.proof.walk.plants_tables import (
-    LOSSY,
-    TABLES,
-    TINY,
-    Plant,
-    _attribute,
-    _cells,
-)
+from kvflow.proof.walk.plants_tables import LOSSY, TABLES, TINY, Plant, _attribute, _cells
 from kvflow.protocols.decode import core as decode_core
 from kvflow.protocols.decode import endpoint as decode_endpoint
 from kvflow.protocols.decode.core import DecodeCore
