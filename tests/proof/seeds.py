@@ -1,6 +1,4 @@
-"""Some seeds of the simulator, as judges of mutants:
-pytest does not collect this file by itself.
-"""
+"""Some seeds of the simulator, as judges of mutants. pytest does not collect this file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The mutation tool: what it changes, what it leaves alone, and that judges are brought before
-every mutant.
-"""
+"""The mutation tool: what it changes and leaves alone, and how it judges."""
 
 from __future__ import annotations
 
@@ -107,7 +105,6 @@ def found(tmp_path: Path, source: str, texts: str = "") -> list[Mutant]:
 
 
 def shown(tmp_path: Path, mutants: Iterable[Mutant]) -> list[str]:
-    """The whole file with each mutant in it."""
     content = (tmp_path / "one.py").read_bytes()
     return [mutant.edit.applied(content).decode().strip() for mutant in mutants if mutant.edit]
 
@@ -276,8 +273,6 @@ def test_a_function_is_changed_in_place_although_the_collector_has_frozen_it(
 
 
 class Toy:
-    """A package of one module with a table, and its judges, in a folder of their own."""
-
     def __init__(self, root: Path) -> None:
         self._root = root
         self.write("toy/lamp.py", LAMP)
@@ -291,7 +286,6 @@ class Toy:
         (self._root / name).write_text(text)
 
     def judged(self, *arguments: str) -> tuple[int, dict[str, Any]]:
-        """Exit status, and the report with the outcome of each mutant by its key."""
         program = (
             "import sys, pathlib; from tests.proof.mutants.__main__ import main;"
             "here = pathlib.Path.cwd(); sys.exit(main(sys.argv[1:], here, here))"

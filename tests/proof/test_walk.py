@@ -211,9 +211,7 @@ def comes_to_rest(joined: Joined, path: list[str]) -> None:
 
 
 def test_a_grant_of_a_decode_that_was_displaced_does_not_begin_again() -> None:
-    """Its Register and Bootstrap were under way all the time: prefill wrote into pages that it had
-    called drained.
-    """
+    """Prefill once wrote into pages that it had called drained."""
     joined = Joined(TINY._replace(doubts=1, silences=2, others=1, targets=1))
     state = joined.follow(
         [

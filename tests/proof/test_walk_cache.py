@@ -67,7 +67,6 @@ def test_a_plant_can_be_named_and_is_gone_afterwards() -> None:
 
 
 def test_a_state_that_was_frozen_goes_on_as_before() -> None:
-    """Its fingerprint is the same, and what names a node still does."""
     world = CacheWorld(WORLDS["locked"][1])
     found = [step() for text, _, step in world.acts(world.start()) if "reads" in text]
     assert len(found) == 2

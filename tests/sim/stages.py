@@ -25,8 +25,6 @@ TOKENS, DIGEST = 4 * PAGE_SIZE, bytes(32)
 
 
 class OneFault(Faults):
-    """Nothing goes wrong, but for the next write."""
-
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
         self.calm()
@@ -70,7 +68,6 @@ class Stages:
         return self.stages[0].leader
 
     def ask(self, room: int = 7) -> Client:
-        """The leader has a request."""
         number, issue = len(self.world.clients), self.rules.rooms.issue
         client = Client(number, room, TOKENS, DIGEST, (2, 2), issue, self.rules.broken)
         self.world.clients.append(client)
@@ -80,13 +77,11 @@ class Stages:
         return client
 
     def offer(self, room: int = 7, decode: Decode | None = None) -> DecodeJob:
-        """And decode has it, too."""
         job = DecodeJob(room, TOKENS, DIGEST, 0, self.rules.rooms.issue)
         (decode or self.decode).begin(job)
         return job
 
     def at_rest(self) -> None:
-        """Nothing is left, and every gauge of an open room is 0, at every stage."""
         assert not list(left(self.world, doubts=False))
         for stage in self.stages:
             counts = stage.counts

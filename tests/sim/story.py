@@ -9,7 +9,6 @@ from kvflow.proof.rules.outcome import Outcome
 
 
 def story_of(simulate: Callable[..., Outcome], seed: int) -> str:
-    """A hash of every line of the story."""
     lines: list[str] = []
     simulate(seed, tell=lambda at_s, who, what: lines.append(f"{at_s:.9f} {who} {what}"))
     assert len(lines) > 100

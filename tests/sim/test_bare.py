@@ -26,10 +26,7 @@ def test_seeds_without_a_plant_break_nothing() -> None:
 
 
 def test_an_abort_that_was_lost_is_repeated_when_it_was_due() -> None:
-    """Another room's abort, just before, must not put it off.
-
-    No decode of this run waits until prefill has begun.
-    """
+    """Another room's abort, just before, must not put it off."""
     assert played(247161, Cast(draw_all), visits=None, tell=None).violation is None
 
 

@@ -10,7 +10,6 @@ from kvflow.testing.cancellation import Steps, stepping
 
 
 async def three_waits(seen: list[str]) -> str:
-    """And a fourth in the clean-up."""
     try:
         seen.append("zero")
         await asyncio.sleep(0)

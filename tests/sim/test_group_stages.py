@@ -1,6 +1,4 @@
-"""One request of a group of four stages that one of them cannot serve: all of them end it, and one
-error is told.
-"""
+"""One request of a group of four stages, which one of them cannot serve."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ def test_a_stage_dies_that_has_not_landed(group: Stages) -> None:
 def test_a_room_id_used_again_while_one_stage_drains_the_earlier_request(
     group: Stages, first: str
 ) -> None:
-    """That stage alone cannot open it: the second request fails, on every stage and at its decode,
-    with one cause.
-    """
+    """That stage cannot open it, so the second request fails everywhere with one cause."""
     group.faults.next_write = "stuck"
     client, theirs = group.ask(), group.offer()
     group.clock.play(0.05)
@@ -149,7 +145,6 @@ def test_a_room_id_used_again_while_one_stage_drains_the_earlier_request(
 def test_a_request_that_is_refused_while_a_stage_is_missing(
     group: Stages, reachable: int, first: str
 ) -> None:
-    """Whichever stage decode can hear, it hears at once that the room will not come."""
     lost = group.stages[2]
     group.world.lines.cut.add(lost.incarnation)
     group.clock.play(2 * TIMING.lost_after_s)

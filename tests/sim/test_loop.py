@@ -1,6 +1,4 @@
-"""Time that is only counted: it jumps, it never waits,
-and everything random comes from the seed.
-"""
+"""Virtual time jumps and never waits, and all randomness comes from the seed."""
 
 from __future__ import annotations
 

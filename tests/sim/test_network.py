@@ -40,7 +40,6 @@ def beat(n: int) -> bytes:
 
 
 async def got(socket: RouterSocket | DealerSocket, count: int) -> list[int]:
-    """The numbers of the next `count` heartbeats."""
     found: list[int] = []
     async with asyncio.timeout(5):
         while len(found) < count:

@@ -1,8 +1,4 @@
-"""Requests that leave the device and come back in a simulation: what looks on sees what it must,
-and nothing is left.
-
-That bugs of theirs are found is in `test_simulators`.
-"""
+"""Requests that leave the device and come back in a simulation: wrong bytes are seen."""
 
 from __future__ import annotations
 

@@ -52,8 +52,6 @@ def test_more_seeds_in_processes() -> None:
 
 
 class _Forgetful(PlainScheduler):
-    """Somebody's scheduler with a bug: it keeps pages of a room that has failed."""
-
     async def prefill(self, node, job):  # type: ignore[no-untyped-def]
         node.pages.take(1, object())
         await super().prefill(node, job)
@@ -65,8 +63,6 @@ def test_a_scheduler_that_leaks_pages_is_found() -> None:
 
 
 class _Hasty(PlainScheduler):
-    """It sends a chunk before its model step has ended."""
-
     async def prefill(self, node, job):  # type: ignore[no-untyped-def]
         steps: list[object] = []
         original = job.model_step

@@ -1,5 +1,4 @@
-"""What is asked of all simulators alike: one seed is one run, in this process and in any other, and
-each planted bug is found, by the seed that is stated with it and by the invariant it breaks.
+"""Each seed of each simulator is one run, and its pinned seeds find the planted bugs.
 
 A change of what nodes say to each other moves the seeds: `make prove` hunts them anew.
 """

@@ -1,6 +1,4 @@
-"""Threads of virtual time: what they post and call, and engines behind the thread front in whole
-runs.
-"""
+"""Threads of virtual time, and engines behind the thread front in whole runs."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ class Room:
         self.lease: Lease = (node.incarnation, record.grant)
         self.keys = promises_of(node.incarnation, record)
         self.pages: list[int] = []
-        self.linked = False  # every rank is linked, so pages can be taken
+        self.linked = False  # True once every rank is linked
         self.held_back = job.waits or job.offers_after_s is not None
-        self.owned = Ownership()  # the node's record of the pages
+        self.owned = Ownership()
         self.told = self.over = False
 
 
@@ -45,5 +45,5 @@ class Leg:
         self.number = 0  # index of the next chunk
         self.sent = 0  # pages that were sent, or that decode had from the start
         self.matched = self.computing = False
-        self.queues = False  # it waits for its turn
+        self.queues = False  # True while it waits for its turn
         self.told = self.failed = self.released = False

@@ -31,7 +31,7 @@ class _Job:
         self.deadline_s, self.refused = deadline_s, refused
         self.succeeded = False
         self.at: Any = None
-        self.error: Cause | None = None  # why no room was opened
+        self.error: Cause | None = None  # the cause, if no room was opened
         self._issue = issue
 
     @property
@@ -67,7 +67,7 @@ class DecodeJob(_Job):
     ) -> None:
         super().__init__(room, tokens, digest, rows, deadline_s, refused, issue)
         self.group = group
-        self.prefix_pages = min(prefix_pages, self.num_pages)  # pages that decode has
+        self.prefix_pages = min(prefix_pages, self.num_pages)
         self.announces, self.offers_after_s, self.kept_s = announces, offers_after_s, kept_s
         # Decode holds the pages back until prefill begins the room, or until `offers_after_s`.
         self.waits = waits

@@ -142,7 +142,7 @@ class Node:
         self.troubled_at_s = -1.0
         self.stalled_until_s = -1.0
         self.routes: set[int] = set()
-        self.proven_at_s = float("inf")  # when its death is proven to every watcher
+        self.proven_at_s = float("inf")  # time by which every watcher has proof of its death
         self._due_at_s = float("inf")
         self._fires_at_s = 0.0
 

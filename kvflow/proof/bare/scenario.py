@@ -21,7 +21,7 @@ class Twist(NamedTuple):
     second_decode: int | None = None  # another decode that opens the same room
     # Seconds until prefill asks for a place for the whole prompt; None: it never does.
     begins_after_s: float | None = None
-    waits: bool = False  # decode holds its pages back until prefill has begun
+    waits: bool = False  # True if decode holds its pages back until prefill began
 
 
 class Visit(NamedTuple):

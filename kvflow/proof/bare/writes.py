@@ -19,7 +19,7 @@ class Writer(Node):
     is_prefill = True
     rank: int
     pages: Pages
-    cells: list[Content | None]  # content of its pages
+    cells: list[Content | None]
 
     def write_ended(self, write: PacedWrite, checksum: bytes) -> None:
         raise NotImplementedError
@@ -54,7 +54,7 @@ class PacedWrite(Write):
         self.pace_s = SLOW_PAGE_S if self.fault == "slow" else PAGE_S
         self.stops_at = len(targets) // 2 if self.fault in FAILS else len(targets)
         self.damages = source.world.damages()
-        self.contents: list[Content | None] = []  # contents read so far, for the checksum
+        self.contents: list[Content | None] = []  # contents that the checksum covers
 
     def begin(self) -> None:
         if self.fault == "stuck":

@@ -38,9 +38,9 @@ class Seen:
         self.process, self.incarnation, self.books, self.pool = process, incarnation, books, pool
         self.lent = books if staging is None else staging  # books of the pool that peers write
         self.malformed = 0
-        self.troubled_at_s = -1.0  # when it last recovered from a halt, a cut or a jam
-        self.stalled_until_s = -1.0  # until then its data plane moves no bytes
-        self.proven_at_s = float("inf")  # when every watcher knows of its death
+        self.troubled_at_s = -1.0  # time of its last recovery from a halt, a cut or a jam
+        self.stalled_until_s = -1.0  # end of the last stall of its data plane
+        self.proven_at_s = float("inf")  # time by which every watcher knows of its death
         self.ended = False  # crashed, or closed
         self.displaced = False  # alive, but another process has its address
 

@@ -178,11 +178,7 @@ class _Copies(VirtualThread):
         after_half_a_copy(self._oracle.loop, fault, self._first_half, done, job, used, fault)
 
     def _first_half(
-        self,
-        done: asyncio.Future[Any],
-        job: Job[bytes],
-        used: list[tuple[Books, int]],
-        fault: str,
+        self, done: asyncio.Future[Any], job: Job[bytes], used: list[tuple[Books, int]], fault: str
     ) -> None:
         if not job.begin():
             return None

@@ -54,7 +54,7 @@ class _Request(Generic[R]):
         """True if its pages return at its last event; False if they return once they are idle."""
         self.pages: PageIndices = NO_PAGES
         self.kinds: list[str] = []  # kinds of its events so far
-        self.over = False  # the request no longer needs its pages
+        self.over = False  # True once the request needs its pages no more
         self.closed: Cause | None = None  # cause of a close before the room was open
         self.matched: Answer[None] = Answer()
         self.ended: Answer[bytes] = Answer()

@@ -16,17 +16,17 @@ TICK_S = 1e-9
 
 # --- data planes
 
-PAGE_S: Span = (0.0002, 0.004)  # to land one page
+PAGE_S: Span = (0.0002, 0.004)  # time to land one page
 SLOW_PAGE_S: Span = (0.05, 0.3)
-STUCK_S: Span = (0.2, 2.0)  # until a stuck write moves on
-STALL_LOOK_S: Span = (0.02, 0.06)  # between two checks of a halted worker
-LATE_S: Span = (0.01, 3.0)  # until the rest of an unproven write lands
-POST_S: Span = (0.0001, 0.015)  # until a call that was posted to a node's thread runs
+STUCK_S: Span = (0.2, 2.0)  # delay of a stuck write
+STALL_LOOK_S: Span = (0.02, 0.06)  # time between two checks of a halted worker
+LATE_S: Span = (0.01, 3.0)  # delay of the rest of an unproven write
+POST_S: Span = (0.0001, 0.015)  # delay of a call that was posted to a node's thread
 # Time for which a thread of an engine without an event loop stands still in the middle of a call.
 PREEMPTED_S: Span = (0.0, 0.02)
 LONG_PREEMPTED_S: Span = (0.02, 0.5)
-POLL_S: Span = (0.0005, 0.015)  # between two polls of such an engine
-LOOK_FOR_PAGES_S: Span = (0.01, 0.05)  # between two polls while it waits only for pages
+POLL_S: Span = (0.0005, 0.015)  # time between two polls of such an engine
+LOOK_FOR_PAGES_S: Span = (0.01, 0.05)  # the same while it waits only for pages
 THREAD_S: Span = (0.0005, 0.02)  # work in an executor: a model step, a checksum
 COPY_S: Span = (0.0002, 0.01)  # half of a copy to host memory, or back
 SLOW_COPY_S: Span = (0.02, 0.15)

@@ -39,8 +39,8 @@ class Variety(NamedTuple):
     timing: Timing
     # Proof of death by the data planes: PROMPT, LATE, or NEVER (an operator must declare it).
     fences: str
-    verify: bool  # both sides verify transfers
-    layout: PoolLayout  # layout of every pool
+    verify: bool
+    layout: PoolLayout
     host: tuple[int, int]  # pages and rows of a decode's host memory
     staging_bytes: int = 0  # size at each decode; 0: prefill writes into the pool
 

@@ -37,7 +37,8 @@ def _at_decode(oracle: Oracle) -> Iterator[Swap]:
 
     def landed(self: DecodeShell, command: c.RoomLanded) -> None:
         room = self.rooms[command.grant]
-        lent = room.holding.lent  # read now: with staging, landing returns these places
+        # With staging, landing returns these places, so they are read before.
+        lent = room.holding.lent
         land(self, command)
         told(room, None)
         oracle.landed(room, lent.tolist(), command.handoff)

@@ -56,10 +56,10 @@ class Grant(NamedTuple):
     target: Owner = Owner.STORE
     staging: Owner = Owner.STORE
     threads: int = 0  # threads that checksum or copy some of its pages
-    told: bool = False  # the user received the result
+    told: bool = False  # True once its user has the result
     ended: bool = False
-    linked: bool = False  # the ranks are linked, and the user has to take pages
-    differs: bool = False  # a chunk's checksum does not match
+    linked: bool = False  # True while its user has to take pages
+    differs: bool = False  # True after a chunk's checksum was wrong
 
     @property
     def home(self) -> bool:
@@ -124,7 +124,7 @@ class Decode(NamedTuple):
     declared: frozenset[tuple[int, int]] = frozenset()
     left: bool = False
     closed: bool = False
-    earlier: bool = False  # an earlier decode's loans are open
+    earlier: bool = False  # True while an earlier decode's loans are open
     # The walk reads these fields without restoring the endpoint.
     ranks: tuple[Rank, ...] = ()
     rooms: int = 0

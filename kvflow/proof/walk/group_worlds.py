@@ -16,7 +16,7 @@ class GroupBounds(NamedTuple):
     requests: int = 1
     failures: int = 0
     aborts: int = 0
-    crashes: int = 0  # a member dies; rank 0 takes the leader with it
+    crashes: int = 0  # deaths of members; rank 0 takes the leader with it
     silences: int = 0
     # At most 1. The leader cannot open such a request: a rank is missing, or the room is in use.
     refusals: int = 0

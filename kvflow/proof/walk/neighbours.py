@@ -14,16 +14,16 @@ class Neighbour(NamedTuple):
 
     life: int
     alive: bool
-    answers: bool  # it answers heartbeats on a link to this life
-    silent: bool  # it counts decode as silent
-    oldest: int  # the oldest ended grant that it remembers
-    fenced: bool  # its first life is dead, and none of its writes can land any more
+    answers: bool  # True if it answers heartbeats on a link to this life
+    silent: bool  # True while it counts decode as silent
+    oldest: int  # oldest ended grant that it remembers
+    fenced: bool  # True if its first life is dead and its writes cannot land any more
 
 
 class Target(NamedTuple):
     """The state of decode, as far as a rank's acts depend on it."""
 
-    over: bool  # no room is open, and decode will open no more
+    over: bool  # True if no room is open and decode will open no more
     beats: tuple[bool, bool]  # by life, first and second: decode sends it heartbeats
 
 

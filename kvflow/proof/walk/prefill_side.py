@@ -73,15 +73,15 @@ class Prefill(NamedTuple):
     asked: int = 0  # rooms that the engine opened or refused
     routes: tuple[tuple[Incarnation, bool], ...] = ()  # (peer, True if the route is open)
     watched: frozenset[Incarnation] = frozenset()
-    target_gone: bool = False  # decode's process is dead
+    target_gone: bool = False  # True once decode's process is dead
     other: Other = Other.ABSENT
     stalled: bool = False
     left: bool = False
-    parted: bool = False  # it sent Goodbye
-    named: bool = False  # its Goodbye named an unproven grant
+    parted: bool = False  # True once it sent Goodbye
+    named: bool = False  # True if its Goodbye named an unproven grant
     # The walk reads these fields without restoring the endpoint.
-    knows: bool = False  # decode is registered and up, and its heartbeats are answered
-    silent: bool = False  # decode counts as silent
+    knows: bool = False  # True while decode is up and its heartbeats are answered
+    silent: bool = False  # True while decode counts as silent
     oldest: int = 0  # the lowest grant that it remembers, or 0
     doubts: bool = False
     idle: bool = True  # no room, announcement, write or task is open

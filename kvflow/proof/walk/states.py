@@ -16,12 +16,12 @@ States = NDArray[np.uint64]
 class Flag(IntFlag):
     """Properties of a row, apart from the state that it leads to."""
 
-    POP = 1  # it takes the first word of the queue
+    POP = 1  # takes the first word of the queue
     FAIR = 2
-    TIMER = 4  # the row is left out while the same word is queued
-    CLEAR_PREFILL = 8  # words on their way to prefill are lost
-    CLEAR_DECODE = 16  # words on their way to decode are lost
-    SUCCESS = 32  # decode's room succeeds
+    TIMER = 4  # left out while the same word is queued
+    CLEAR_PREFILL = 8  # loses the words on their way to prefill
+    CLEAR_DECODE = 16  # loses the words on their way to decode
+    SUCCESS = 32
     BROKEN = 64
 
 

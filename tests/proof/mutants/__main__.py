@@ -25,11 +25,7 @@ MOST_CHANGED = 16  # mutants of changed lines of an area, unless `--sample` says
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT, here: Path = lists.HERE) -> int:
-    """Exit status: 0 all killed, 1 some survived or a list is out of date, 2 it could not begin.
-
-    Survivors among changed lines are only printed: what was drawn by chance, within a time, proves
-    nothing.
-    """
+    """Exit status: 0 all killed, 1 some survived or a list is out of date, 2 it could not begin."""
     given, began = parser().parse_args(arguments), monotonic()
     try:
         report = judged(given, root, here)
@@ -73,7 +69,6 @@ def judged(given: argparse.Namespace, root: Path, here: Path) -> Report:
 def _files(
     root: Path, scope: lists.Scope, given: argparse.Namespace, lines: Lines | None
 ) -> list[str]:
-    """What is mutated of an area."""
     files = lists.files_of(root, scope, given.files)
     return files if lines is None else [file for file in files if file in lines]
 

@@ -1,6 +1,4 @@
-"""The mutants of a transition table, cell by cell: tables are module data, which no tool for
-functions touches.
-"""
+"""The mutants of a transition table, cell by cell."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ from tests.proof.mutants.mutant import CellChange, Mutant, numbered
 
 
 def tables_of(module: ModuleType) -> dict[str, Any]:
-    """The tables that this module defines, by name: what has phases, kinds, and cells."""
     found = {name: value for name, value in vars(module).items() if _is_table(value)}
     return {
         name: table for name, table in found.items() if table.phases.__module__ == module.__name__
@@ -21,8 +18,7 @@ def tables_of(module: ModuleType) -> dict[str, Any]:
 
 
 def cell_mutants(file: str, module: ModuleType) -> list[Mutant]:
-    """Every cell of every table in `module`: another phase, a command more, a command less, two
-    commands swapped, and IGNORE, ERROR and a move in the place of one another."""
+    """Return each cell of each table with another phase, command, order or constant."""
     found = []
     for name, table in tables_of(module).items():
         for phase in table.phases:
@@ -38,9 +34,7 @@ def cell_mutants(file: str, module: ModuleType) -> list[Mutant]:
 
 
 def change_cell(module: ModuleType, change: CellChange) -> None:
-    """Change the table that stands in an imported module, in place, so that all who hold it see the
-    change.
-    """
+    """Change a table in place, so that all who hold it see the change."""
     table = getattr(module, change.table)
     phase, kind = table.phases[change.phase], table.kinds[change.kind]
     if change.to in ("IGNORE", "ERROR"):

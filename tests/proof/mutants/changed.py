@@ -1,6 +1,4 @@
-"""What was changed since a commit: files, lines,
-and the tests that import what is in these files.
-"""
+"""Lines changed since a commit, and the tests that import the changed files."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ Lines = dict[str, set[int]]
 
 
 def changed_lines(root: Path, base: str) -> Lines:
-    """Against `base`, or, where that is empty, what this branch has of its own, and on main the
-    last commit.
+    """Return the lines that differ from `base`, by default from where the branch began, on main
+    from the last commit.
 
     Raises: CannotBegin where git does not know the commit.
     """
@@ -36,7 +34,6 @@ def changed_lines(root: Path, base: str) -> Lines:
 
 
 def touched(mutants: list[Mutant], lines: Lines) -> list[Mutant]:
-    """Those that change a changed line."""
     return [
         m for m in mutants if lines.get(m.file, set()) & set(range(m.first_line, m.last_line + 1))
     ]

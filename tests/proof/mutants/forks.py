@@ -1,4 +1,4 @@
-"""Processes that begin as a copy of this one: what has been imported need not be imported again."""
+"""Processes that begin as a copy of this one, with everything imported."""
 
 from __future__ import annotations
 
@@ -47,9 +47,8 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def in_a_child(work: Callable[[], T]) -> Callable[[], T]:
-    """Start `work` in a new process; what is returned waits for its result.
-
-    Raises: RuntimeError, when waited for, if the process died.
+    """Start `work` in a new process; the returned function waits for its result. Raises:
+    RuntimeError if the process died.
     """
     descriptor, path = tempfile.mkstemp()
     os.unlink(path)
@@ -75,11 +74,9 @@ def in_a_child(work: Callable[[], T]) -> Callable[[], T]:
 
 
 def own_time_s(pid: int) -> float:
-    """A clock that stands still while this process waits for a core: on a busy machine nothing
-    takes longer by it.
+    """A clock that stands still while this process waits for a core. It counts from anywhere.
 
-    It counts from anywhere. Where the kernel does not tell how long a process has waited, it is the
-    plain clock.
+    Where the kernel does not tell how long a process has waited, it is the plain clock.
     """
     try:
         waited_ns = int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1])

@@ -1,6 +1,4 @@
-"""Put a mutant in the place of the shipped code: before it is imported, or afterwards, function by
-function.
-"""
+"""Put a mutant in the place of the shipped code, before or after it is imported."""
 
 from __future__ import annotations
 
@@ -23,8 +21,6 @@ def module_name(file: str) -> str:
 
 
 class Importer(importlib.abc.MetaPathFinder):
-    """Imports the mutant's module as it would be with the mutant in it."""
-
     def __init__(self, root: Path, mutant: Mutant) -> None:
         self._name, self._path, self._mutant = module_name(mutant.file), root / mutant.file, mutant
 
@@ -60,9 +56,7 @@ def mutated_code(path: Path, mutant: Mutant) -> CodeType:
 
 
 class Functions:
-    """The functions that exist, by the file and the qualified name of their code: also those behind
-    decorators.
-    """
+    """The existing functions, also behind decorators, by file and qualified name of their code."""
 
     def __init__(self, files: set[str]) -> None:
         self._found: dict[tuple[str, str], list[FunctionType]] = defaultdict(list)
@@ -74,8 +68,8 @@ class Functions:
                 self._found[one.__code__.co_filename, one.__code__.co_qualname].append(one)
 
     def change(self, path: Path, mutant: Mutant) -> bool:
-        """Give all of them the mutant's code, also those that they have made; False when that is
-        not possible.
+        """Give all of them, and those that they made, the mutant's code; False if that is
+        impossible.
         """
         code = _code_named(mutated_code(path, mutant), mutant.function)
         if code is None or (str(path), mutant.function) not in self._found:
@@ -96,15 +90,12 @@ class Functions:
 
 
 def _inside(code: CodeType) -> list[CodeType]:
-    """The functions that a function makes, and those that they make."""
     inner = [one for one in code.co_consts if isinstance(one, CodeType)]
     return [deep for one in inner for deep in (one, *_inside(one))]
 
 
 def _code_named(code: CodeType, name: str) -> CodeType | None:
-    """Of a name that is given twice (a property and its setter), none: which one is meant is not
-    known.
-    """
+    """Return None for a name that is given twice, such as a property and its setter."""
     inner = [one for one in code.co_consts if isinstance(one, CodeType)]
     found = [one for one in inner if one.co_qualname == name]
     if found:
@@ -114,7 +105,6 @@ def _code_named(code: CodeType, name: str) -> CodeType | None:
 
 
 def import_with(root: Path, mutant: Mutant) -> None:
-    """From now on, importing the mutant's module gives the mutant."""
     if module_name(mutant.file) in sys.modules:
         raise RuntimeError(f"{mutant.file} has been imported before its mutant was installed")
     sys.meta_path.insert(0, Importer(root, mutant))

@@ -1,6 +1,4 @@
-"""The judges: tests, collected and run by pytest inside this process, in any order and as few as
-are needed.
-"""
+"""The judges: tests, collected and run by pytest inside this process, in any order."""
 
 from __future__ import annotations
 
@@ -40,8 +38,6 @@ SEED = "1"
 
 
 class Judges:
-    """What pytest has collected."""
-
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
         self._reports: list[pytest.TestReport] = []
@@ -62,9 +58,7 @@ class Judges:
         return not any(report.failed for report in self._reports)
 
     def first_that_fails(self, names: Iterable[str], starting: Callable[[str], None]) -> str:
-        """Run these tests in this order up to the first that fails; its name,
-        or "" when all pass.
-        """
+        """Run these tests in order up to the first that fails; its name, or "" when all pass."""
         waiting = [name for name in names if name in self.items]
         for name, following in zip(waiting, [*waiting[1:], ""], strict=True):
             starting(name)
@@ -89,8 +83,6 @@ class _Plugin:
 
 
 class Suite(NamedTuple):
-    """Where the judges stand, and pytest's options for them."""
-
     root: Path
     paths: tuple[str, ...]
     options: tuple[str, ...] = ()
@@ -108,10 +100,9 @@ class Suite(NamedTuple):
 
 
 def import_what_lasts() -> None:
-    """Import what no mutant changes, so that forked processes have it: half of what a mutant would
-    cost.
+    """Import what no mutant changes, which halves the cost of a mutant.
 
-    Without threads: what a fork copies of them is their locks.
+    Without threads: a fork would copy their locks.
     """
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
@@ -128,9 +119,7 @@ def import_what_lasts() -> None:
 
 
 def _settle_hypothesis() -> None:
-    """No examples are kept from one mutant for the next, and none is made smaller: that it fails is
-    enough.
-    """
+    """Keep no examples between mutants, and shrink none: that one fails is enough."""
     from hypothesis import HealthCheck, Phase, settings
 
     quick: dict[str, Any] = {

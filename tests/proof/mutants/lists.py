@@ -1,6 +1,4 @@
-"""The three lists kept by hand beside this tool: what is mutated and judged, named mutants,
-equivalent ones.
-"""
+"""The lists kept by hand beside this tool: scopes, named mutants, equivalent mutants."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ HERE = Path(__file__).parent
 
 
 class Scope(NamedTuple):
-    """An area of `mutants.toml`: files and folders to mutate, what judges them, and calls that only
-    write texts.
-    """
+    """An area of `mutants.toml`. Calls that match `texts` only write texts."""
 
     name: str
     files: tuple[str, ...]
@@ -46,7 +42,6 @@ def read_scopes(path: Path = HERE / "mutants.toml") -> list[Scope]:
 
 
 def files_of(root: Path, scope: Scope, only: list[str]) -> list[str]:
-    """Every file to mutate; `only` narrows them down."""
     found = []
     for given in scope.files:
         path = root / given

@@ -1,6 +1,4 @@
-"""One mutant: a small change of the shipped code that the judges must notice, and the name by which
-it is known.
-"""
+"""One mutant: a small change of the shipped code that the judges must notice."""
 
 from __future__ import annotations
 
@@ -14,8 +12,6 @@ class CannotBegin(Exception):  # noqa: N818
 
 
 class Edit(NamedTuple):
-    """Bytes `start` to `end` of a file become `new`."""
-
     start: int
     end: int
     new: bytes
@@ -25,9 +21,7 @@ class Edit(NamedTuple):
 
 
 class CellChange(NamedTuple):
-    """One cell of the table bound to `table`: it becomes "IGNORE", "ERROR", or a move to `to` with
-    `commands`.
-    """
+    """A cell of a table that becomes "IGNORE", "ERROR", or a move to `to` with `commands`."""
 
     table: str
     phase: str

@@ -1,6 +1,4 @@
-"""What may be changed at one node of a syntax tree: (name of the operator, edit), as edits of the
-source text.
-"""
+"""The changes that may be made at one node of a syntax tree, as edits of the source."""
 
 from __future__ import annotations
 
@@ -43,8 +41,6 @@ _COPIES = {"list", "sorted", "reversed", "set", "abs"}  # not what only makes a 
 
 
 class Source:
-    """A file as bytes, with the places of its nodes."""
-
     def __init__(self, content: bytes) -> None:
         self.content = content
         self.tree = ast.parse(content)
@@ -66,10 +62,7 @@ class Source:
         return self.content[self.start(node) : self.end(node)].decode()
 
     def accepts(self, edit: Edit, first: int, last: int) -> bool:
-        """Python accepts it.
-
-        Lines `first` to `last`, which hold the edit, can be read by themselves.
-        """
+        """Return True if lines `first` to `last`, which hold the edit, still parse."""
         start, end = self._starts[first - 1], self._starts[last]
         part = self.content[start : edit.start] + edit.new + self.content[edit.end : end]
         try:
@@ -111,9 +104,7 @@ class Source:
         )
 
     def without(self, one: ast.AST, others: list[ast.AST]) -> Edit:
-        """An element of a sequence is gone, with the comma after it or, for the last one, before
-        it.
-        """
+        """Drop an element with the comma after it, or for the last one before it."""
         where = others.index(one)
         if where + 1 < len(others):
             return Edit(self.start(one), self.start(others[where + 1]), b"")
@@ -122,8 +113,6 @@ class Source:
 
 
 class Around(NamedTuple):
-    """What an operator has to know of the nodes around one."""
-
     parent: ast.AST
     returns: str  # the annotation of the function's result, or ""
     bound: frozenset[str]  # local names that have a value before this statement
@@ -131,7 +120,6 @@ class Around(NamedTuple):
 
 
 def changes(source: Source, node: ast.AST, around: Around) -> Found:
-    """All changes whose place is this very node (not what is in it)."""
     for kind, operator in _OPERATORS.items():
         if isinstance(node, kind):
             yield from operator(source, node, around)
@@ -306,10 +294,7 @@ def _caught(source: Source, node: ast.ExceptHandler, _: Around) -> Found:
 
 
 def _removed(source: Source, node: ast.stmt, around: Around) -> Found:
-    """The statement is gone.
-
-    The first value of a name or an attribute stays: without it, Python would complain.
-    """
+    """Drop the statement, but not the first value of a name or attribute, which Python needs."""
     match node:
         case ast.Expr(value=ast.Constant() | ast.Yield() | ast.YieldFrom()):
             return

@@ -1,4 +1,4 @@
-"""Which judges a mutant is brought before, and in which order."""
+"""The judges of each mutant, and their order."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ class Plan:
     def __init__(
         self, root: Path, survey: Survey, patience_s: float, most_s: float = float("inf")
     ) -> None:
-        """`most_s`: what the judges of one mutant take together, at most, but for the first of
-        them.
-        """
+        """`most_s` limits the time of one mutant's judges together, except for the first."""
         self._survey, self._patience_s, self._most_s = survey, patience_s, most_s
         self._lines = {
             file: (root / file).read_text(encoding="utf-8").splitlines() for file in survey.files
@@ -31,7 +29,6 @@ class Plan:
         self._tests = {path: (root / path).read_text(encoding="utf-8") for path in paths}
 
     def patience_s(self, judge: str) -> float:
-        """How long this judge may take before its mutant is called hung."""
         return self._patience_s + PATIENCE_TIMES * self._survey.seconds.get(judge, 0.0)
 
     @staticmethod
@@ -88,8 +85,7 @@ class Plan:
         return {judge for line in lines for judge in reached.get(line, ())}
 
     def _mentioning(self, mutant: Mutant) -> set[str]:
-        """What runs a line with one of its names on it, in the files under mutation or in the
-        judges' own; else all.
+        """Return the judges that run a line with one of its names on it; else all.
 
         A line outside functions passes its own names on.
         """

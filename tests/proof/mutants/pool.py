@@ -1,4 +1,4 @@
-"""Forked processes, a few at a time, each with one mutant in it; one that hangs is ended."""
+"""Forked processes, a few at a time, each with one mutant in it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ SETTING_UP_S = 60.0  # to import and collect what a mutant needs, before its fir
 
 
 class Verdict(NamedTuple):
-    """`outcome`: killed, survived, unreached (no judge runs its line), or cold (it must be there
-    when imported).
-    """
+    """`outcome`: killed, survived, unreached by any judge, or cold: only an import shows it."""
 
     outcome: str
     by: str = ""
@@ -30,9 +28,7 @@ class Verdict(NamedTuple):
 
 
 class Say:
-    """How a child tells its parent what it does: a line per judge that starts, then a line with the
-    outcome.
-    """
+    """Tells the parent process which judge starts, and the outcome."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
@@ -52,7 +48,6 @@ class _Child:
         self.judge, self.verdict, self._rest = "", Verdict("killed", "it could not be run"), b""
 
     def read(self, patience_s: Callable[[str], float]) -> bool:
-        """Take what it has written; False at the end."""
         data = os.read(self.pipe, 1 << 16)
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -82,12 +77,10 @@ def judged(
     workers: int,
     until_s: float = float("inf"),
 ) -> Iterator[tuple[Mutant, Verdict]]:
-    """Fork a process for every mutant and `work` in it; what came of each, as they end.
+    """Fork a process for every mutant and `work` in it; yield the verdicts as they end.
 
-    At `until_s` those that run are ended without a verdict, and no other begins.
-
-    `patience_s` is how long one judge may take. A child that falls silent has been killed by that
-    judge.
+    At `until_s` the running ones end without a verdict. A child whose judge takes longer than
+    `patience_s` is killed by that judge.
     """
     running: dict[int, _Child] = {}
     try:

@@ -1,6 +1,4 @@
-"""Which judge reaches what: lines and cells that each test touches, and those that importing
-touches already.
-"""
+"""The lines and cells that each test reaches, and those that importing reaches."""
 
 from __future__ import annotations
 
@@ -14,8 +12,6 @@ from unittest.mock import patch
 
 
 class Tracer:
-    """Notes every line run in the given files, in every thread; and every cell asked for."""
-
     def __init__(self, files: dict[str, str]) -> None:
         """`files`: the name to note, by the name in the code."""
         self._files = files

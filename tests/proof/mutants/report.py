@@ -1,4 +1,4 @@
-"""What came of the mutants, in figures, and the survivors in full."""
+"""The verdicts in figures, and the survivors in full."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Report:
         self.seconds = 0.0
 
     def to_judge(self, recheck: bool) -> list[Mutant]:
-        """All but the equivalent ones; with `recheck` those as well."""
         return [mutant for mutant in self._mutants if recheck or mutant.key not in self._equivalent]
 
     @property
@@ -38,7 +37,6 @@ class Report:
 
     @property
     def wrongly_equivalent(self) -> list[tuple[Mutant, Verdict]]:
-        """Said to be equivalent, and killed all the same."""
         return [
             (m, v) for m, v in self.verdicts if v.outcome == "killed" and m.key in self._equivalent
         ]
@@ -48,7 +46,6 @@ class Report:
         return not (self.survivors or self.wrongly_equivalent or self._stale or self.no_judges)
 
     def add(self, other: Report) -> None:
-        """That of another area."""
         self._mutants = [*self._mutants, *other._mutants]
         self._equivalent |= other._equivalent
         self._stale += other._stale

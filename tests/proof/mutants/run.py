@@ -1,5 +1,7 @@
-"""Bring every mutant before its judges: first in a process that has imported the tree, which takes
-a tenth of the time. What survives there, and ran while the tree was imported, is imported anew."""
+"""Bring every mutant before its judges, first in a process that has imported the tree.
+
+What survives there, and ran while the tree was imported, is imported anew.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,6 @@ class Run:
         self._suite, self._plan, self._workers, self._until_s = suite, plan, workers, until_s
 
     def judge(self, mutants: list[Mutant]) -> Verdicts:
-        """The verdict on each."""
         judges = {mutant: self._plan.judges_of(mutant) for mutant in mutants}
         found: Verdicts = [
             (mutant, Verdict("unreached")) for mutant in mutants if not judges[mutant]
@@ -67,9 +68,7 @@ class Run:
         return found
 
     def _work_cold(self, mutant: Mutant, say: Say) -> None:
-        """Import the mutant, then one file of judges after the other: to collect them all is dearer
-        than most runs.
-        """
+        """Import the mutant, then one file of judges after the other."""
         import_with(self._suite.root, mutant)
         files: dict[str, list[str]] = {}
         for judge in self._plan.judges_of(mutant):

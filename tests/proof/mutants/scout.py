@@ -1,6 +1,4 @@
-"""One run of all judges over the code as it ships: do they pass, how long does each take, and what
-does it reach.
-"""
+"""One run of all judges over the shipped code: their results, times and reach."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from tests.proof.mutants.reach import Tracer
 
 
 class Survey(NamedTuple):
-    """`reach` is judges by file and line, `cells` by module, phase and kind; `imported` the lines
-    run before any.
-    """
+    """`reach` has judges by file and line, `imported` the lines that ran before any judge."""
 
     files: tuple[str, ...]
     seconds: dict[str, float]
@@ -42,12 +38,7 @@ def survey(
     workers: int,
     until_s: float = float("inf"),
 ) -> Survey:
-    """`files` are traced, the tables of `mutated` give the mutants of cells.
-
-    `until_s`: what has not run by then is no judge.
-
-    Raises: CannotBegin when the judges cannot be imported.
-    """
+    """Trace `files`, and list the cell mutants of `mutated`. Raises: CannotBegin."""
 
     def part(number: int) -> Callable[[], Survey | None]:
         return lambda: _survey_part(suite, files, mutated, slice(number, None, workers), until_s)
@@ -69,7 +60,6 @@ def survey(
 def _survey_part(
     suite: Suite, files: Sequence[str], mutated: Sequence[str], share: slice, until_s: float
 ) -> Survey | None:
-    """What the judges of a `share` of the files reach."""
     tracer = Tracer({str(suite.root / file): file for file in files})
     found = Survey(tuple(files), {}, [], {}, {}, {}, [])
 

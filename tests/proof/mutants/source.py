@@ -1,6 +1,4 @@
-"""The mutants of a source file: every operator at every node, but where only a text, a type or a
-name would change.
-"""
+"""The mutants of a source file, except where only a text, a type or a name would change."""
 
 from __future__ import annotations
 
@@ -22,8 +20,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class _Place(NamedTuple):
-    """Where the walk through a tree stands."""
-
     parent: ast.AST
     scope: tuple[str, ...] = ()
     function: str = ""  # the outermost one, once in its body
@@ -36,9 +32,7 @@ class _Place(NamedTuple):
 
 
 def mutants_of(root: Path, file: str, texts: str = "") -> list[Mutant]:
-    """`texts`: a pattern for the called names of statements that only write texts, such as a room's
-    story.
-    """
+    """`texts` matches the called names of statements that only write texts."""
     source = Source((root / file).read_bytes())
     return numbered(
         _Walk(source, file, re.compile(texts) if texts else None).node(
@@ -151,7 +145,6 @@ def _line_of(node: ast.AST) -> int:
 
 
 def _header(node: ast.stmt) -> tuple[int, int]:
-    """First and last line of a statement, without the statements in it."""
     inside = getattr(node, "body", None) or getattr(node, "cases", None)
     if inside:
         first = inside[0].lineno if hasattr(inside[0], "lineno") else inside[0].pattern.lineno
