@@ -81,6 +81,12 @@ class Stages:
         (decode or self.decode).begin(job)
         return job
 
+    def assert_served(self, room: int = 7, decode: Decode | None = None) -> None:
+        client, job = self.ask(room), self.offer(room, decode)
+        self.clock.play(1.0)
+        assert client.succeeded
+        assert job.succeeded
+
     def at_rest(self) -> None:
         assert not list(left(self.world, doubts=False))
         for stage in self.stages:

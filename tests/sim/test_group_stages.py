@@ -91,10 +91,7 @@ def test_a_stage_dies_that_has_not_landed(group: Stages) -> None:
     assert not client.succeeded
     assert failures(group) == {f"failed {Code.PEER_LOST}": 1}
     group.at_rest()
-    again, theirs = group.ask(8), group.offer(8)
-    group.clock.play(1.0)
-    assert again.succeeded
-    assert theirs.succeeded
+    group.assert_served(8)
 
 
 @pytest.mark.parametrize("first", ["client", "decode", "decode after the drain"])
@@ -134,10 +131,7 @@ def test_a_room_id_used_again_while_one_stage_drains_the_earlier_request(
     group.clock.play(3.0)
     group.at_rest()
     assert not any(len(stage.endpoint.core.rendezvous) for stage in group.stages)
-    third, offered = group.ask(), group.offer(decode=other)
-    group.clock.play(1.0)
-    assert third.succeeded
-    assert offered.succeeded
+    group.assert_served(decode=other)
 
 
 @pytest.mark.parametrize("reachable", [0, 1, 3])
@@ -193,7 +187,4 @@ def test_the_leader_dies_and_comes_back(group: Stages) -> None:
     group.stages[0] = group.world.start_again(leader)  # type: ignore[call-overload]
     group.clock.play(10.0)
     group.at_rest()
-    again, theirs = group.ask(8), group.offer(8)
-    group.clock.play(1.0)
-    assert again.succeeded
-    assert theirs.succeeded
+    group.assert_served(8)

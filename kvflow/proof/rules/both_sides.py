@@ -61,11 +61,6 @@ class BothSides:
 
     # --- what rooms do
 
-    def half_at_prefill(self, source: int, record: PrefillRoomRecord) -> None:
-        """Record the engine's half of a room."""
-        self._halves[source, record.room] = record
-        self._legs[source, record.room].append(record)
-
     def engine_half(self, source: int, room: int) -> PrefillRoomRecord | None:
         return self._halves.get((source, room))
 

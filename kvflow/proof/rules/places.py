@@ -36,7 +36,7 @@ class Home:
         return f"page {place}" if place < self.num_pages else f"row {place - self.num_pages}"
 
     def is_lent(self, place: int, target: int, grant: int) -> bool:
-        """Return True if decode `target` lends the place under `grant`, or withholds it."""
+        """Return True if decode `target` lends the place under `grant`, even in quarantine."""
         raise NotImplementedError
 
     def may_be_written(self, owner: Hashable) -> bool:

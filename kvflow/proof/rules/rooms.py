@@ -123,7 +123,8 @@ class Rooms(BothSides):
         assert record.prompt is not None
         self._by_serial[source, record.serial] = record
         self._opens(source, record.room, record.prompt)
-        self.half_at_prefill(source, record)
+        self._halves[source, record.room] = record
+        self._legs[source, record.room].append(record)
 
     def begun_at_prefill(self, record: PrefillRoomRecord) -> None:
         self._begun.add(record)

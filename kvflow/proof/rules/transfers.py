@@ -73,7 +73,7 @@ class Transfers:
     # --- writes
 
     def write_began(self, write: Write) -> None:
-        """Record a write. Its grant must be open, and no earlier write had its pages (I3, I6)."""
+        """Record a write. Its grant must be open, and its pages not yet written (I3, I6)."""
         key = write.key
         if key in self.acked or key[:2] in self.goodbyes:
             self.broken("I6", f"{key} is closed, and a write begins")

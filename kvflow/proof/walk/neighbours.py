@@ -40,7 +40,7 @@ def target(decode: Decode, rank: int, rooms: int) -> Target:
 
 
 def orphaned(prefill: Prefill) -> Prefill:
-    """Return `prefill` after decode, and the memory for late writes, are gone."""
+    """Return `prefill` after decode died, whose memory no late write can reach."""
     return prefill._replace(target_gone=True, late=0)
 
 

@@ -28,7 +28,7 @@ _BLOCK = 1 << 16  # states whose steps are computed at once; bounds the memory o
 
 
 class Level(NamedTuple):
-    """The states first reached after a number of steps. `left` numbers sets of `Faults`."""
+    """States first reached after some steps. `left` numbers their remaining faults."""
 
     states: States
     left: NDArray[np.uint8]
