@@ -35,10 +35,7 @@ class Simulator(NamedTuple):
     hidden: Iterable[Plant] = ()  # plants that it cannot find, with the reason
 
     def planted(self, name: str) -> Installed:
-        """Return a context manager that installs the named plant. An empty name installs nothing.
-
-        Raises: MisuseError.
-        """
+        """Return a context that installs the named plant, if any. Raises: MisuseError."""
         if not name:
             return nullcontext()
         known = {plant.name: plant for plant in self.plants}

@@ -75,9 +75,7 @@ class DiskFaults:
         self.uses = 0  # number of file accesses, from which file times are made
 
     def strikes(self, kind: str, *, most: bool = False) -> bool:
-        """Return True if a fault of this kind strikes now. With `most`, it does in half of the
-        calls, and otherwise more rarely.
-        """
+        """Return True if a fault of this kind strikes now; with `most`, in half of the calls."""
         if not self.on or kind not in self.kinds or self.rng.randrange(2 if most else self._every):
             return False
         self.struck[kind] += 1

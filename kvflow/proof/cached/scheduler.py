@@ -156,9 +156,7 @@ class CachingScheduler:
                 await mine.cache.fetch(np.array(prompt), most_tokens)
 
     async def _load(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> Prefix:
-        """Return the cached pages of a prompt, locked: those that can be loaded within `LOAD_S`
-        seconds, or else those that are on the device already.
-        """
+        """Return a prompt's cached pages, locked, after loading others for at most `LOAD_S`."""
         tokens = np.array(prompt)
         try:
             async with asyncio.timeout(LOAD_S):

@@ -131,9 +131,7 @@ def _earlier(
 
 
 def _doubtful(key: Promise, rules: Rules) -> bool:
-    """Return True if proof for a loan may rightly be missing: its writer lost its address, or has
-    an unproven write, or died so recently that its death need not be known yet.
-    """
+    """Return True if proof for a loan may rightly be missing."""
     source = rules.sides[key[0]]
     if rules.transfers.settled(key):
         return False

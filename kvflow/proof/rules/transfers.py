@@ -33,9 +33,7 @@ class Write:
         home: Home,
         targets: list[int],
     ) -> None:
-        """Record a write into the pool of `home`. `readers` counts the readers of each place in the
-        source's pool; None if the driver does not count them.
-        """
+        """Record a write. `readers` counts the readers of each source place, if the driver does."""
         self.record, self.key, self.sources, self.readers = record, key, sources, readers
         self.home, self.targets = home, targets
         self.next = 0

@@ -154,11 +154,7 @@ class Cluster:
         return self._join(name, process, node, plane, books, group)
 
     def start_decode(self, number: int, after: Member | None = None) -> Member:
-        """Start a decode.
-
-        With `after`, a closed node of either role, the decode takes over that node's pool and
-        inherits the loans that lack proof. About half of these decodes use a new page store.
-        """
+        """Start a decode. With `after`, it takes over a closed node's pool and unproven loans."""
         name = f"decode {number}"
         process, pool, plane, books = self._parts(name, after)
         incarnation = self._incarnation()

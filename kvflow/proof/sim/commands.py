@@ -89,10 +89,7 @@ def sim(
 def _check_choices(
     kinds: dict[str, bool], seeds: dict[str, bool], exhaust: bool, bounds: str
 ) -> None:
-    """Refuse options that exclude each other. Each value states whether its option was given.
-
-    Raises: MisuseError.
-    """
+    """Refuse options that exclude each other. Raises: MisuseError."""
     if (chosen := sum(kinds.values())) > 1:
         raise MisuseError(f"{chosen} of --bare, --group and --cache are given: choose one")
     if bounds and not exhaust:

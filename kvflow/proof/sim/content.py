@@ -58,9 +58,7 @@ class PlaceBytes:
 
 
 def _shares(whole: PoolLayout, part: PoolLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for each byte of a page and of a row of `part`, the index of that byte in a page or
-    row of `whole`.
-    """
+    """Return the index in `whole` of each byte of a page, and of a row, of `part`."""
     first, none = np.zeros(1, dtype=np.int32), NO_PLACES
     only = spans_served(served_of(part))
     pairing = Pairing(placed_at_zero(whole), placed_at_zero(part), only=only)

@@ -21,10 +21,7 @@ class EnginePages:
         self._taken: set[int] = set()
 
     def take(self, count: int, owner: Borrower) -> PageIndices:
-        """Take `count` places for a room: pages, and a row as the last place if the pool has rows.
-
-        Raises: CapacityError.
-        """
+        """Take `count` places, the last one a row if the pool has rows. Raises: CapacityError."""
         if self._fails():
             raise CapacityError("pages (on purpose)", count, 0)
         books, rows = self._books, len(self._books.owners) - self._books.num_pages

@@ -152,9 +152,7 @@ class WatchedPages(PageAllocator):
 
 
 class Borrower:
-    """Request of an engine that hands out its own pages. It stays their owner, whatever the node
-    does with them.
-    """
+    """Request of an engine with pages of its own, which it owns whatever the node does."""
 
     __slots__ = ("engine_gone", "grant", "room")
 

@@ -244,7 +244,7 @@ def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def with_threads(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Give some nodes of seeds without staging engines without an event loop; see `with_switch`.
+    """Give some nodes engines without an event loop, in seeds without staging; see `with_switch`.
 
     A node that changes its role keeps its event loop. Most of the decodes without one shut down
     once, just after a request came, and start again over their pool.

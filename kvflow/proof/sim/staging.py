@@ -120,9 +120,7 @@ class Staged:
         return isinstance(owner, Quarantined) or (room is not None and room.phase in OVER_AT_DECODE)
 
     def _fits(self, wanted: int, counts: Callable[[Hashable | None], bool]) -> bool:
-        """Return True if there are enough places whose owners satisfy `counts` and that no earlier
-        node has lent.
-        """
+        """Return True if enough places, not withheld, have owners that satisfy `counts`."""
         books = self.books
         owners = enumerate(books.owners)
         places = [p for p, owner in owners if counts(owner) and p not in books.withheld]

@@ -100,10 +100,7 @@ class ThreadEngine(Generic[F, N, R]):
     # --- requests
 
     async def _opened(self, request: _Request[R], open_room: Callable[[], R]) -> None:
-        """Open the room of a request. The room may still open after the call is cancelled.
-
-        Raises: KvflowError.
-        """
+        """Open a request's room, maybe after the call was cancelled. Raises: KvflowError."""
 
         def opened() -> None:
             self._requests[request] = None

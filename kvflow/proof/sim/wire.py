@@ -41,9 +41,7 @@ class Wire(Network):
                 self.leave(socket)
 
     def carry(self, frame: Frame) -> None:
-        """Carry a frame, with the fault that strikes it. A cut link loses it, a jammed one keeps
-        it.
-        """
+        """Carry a frame, with its fault, if any. A cut link loses it, a jammed one keeps it."""
         message = frame.message
         self._oracle.sent(frame, message)
         if frame.control in self.cut_controls or frame.peer in self.cut_peers:

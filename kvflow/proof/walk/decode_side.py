@@ -154,10 +154,7 @@ class DecodeSide:
     # --- what happens
 
     def run(self, do: Callable[[DecodeSide], None]) -> Decode:
-        """Call `do`, run the commands that the endpoint issues, and return the new state.
-
-        Raises: AssertionError for a broken invariant.
-        """
+        """Return the state after `do` and the commands that it causes. Raises: AssertionError."""
         causes = {grant: record.state.cause for grant, record in self.endpoint.rooms.items()}
         known = dict(self.endpoint.rooms)
         do(self)

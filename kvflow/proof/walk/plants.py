@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+from kvflow.proof.sim.plants_goodbye import goodbye_proves_what_it_names
 from kvflow.proof.sim.swap import swapped_item
 from kvflow.proof.walk.plants_pages import PAGES
 from kvflow.proof.walk.plants_tables import LOSSY, TABLES, TINY, Plant, _attribute, _cells
 from kvflow.protocols.decode import core as decode_core
-from kvflow.protocols.decode import endpoint as decode_endpoint
 from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.links import DecodeLinks
@@ -43,13 +43,6 @@ def _refusal_accepted() -> AbstractContextManager[object]:
     return stack
 
 
-_hear_goodbye = decode_endpoint.HANDLERS[wire.Goodbye]
-
-
-def _believes_all(core: Any, peer: Any, message: wire.Goodbye, now: float) -> None:
-    _hear_goodbye(core, peer, wire.Goodbye(source=message.source, target=message.target), now)
-
-
 def _abort_forgotten() -> AbstractContextManager[object]:
     stack = ExitStack()
     cell = Move(GrantPhase.UNKNOWN, (GrantCommand.END_OTHER_HALF, GrantCommand.ACKNOWLEDGE))
@@ -80,10 +73,6 @@ def _settles_all(ledger: Any, source: Any) -> Any:
     """Return a bound above every grant of `source`, even those whose loans are open."""
     grants_of = ledger.grants_of(source)
     return max([*grants_of, ledger._acknowledged.get(source, 0)]) + 1
-
-
-def _resends_nothing(core: Any, peer: Any, grant: Any, next_seq: int) -> None:
-    return None
 
 
 def _any_grant_asked(core: Any, peer: Any, message: Any, now: float) -> None:
@@ -196,7 +185,7 @@ ENDPOINTS: tuple[Plant, ...] = (
     Plant(
         "nothing sent again",
         "what decode missed is not sent again",
-        _attribute(PrefillCore, "resend", _resends_nothing),
+        _attribute(PrefillCore, "resend", _not_again),
         "rest",
         LOSSY,
     ),
@@ -231,7 +220,7 @@ ENDPOINTS: tuple[Plant, ...] = (
     Plant(
         "goodbye ends every loan",
         "decode ends the loans that prefill cannot vouch for",
-        lambda: swapped_item(decode_endpoint.HANDLERS, wire.Goodbye, _believes_all),
+        goodbye_proves_what_it_names,
         "I2",
         TINY._replace(leaves=1, doubts=1),
     ),

@@ -128,10 +128,7 @@ class PrefillSide:
     # --- what happens
 
     def run(self, do: Callable[[PrefillSide], None]) -> Prefill:
-        """Call `do`, run the commands that the endpoint issues, and return the new state.
-
-        Raises: AssertionError for a broken invariant.
-        """
+        """Return the state after `do` and the commands that it causes. Raises: AssertionError."""
         peer = self.core.peers.get(DECODE)
         phases = peer.grants._phases.items() if peer else ()
         closed = [grant for grant, phase in phases if phase > GrantPhase.OPEN]

@@ -116,11 +116,7 @@ _WAYS: dict[type, Way] = {}
 
 
 def freeze(value: Any, seen: dict[int, int]) -> Hashable:
-    """Return the object graph below `value` as a hashable value.
-
-    An object that occurs again becomes a reference to its first occurrence, whose place is in
-    `seen`.
-    """
+    """Return the object graph below `value` as a hashable value. `seen` numbers its objects."""
     kind = type(value)
     if kind in _ATOMS:
         return value  # type: ignore[no-any-return]

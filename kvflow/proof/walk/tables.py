@@ -185,9 +185,7 @@ class Tables:
         )
 
     def _cannot_know(self, prefill: Prefill) -> bool:
-        """Return True if this rank cannot prove what became of its writes: it is in doubt, or its
-        first life is dead and the data plane has no fence.
-        """
+        """Return True if this rank cannot prove what became of its writes."""
         return prefill.doubts or prefill.named or (prefill.gone and not self.bounds.fences)
 
     # --- what can happen
