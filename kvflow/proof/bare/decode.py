@@ -303,10 +303,9 @@ class Decode(Node):
         def is_right(index: int, rank: int) -> bool:
             return cells[pages[index]].get(ranks[rank]) == (digest, first + index)
 
-        number, keys = room.record.room, room.keys
-        self.rules.transfers.landed(
-            Arrival(number, keys, room.home, pages, is_right, digest, command.handoff)
-        )
+        number, handoff = room.record.room, command.handoff
+        arrival = Arrival(number, room.keys, room.home, pages, is_right, digest, handoff)
+        self.rules.transfers.landed(arrival)
         self.turns.end(room)
         # A landed room passes its pages to its user, so no FreePages follows.
         self._feed(room, PageKind.LAND)

@@ -82,9 +82,18 @@ class CachingCluster(Cluster):
             # Another process of that name still uses the folder.
             folder = Path(f"{folder}-{len(self.caches)}")
         spoil(folder, self.disk_faults, most=True)
-        where = name, member.node.pool, member.seen.books, plan, folder, self.texts
-        faults = self.oracle, self.faults, self.disk_faults, self.workers
-        member.cache = self.caches[id(member.node)] = NodeCache(*where, *faults)
+        member.cache = self.caches[id(member.node)] = NodeCache(
+            name,
+            member.node.pool,
+            member.seen.books,
+            plan,
+            folder,
+            self.texts,
+            self.oracle,
+            self.faults,
+            self.disk_faults,
+            self.workers,
+        )
         return member
 
     def kill(self, member: Member) -> None:

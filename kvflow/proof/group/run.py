@@ -103,8 +103,18 @@ class GroupRun(Run):
     ) -> Client:
         world = self.world
         number, issue, broken = len(world.clients), world.rules.rooms.issue, world.rules.broken
-        what = number, room, tokens, digest, chunks, issue, broken
-        client = Client(*what, group=group, rows=self.rows, fate=fate)
+        client = Client(
+            number,
+            room,
+            tokens,
+            digest,
+            chunks,
+            issue,
+            broken,
+            group=group,
+            rows=self.rows,
+            fate=fate,
+        )
         world.clients.append(client)
         return client
 

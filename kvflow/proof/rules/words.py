@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvflow.protocols.wire.messages import Bootstrap
 
-# Fields that are the same in all messages, or too long to read.
-_DULL = {"source", "target", "layout", "address", "wire_version", "asked"}
-_DULL |= {"prompt_digest", "handoff", "checksum"}
+_SAME_IN_ALL = {"source", "target", "layout", "address", "wire_version", "asked"}
+_TOO_LONG = {"prompt_digest", "handoff", "checksum"}
+_DULL = _SAME_IN_ALL | _TOO_LONG
 
 
 def worded(message: object, dull: set[str] = _DULL) -> str:

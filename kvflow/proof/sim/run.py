@@ -145,8 +145,10 @@ class Run(Course):
                 await self.scheduler.prefill(member.node, job)
             else:
                 if job.stay is not None and member.snapshots is not None:
-                    parts = member.node, member.snapshots, self.oracle
-                    job.residence = Residence(*parts, prompt_digest(job.prompt), job.stay)
+                    digest = prompt_digest(job.prompt)
+                    job.residence = Residence(
+                        member.node, member.snapshots, self.oracle, digest, job.stay
+                    )
                 await self.scheduler.decode(member.node, job)
         except KvflowError as error:
             said = f"{member.name}: room {job.room}: {type(error).__name__}: {error}"
