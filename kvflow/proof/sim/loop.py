@@ -178,7 +178,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if handle._cancelled:
                 continue
             if self._halted:
-                process: Process | None = handle._context.get(_process)  # type: ignore[attr-defined]
+                context = handle._context  # type: ignore[attr-defined]
+                process: Process | None = context.get(_process)
                 if process is not None and process.parked is not None:
                     process.parked.append(handle)
                     continue

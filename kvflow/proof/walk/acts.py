@@ -273,7 +273,8 @@ class Acts:
                 may(text, DecodeSide.declare_dead, rank, 1, price=Price.DECLARE)
             return found
 
-        return self._once(("proof", value, rank, fenced, earlier), acts)  # type: ignore[no-any-return]
+        key = "proof", value, rank, fenced, earlier
+        return self._once(key, acts)  # type: ignore[no-any-return]
 
     # --- prefill
 
