@@ -13,8 +13,7 @@ from kvflow.extras import missing_extra
 
 def main() -> None:
     """Run the command line. The exit status is 2 if a package of an extra is missing."""
-    # Python processes that libraries such as `multiprocessing` start would otherwise import modules
-    # from the working directory.
+    # Python processes of libraries must not import modules from the working directory.
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         from kvflow.cli import main as run

@@ -31,8 +31,7 @@ def must_pass(error: BaseException) -> bool:
     """Return True if the current task must not handle `error`, because the process ends or the task
     itself was cancelled.
     """
-    # A CancelledError may also mean that the awaited future was cancelled. If the task was not
-    # asked to cancel, this is an error like any other.
+    # If the task was not asked to cancel, the awaited future was: an error like any other.
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
@@ -160,8 +159,7 @@ class Job(Generic[T]):
 
     def __init__(self, work: Callable[..., T], arguments: tuple[Any, ...]) -> None:
         self.work, self.arguments = work, arguments
-        # A thread acquires the lock to begin the work, and `cancel` to prevent that. It is never
-        # released, so only the first of them succeeds.
+        # The first to acquire this lock begins the work, or prevents that. It is never released.
         self._begun = threading.Lock()
         self._cancelled = False
 
@@ -183,11 +181,10 @@ class Job(Generic[T]):
         return True
 
     def begin(self) -> bool:
-        """Mark the work as begun, in its thread. Returns False if it was cancelled before."""
+        """Mark the work as begun. Returns False if it was cancelled before."""
         return self._begun.acquire(blocking=False)
 
     def run(self) -> T | None:
-        """Do the work, in its thread, unless it was cancelled before."""
         if not self.begin():
             return None
         try:
@@ -196,7 +193,7 @@ class Job(Generic[T]):
             self._forget()
 
     def _forget(self) -> None:
-        # The job may outlive its work. Its references would keep memory mapped that the work used.
+        # The job may outlive its work, and would keep the memory mapped that the work used.
         del self.work, self.arguments
 
 
@@ -230,10 +227,7 @@ class Threads:
         self.close()
 
     def close(self) -> None:
-        """Refuse new work, and end the threads after the queued work. Idempotent.
-
-        The method does not wait for the threads.
-        """
+        """Refuse new work. The threads end after the queued work, which is not awaited."""
         self.executor.shutdown(wait=False)
 
     @classmethod
@@ -248,8 +242,7 @@ class Threads:
         Raises: RuntimeError if no thread can be started, or after `close`.
         """
         job = Job(work, arguments)
-        # The work goes through the event loop, because the simulators' loop runs it in virtual time
-        # instead.
+        # The work goes through the loop: that of the simulators runs it in virtual time.
         job.ended = asyncio.get_running_loop().run_in_executor(
             self.executor,
             job.run,  # type: ignore[arg-type]
@@ -324,8 +317,7 @@ class _DaemonThreads(Executor):
         with self._changed:
             if self._closed:
                 raise RuntimeError("no work is taken after shutdown")
-            # Each idle thread will take one item of the queue, so a new thread is needed only if
-            # the queue is at least as long.
+            # Each idle thread takes one item of the queue.
             if self._idle <= len(self._waiting) and self._threads < self._limit:
                 self._start_thread()
             self._waiting.append((future, functools.partial(work, *args, **more)))
@@ -356,8 +348,7 @@ class _DaemonThreads(Executor):
                     future.set_result(work())
                 except BaseException as error:  # noqa: BLE001 - whoever awaits it gets it
                     future.set_exception(error)
-            # The thread may wait long for its next work. Meanwhile these references would keep
-            # memory mapped that this work used.
+            # While the thread waits, these references would keep memory mapped that the work used.
             del next_one, future, work
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:

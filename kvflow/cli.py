@@ -152,7 +152,7 @@ def prefill(given: dict[str, Any], path: str | None) -> None:
 
 @app.command("prefill-rank", hidden=True)
 def prefill_rank() -> None:
-    """One rank of a prefill over several, started by the first one."""
+    """Run one rank of a prefill. The first rank starts this command."""
     from kvflow.serve.launch.ranks import PrefillRankSpec
 
     spec = PrefillRankSpec.from_environment()
@@ -165,7 +165,7 @@ def prefill_rank() -> None:
 
 @app.command("decode-rank", hidden=True)
 def decode_rank() -> None:
-    """Another shard of a decode than the first, which starts it."""
+    """Run one shard of a decode. The first shard starts this command."""
     from kvflow.serve.launch.ranks import DecodeRankSpec
 
     spec = DecodeRankSpec.from_environment()
@@ -303,8 +303,7 @@ def declare_dead(
     declare_dead(url, admin_api_key, incarnation, why)
 
 
-# These commands pass their arguments unparsed to a Typer app in another module. The module is then
-# loaded only if the user runs the command, and its app prints its own help.
+# The app of another module parses the arguments. It is loaded only if the command runs.
 _GROUP = {
     "add_help_option": False,
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},

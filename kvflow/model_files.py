@@ -14,11 +14,9 @@ from zipfile import is_zipfile
 
 from kvflow.protocols.errors import MisuseError
 
-# The digest reads this many samples of each weight, evenly spaced. They are enough to tell two
-# fine-tunes of a model apart.
+# The digest samples each weight evenly, which tells two fine-tunes of a model apart.
 STRETCHES, STRETCH_BYTES = 16, 64
-# Keys of config.json that do not change the KV of a prompt: they describe the file, generation or
-# training. The dtypes are among them, because engines compare the dtype that they loaded.
+# These keys do not change the KV of a prompt. Engines compare the dtype that they loaded.
 _IRRELEVANT = frozenset(
     {
         *(
@@ -100,8 +98,7 @@ def weights_digest(name: str) -> str:
 
 
 def _of_safetensors(path: Path) -> Iterator[tuple[str, bytes]]:
-    # `pread` with POSIX_FADV_RANDOM reads only the samples. In a mapped file, the kernel would read
-    # ahead.
+    # In a mapped file the kernel would read ahead; `pread` reads only the samples.
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         header_bytes = int.from_bytes(file.read(8), "little")

@@ -68,8 +68,7 @@ class Connections:
 
     def poll(self, now: float) -> None:
         """Report to the endpoint every link that prefill rejects."""
-        # Reading the reason empties the socket's queue of connection events, which would grow
-        # otherwise. So links in every phase are polled.
+        # A read also empties the socket's queue of events, so links in every phase are polled.
         if now - self._polled_at_s >= POLL_S:
             self._polled_at_s = now
             for key, connection in list(self.open.items()):

@@ -79,7 +79,7 @@ class DecodeShell(Shell):
         )
         self.waiting: Waiting[GrantId] = Waiting()
         self._lends_later = False
-        # The value of `staging_can_come_back` that `run` saw last.
+        # The last value of `staging_can_come_back` that `run` saw.
         self._could_come_back = 0
         # Rooms that wait for the ranks of their prefill, each with its task.
         self.opening: dict[DecodeRoom, asyncio.Task[None]] = {}
@@ -222,8 +222,7 @@ class DecodeShell(Shell):
         super().run(then)
         if not self.waiting or self._running:
             return
-        # A recalled loan puts its pages in quarantine. The oldest waiting room may then be too
-        # large for what can still return, so the free pages that were saved for it go to others.
+        # A new quarantine may block the oldest room; the pages saved for it then go to others.
         if (can_come_back := self.staging_can_come_back) != self._could_come_back:
             self._could_come_back = can_come_back
             self.lend_returned()
@@ -248,7 +247,7 @@ class DecodeShell(Shell):
         self.connections.poll(now)
         super().tick(now)
 
-    # --- the end
+    # --- shutdown
 
     def leave(self) -> None:
         """Refuse new rooms, and abort every open one; `close` waits for the proofs."""
@@ -280,8 +279,7 @@ class DecodeShell(Shell):
         await self.stop()
         self.earlier.leave()
         left = [loan for room in self.rooms.values() for loan in self._unproven(room)]
-        # The stores must withhold these pages before the rooms return them: otherwise a page that
-        # a peer may still write into would be free for a moment.
+        # The stores must withhold these pages before the rooms return them.
         self._lent_quarantine.add(left, self.lent)
         for room in self.rooms.values():
             self.guard(
@@ -401,7 +399,7 @@ class DecodeShell(Shell):
             if not self.waiting or (grant := self._next_waiting()) is None:
                 break
             self._lend(self.rooms[grant])
-            # The room fits, so only a row can be missing, and every other room needs one as well.
+            # The room fits, so a row must be missing, and every other room needs one as well.
             if grant in self.waiting:
                 break
         else:
@@ -471,7 +469,7 @@ class DecodeShell(Shell):
             self.earlier.free(command)
         else:
             room.holding.feed(PageKind.FREE)
-            # If `RoomEnded` did not come yet, it follows, and drops the room.
+            # If the room is not over yet, `RoomEnded` follows, and drops it.
             if room.holding.over:
                 del self.rooms[command.grant]
         self._lend_waiting()

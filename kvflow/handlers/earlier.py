@@ -27,8 +27,7 @@ from kvflow.protocols.ports import (
 from kvflow.protocols.wire.messages import GrantId
 
 log = logging.getLogger(__name__)
-# Leases that a running node takes over in one turn of the event loop. The bound lets the node's
-# rooms make progress in between.
+# A node takes over at most this many leases in one turn, so that its rooms make progress.
 INHERIT_WORK = 64
 
 
@@ -46,10 +45,9 @@ class EarlierShell:
         self._shell, self._loans, self._plane = shell, loans, plane
         self._quarantines = [quarantine for quarantine, _ in stores]
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        # The integer is the number of pages in the lease.
+        # Each value ends with the number of pages in the lease.
         self._leases: dict[GrantId, tuple[Quarantine, LeaseId, int]] = {}
-        # With staging, this node lends pages of the staging only. Earlier loans of the pool keep
-        # none of these, so they are counted apart.
+        # With staging, loans of the pool keep no page that this node lends, and are counted apart.
         self.leases_beside = self.pages_beside = 0
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._left = False
@@ -95,7 +93,7 @@ class EarlierShell:
         if threading.get_ident() == self._thread:
             call()
             return
-        # The loop raises RuntimeError if it is closed. The node is then closed too.
+        # A closed loop raises RuntimeError. The node is then closed too.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call)
 
@@ -136,8 +134,7 @@ class EarlierShell:
     async def _watch(self, command: c.WatchEarlierWriter) -> None:
         shell = self._shell
         if command.address.backend != self._plane.name:
-            # Only the backend that submitted the writes knows how long they can stay in flight
-            # after their process died.
+            # Only the backend of the writes knows how long they outlive their process.
             return
         if await fenced(self._plane, command.address, shell.timing, shell.counts):
             self._loans.writer_died(command.writer)

@@ -67,8 +67,6 @@ class GroupRequest:
 
 
 class LeaderShell(Shell):
-    """The shell of a group leader."""
-
     def __init__(
         self,
         leader: GroupLeader,
@@ -146,8 +144,7 @@ class LeaderShell(Shell):
     async def close(self) -> None:
         self.leave()
         try:
-            # The socket sends frames at the end of a turn of the event loop. Without this turn the
-            # last decisions would not leave.
+            # The socket sends at the end of a turn, so the last decisions need one more turn.
             await asyncio.sleep(0)
         finally:
             await self.stop()
@@ -203,8 +200,6 @@ class RankRequest:
 
 
 class MemberShell(Shell):
-    """The shell of one rank's membership in its group."""
-
     def __init__(
         self,
         member: GroupMember,
@@ -241,7 +236,7 @@ class MemberShell(Shell):
         self.run()
 
     async def started(self) -> RankRequest:
-        """Wait for the next request, in an order that all ranks share; its room may be over."""
+        """Wait for the next request, which may be over. Its order is the same at every rank."""
         return await self._started.get()
 
     async def drain(self, patience_s: float) -> None:
@@ -319,8 +314,7 @@ class MemberShell(Shell):
                 raise MisuseError(f"open_room() returned {room!r}, which is no PrefillRoom")
         except BaseException as problem:  # noqa: BLE001 - `explained` raises what must pass
             cause = self.explained(problem, f"opening room {command.room}").cause()
-            # If the room id is in use, decode's half belongs to the room that uses it, or the node
-            # refused it already.
+            # If the id is in use, decode's half is the other room's, or the node refused it.
             if not isinstance(problem, RoomInUseError):
                 self.guard(
                     lambda: self._refuse_room(command.room, cause), f"refusing room {command.room}"

@@ -293,8 +293,7 @@ class PrefillShell(Shell):
 
     def _connected(self, peer: Incarnation, error: BaseException | None) -> None:
         if error is None:
-            # If the decode is gone, its route must be closed. If the decode left after `_connect`
-            # stored the route, `_close_route` already closed it.
+            # The decode may be gone. `_close_route` closed the route if it was stored by then.
             known = self.endpoint.route_opened(peer, self.now())
             if not known and (route := self.routes.pop(peer, None)) is not None:
                 route.close()
@@ -312,7 +311,7 @@ class PrefillShell(Shell):
         self._note_stall()
         super().tick(now)
 
-    # --- the end
+    # --- shutdown
 
     def leave(self) -> None:
         """Refuse new rooms, and end every open one; `drain` waits for their writes."""
@@ -392,7 +391,7 @@ class PrefillShell(Shell):
         task.add_done_callback(functools.partial(self._watch_ended, command.peer))
 
     def _watch_ended(self, peer: Incarnation, task: asyncio.Task[None]) -> None:
-        # The peer may be back, with another task that watches it.
+        # If the peer came back, another task watches it.
         if self._watches.get(peer) is task:
             del self._watches[peer]
 
@@ -402,8 +401,7 @@ class PrefillShell(Shell):
         write = self._begin_write(command, room)
         self._writes[command.write] = _OpenWrite(write, command.source_pages, room)
         room.writes[command.write] = write
-        # A future calls back in a later turn of the event loop, even if it is done already. So a
-        # room never ends inside the engine's call of `send`.
+        # The callback runs in a later turn, so no room ends inside the engine's call of `send`.
         write.done.add_done_callback(functools.partial(self._write_ended, command.write))
 
     def _begin_write(self, command: c.StartWrite, room: PrefillRoom) -> Write:
@@ -417,8 +415,7 @@ class PrefillShell(Shell):
             return _EndedWrite(
                 WriteOutcome.CANCELLED, str(self.explained(problem, f"room {room.room}: its write"))
             )
-        # The plane did not refuse the write, so bytes may be on their way: only an unproven outcome
-        # is safe.
+        # Bytes may be on their way, so only an unproven outcome is safe.
         if not asyncio.isfuture(getattr(write, "done", None)):
             route = self.routes[command.peer]
             return _EndedWrite(
@@ -436,15 +433,13 @@ class PrefillShell(Shell):
         checksum = write.checksum if isinstance(write, ChecksummedWrite) else b""
         self.endpoint.write_ended(number, outcome, self.now(), error=error, checksum=checksum)
         self.counts.bytes_written += landed_bytes
-        # The thread of a checksum that took too long still reads the pages. They stay held until it
-        # returns.
+        # A late checksum still reads the pages, so they stay held until its thread returns.
         if isinstance(write, ChecksummedWrite) and not write.released.done():
             room.readers += 1
             write.released.add_done_callback(lambda _: self._read_no_more(room, source_pages))
             self.run()
             return
-        # `unhold` takes some 100 us for 256 pages. It runs after the commands, because one of them
-        # sends the message that returns decode's pages, and before any user is notified.
+        # `unhold` takes 100 us for 256 pages. The message that returns decode's pages goes first.
         self.run(then=functools.partial(self.pages.unhold, source_pages))
 
     def _read_no_more(self, room: PrefillRoom, source_pages: PageIndices) -> None:

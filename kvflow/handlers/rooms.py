@@ -71,8 +71,7 @@ class RoomStores:
         """`layout` and `quarantine` belong to the pool of `pages`. `guard` is `Shell.guard`."""
         self.pages, self.layout, self.quarantine = pages, layout, quarantine
         self.staging, self.guard = staging, guard
-        # True for each place that a caller gave to a room. The store only counts holds, so it does
-        # not notice that two rooms were given the same page.
+        # The caller's own pages in use. The store's holds would allow two rooms the same page.
         self._own: NDArray[np.bool_] | None = None
 
     def hold_own(self, room: RoomId, pages: PageIndices) -> None:
@@ -121,7 +120,7 @@ class RoomPages:
         self._stores, self._room, self._settled = stores, room, settled
         self.state = Ownership(staging=None if stores.staging is None else PagePhase.NONE)
         self.pages: PageIndices = NO_PLACES
-        # Places that prefill writes into: `pages` or, with staging, as many places of the staging.
+        # Prefill writes into these: `pages` or, with staging, as many places of the staging.
         self.lent: PageIndices = NO_PLACES
         self._owner: Hashable = ("room", room)
         self._staging_owner: Hashable = self._owner
@@ -239,7 +238,7 @@ class DecodeRoom:
         """
         self._shell = shell
         self.room, self.tokens, self.num_pages = room, tokens, num_pages
-        self.prefix_tokens: int | None = None  # as passed to `offer`
+        self.prefix_tokens: int | None = None
         self.grant = GrantId(0)
         self.record: DecodeRoomRecord | None = None
         # The reason why the room never reached the endpoint.
@@ -439,7 +438,7 @@ class PrefillRoom:
         self.request_id = CURRENT.get().request_id
         self.writes: dict[int, Write] = {}
         self.landed_before = 0  # bytes that landed in writes that ended
-        # `readers` counts checksums that took too long. Their threads still read the room's pages.
+        # `readers` counts late checksums, whose threads still read the room's pages.
         self.over, self.readers = False, 0
         self.when_matched: Answer[int] = Answer()
         self.when_done: Answer[None] = Answer()

@@ -21,7 +21,7 @@ from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-# Shortest delay of a tick, so that one tick handles all that becomes due within this time.
+# One tick handles everything that becomes due within this time.
 TICK_GRAIN_S = 0.005
 
 
@@ -52,8 +52,7 @@ class Answer(Generic[T]):
         if isinstance(self._error, Cause):
             raise room_error(self._error)
         if self._error is not None:
-            # Several users may raise the same exception object. Without this its traceback would
-            # grow with each of them.
+            # Users share the exception object, so its traceback would grow with each of them.
             raise self._error.with_traceback(None)
         result: T = self._result
         return result
@@ -100,8 +99,7 @@ class Shell:
         self.runners: dict[type, Callable[[Any], None]] = {}
         self.timing, self.counts, self.now = timing, counts, now
         self._loop = asyncio.get_running_loop()
-        # Tasks and timers serve all requests. Their log lines must not name the request during
-        # which they start.
+        # Tasks and timers serve all requests, so their log lines must not name one.
         self._context = contextvars.copy_context()
         self._timer: asyncio.Handle | None = None
         self._fires_at_s = 0.0
@@ -219,8 +217,7 @@ class Shell:
         until_s = self.now() + patience_s
         while condition() and (left_s := until_s - self.now()) > 0:
             self.changed.clear()
-            # The timeout is started anew in each round. The loop's timer may fire a moment early,
-            # and an endpoint without input causes no other wake-up.
+            # The loop's timer may fire early, so each round starts the timeout anew.
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self.changed.wait()
@@ -261,15 +258,14 @@ class Shell:
                 log.error("%s ended", name, exc_info=error)
 
         task.add_done_callback(report, context=context)
-        # `stop` may already be past its last check for tasks, so it would not cancel this one.
+        # `stop` may have made its last check for tasks already.
         if self.stopped:
             task.cancel()
         return task
 
     def cancel(self, watch: asyncio.Task[None] | None) -> None:
         """Cancel the task that watches a process, if there is one."""
-        # A watch may reach this method in its own task, after it reported a death. It is about to
-        # return, so it is not cancelled.
+        # A watch that reported a death reaches this method in its own task, and is about to return.
         if watch is not None and watch is not asyncio.current_task():
             watch.cancel()
 
@@ -319,9 +315,7 @@ class Shell:
         while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
             for task in tasks:
                 task.cancel()
-            # A task leaves the set in a done callback. If all tasks are done already,
-            # `asyncio.gather` returns at once in Python 3.12 and later, before any callback runs,
-            # and this loop would never end.
+            # `asyncio.gather` may return before callbacks remove ended tasks from the set.
             await asyncio.wait(tasks)
 
 

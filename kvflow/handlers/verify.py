@@ -45,7 +45,7 @@ class NoSum:
 
 
 def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
-    """Return the task that `begin` starts or, so that its room has an answer, a failed task."""
+    """Return the task that `begin` starts, or a failed task if it raises."""
     try:
         return begin(*of)
     except ENDS_PROCESS:
@@ -70,8 +70,7 @@ class ChunkVerifier:
 
         `ended` receives the checksum and an empty text, or an empty checksum and the reason.
         """
-        # The room keeps its pages until the thread is done with them, even if the room ends before
-        # (I13).
+        # The room keeps its pages until the thread is done with them, even if it ends before (I13).
         self._pages.feed(PageKind.USE)
         task = begun(self._begin, self._pages.lent[chunk], self._pages.pages[chunk], served)
         self._running.add(task)
@@ -85,8 +84,7 @@ class ChunkVerifier:
             ended(task.done.result(), task.error)
 
         def done(found: Any) -> None:
-            # A room must not land while a thread still uses its pages, so a checksum is reported
-            # when its thread is done. A failure is reported at once, because its thread may hang.
+            # A checksum waits for its thread to end. A failure does not: the thread may hang.
             (task.released if found.result() else task.done).add_done_callback(report)
 
         task.released.add_done_callback(released)

@@ -225,8 +225,7 @@ class PageAllocator:
         """
         with self._lock:
             pages = self._checked(pages)
-            # Rooms of one page are common, and a scalar is several times faster than an array of
-            # one element.
+            # Rooms of one page are common, and a scalar is several times faster than an array.
             if pages.size == 1:
                 page = int(pages[0])
                 if self._marks[page] in (_FREE, _RETURNING):

@@ -17,8 +17,7 @@ from triton import language as tl
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.pages.plan import Blocks
 
-# For blocks of at least this average size cudaMemcpyAsync is as fast, and it leaves all
-# multiprocessors to the model.
+# From this average size on cudaMemcpyAsync is as fast, and needs no multiprocessor.
 LARGE_BYTES = 256 << 10
 _MIN_BLOCKS = 16
 _WORD_BYTES = 8

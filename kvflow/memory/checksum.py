@@ -22,8 +22,7 @@ from kvflow.protocols.pages.components import in_order
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices, Places, PoolLayout
 
-# Size of the cache of plans. Each combination of parts that a rank sends has a plan of its own, and
-# the ranks of one room need at most half of the cache.
+# The ranks of one room need at most half of this cache of plans.
 SHARES = 128
 # `update` holds the GIL for small blocks, so other threads get a turn after this many bytes.
 _BREATH_BYTES = 1 << 20
@@ -80,7 +79,7 @@ class PageChecksums(PageTasks):
 
 
 class PoolSums:
-    """Computes checksums over whole pages, or over what one rank sent; closed before the pool."""
+    """Computes checksums over whole pages, or over what one rank sent."""
 
     def __init__(self, layout: PoolLayout) -> None:
         self._stores = stores_of(layout)
@@ -105,7 +104,7 @@ class PoolSums:
 
 
 def _gathered(layout: PoolLayout, served: tuple[Served, ...]) -> GatheredSum | None:
-    """Return None if whole pages can be summed, so that nothing has to be gathered."""
+    """Return a plan, or None if whole pages can be summed without gathering."""
     return None if is_as_it_lies(layout, served) else GatheredSum(layout, served)
 
 

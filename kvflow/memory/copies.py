@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from kvflow.memory.block_kernel import BlockKernel
 
-# The GIL is released once per this many bytes (some 150 us), because releasing it costs more than
-# copying a small block.
+# Releasing the GIL costs more than copying a small block. This many bytes take some 150 us.
 _HELD_BYTES = 1 << 20
 # Blocks up to this average size are copied by numpy, if there are at least `_FEW_BLOCKS`.
 SMALL_BYTES = 512
@@ -234,8 +233,7 @@ class CudaCopier:
                 else:
                     self._runtime.queue(blocks, self._stream.cuda_stream)
             finally:
-                # If a block is refused, those queued before it are awaited too: no part of a copy
-                # may run after this method.
+                # No part of a copy may run after this method, even if a block is refused.
                 self._synchronize()
 
     def takes_kernel(self, blocks: Blocks) -> bool:
@@ -274,7 +272,7 @@ class CudaCopier:
 
 
 class Runtime:
-    """Functions of the CUDA runtime that torch loaded, but does not expose."""
+    """Functions of the CUDA runtime that torch loads but does not expose."""
 
     def __init__(self, path: str | None) -> None:
         """Open the library at `path`; None means that torch loaded none. Raises: LayoutError."""

@@ -91,7 +91,7 @@ class ExternalPages:
         return np.empty(0, dtype=np.int32)
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """Do the same as `take`. Raises: CapacityError."""
+        """See `take`."""
         return self.take(count, owner)
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:

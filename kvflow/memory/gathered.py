@@ -57,8 +57,7 @@ class GatheredSum:
         ]
         if not all(digests):
             return b""
-        # If the copies differ, not all of them are what the rank sent. The result must then match
-        # no rank's checksum.
+        # Copies that differ are not what the rank sent, so the result must match no checksum.
         return digests[0] if len(set(digests)) == 1 else xxh3_64(b"".join(digests)).digest()
 
     def _sum(self, pairing: Pairing, places: Places, cancelled: Callable[[], bool]) -> bytes:

@@ -53,8 +53,7 @@ class PlaceAllocator:
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
         both = self._split(pages)
-        # This move changes nothing, but raises before any page is given back if `owner` does not
-        # own the rows.
+        # If `owner` does not own the rows, this raises before any page is given back.
         self.rows.move(both.rows, owner, owner)
         self.pages.give_back(both.pages, owner)
         self.rows.give_back(both.rows, owner)

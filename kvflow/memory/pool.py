@@ -390,8 +390,7 @@ class PagedPool:
         if isinstance(given, torch.Tensor):
             return given
         bits = None if c.dtype == OPAQUE else _BITS.get(c.dtype)
-        # torch.from_numpy refuses the dtypes that numpy lacks, so it receives integers, and the
-        # tensor is reinterpreted below.
+        # torch.from_numpy refuses dtypes that numpy lacks, so it receives their bits as integers.
         seen = self._view(c) if given is None else given if bits is None else given.view(bits)
         itemsize = DTYPE_BYTES.get(c.dtype, 1)
         if any(step % itemsize for step in seen.strides) or seen.ctypes.data % itemsize:

@@ -182,8 +182,7 @@ class PoolQuarantine:
                 lease.loans = [
                     o for o in lease.loans if (o.incarnation, o.writer) != (incarnation, writer)
                 ]
-                # A lease without loans may have no heir that would free it, so it is freed here.
-                # An heir that frees it again causes no harm.
+                # No heir may be there to free a lease without loans. Freeing it twice is harmless.
                 if not lease.loans:
                     self.free(name)
             heirs = [heir for heir, _ in self._heirs]

@@ -62,8 +62,7 @@ class SharedSegment:
         self.fd = fd
         self.size_bytes = len(mapping)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        # An open descriptor would keep the memory allocated even without a mapping, so a segment
-        # that is garbage collected must close it.
+        # An open descriptor keeps the memory allocated, so garbage collection must close it.
         self._close_fd = weakref.finalize(self, os.close, fd) if fd >= 0 else None
 
     @classmethod
@@ -176,8 +175,7 @@ class SharedSegment:
 
     def close(self) -> None:
         """Release the descriptor and the mapping. Idempotent."""
-        # `mmap.close` would be unsafe: a torch tensor keeps the mmap object alive, but does not
-        # export its buffer, so `close` would unmap memory that the tensor still uses.
+        # `mmap.close` would unmap memory that a torch tensor still uses.
         self._mapping = None
         self.fd = -1
         if self._close_fd is not None:

@@ -35,9 +35,9 @@ from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import PageStore
 
 VERSION = 1
-# A cancelled copy stops after the current slice. This size takes some 2 ms with memmove.
+# A cancelled copy stops after the current slice, which takes some 2 ms with memmove.
 SLICE_BYTES = 8 << 20
-# Some 0.6 ms over PCIe 5. Between two slices the device is idle, so they must not be small.
+# The device is idle between two slices. One takes some 0.6 ms over PCIe 5.
 DEVICE_SLICE_BYTES = 32 << 20
 
 
@@ -206,8 +206,7 @@ class SnapshotStore:
         try:
             await all_ended(copy.ended for copy in self._copies)
         finally:
-            # `all_ended` returns or raises only after every copy ended, even if this call is
-            # cancelled. So the memory can be freed.
+            # No copy runs any more, even if this call was cancelled, so the memory can be freed.
             self._thread.close()
             for snapshot in list(self._open):
                 snapshot.close()

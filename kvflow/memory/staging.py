@@ -32,8 +32,7 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLa
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import PageStore
 
-# A cancelled copy stops after the current slice, which takes some 0.2 ms over PCIe, or 1 ms with
-# memmove.
+# A cancelled copy stops after the current slice: some 0.2 ms over PCIe, 1 ms with memmove.
 SLICE_BYTES = 4 << 20
 _BROUGHT = b"brought"
 _SCRATCH_BYTES = 1 << 20

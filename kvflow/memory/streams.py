@@ -147,7 +147,7 @@ def _num_pages(streams: Sequence[Stream], given: SupportsIndex | None) -> int:
             raise LayoutError(
                 f"num_pages is for pools of nothing but rows: stream {paged.name!r} has pages"
             )
-        # `describe` replaces it by the count of the streams.
+        # `describe` replaces this number by the pages of the streams.
         return 1
     if given is None:
         raise LayoutError(
@@ -181,11 +181,9 @@ def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
 
 
 def _buffer(group: list[Stream], num_pages: int) -> Buffer:
-    # The buffer starts at the first stream, or earlier, so that its last page does not exceed the
-    # allocation.
+    # The last page of the buffer must not exceed the allocation, so it may start earlier.
     first, size_bytes = group[0], group[0].step * num_pages
-    # The views of one allocation may report different bounds: a tensor made by torch.from_numpy
-    # knows only the memory of its array.
+    # A tensor made by torch.from_numpy knows only the memory of its array.
     low, high = min(s.start for s in group), max(s.end for s in group)
     start = min(first.address, high - size_bytes)
     unit = ROW if first.in_rows else PAGE

@@ -72,8 +72,7 @@ class Node(Generic[S]):
         self.pages: PageStore = pages or pool.places
         pool.quarantine.keep_out_of(self.pages)
         self.timing, self.bounds = timing or Timing(), bounds or Bounds()
-        # Setting the lowest bit keeps a random incarnation from being 0. A peer that maps our
-        # segment checks that this incarnation claims it, and skips the check for 0.
+        # The incarnation must not be 0, for which a peer would skip the check of our claim.
         self.incarnation = Incarnation(
             secrets.randbits(63) | 1 if incarnation is None else incarnation
         )

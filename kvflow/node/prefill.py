@@ -209,8 +209,7 @@ class PrefillNode(Node[PrefillShell]):
             await shell.drain(self.timing.lost_after_s)
             drained = not shell.endpoint.rooms
             if drained:
-                # Goodbye names the unproven grants, so it is sent only after every write ended. The
-                # writes have drained here; otherwise they end when the plane closes.
+                # Goodbye names the unproven grants, so every write must have ended before.
                 await shell.part()
             # Writes that a frozen peer blocks end here, as unproven.
             await self._close_memory()

@@ -18,8 +18,7 @@ from kvflow.telemetry.histogram import (
 
 # Rooms that ended for these causes did not fail: the client no longer wanted the result.
 _WANTED = frozenset({Code.CLIENT_GONE, Code.ABORTED})
-# In rooms that ended for these causes the halves did not meet, or did not fit, even if decode had
-# already offered its pages.
+# These causes belong to the bootstrap, even if decode had already offered its pages.
 _NEVER_MET = frozenset(
     {
         *(Code.RENDEZVOUS, Code.REFUSED, Code.PROMPT_MISMATCH, Code.ROOM_IN_USE, Code.STALE_GRANT),

@@ -64,8 +64,7 @@ class NodeThread(Generic[N, A, R]):
         self._life = threading.Lock()
         # Guards the fields of rooms that are checked and changed in one step.
         self._lock = threading.Lock()
-        # A value is None until the loop opened the room. Callers' threads add rooms; only the loop
-        # changes and removes them.
+        # The value is None until the loop opens the room. Only the loop changes or removes rooms.
         self._rooms: dict[R, A | None] = {}
         self._tasks: dict[asyncio.Task[None], A] = {}  # tasks that wait for events of a room
         self._events: deque[RoomEvent[R]] = deque()
@@ -159,8 +158,7 @@ class NodeThread(Generic[N, A, R]):
             try:
                 return question(self._node), None
             except BaseException as problem:  # noqa: BLE001
-                # The error is raised in the caller's thread below. On the loop, one such as
-                # SystemExit would end the node's thread.
+                # On the loop, an error such as SystemExit would end the node's thread.
                 return None, problem
 
         found, error = self._running().call(answer)
@@ -227,8 +225,7 @@ class NodeThread(Generic[N, A, R]):
         unproven = await self._node.close()
         self._closed = True
         while due := [task for task, handle in self._tasks.items() if handle.when_released.given]:
-            # A task that follows a room starts, when it ends, the task that reports the room's
-            # release. So `due` is computed again.
+            # The end of one of these tasks starts another, which reports the room's release.
             await asyncio.wait(due)
         # The rooms of the remaining tasks have unproven loans, so they are never released.
         for task in self._tasks:
@@ -263,8 +260,7 @@ class NodeThread(Generic[N, A, R]):
             if handle is not None:
                 use(handle)
         except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
-            # The room's own error is reported by an event. Any other error ends the room, for
-            # example if a page entered quarantine after the engine offered it.
+            # The room's own error is reported by an event. Any other error ends the room.
             assert handle is not None
             handle.close(self._explained(error, room).cause())
         finally:

@@ -86,8 +86,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
             in_use = number in self._numbers
             self._numbers.add(number)
         if in_use:
-            # Decode's half of the second room may arrive after the first one ends. It must then
-            # receive the refusal, so the node refuses the room as well.
+            # Decode's half may arrive after the first room ended, and must then be refused as well.
             error = RoomInUseError(f"room {number} is in use")
             why = error.cause()
             thread.post(partial(self._act, lambda node: node.refuse(number, why)))
@@ -124,8 +123,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
             if not handle.ended:
                 handle.send(pages, last=last, handoff=handoff)
 
-        # The lock makes the check and the change one step, because several threads may send chunks
-        # of the same room.
+        # Several threads may send chunks of the same room.
         with self._lock:
             room.check_chunk(self.pool.layout, pages, last, len(handoff))
             self.check_places(pages, last=last)
