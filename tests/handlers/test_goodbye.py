@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from kvflow.memory.pool import PagedPool
@@ -14,21 +17,18 @@ from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.codec import routing_id
-from kvflow.protocols.wire.messages import Bootstrap, Goodbye, GoodbyeAck, Heartbeat
-from kvflow.testing.pair import Pair, pair, until
-from kvflow.transports.control.memory import LOST
-from kvflow.transports.data.fake import Fault
-from kvflow.transports.data.local import LocalPlane, LocalRoute
-from tests.handlers.scenes import (
-    PROMPT,
-    all_read,
-    code_of,
-    finish,
-    known,
-    links,
-    sending,
-    success,
+from kvflow.protocols.wire.messages import (
+    AbortAck,
+    Bootstrap,
+    Goodbye,
+    GoodbyeAck,
+    Heartbeat,
+    RoomFailed,
 )
+from kvflow.testing.pair import QUICK, Pair, pair, until
+from kvflow.transports.control.memory import LOST
+from kvflow.transports.data.local import LocalPlane, LocalRoute
+from tests.handlers.scenes import PROMPT, all_read, code_of, finish, known, links, matched, success
 
 
 # The fence of the local plane is the end of the process, which proves nothing here.
@@ -108,22 +108,6 @@ async def test_a_decode_that_was_silent_hears_it_when_it_comes_back(p: Pair) -> 
     p.network.mend()
     await p.prefills.pop().close()
     await forgotten(p)
-
-
-async def test_a_write_in_doubt_stays_on_loan() -> None:
-    async with pair() as p:
-        _, target = await sending(p, Fault.LATE)
-        assert await code_of(target.landed()) is Code.TRANSFER_ERROR
-        p.network.hold(Bootstrap)
-        lent = await p.decode.room(8, "sim", PROMPT)
-        await all_read()
-        await p.prefill.shell.drain(0)
-        await p.prefill.shell.part()
-        assert await code_of(lent.landed()) is Code.SHUTDOWN
-        assert p.decode.quarantined_pages == len(target.pages) == 64 - p.decode.pages.free_pages
-        (line,) = p.decode.peers()
-        assert line["phase"] == "gone" and line["loans"] == 1 and not known(p.prefill)
-        p.network.release()
 
 
 # --- decode closes
@@ -228,3 +212,37 @@ async def test_descriptors_that_lost_decodes_hold_go_to_new_ones() -> None:
         refused = third.room(3, "sim", PROMPT)
         assert await code_of(refused.landed()) is Code.REFUSED, "none that is up gives way"
         await lost.close()
+
+
+# --- what prefill says last
+
+PATIENT = msgspec.structs.replace(QUICK, heartbeat_s=1.0, repeat_after_s=0.02)
+
+
+async def test_last_words_that_are_lost_are_said_again(caplog: pytest.LogCaptureFixture) -> None:
+    async with pair(timing=PATIENT) as p:
+        _, target = await matched(p)
+        p.network.drop(RoomFailed)
+        p.network.drop(AbortAck)
+        with caplog.at_level(logging.WARNING, "kvflow"):
+            async with asyncio.timeout(20):
+                await p.prefill.close()
+        assert await code_of(target.landed()) is Code.SHUTDOWN
+        assert "not confirmed" not in caplog.text
+        target.close()
+
+
+async def test_the_wait_for_a_decode_that_hears_nothing_is_bounded_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with pair(timing=QUICK) as p:
+        _, target = await matched(p)
+        p.network.cut()
+        with caplog.at_level(logging.WARNING, "kvflow"):
+            async with asyncio.timeout(20):
+                await p.prefill.close()
+        assert (
+            f"the ends of 1 rooms are not confirmed by decode {p.decode.incarnation:016x}"
+            in caplog.text
+        )
+        target.close()

@@ -24,7 +24,6 @@ from kvflow.protocols.errors import (
     LostError,
     MisuseError,
     RefusedError,
-    RoomInUseError,
 )
 from kvflow.protocols.group.leader import GroupLeader
 from kvflow.protocols.group.member import GroupMember, TicketKey
@@ -292,17 +291,6 @@ async def test_the_leader_without_its_own_rank_refuses_here() -> None:
         with pytest.raises(LostError, match="rank 0 of the group's 2 is missing"):
             g.leader.open(7, bytes(PROMPT))
         assert g.nodes.prefills[0].shell.endpoint.core.rendezvous.has_ended(RoomId(7), Side.ENGINE)
-
-
-async def test_a_room_is_opened_once_at_a_time() -> None:
-    async with group(2) as g:
-        request, target = await g.open(7)
-        with pytest.raises(RoomInUseError, match="room 7 is in use"):
-            g.leader.open(7, bytes(PROMPT))
-        await asyncio.gather(*(g.compute(member) for member in g.members))
-        await request.decided()
-        assert await target.landed() == b"handoff"
-        target.close()
 
 
 async def test_the_death_of_a_stage_is_seen_at_once_and_it_may_come_back() -> None:

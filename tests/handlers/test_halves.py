@@ -12,16 +12,7 @@ from kvflow.protocols.machines.rendezvous import Rendezvous, Side
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.messages import MAX_TEXT, Abort, Bootstrap
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, small_layout, until
-from tests.handlers.scenes import (
-    PROMPT,
-    WHY,
-    code_of,
-    finish,
-    links,
-    matched,
-    offered,
-    success,
-)
+from tests.handlers.scenes import PROMPT, WHY, code_of, links, offered, success
 
 
 async def test_decode_never_comes(p: Pair) -> None:
@@ -49,22 +40,6 @@ async def test_prefill_refuses_before_decode_comes(p: Pair) -> None:
     assert await code_of(target.landed()) is WHY.code
     assert target.cause == WHY
     await success(p, 7)  # told once: the id is free again
-
-
-async def test_the_engine_refuses_a_room_it_never_opened(p: Pair) -> None:
-    opened = p.prefill.counts.rooms_opened
-    p.prefill.refuse(7, WHY)
-    p.prefill.refuse(7, WHY)
-    target = p.decode.room(7, "sim", PROMPT)
-    assert await code_of(target.landed()) is WHY.code and target.cause == WHY
-    assert p.prefill.counts.rooms_opened == opened and not p.prefill.shell.endpoint.rooms
-    target = await offered(p, 8)
-    p.prefill.refuse(8, WHY)
-    assert await code_of(target.landed()) is WHY.code
-    source, target = await matched(p, 9)
-    p.prefill.refuse(9, WHY)  # too late: its own half is here
-    assert not source.ended
-    target.close()
 
 
 async def test_the_same_half_may_begin_afresh(p: Pair) -> None:
@@ -104,15 +79,6 @@ async def test_decode_has_no_pages(p: Pair, first: str) -> None:
     assert await code_of(source.matched()) is Code.CAPACITY
     p.decode.pages.give_back(taken, "somebody")
     await success(p, 7)
-
-
-async def test_a_second_decode_for_the_same_room(p: Pair) -> None:
-    source, target = await matched(p)
-    other = await p.add_decode()
-    for node in (other, p.decode):
-        late = node.room(7, "sim", PROMPT)
-        assert await code_of(late.landed()) is Code.ROOM_IN_USE
-    await finish(p, source, target)
 
 
 async def test_pools_that_do_not_fit_are_told_what_differs(p: Pair) -> None:

@@ -6,19 +6,13 @@ import pytest
 
 from kvflow.protocols.errors import Code, LostError
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import (
-    Abort,
-    AbortAck,
-    Heartbeat,
-)
+from kvflow.protocols.wire.messages import Abort, AbortAck, Heartbeat
 from kvflow.testing.pair import Pair, until
 from kvflow.transports.control.memory import Frame
 from tests.handlers.scenes import (
     PROMPT,
-    WHY,
     code_of,
     finish,
-    known,
     ledger,
     links,
     matched,
@@ -113,17 +107,6 @@ async def test_a_loaded_peer_is_not_a_dead_one(p: Pair) -> None:
         await more(p, "Heartbeat", 4)
     assert not (source.ended or target.ended)
     await finish(p, source, target)
-
-
-async def test_an_unknown_peer_gets_no_answer(p: Pair) -> None:
-    stranger = p.network.connect(p.prefill.info.control, 99)
-    stale = p.prefill.counts.stale
-    lives = {"source": p.prefill.incarnation, "target": 99}
-    stranger.send(encode(Abort(room=7, grant=1, cause=WHY, **lives)))
-    stranger.send(encode(Heartbeat(**lives)))
-    await until(lambda: p.prefill.counts.stale == stale + 2)
-    assert not known(p.prefill)
-    stranger.close()
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,11 @@ import logging
 
 import pytest
 
-from kvflow.node import DecodeNode
 from kvflow.protocols.errors import Code, LostError, MisuseError, QuarantineError
-from kvflow.protocols.limits import Bounds
 from kvflow.protocols.wire.messages import Abort
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.control.memory import LOST, Fate, Frame
-from kvflow.transports.data.fake import FakePlane, Fault
+from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import PROMPT, code_of, ledger, links, midway, sending, success
 
 
@@ -55,14 +53,6 @@ async def test_no_room_is_opened_above_the_limit(p: Pair, limit: int) -> None:
     p.plane(p.prefill).release()
     await p.rest()
     await success(p, 9)
-
-
-async def test_the_share_is_of_the_pool(p: Pair) -> None:
-    pool, plane = p.decode.pool, FakePlane(p.planes)
-    async with DecodeNode(
-        pool, plane, connect=p.network.connect, bounds=Bounds(quarantine_share=0.25)
-    ) as node:
-        assert node.quarantine_limit == 16
 
 
 async def test_a_declared_death_ends_rooms_and_loans(caplog: pytest.LogCaptureFixture) -> None:

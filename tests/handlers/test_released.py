@@ -10,14 +10,7 @@ from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import Code
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.data.fake import Fault
-from tests.handlers.scenes import (
-    PROMPT,
-    WHY,
-    code_of,
-    every_rank_writes,
-    more,
-    sending,
-)
+from tests.handlers.scenes import PROMPT, WHY, code_of, every_rank_writes, more, sending
 
 
 async def both(source: PrefillRoom, target: DecodeRoom) -> list[asyncio.Task[None]]:

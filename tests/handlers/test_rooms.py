@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.protocols.errors import (
-    CapacityError,
-    Code,
-    LayoutError,
-    MisuseError,
-    TransferError,
-)
+from kvflow.protocols.errors import CapacityError, Code, LayoutError, MisuseError, TransferError
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, until
 from tests.handlers.scenes import (

@@ -28,14 +28,7 @@ from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import PageStore, PlaneAddress, UnprovenLoan
 from kvflow.testing.pair import QUICK, Pair, fill, pair, until
 from kvflow.transports.data.fake import FakePlane, Fault
-from tests.handlers.scenes import (
-    PROMPT,
-    all_read,
-    code_of,
-    every_rank_writes,
-    finish,
-    matched,
-)
+from tests.handlers.scenes import PROMPT, all_read, code_of, every_rank_writes, finish, matched
 
 OLD, NEW = 0x11, 0xAA
 TIMING = msgspec.structs.replace(QUICK, lost_after_s=0.5)
