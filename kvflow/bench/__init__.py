@@ -1,3 +1,1 @@
-"""The benchmarks of kvflow, which measure every figure against a peer or a physical limit in the
-same run.
-"""
+"""The benchmarks of kvflow. Each measures against a peer or a physical limit in the same run."""

@@ -1,6 +1,4 @@
-"""`kvflow bench abort`: measure the cost of an abort in mid-transfer, and count the bytes that
-still reach the pages after their next owner took them.
-"""
+"""`kvflow bench abort`: the time of an abort in mid-transfer, and the bytes that arrive late."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ WINDOWS = {"local": SLICE_BYTES, "mooncake": WINDOW_BYTES, "nixl": TRANSFERS_WIN
 # An abort counts only if it hits the transfer between these fractions of its bytes. Outside them
 # the transfer was just starting, or nearly done.
 EARLIEST, LATEST = 0.1, 0.9
-# In this share of the aborts the check covers every byte of a page; in the others only the marks,
-# which are 1/2048 of a page of 2 MiB.
+# Share of the aborts after which every byte of a page is checked. After the others only the marks
+# are, which are 1/2048 of a page of 2 MiB.
 WHOLE_PAGES_IN = 0.1
 # The bare plane is asked to stop after a time in this range, when an abort would hit a transfer of
 # 512 MiB.
@@ -52,30 +50,20 @@ class Plan(NamedTuple):
 
 
 def spread(values: list[float]) -> Row:
-    """Return the median, the 99th percentile and the maximum of `values`."""
     return places(values, median=50, p99=99, max=100)
 
 
 async def bench_plane(
     plane: str, plan: Plan, say: Say, shape: dict[str, int] = SHAPE
 ) -> dict[str, Any]:
-    """Measure one data plane: aborts at random points of a transfer, each followed by a stop of the
-    bare plane in mid-transfer.
-    """
+    """Measure one data plane: aborts in mid-transfer, each followed by a stop of the bare plane."""
     chance = random.Random(plan.seed)
     whole = set(chance.sample(range(plan.times), math.ceil(WHOLE_PAGES_IN * plan.times)))
-    pages = (WATCHED_ROOMS + 2) * plan.pages
-    open_pair = WorkerPair.open(
-        plane,
-        plan.worker,
-        order="page_first",
-        pages=pages,
-        rate_bytes_per_s=plan.rate_bytes_per_s,
-        **shape,
-    )
+    pool = {**shape, "order": "page_first", "pages": (WATCHED_ROOMS + 2) * plan.pages}
+    rate = plan.rate_bytes_per_s
     rows: list[Row] = []
     tried = 0
-    async with await open_pair as pair:
+    async with await WorkerPair.open(plane, plan.worker, rate_bytes_per_s=rate, **pool) as pair:
         await pair.raw_setup()
         where, kept = await pair.both("reserve", pages=plan.pages)
         bare = {**where, **kept, "window_pages": min(plan.pages, WINDOWS[plane] // pair.page_bytes)}
@@ -97,10 +85,7 @@ async def bench_plane(
                         "bytes"
                     )
         seen = await pair.decode.ask("look", after_s=SETTLE_S)
-        left = {
-            name: await side.ask("state")
-            for name, side in (("prefill", pair.prefill), ("decode", pair.decode))
-        }
+        left = dict(zip(("prefill", "decode"), await pair.both("state"), strict=True))
     return {
         "aborts": len(rows),
         "not_counted": tried - len(rows),
@@ -136,29 +121,17 @@ def figures(rows: list[Row], window_bytes: int) -> dict[str, Any]:
 
 
 async def bench_peer(harness: str, plan: Plan, deferred: bool, say: Say) -> dict[str, Any]:
-    """Measure SGLang's aborts, either with its deferred release or with pages that go to their next
-    owner at once.
-    """
+    """Measure SGLang's aborts, with its deferred release or with an immediate one."""
     env = {**PEER_ENV, DEFERRED: str(int(deferred))}
-    shape = {
-        "layers": SHAPE["layers"],
-        "heads": SHAPE["heads"],
-        "dim": SHAPE["dim"],
-        "pages": plan.pages + 64,
-    }
     rows: list[dict[str, Any]] = []
     chance, tried = random.Random(plan.seed), 0
-    peer = await open_peer(harness, env, **shape)
-    try:
+    async with await open_peer(harness, SHAPE, plan.pages + 64, env) as peer:
         while len(rows) < min(PEER_TIMES, plan.times) and tried < TRIES * plan.times:
             tried += 1
-            seen = await peer.ask(
-                "abort", pages=plan.pages, after_s=chance.uniform(0, PEER_AFTER_S)
-            )
+            after_s = chance.uniform(0, PEER_AFTER_S)
+            seen = await peer.ask("abort", pages=plan.pages, after_s=after_s)
             if seen["aborted"]:
                 rows.append(seen)
-    finally:
-        await peer.close()
     say(f"sglang, deferred release {deferred}: {len(rows)} aborts")
     return {
         "aborts": len(rows),
@@ -173,7 +146,6 @@ async def bench_peer(harness: str, plan: Plan, deferred: bool, say: Say) -> dict
 async def bench_abort(
     planes: tuple[str, ...], times: int, pages: int, seed: int, peer_harness: str | None, say: Say
 ) -> dict[str, Any]:
-    """Measure every data plane in turn, then the peer, and return the report."""
     plan = Plan(times, pages, seed)
     report: dict[str, Any] = {"times": times, "pages": pages, "shape": SHAPE, "seed": seed}
     for plane in planes:

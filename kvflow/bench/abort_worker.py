@@ -1,9 +1,8 @@
-"""The process of one role in `kvflow bench abort`; `worker.py` describes the protocol of its
-commands.
+"""The process of one role in `kvflow bench abort`.
 
     python -m kvflow.bench.abort_worker prefill|decode
 
-Commands in addition to the worker's: reserve, bare_stop, abort (both sides), look (decode).
+Commands in addition to those of `worker.py`: reserve, bare_stop, abort (both sides), look (decode).
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ _SCRATCH = "scratch"
 
 
 class _Reused(NamedTuple):
-    """Pages of an aborted room that `owner` took at `reusable_at_s`; `whole` asks for a check of
-    every byte.
-    """
+    """Pages of an aborted room that `owner` took; `whole` asks for a check of every byte."""
 
     pages: PageIndices
     whole: bool
@@ -55,14 +52,8 @@ class AbortWorker(Worker):
         self._canary: CanaryPool
         self._bare_socket: ZmqSocket | None = None
         self._watched: deque[_Reused] = deque()
-        counted = (
-            "foreign_bytes",
-            "pages_hit",
-            "aborts_hit",
-            "marked_pages_checked",
-            "whole_pages_checked",
-        )
-        self._seen = dict.fromkeys(counted, 0)
+        counted = ("foreign_bytes", "pages_hit", "aborts_hit")
+        self._seen = dict.fromkeys((*counted, "marked_pages_checked", "whole_pages_checked"), 0)
 
     async def setup(self, **shape: Any) -> dict[str, Any]:
         reply = await super().setup(**shape)
@@ -91,12 +82,11 @@ class AbortWorker(Worker):
     async def bare_stop(
         self, *, control: str, targets: list[int], window_pages: int, after_s: float
     ) -> dict[str, Any]:
-        """Move windows to `targets` over the bare data plane until decode, after `after_s`, asks
-        prefill to stop. The window under way is the last one.
+        """Move windows to `targets` over the bare data plane, until decode asks prefill to stop.
 
-        Prefill returns the seconds of that window. Decode returns the seconds from its request to
-        prefill's answer. They cover the rest of the window, a change of threads, and two messages
-        over a control socket, without any room.
+        Decode asks after `after_s`, and returns the seconds until prefill's answer: the rest of the
+        window, a change of threads, and two messages over a control socket, without any room.
+        Prefill returns the seconds of the last window.
         """
         if self.role == "decode":
             socket = self._bare_socket = self._bare_socket or connect_dealer(
@@ -135,9 +125,7 @@ class AbortWorker(Worker):
         return {"seconds": seconds}
 
     async def abort(self, *, room: int, pages: int, aim: float, whole: bool) -> dict[str, Any]:
-        """Run one room of `pages` pages. Decode aborts it when the fraction `aim` of its pages has
-        moved.
-        """
+        """Run one room, which decode aborts when the fraction `aim` of its pages has moved."""
         prompt = np.arange(pages * self.pool.layout.page_size, dtype=np.int64)
         if self.role == "prefill":
             return await self._send(room, prompt, pages)
@@ -147,10 +135,7 @@ class AbortWorker(Worker):
         return found
 
     async def look(self, *, after_s: float) -> dict[str, Any]:
-        """Wait `after_s` seconds, then check and free all pages that are still watched.
-
-        Returns the totals over all aborts.
-        """
+        """Check and free the watched pages after `after_s`; return the totals over all aborts."""
         await asyncio.sleep(after_s)
         while self._watched:
             self._let_go()
@@ -201,9 +186,7 @@ class AbortWorker(Worker):
         return {"aborted": True, "moved": moved, "seconds": reused.reusable_at_s - aborted_at_s}
 
     def _reuse(self, room: DecodeRoom, whole: bool, home: asyncio.Future[_Reused]) -> None:
-        """Take the pages of an ended room for an owner that writes into them at once, and set the
-        result of `home`.
-        """
+        """Take the pages of an ended room for an owner that writes into them at once."""
         # The pages of the room came back last, so they are the next ones in the free list.
         owner = ("reused", room.room)
         try:
@@ -221,7 +204,6 @@ class AbortWorker(Worker):
         return home.set_result(reused)
 
     def _let_go(self) -> None:
-        """Check the pages that were watched longest, count foreign bytes, and free the pages."""
         # This worker alone owned and marked them, so any other byte is a late write by prefill.
         reused = self._watched.popleft()
         foreign = self._canary.foreign_bytes(reused.pages, whole=reused.whole)

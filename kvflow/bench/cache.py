@@ -1,11 +1,10 @@
-"""`kvflow bench cache`: CPU time and hit rate of the prefix index on a trace of prompts, compared
-with SGLang's compiled tree.
+"""`kvflow bench cache`: CPU time and hit rate of the prefix index on a trace of prompts.
 
-For each prompt of the trace, the benchmark takes the usual steps of a radix tree: it matches the
-prompt, locks the path that was found, evicts as much as the rest needs, inserts the rest, and
-releases the lock. With events, it then takes them and encodes them as subscribers read them.
-Neither a pool nor a model is involved: only the index runs, and the clock is the CPU time of its
-thread. Tokens are prepared before the clock starts, in the form that each index accepts.
+For each prompt, the benchmark takes the usual steps of a radix tree: it matches the prompt, locks
+the path that was found, evicts as much as the rest needs, inserts the rest, and releases the lock.
+With events, it then takes them and encodes them as subscribers read them. Only the index runs,
+without a pool or a model, and the clock is the CPU time of its thread. Tokens are prepared before
+the clock starts. The peer is SGLang's compiled tree.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,9 +45,8 @@ COMPARED = ("us_per_request", "evict_us", "deep_match_us")
 class CachePlan(NamedTuple):
     """Parameters of `bench_cache`.
 
-    `page_size` and `capacity_tokens` are in tokens. With `events`, KV events are recorded, and
-    encoded after every request. `rounds` is the number of interleaved turns, and `peer` the folder
-    of the radix harness.
+    `page_size` and `capacity_tokens` are in tokens. With `events`, KV events are encoded after
+    every request. `peer` is the folder of the radix harness.
     """
 
     page_size: int = 64
@@ -73,30 +73,24 @@ async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> F
     capacity = plan.capacity_tokens // plan.page_size
     asked: Figures = {"page_size": plan.page_size, "capacity": capacity, "events": plan.events}
     seen: dict[str, list[Figures]] = {"kvflow": [], "sglang": []}
-    peer = await open_radix_peer(plan.peer) if plan.peer else None
-    try:
-        if peer is not None:
+
+    async def ours(**asked: Any) -> Figures:
+        return await asyncio.to_thread(measure, prompts, **asked)
+
+    sides: dict[str, Callable[..., Awaitable[Figures]]] = {"kvflow": ours}
+    async with AsyncExitStack() as stack:
+        if plan.peer:
+            peer = await stack.enter_async_context(await open_radix_peer(plan.peer))
             await peer.ask("prompts", prompts=prompts)
+            sides["sglang"] = partial(peer.ask, "measure")
         for turn in range(plan.rounds):
             # The order alternates, so that neither side always runs first.
-            for side in ("kvflow", "sglang") if turn % 2 else ("sglang", "kvflow"):
-                if side == "kvflow":
-                    figures = await asyncio.to_thread(measure, prompts, **asked)
-                elif peer is not None:
-                    figures = await peer.ask("measure", **asked)
-                else:
-                    continue
-                seen[side].append(summary(figures))
+            for side in list(sides)[:: 1 if turn % 2 else -1]:
+                seen[side].append(summary(await sides[side](**asked)))
                 told = ", ".join(f"{name} {seen[side][-1][name]:.1f}" for name in COMPARED)
                 say(f"round {turn + 1}, {side}: {told}")
-    finally:
-        if peer is not None:
-            await peer.close()
-    report: Figures = {
-        "plan": {**plan._asdict(), "requests": len(prompts)},
-        **middle(seen["kvflow"]),
-    }
-    if peer is not None:
+    report = {"plan": {**plan._asdict(), "requests": len(prompts)}, **middle(seen["kvflow"])}
+    if plan.peer:
         rounds = list(zip(seen["kvflow"], seen["sglang"], strict=True))
         ratios = {name: [ours[name] / theirs[name] for ours, theirs in rounds] for name in COMPARED}
         report["ratio"] = {name: quartiles(ratio) for name, ratio in ratios.items()}
@@ -105,9 +99,7 @@ async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> F
 
 
 def measure(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool) -> Figures:
-    """Measure kvflow's index, and return the figures that the peer's driver returns for its
-    tree.
-    """
+    """Return the figures of kvflow's index, as the peer's driver returns those of its tree."""
     # Frozen, the millions of objects in `prompts` do not lengthen collections during the replay.
     gc.collect()
     gc.freeze()
@@ -121,8 +113,8 @@ def measure(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bo
 def replay(
     prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool = False
 ) -> Figures:
-    """Replay `prompts`, and return CPU seconds of every call by its part, and the share of all
-    tokens that was found in the cache.
+    """Replay `prompts`. Return CPU seconds of every call by its part, and the share of cached
+    tokens.
 
     `capacity` is in pages; only the beginning of a longer prompt is cached.
     """
@@ -182,9 +174,7 @@ def evict_us() -> float:
 
 
 def deep_match_us() -> float:
-    """Return CPU us of matching a prompt of 131,072 cached tokens, which 1,024 prompts inserted,
-    each continuing the one before.
-    """
+    """Return CPU us of matching 131,072 cached tokens that 1,024 growing prompts inserted."""
     gc.collect()
     index, draw = PrefixIndex(SHAPE_PAGE_SIZE), random.Random(1)
     tokens = token_bytes([draw.randrange(VOCABULARY) for _ in range(DEEP_TOKENS)])
@@ -201,9 +191,7 @@ def deep_match_us() -> float:
 
 
 def summary(figures: Figures) -> Figures:
-    """Return `figures` with the seconds of the calls replaced by us per request and by the spread
-    of each part.
-    """
+    """Return `figures` with us per request and the spread of each part in place of seconds."""
     seconds: dict[str, list[float]] = figures["seconds"]
     parts = {
         part: spread([call_s * 1e6 for call_s in calls]) for part, calls in seconds.items() if calls
@@ -214,13 +202,8 @@ def summary(figures: Figures) -> Figures:
 
 
 def spread(values: list[float]) -> Figures:
-    p50, p99 = np.percentile(values, (50, 99))
-    return {
-        "mean": sum(values) / len(values),
-        "p50": float(p50),
-        "p99": float(p99),
-        "calls": len(values),
-    }
+    p50, p99 = map(float, np.percentile(values, (50, 99)))
+    return {"mean": sum(values) / len(values), "p50": p50, "p99": p99, "calls": len(values)}
 
 
 def middle(rounds: list[Figures]) -> Figures:

@@ -1,5 +1,4 @@
-"""`kvflow bench cache --capacity-curve`: hit rate by capacity, compared with the figures that
-Mooncake's paper has for its synthetic trace.
+"""`kvflow bench cache --capacity-curve`: hit rates by capacity, compared with Mooncake's paper.
 
 `index` is the hit rate of kvflow's index with pages of 512 tokens: cached tokens / tokens of all
 prompts. `lru` is that of a plain LRU of whole blocks. The LRU evicts one block at a time in the
@@ -38,8 +37,8 @@ async def capacity_curve(
 ) -> dict[str, Any]:
     """Measure the hit rate at every capacity in `MILLIONS`, and write an SVG of it to `plot`.
 
-    `name` is the name of the trace. Returns {"table": rows, "holds": True if all rows are within
-    0.01 of the paper's, None for a trace without figures in the paper}.
+    Returns {"table": rows, "holds": True if all rows are within 0.01 of the paper's, None for a
+    trace without figures in the paper}.
 
     Raises: MisuseError if the folder of `plot` does not exist.
     """
@@ -58,12 +57,7 @@ async def capacity_curve(
         if name == PAPER_TRACE and (paper := PAPER.get(millions)) is not None:
             off = max(abs(row["index"] - paper), abs(row["lru"] - paper))
             row |= {"paper": paper, "off": off, "holds": off <= WITHIN}
-        rows.append(
-            {
-                key: round(value, 4) if isinstance(value, float) else value
-                for key, value in row.items()
-            }
-        )
+        rows.append({key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()})
         say(f"{millions:g}M tokens: {rows[-1]['index']:.3f}")
     held = [row["holds"] for row in rows if "holds" in row]
     if plot is not None:
@@ -77,8 +71,9 @@ async def capacity_curve(
 
 
 def block_lru(prompts: Sequence[Prompt], capacity: int) -> float:
-    """Return the hit rate of a plain LRU of `capacity` blocks: the share of all whole blocks that
-    come before the first missing block of their prompt.
+    """Return the hit rate of a plain LRU of `capacity` blocks.
+
+    It is the share of all whole blocks that come before the first missing block of their prompt.
     """
     cached: OrderedDict[int, None] = OrderedDict()
     hits = total = 0
@@ -116,9 +111,7 @@ INDEX_COLOUR, PAPER_COLOUR = "#1f77b4", "#d62728"
 
 
 def svg(title: str, rows: Sequence[Row]) -> str:
-    """Return an SVG plot over a logarithmic axis of capacities, with the index as a line and the
-    paper's figures as dots.
-    """
+    """Return an SVG plot over a logarithmic axis: the index as a line, the paper as dots."""
     low, high = (math.log10(rows[at]["capacity_tokens"]) for at in (0, -1))
     top = max(TOP, *(row["index"] for row in rows))
 

@@ -23,9 +23,7 @@ _OFFSETS = np.arange(BLOCK_TOKENS, dtype=np.int64)
 
 
 class Prompt(NamedTuple):
-    """One prompt of a trace. `blocks` are its hash ids, renumbered in the order in which they first
-    occur in the trace.
-    """
+    """One prompt of a trace, whose `blocks` are numbered in the order of their first use."""
 
     num_tokens: int
     blocks: list[int]
@@ -37,8 +35,7 @@ class Prompt(NamedTuple):
 
 
 def find_trace(name: str, folder: Path | None) -> Path:
-    """Return the path of a trace. `name` is a file, or one of `NAMED`, whose file in `folder` is
-    NAME_trace.jsonl.
+    """Return the path of a trace: the file `name`, or NAME_trace.jsonl in `folder` for `NAMED`.
 
     Raises: MisuseError if there is no such file.
     """
@@ -84,13 +81,9 @@ def read_trace(path: Path, limit: int = 0) -> list[Prompt]:
 
 
 def _parse(line: bytes) -> tuple[int, list[int]]:
-    """Return `input_length` and `hash_ids` of one line.
-
-    Raises: ValueError for a line that is not an entry of a trace.
-    """
     try:
         entry: Any = json.loads(line)
-    except ValueError as error:  # from the JSON or the UTF-8 decoder
+    except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(entry, dict):
         raise ValueError("not a JSON object")

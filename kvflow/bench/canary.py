@@ -28,8 +28,7 @@ class CanaryPool:
     def __init__(self, pool: PagedPool) -> None:
         """Map the words of `pool`.
 
-        Raises: MisuseError for a pool whose components are not whole words, or lie in several
-        buffers.
+        Raises: MisuseError unless one buffer holds all components, and each is whole words.
         """
         layout = pool.layout
         edges = [
@@ -50,18 +49,16 @@ class CanaryPool:
     def marks_per_page(self) -> int:
         return len(self._edges)
 
-    def fill(self, word: np.uint64 = WRITTEN) -> None:
-        """Fill the whole pool with `word`, as prefill does before it sends."""
-        self._words[:] = word
+    def fill(self) -> None:
+        """Fill the whole pool as prefill does before it sends."""
+        self._words[:] = WRITTEN
 
     def moved(self, pages: PageIndices) -> float:
         """Return the fraction of `pages` whose last word is prefill's."""
         return float(np.count_nonzero(self._words[pages, -1] == WRITTEN)) / len(pages)
 
     def mark(self, pages: PageIndices, word: np.uint64 = CANARY, *, whole: bool = False) -> None:
-        """Write `word` into `pages` as their next owner would: first into the marks, then
-        everywhere if `whole`.
-        """
+        """Write `word` into the marks of `pages`, then everywhere if `whole`."""
         self._words[pages[:, None], self._edges] = word
         for few in self._in_turn(pages) if whole else ():
             self._words[few] = word
@@ -69,9 +66,7 @@ class CanaryPool:
     def foreign_bytes(
         self, pages: PageIndices, word: np.uint64 = CANARY, *, whole: bool = False
     ) -> NDArray[np.int64]:
-        """Count for each page the bytes that differ from `word`, in its marks, or if `whole` in the
-        whole page. Returns int64 [n].
-        """
+        """Count bytes other than `word` in each page's marks, or in all of it: int64 [n]."""
         if not whole:
             return _differing(self._words[pages[:, None], self._edges], word)
         return np.concatenate([_differing(self._words[few], word) for few in self._in_turn(pages)])
@@ -84,7 +79,7 @@ class CanaryPool:
 
 
 def _differing(words: NDArray[np.uint64], word: np.uint64) -> NDArray[np.int64]:
-    """Return for each row of `words` [n, m] the number of bytes that differ from `word`."""
+    """Return the number of bytes that differ from `word` in each row of `words` [n, m]."""
     found = np.zeros(len(words), dtype=np.int64)
     # Only rows that differ are compared by bytes; in a correct run no row differs.
     for row in np.flatnonzero((words != word).any(axis=1)):

@@ -1,6 +1,4 @@
-"""Parts of a benchmark's child process: its commands over JSON lines, its CPU time, and the stalls
-of its event loop.
-"""
+"""Parts of a benchmark's child process: its commands, its CPU time, and its loop's stalls."""
 
 from __future__ import annotations
 
@@ -22,30 +20,8 @@ def cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-class Ticker:
-    """A 1 ms ticker on the event loop; its lateness is what any other task there would wait."""
-
-    def __init__(self) -> None:
-        self.late_s: list[float] = []
-        self._task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        due = time.perf_counter() + TICK_S
-        while True:
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            now = time.perf_counter()
-            self.late_s.append(now - due)
-            # The ticker skips the ticks that a stall made it miss, so one stall counts once.
-            due = max(due + TICK_S, now)
-
-    def stop(self) -> float:
-        """Stop, and return the 99th percentile of the lateness, in ms."""
-        self._task.cancel()
-        return float(np.percentile(self.late_s, 99) * 1e3) if self.late_s else 0.0
-
-
-class StallTicker(Ticker):
-    """A ticker that separates stalls of its loop from lateness of any other cause.
+class StallTicker:
+    """A 1 ms ticker, which separates stalls of its event loop from other lateness.
 
     A tick is also late if the machine ran another process in the meantime. So the ticker reads the
     CPU time that the loop's thread took between two ticks: a stall is the smaller of lateness and
@@ -53,8 +29,9 @@ class StallTicker(Ticker):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self.late_s: list[float] = []
         self.stall_s: list[float] = []
+        self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         due, cpu_before_s = time.perf_counter() + TICK_S, time.thread_time()
@@ -63,20 +40,22 @@ class StallTicker(Ticker):
             now, cpu_now_s = time.perf_counter(), time.thread_time()
             self.late_s.append(now - due)
             self.stall_s.append(min(max(0.0, now - due), cpu_now_s - cpu_before_s))
+            # The ticker skips the ticks that a stall made it miss, so one stall counts once.
             due, cpu_before_s = max(due + TICK_S, now), cpu_now_s
 
+    def stop(self) -> float:
+        """Stop, and return the 99th percentile of the lateness, in ms."""
+        self._task.cancel()
+        return float(np.percentile(self.late_s, 99) * 1e3) if self.late_s else 0.0
+
     def stalls(self) -> dict[str, float]:
-        """Stop, and return percentiles in ms of the stalls that the loop caused (`stall_*`) and of
-        the lateness of any cause (`late_*`).
-        """
+        """Stop, and return percentiles of stalls and of all lateness, in ms."""
         self._task.cancel()
         found: dict[str, float] = {}
         for name, seconds in (("stall", self.stall_s), ("late", self.late_s)):
-            p99, largest = np.percentile(seconds or [0.0], (99, 100)) * 1e3
-            found |= {
-                f"{name}_p99_ms": round(float(p99), 3),
-                f"{name}_max_ms": round(float(largest), 3),
-            }
+            for place, percent in (("p99", 99), ("max", 100)):
+                at_s = float(np.percentile(seconds or [0.0], percent))
+                found[f"{name}_{place}_ms"] = round(at_s * 1e3, 3)
         return found
 
 

@@ -39,7 +39,8 @@ Peer = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-
+Orders = Annotated[str, typer.Option(help="page_first, layer_first, or both with a comma.")]
+Threads = Annotated[int, typer.Option(help="Torch threads of every process.", min=1)]
 
 TABLE_COLUMNS = 160  # width of tables in a file or a pipe
 ALL_LOSSES = "killed prefill,silent prefill,killed decode,silent decode"
@@ -49,9 +50,7 @@ ALL_LOSSES = "killed prefill,silent prefill,killed decode,silent decode"
 def transfer(
     planes: Planes = "local,mooncake",
     pairs: Annotated[int, typer.Option(help="Interleaved pairs of each case.", min=2)] = 10,
-    order: Annotated[
-        str, typer.Option(help="page_first, layer_first, or both with a comma.")
-    ] = "page_first",
+    order: Orders = "page_first",
     verify: Annotated[
         bool, typer.Option("--verify", help="What --verify-transfers costs, instead.")
     ] = False,
@@ -196,12 +195,9 @@ def compare(
     """
     from kvflow.bench.compare import bench_compare, printed
 
-    trees = [str(one) for one in tree]
-    _table(
-        asyncio.run(bench_compare(trees, tuple(planes.split(",")), what, turns, _say)),
-        as_json,
-        printed,
-    )
+    names = tuple(planes.split(","))
+    report = asyncio.run(bench_compare(tree, names, what, turns, _say))
+    _table(report, as_json, printed)
 
 
 @app.command()
@@ -236,7 +232,7 @@ def serve(
     ] = "1,16",
     new_tokens: Annotated[int, typer.Option(help="Tokens of each completion.", min=2)] = 256,
     turns: Annotated[int, typer.Option(help="Interleaved turns of each case.", min=1)] = 5,
-    threads: Annotated[int, typer.Option(help="Torch threads of every process.", min=1)] = 1,
+    threads: Threads = 1,
     streams: Annotated[
         int, typer.Option(help="Streams at once beside which GETs are timed; 0: none.", min=0)
     ] = 256,
@@ -348,9 +344,7 @@ def stalls(
 def offload(
     pages: Annotated[int, typer.Option(help="Scattered pages of 2 MiB.", min=1)] = 512,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 10,
-    order: Annotated[
-        str, typer.Option(help="page_first, layer_first, or both with a comma.")
-    ] = "page_first",
+    order: Orders = "page_first",
     batch: Annotated[
         int,
         typer.Option(
@@ -398,7 +392,7 @@ def overcommit(
     host_bytes: Annotated[int, typer.Option(help="Host memory for retracted requests.", min=0)] = 1
     << 28,
     turns: Annotated[int, typer.Option(help="Interleaved turns of each load.", min=1)] = 5,
-    threads: Annotated[int, typer.Option(help="Torch threads of every process.", min=1)] = 1,
+    threads: Threads = 1,
     fixed_cost: Annotated[
         bool,
         typer.Option(
@@ -440,7 +434,7 @@ def profile(
 def _numbers(option: str, text: str) -> tuple[int, ...]:
     """Return the numbers in a list with commas.
 
-    Raises: MisuseError if one of them is not a number, or is below 1.
+    Raises: MisuseError unless each is a number of at least 1.
     """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):

@@ -1,5 +1,4 @@
-"""`kvflow bench compare`: the same measurement of several checkouts in interleaved turns, with the
-first one measured twice.
+"""`kvflow bench compare`: one measurement of several checkouts, in interleaved turns.
 
 Each turn measures every tree once and the first once more (A/A), in an order that rotates. Every
 ratio is to the first tree's figures of the same turn, so other load on the machine affects both;
@@ -40,20 +39,9 @@ LEFT_OUT = {"plan", "shape", "left", "raw", "must", "idle"}
 NO_FIGURES = {"raw_gb_s", "bare_window_ms", "bare_stop_ms", "moved", "received_per_s"}
 PRINTED = {
     *HIGHER_IS_BETTER,
-    *(
-        "cpu_ms_per_room",
-        "abort_to_reusable_ms",
-        "abort_to_reusable_windows",
-        "abort_to_reusable_stops",
-    ),
-    *(
-        "stall_max_ms",
-        "cpu_percent",
-        "sent_bytes_per_s",
-        "full_ms",
-        "ended_ms",
-        "memory_kib_per_room",
-    ),
+    *("abort_to_reusable_ms", "abort_to_reusable_windows", "abort_to_reusable_stops"),
+    *("cpu_ms_per_room", "cpu_percent", "memory_kib_per_room", "sent_bytes_per_s"),
+    *("stall_max_ms", "full_ms", "ended_ms"),
 }
 
 
@@ -95,18 +83,19 @@ async def _whole_runs(
 
 
 async def measure(tree: str, what: Sequence[str]) -> dict[str, Any]:
-    """Run `kvflow bench` once over the library in `tree`: with the tree's own bench, or for open
-    rooms with the bench of this tree.
-    """
+    """Run `kvflow bench` once over the library in `tree`, and return its report."""
     # Older trees lack `--open`, and figures of open rooms compare only if one bench measures all.
     if "--open" in what:
-        return await _bench(str(HERE), *what, "--tree", tree)
-    return await _bench(tree, *what)
+        what, tree = (*what, "--tree", tree), str(HERE)
+    text = await _run(tree, "-m", "kvflow.cli", "bench", *what, "--json")
+    report: dict[str, Any] = json.loads(text)
+    return report
 
 
 def flatten(report: dict[str, Any], path: tuple[str, ...] = ()) -> Figures:
-    """Return the figures of a report by their path, with the CPU of both sides added up and with
-    the median in place of a spread.
+    """Return the figures of a report by their path.
+
+    The CPU of both sides is added up, and a spread is replaced by its median.
     """
     found: Figures = {}
     for name, value in report.items():
@@ -150,57 +139,36 @@ def table(seen: list[dict[str, Figures]]) -> list[dict[str, Any]]:
                 [turn[name][key] / math.sqrt(turn["A"][key] * turn[AGAIN][key]) for turn in seen]
             )
             worse = ratio["median"] * spread < 1 if higher else ratio["median"] > spread
-            row = {
-                "figure": key,
-                "tree": name,
-                "a": statistics.median(turn["A"][key] for turn in seen),
-            }
-            row |= {
-                "ratio": ratio,
-                "a_a": _places(same),
-                "spread": round(spread, 3),
-                "worse": worse,
-            }
             good = {
                 run: np.percentile([turn[run][key] for turn in seen], 75 if higher else 25)
                 for run in ("A", name, AGAIN)
             }
-            row["best"] = {
-                "ratio": round(good[name] / good["A"], 3),
-                "a_a": round(good[AGAIN] / good["A"], 3),
+            best, best_again = (round(good[run] / good["A"], 3) for run in (name, AGAIN))
+            row = {
+                "figure": key,
+                "tree": name,
+                "a": statistics.median(turn["A"][key] for turn in seen),
+                "ratio": ratio,
+                "a_a": _places(same),
+                "spread": round(spread, 3),
+                "worse": worse,
+                "best": {"ratio": best, "a_a": best_again},
+                "better": "higher" if higher else "lower",
             }
-            rows.append({**row, "better": "higher" if higher else "lower"})
+            rows.append(row)
     return rows
 
 
 def printed(rows: list[dict[str, Any]]) -> Table:
-    """Return a table of the rows in `PRINTED`; a star marks a tree that is worse than the first
-    tree's spread explains.
-    """
-    shown = Table(
-        "figure",
-        "better",
-        "A",
-        "tree",
-        "ratio [min median max]",
-        "A/A [min median max]",
-        "spread",
-        "best, A/A",
-        "",
-    )
+    """Return a table of the rows in `PRINTED`, with a star for a tree that is worse."""
+    ratios = ("ratio [min median max]", "A/A [min median max]")
+    shown = Table("figure", "better", "A", "tree", *ratios, "spread", "best, A/A", "")
     for row in rows:
         if row["figure"].rsplit(" ", 1)[-1] in PRINTED:
-            ratios = [
-                f"[{r['min']:.2f} {r['median']:.3f} {r['max']:.2f}]"
-                for r in (row["ratio"], row["a_a"])
-            ]
-            cells = [
-                row["figure"],
-                row["better"],
-                f"{row['a']:.4g}",
-                row["tree"],
-                *map(escape, ratios),
-            ]
+            cells = [row["figure"], row["better"], f"{row['a']:.4g}", row["tree"]]
+            for ratio in (row["ratio"], row["a_a"]):
+                text = f"[{ratio['min']:.2f} {ratio['median']:.3f} {ratio['max']:.2f}]"
+                cells.append(escape(text))
             best = f"{row['best']['ratio']:.3f}, {row['best']['a_a']:.3f}"
             shown.add_row(*cells, f"{row['spread']:.3f}", best, "*" if row["worse"] else "")
     return shown
@@ -211,10 +179,7 @@ def _places(ratios: list[float]) -> dict[str, float]:
 
 
 async def _check(tree: str) -> None:
-    """Check that Python, run in `tree`, imports kvflow from `tree`.
-
-    Raises: MisuseError if it does not.
-    """
+    """Raise MisuseError unless Python, run in `tree`, imports kvflow from `tree`."""
     find = (
         "import importlib.util as u; found = u.find_spec('kvflow'); print(found.origin if found "
         "else 'no kvflow')"
@@ -224,13 +189,6 @@ async def _check(tree: str) -> None:
         raise MisuseError(
             f"--tree {tree}: Python imports {origin} from there; name the root of a checkout"
         )
-
-
-async def _bench(tree: str, *what: str) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(
-        await _run(tree, "-m", "kvflow.cli", "bench", *what, "--json")
-    )
-    return report
 
 
 async def _run(tree: str, *argv: str) -> str:

@@ -1,13 +1,10 @@
-"""Crowds for `kvflow bench stalls`: connections and rooms that load prefill's event loop by their
-number alone.
-"""
+"""Crowds for `kvflow bench stalls`: connections and rooms that load prefill by their number."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
 import socket
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any
@@ -18,9 +15,7 @@ IDLE_CONNECTIONS = 2_000
 ANNOUNCED_ROOMS = 32_000
 
 Crowd = Callable[[Process, dict[str, Any], float], Awaitable[int]]
-"""A function that gathers a crowd at prefill, given its reply to `setup` and the least seconds to
-watch, and returns the size of the crowd.
-"""
+"""Gathers a crowd at prefill, from its reply to `setup` and seconds to watch; returns its size."""
 
 
 def allow_many_connections() -> None:
@@ -30,9 +25,7 @@ def allow_many_connections() -> None:
 
 
 async def idle_connections(prefill: Process, ready: dict[str, Any], watch_s: float) -> int:
-    """Open connections to the control port that never send a byte, and return the number of
-    connections at prefill.
-    """
+    """Open connections to the control port that never send a byte, and return their number."""
     # This end needs as many descriptors as prefill.
     allow_many_connections()
     loop, port = asyncio.get_running_loop(), int(ready["rank"]["control"].rpartition(":")[2])
@@ -46,12 +39,8 @@ async def idle_connections(prefill: Process, ready: dict[str, Any], watch_s: flo
 
 
 async def announced_rooms(prefill: Process, ready: dict[str, Any], watch_s: float) -> int:
-    """Let a decode announce rooms that prefill's engine never opens, and kill the decode, which
-    ends all of them.
-    """
-    decode = await Process.spawn(
-        sys.executable, "-P", "-m", "kvflow.bench.stalls_worker", "crowd", name="crowd"
-    )
+    """Let a decode announce rooms that prefill's engine never opens, and kill the decode."""
+    decode = await Process.run_module("kvflow.bench.stalls_worker", "crowd")
     try:
         await decode.ask("announce", count=ANNOUNCED_ROOMS, rank=ready["rank"])
         await prefill.ask("announced", count=ANNOUNCED_ROOMS)

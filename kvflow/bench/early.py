@@ -32,8 +32,8 @@ _rooms = itertools.count(1)
 async def bench_early(turns: int, gap_s: float) -> dict[str, Any]:
     """Measure both servers in `turns` turns.
 
-    Returns {"off" | "on": {"ms": times to first token, "median_ms"}, "optimistic": the counters of
-    the server that begins early, "gap_s"}.
+    Returns {"off" | "on": {"ms": times to first token, "median_ms"}, "optimistic": counters,
+    "gap_s"}.
 
     Raises: KvflowError if a server does not start, or refuses a request.
     """
@@ -64,12 +64,9 @@ async def _first_token_ms(session: aiohttp.ClientSession, server: Server, gap_s:
     async with session.get(f"{prefill}/server_info") as answer:
         port = (await answer.json())["disaggregation_bootstrap_port"]
     sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
-    meeting = {
-        "bootstrap_host": "127.0.0.1",
-        "bootstrap_port": port,
-        "bootstrap_room": next(_rooms),
-    }
-    body = {"text": PROMPT, "sampling_params": sampling, **meeting}
+    meeting = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port}
+    room = {"bootstrap_room": next(_rooms)}
+    body = {"text": PROMPT, "sampling_params": sampling, **meeting, **room}
     leg = asyncio.ensure_future(session.post(f"{prefill}/generate", json=body))
     try:
         await asyncio.sleep(gap_s)

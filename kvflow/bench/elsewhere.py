@@ -16,9 +16,7 @@ from kvflow import bench
 
 
 def worker_command(tree: str, module: str) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and the environment that start `module` of this bench over the library
-    in `tree`.
-    """
+    """Return the command and the environment of `module` over the library in `tree`."""
     env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
     return [sys.executable, "-P", str(Path(__file__).resolve()), module], env
 

@@ -1,5 +1,4 @@
-"""A model for benchmarks whose decode steps cost about the same for 16 rows as for 48, as they do
-on accelerators.
+"""A model whose decode steps cost about the same for any batch, as they do on accelerators.
 
 It is deep and very narrow: on a CPU, the calls of its many small kernels take longer than the
 arithmetic in them. Its weights are random and its tokens have no meaning, so it serves for timings

@@ -1,5 +1,4 @@
-"""`kvflow bench group`: the cost of agreement between ranks, compared with the same frames over
-bare ZeroMQ sockets.
+"""`kvflow bench group`: the cost of agreement between ranks, compared with bare ZeroMQ sockets.
 
 Each rank is a process with real shells and sockets. Its rooms move no pages, so that the agreement
 alone is measured. A request takes three decisions (open, start, succeed), which go to every rank,
@@ -11,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -27,7 +25,7 @@ from kvflow.protocols.wire.messages import Incarnation, RoomId
 
 WORKER = "kvflow.bench.group_worker"
 CONCURRENCY = (1, 32)
-DECISIONS = 3  # per request that succeeds
+DECISIONS = 3  # decisions for a request that succeeds
 REQUEST_BYTES = 1_024  # body of a request that rank 0 passes to the engines: a short prompt
 
 
@@ -42,17 +40,15 @@ def frame_sizes() -> tuple[list[int], int]:
         "seq": 1_000,
         "ticket": Ticket(1_000),
     }
-    later = [
+    start, succeed = (
         wire.Decision(**ends, number=1_000, ruling=ruling)
         for ruling in (Ruling.START, Ruling.SUCCEED)
-    ]
+    )
     opened = msgspec.structs.replace(
-        later[0], ruling=Ruling.OPEN, room=RoomId(1_000), request=bytes(REQUEST_BYTES)
+        start, ruling=Ruling.OPEN, room=RoomId(1_000), request=bytes(REQUEST_BYTES)
     )
-    decisions = [opened, *later]
-    return [len(encode(decision)) for decision in decisions], len(
-        encode(wire.RankVote(**ends, vote=Vote.READY))
-    )
+    sizes = [len(encode(decision)) for decision in (opened, start, succeed)]
+    return sizes, len(encode(wire.RankVote(**ends, vote=Vote.READY)))
 
 
 class Ranks:
@@ -77,10 +73,7 @@ class Ranks:
         await first.ask("bare_ready")
 
     async def agree(self, count: int, concurrency: int) -> Row:
-        """Run `count` requests through the group, `concurrency` at a time, and return the figures.
-
-        A stall counts only CPU time of the loop's thread: see `StallTicker`.
-        """
+        """Run `count` requests through the group, `concurrency` at a time; return the figures."""
         await self.every("begin")
         arguments = {"count": count, "concurrency": concurrency, "request_bytes": REQUEST_BYTES}
         seen = await self.processes[0].ask("requests", **arguments)
@@ -127,18 +120,13 @@ class Ranks:
 
 @asynccontextmanager
 async def group_of(ranks: int) -> AsyncIterator[Ranks]:
-    processes: list[Process] = []
-    try:
+    async with AsyncExitStack() as stack:
+        group = Ranks([])
         for rank in range(ranks):
-            processes.append(
-                await Process.spawn(sys.executable, "-P", "-m", WORKER, name=f"rank {rank}")
-            )
-        group = Ranks(processes)
+            process = await Process.run_module(WORKER, name=f"rank {rank}")
+            group.processes.append(await stack.enter_async_context(process))
         await group.setup()
         yield group
-    finally:
-        for process in reversed(processes):
-            await process.close()
 
 
 async def bench_group(sizes: tuple[int, ...], rounds: int, count: int, say: Say) -> dict[str, Any]:
@@ -165,13 +153,8 @@ async def bench_group(sizes: tuple[int, ...], rounds: int, count: int, say: Say)
         for c in CONCURRENCY
     }
     frames = {"decisions": decisions, "vote": vote}
-    return {
-        "rounds": rounds,
-        "requests": count,
-        "frame_bytes": frames,
-        "groups": groups,
-        "growth": growth,
-    }
+    plan = {"rounds": rounds, "requests": count, "frame_bytes": frames}
+    return {**plan, "groups": groups, "growth": growth}
 
 
 async def _measure(group: Ranks, rounds: int, count: int) -> dict[str, Any]:
@@ -196,19 +179,12 @@ async def _measure(group: Ranks, rounds: int, count: int) -> dict[str, Any]:
 
 
 def growth_of(rows: dict[int, dict[str, Row]]) -> dict[str, Row]:
-    """Return the CPU time of one room, in ms over all processes, that each rank beyond the smallest
-    group adds.
-    """
+    """Return the CPU ms of one room, over all processes, that each further rank adds."""
     fewest, most = min(rows), max(rows)
     if fewest == most:
         return {}
-    return {
-        kind: {
-            "cpu_ms_per_room_and_rank": round(
-                (rows[most][kind]["cpu_ms_per_room"] - rows[fewest][kind]["cpu_ms_per_room"])
-                / (most - fewest),
-                4,
-            )
-        }
-        for kind in ("group", "bare")
-    }
+    found: dict[str, Row] = {}
+    for kind in ("group", "bare"):
+        less, more = (rows[ranks][kind]["cpu_ms_per_room"] for ranks in (fewest, most))
+        found[kind] = {"cpu_ms_per_room_and_rank": round((more - less) / (most - fewest), 4)}
+    return found

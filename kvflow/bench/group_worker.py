@@ -2,10 +2,9 @@
 
     python -m kvflow.bench.group_worker
 
-Rank 0 also has the leader's shell. The work of a room takes no time here: the room is matched when
-it is opened, and done when the group starts it, so that only the agreement remains. The CPU time of
-the group includes the ticker's thousand wake-ups a second in each process; that of the bare sockets
-does not.
+Rank 0 also has the leader's shell. A room is matched when it is opened, and done when the group
+starts it, so that only the agreement remains. The CPU time of the group includes the ticker's
+thousand wake-ups a second in each process; that of the bare sockets does not.
 """
 
 from __future__ import annotations
@@ -151,17 +150,12 @@ class GroupWorker:
 
     async def rest(self) -> dict[str, Any]:
         """Return the numbers of requests that this rank holds, and of errors in its handlers."""
-        if self._leader is None:
-            leader = 0
-        else:
-            leader = len(self._leader.requests) + len(self._leader.leader.requests)
-        errors = self._member.counts.handler_errors + (
-            self._leader.counts.handler_errors if self._leader else 0
-        )
-        return {
-            "requests": leader + len(self._member.requests) + len(self._member.member.tickets),
-            "errors": errors,
-        }
+        requests = len(self._member.requests) + len(self._member.member.tickets)
+        errors = self._member.counts.handler_errors
+        if self._leader is not None:
+            requests += len(self._leader.requests) + len(self._leader.leader.requests)
+            errors += self._leader.counts.handler_errors
+        return {"requests": requests, "errors": errors}
 
     # --- the same frames over bare sockets
 
@@ -196,16 +190,11 @@ class GroupWorker:
         rank 0 included, answers each frame but the last with a frame of `vote_bytes` bytes.
         """
         before_s, begun_s = cpu_s(), perf_counter()
-        if self._rank:
-            took_s = await asyncio.to_thread(
-                self._answer, count * len(sizes), (len(sizes) - 1) * count, vote_bytes
-            )
-        else:
-            answers = asyncio.to_thread(
-                self._answer, count * len(sizes), (len(sizes) - 1) * count, vote_bytes
-            )
-            asked = asyncio.to_thread(self._ask, count, concurrency, sizes)
-            _, took_s = await asyncio.gather(answers, asked)
+        frames, votes = count * len(sizes), count * (len(sizes) - 1)
+        work = [asyncio.to_thread(self._answer, frames, votes, vote_bytes)]
+        if self._rank == 0:
+            work.append(asyncio.to_thread(self._ask, count, concurrency, sizes))
+        *_, took_s = await asyncio.gather(*work)
         seconds = perf_counter() - begun_s
         return {"seconds": seconds, "cpu_s": cpu_s() - before_s, **_latency(took_s)}
 

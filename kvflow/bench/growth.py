@@ -28,7 +28,7 @@ SETTLE_S = 1.0
 WATCH_S = 0.3  # seconds for which the ticker runs before the peer is lost
 END_S = 120.0
 MUST_STALL_MS = 5.0
-MUST_ROOMS = 10_000  # up to this number the limit is a must, above it an aim
+MUST_ROOMS = 10_000  # most rooms for which the limit is a must; above them it is an aim
 LOSSES = ("killed prefill", "silent prefill", "killed decode", "silent decode")
 
 Figures = dict[str, Any]
@@ -41,7 +41,7 @@ class Growth(NamedTuple):
     rest_s: float = 5.0
     links: int = 300  # links in all, each to another prefill; 1: not measured
     losses: tuple[str, ...] = LOSSES
-    frozen: bool = True  # gc.freeze while rooms are opened and after, as the roles do
+    frozen: bool = True  # gc.freeze during and after the opening, as in the roles
     tree: str = ""  # checkout of the library; empty: this one
 
 
@@ -53,24 +53,20 @@ class OpenRooms:
         self.sides = {"prefill": prefill, "decode": decode}
 
     async def both(self, do: str, **arguments: Any) -> Figures:
-        """Send both sides the same command, and return the answers by side."""
         seen = await asyncio.gather(*(side.ask(do, **arguments) for side in self.sides.values()))
         return dict(zip(self.sides, seen, strict=True))
 
     async def setup(self) -> None:
         pages = self._count + self._plan.links + SPARE_PAGES
-        ready = await self.sides["prefill"].ask(
-            "setup", plane=self._plan.plane, pages=SPARE_PAGES, ranks=[]
-        )
-        await self.sides["decode"].ask(
-            "setup", plane=self._plan.plane, pages=pages, ranks=ready["ranks"]
-        )
+        prefill, decode = self.sides.values()
+        plane = self._plan.plane
+        ready = await prefill.ask("setup", plane=plane, pages=SPARE_PAGES, ranks=[])
+        await decode.ask("setup", plane=plane, pages=pages, ranks=ready["ranks"])
 
     async def open(self) -> Figures:
-        """Open the rooms, a batch at a time.
+        """Open the rooms, a batch at a time, and return each side's stalls and memory per room.
 
-        Returns the rate over all rooms and over the first and the last tenth of them, which shows
-        growth, and each side's stalls and memory per room.
+        The rates of the first and the last tenth of the rooms show growth.
         """
         await self.both("opening", on=True)
         seconds = []
@@ -95,12 +91,9 @@ class OpenRooms:
         """Open one room over each further link."""
         # Only a few links open at a time, since registering is slow on a busy machine, and the
         # halves that wait for it have a deadline.
-        ready = await self.sides["prefill"].ask(
-            "link", plane=self._plan.plane, links=self._plan.links, ranks=[]
-        )
-        await self.sides["decode"].ask(
-            "link", plane=self._plan.plane, links=self._plan.links, ranks=ready["ranks"]
-        )
+        size = {"plane": self._plan.plane, "links": self._plan.links}
+        ready = await self.sides["prefill"].ask("link", ranks=[], **size)
+        await self.sides["decode"].ask("link", ranks=ready["ranks"], **size)
         for link in range(1, self._plan.links, LINKS_AT_ONCE):
             count = min(LINKS_AT_ONCE, self._plan.links - link)
             await self.both(
@@ -110,9 +103,7 @@ class OpenRooms:
             await self.both("freeze")
 
     async def lose(self, loss: str) -> Figures:
-        """Lose one peer as `loss` states, and return the other side's figures: its stalls, and the
-        times from the loss to the ends of its first and its last room.
-        """
+        """Lose one peer as `loss` states, and return the other side's figures."""
         how, lost = loss.split()
         victim, other = self.sides[lost], self.sides["decode" if lost == "prefill" else "prefill"]
         # Only an observed death of prefill proves that its writes ended, and frees decode's pages.
@@ -140,21 +131,16 @@ class OpenRooms:
 
 @asynccontextmanager
 async def open_rooms(plan: Growth, count: int) -> AsyncIterator[OpenRooms]:
-    command, env = (
-        worker_command(plan.tree, WORKER)
-        if plan.tree
-        else ([sys.executable, "-P", "-m", WORKER], {})
-    )
-    sides = [
+    command, env = [sys.executable, "-P", "-m", WORKER], dict[str, str]()
+    if plan.tree:
+        command, env = worker_command(plan.tree, WORKER)
+    prefill, decode = [
         await Process.spawn(*command, role, name=role, env=env) for role in ("prefill", "decode")
     ]
-    try:
-        rooms = OpenRooms(sides[0], sides[1], plan, count)
+    async with prefill, decode:
+        rooms = OpenRooms(prefill, decode, plan, count)
         await rooms.setup()
         yield rooms
-    finally:
-        for side in reversed(sides):
-            await side.close()
 
 
 async def bench_growth(counts: tuple[int, ...], plan: Growth, say: Say) -> Figures:
@@ -175,9 +161,7 @@ async def bench_growth(counts: tuple[int, ...], plan: Growth, say: Say) -> Figur
 
 
 async def grow(count: int, plan: Growth, say: Say) -> Figures:
-    """Measure one number of rooms: opening and rest with one pair of processes, and each loss of a
-    peer with a new pair.
-    """
+    """Measure one number of rooms, with new processes for each loss of a peer."""
     figures: Figures = {}
     async with open_rooms(plan, count) as rooms:
         figures["opening"] = await rooms.open()
@@ -202,9 +186,7 @@ async def grow(count: int, plan: Growth, say: Say) -> Figures:
 
 
 def judge(count: int, figures: Figures) -> list[Figures]:
-    """Return every stall with its limit, which is a must up to `MUST_ROOMS` rooms and an
-    aim above.
-    """
+    """Return every stall with its limit, a must up to `MUST_ROOMS` rooms and an aim above."""
     stalls: dict[str, float] = {}
     for phase, seen in figures.items():
         if phase == "collection":

@@ -1,5 +1,4 @@
-"""The process of one role in `kvflow bench rooms --open`, which takes commands as `child.py`
-describes.
+"""The process of one role in `kvflow bench rooms --open`, which takes commands (`child.py`).
 
     python -m kvflow.bench.growth_worker prefill|decode
 
@@ -88,9 +87,7 @@ class GrowthWorker:
         return await self.link(plane=plane, links=1, ranks=ranks)
 
     async def link(self, *, plane: str, links: int, ranks: list[Any]) -> dict[str, Any]:
-        """At prefill, start nodes until there are `links`; at decode, store the prefills'
-        `ranks`.
-        """
+        """At prefill, start nodes until there are `links`. At decode, store their `ranks`."""
         while self._role == "prefill" and len(self._prefills) < links:
             data_plane = await asyncio.to_thread(open_plane, plane, self._pool.segment)
             node = PrefillNode(self._pool, data_plane, bind=self._bind)
@@ -102,9 +99,7 @@ class GrowthWorker:
     async def open(
         self, *, first: int, count: int, first_link: int = 0, links: int = 1
     ) -> dict[str, Any]:
-        """Open rooms first..first+count-1, spread over `links` links; prefill answers when every
-        one is matched.
-        """
+        """Open `count` rooms over `links` links; prefill answers when every one is matched."""
         opened: list[Callable[[], Awaitable[Any]]] = []
         halves = []
         for number in range(first, first + count):
@@ -125,9 +120,7 @@ class GrowthWorker:
         return {}
 
     async def opening(self, *, on: bool) -> dict[str, Any]:
-        """Begin to measure, or if `on` is False, return stalls and memory per room since the
-        beginning.
-        """
+        """Begin to measure; if `on` is False, return stalls and memory per room since then."""
         if on:
             self._ticker, self._rss_before = StallTicker(), _rss_kib()
             return {}
@@ -163,18 +156,13 @@ class GrowthWorker:
         }
         # `cpu_percent` includes the ticker's thousand wake-ups a second: about a percent, the same
         # at every number of rooms.
-        return {
-            **ticker.stalls(),
-            "cpu_percent": round(cpu / seconds * 100, 2),
-            **rates,
-            "open": len(self._waiting),
-        }
+        percent = round(cpu / seconds * 100, 2)
+        return {**ticker.stalls(), "cpu_percent": percent, **rates, "open": len(self._waiting)}
 
     async def ending(self, *, within_s: float, pages_return: bool) -> dict[str, Any]:
-        """Wait until every room ended, and with `pages_return` until all pages of decode are free.
-        Return the stalls of the loop and the times of these events.
+        """Wait for the end of every room, and with `pages_return` for all pages of decode.
 
-        Times are read from the monotonic clock, which all processes of a machine share.
+        Returns stalls, and times by the monotonic clock, which all processes of a machine share.
         """
         ticker = StallTicker()
         async with asyncio.timeout(within_s):
@@ -184,19 +172,15 @@ class GrowthWorker:
                 await asyncio.sleep(0.001)
         pages_at_s = time.monotonic()
         await asyncio.sleep(AFTERMATH_S)
-        ended = {
-            "first_at_s": min(self._ended_at_s),
-            "last_at_s": max(self._ended_at_s),
-            "pages_at_s": pages_at_s,
-        }
-        return {**ticker.stalls(), "rooms": len(self._ended_at_s), **ended}
+        first_s, last_s = min(self._ended_at_s), max(self._ended_at_s)
+        times = {"first_at_s": first_s, "last_at_s": last_s, "pages_at_s": pages_at_s}
+        return {**ticker.stalls(), "rooms": len(self._ended_at_s), **times}
 
     async def close(self) -> None:
         for node in self._prefills if self._role == "prefill" else [self._decode]:
             await node.close()
 
     async def _wait(self, ended: Callable[[], Awaitable[Any]]) -> None:
-        """Wait for the end of one room, as an engine's request does, and record when it fails."""
         try:
             await ended()
         except KvflowError:
@@ -216,7 +200,6 @@ class GrowthWorker:
 
 
 def _full_collection_ms() -> float:
-    """Return the CPU time of a full collection in this thread, in ms."""
     # CPU time, as for stalls: the pause must not include turns of other processes.
     begun = time.thread_time()
     gc.collect()

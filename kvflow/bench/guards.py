@@ -1,6 +1,4 @@
-"""`kvflow bench guards`: the cost of a control key and of `--verify-transfers`, compared with the
-same rooms without them.
-"""
+"""`kvflow bench guards`: the cost of a control key and of `--verify-transfers`."""
 
 from __future__ import annotations
 
@@ -18,10 +16,11 @@ from kvflow.transports.control.curve import write_key
 async def bench_guards(
     planes: tuple[str, ...], turns: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure four runs in interleaved turns: "A" and "A/A" are plain, "key" has CURVE on the
-    control link, and "verify" has a checksum of every page.
+    """Measure four runs in interleaved turns.
 
-    Returns {"turns": the figures of each, "table": rows as `kvflow bench compare` makes them}.
+    "A" and "A/A" are plain, "key" has CURVE on the control link, and "verify" has a checksum of
+    every page. Returns {"turns": the figures of each, "table": rows as `kvflow bench compare` makes
+    them}.
     """
     # An empty path stands for this tree: the runs differ only in their options.
     with TemporaryDirectory() as folder:

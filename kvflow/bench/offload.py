@@ -1,8 +1,8 @@
-"""`kvflow bench offload`: the speed of copies from a pool to host memory and back, as a ratio to
-one large memcpy of as many bytes between the same two memories.
+"""`kvflow bench offload`: the speed of copies between a pool and host memory, beside a memcpy.
 
-Copies and memcpy interleave in one run. The report also has the stalls of the event loop during the
-copies, and the slowdown that the copies cause in a model's decode steps (`offload_steps`).
+The memcpy moves as many bytes between the same two memories, and interleaves with the copies. The
+report also has the stalls of the event loop during the copies, and the slowdown that the copies
+cause in a model's decode steps (`offload_steps`).
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class OffloadPlan(NamedTuple):
 async def bench_offload(plan: OffloadPlan, say: Say) -> dict[str, Any]:
     """Measure every order of the pool in turn.
 
-    Raises: LayoutError if there is not enough memory, MisuseError if a copy comes back with other
-    bytes.
+    Raises: LayoutError if there is not enough memory, MisuseError if restored bytes differ.
     """
     if not plan.batch:
         return {order: await _one_order(plan, order, None, say) for order in plan.orders}
@@ -99,9 +98,7 @@ def _layout(num_pages: int, order: str) -> PoolLayout:
 
 
 def _fill(pool: PagedPool) -> None:
-    """Fill the pool: on the host every 8 bytes with a number that grows with the address, on a
-    device with random bytes.
-    """
+    """Fill the pool with numbers that grow with the address, or with random bytes on a device."""
     if not pool.on_host:
         import torch
 
@@ -197,9 +194,7 @@ async def _beside_steps(
 
 
 def _memcpy(pool: PagedPool, store: SnapshotStore, total_bytes: int) -> float:
-    """Copy `total_bytes` from the start of the pool's largest buffer into host memory, in as few
-    copies as possible. Return the seconds, which no copy-out can beat.
-    """
+    """Copy `total_bytes` in as few copies as possible, and return the seconds."""
     source = max(pool.layout.buffers, key=lambda b: b.size_bytes)
     target = max(store.host.layout.buffers, key=lambda b: b.size_bytes)
     size_bytes = min(total_bytes, source.size_bytes)

@@ -1,5 +1,5 @@
-"""The slowdown that copies between a pool and host memory cause in a model's decode steps, and that
-steps cause in copies.
+"""The slowdown that copies between a pool and host memory cause in decode steps, and steps in
+copies.
 
 Steps of the demo model run in a thread, as a decode runs them. In each round they run alone, beside
 a busy core that uses no memory, beside one large memcpy, which is the cheapest way to move as many
@@ -34,16 +34,10 @@ Times = dict[str, list[float]]
 
 
 class DecodeBatch:
-    """Sequences that decode without end: at their last token they return to their prompts.
-
-    The methods block, and are meant to run in a thread.
-    """
+    """Sequences that decode in a thread, without end: the last token leads back to the prompt."""
 
     def __init__(self, model: LoadedModel, batch: int) -> None:
-        """Compute the prompts of `batch` sequences.
-
-        Raises: LayoutError if there is not enough memory.
-        """
+        """Compute the prompts of `batch` sequences. Raises: LayoutError without enough memory."""
         each = -(-(PROMPT_TOKENS + NEW_TOKENS) // PAGE_SIZE)
         layout = build_layout(
             model.streams,
@@ -109,15 +103,13 @@ class BesideSteps:
 
     def __init__(self, steps: DecodeBatch, at_least_s: float) -> None:
         self._steps, self._at_least_s = steps, at_least_s
-        # By the name of the work beside the steps; one figure for each round.
+        # One figure a round, by the name of the work beside the steps.
         self._step_s: Times = {}
         self._slowest_s: Times = {}
         self._work_s: Times = {}
         self._alone_s: Times = {}
 
     async def quiet(self) -> None:
-        """Measure steps alone; every round begins with this."""
-
         async def wait() -> float:
             await asyncio.sleep(self._at_least_s)
             return self._at_least_s

@@ -1,5 +1,4 @@
-"""`kvflow bench overcommit`: requests per second of a decode whose pool is too small,
-over-committed and in safe mode.
+"""`kvflow bench overcommit`: requests per second of a decode whose pool is too small.
 
 Three servers receive the same requests in the same turns. The first has a pool for the worst case
 of all requests. The others have a share of it: in safe mode (`--new-token-ratio 1.0`) a server
@@ -62,8 +61,7 @@ class _Turn(NamedTuple):
 
 
 async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
-    """Measure the three servers under two loads: requests with stop tokens, which end early, and
-    the same requests without them.
+    """Measure the three servers under two loads: requests that end early, and requests that do not.
 
     Returns {load: {server: requests per second, "ratio": over-committed / safe mode, "bound": all
     fit / safe mode, "batch": {server: tokens of a step}, "step_ms": cost of a step, counters}}.
@@ -82,12 +80,8 @@ async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
         f"{plan.seed}"
     )
     shapes = {ROOMY: (2 * worst, 1.0), SAFE: (pages, 1.0), OVER: (pages, plan.ratio)}
-    report: dict[str, Any] = {
-        "requests": plan.requests,
-        "worst_pages": worst,
-        "pages": pages,
-        "seed": plan.seed,
-    }
+    sizes = {"requests": plan.requests, "worst_pages": worst, "pages": pages}
+    report: dict[str, Any] = {**sizes, "seed": plan.seed}
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
@@ -99,16 +93,11 @@ async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
             await asyncio.to_thread(build_fixed_cost_model, Path(model))
         for name, (count, ratio) in shapes.items():
             arguments = (
-                "--dtype",
-                "float32",
-                "--page-size",
-                str(PAGE_SIZE),
-                "--num-pages",
-                str(count),
-                "--new-token-ratio",
-                str(ratio),
-                "--host-memory-bytes",
-                str(plan.host_bytes),
+                "--dtype=float32",
+                f"--page-size={PAGE_SIZE}",
+                f"--num-pages={count}",
+                f"--new-token-ratio={ratio}",
+                f"--host-memory-bytes={plan.host_bytes}",
             )
             servers[name] = await stack.enter_async_context(
                 serving(model, plan.threads, arguments=arguments)
@@ -172,14 +161,11 @@ async def _load(
 
 def _ratio(over: list[_Turn], under: list[_Turn]) -> dict[str, float]:
     """Return the spread of the ratios of rates within each turn, `over` divided by `under`."""
-    ratios = [slow.seconds / fast.seconds for fast, slow in zip(over, under, strict=True)]
-    return extremes(ratios)
+    return extremes([slow.seconds / fast.seconds for fast, slow in zip(over, under, strict=True)])
 
 
 def _step_cost(turns: list[_Turn], tokens: int) -> dict[str, float]:
-    """Return the milliseconds of a step and of each row in it, from a linear fit of the turns'
-    seconds; empty if all turns had the same number of steps.
-    """
+    """Return the ms of a step and of each row in it, from a linear fit; empty without one."""
     # Turns with the same number of steps do not determine a line.
     if len({turn.steps for turn in turns}) < 2:
         return {}
@@ -217,10 +203,8 @@ def _stopping(body: dict[str, Any], tokens: list[int], dice: random.Random) -> d
     # position is closest to the one that was drawn.
     wanted = dice.randrange(len(tokens))
     first = {token: at for at, token in reversed(list(enumerate(tokens)))}
-    stop = {
-        "stop_token_ids": [min(first, key=lambda token: abs(first[token] - wanted))],
-        "ignore_eos": False,
-    }
+    token = min(first, key=lambda token: abs(first[token] - wanted))
+    stop = {"stop_token_ids": [token], "ignore_eos": False}
     return {**body, "sampling_params": {**body["sampling_params"], **stop}}
 
 

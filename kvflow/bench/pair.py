@@ -8,14 +8,33 @@ import os
 import signal
 import sys
 import time
-from types import TracebackType
 from typing import Any, Self
 
 START_DELAY_S = 0.1
 WORKER = "kvflow.bench.worker"
 
 
-class Process:
+def checkout_env(tree: str) -> dict[str, str]:
+    """Return the environment in which Python imports kvflow from `tree`; empty for this one."""
+    if not tree:
+        return {}
+    return {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
+
+
+class Closed:
+    """Base class of objects that `async with` closes."""
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class Process(Closed):
     """A child that answers JSON lines with JSON lines."""
 
     def __init__(self, child: asyncio.subprocess.Process, name: str) -> None:
@@ -32,6 +51,12 @@ class Process:
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
         )
         return cls(child, name)
+
+    @classmethod
+    async def run_module(cls, module: str, *argv: str, name: str = "", tree: str = "") -> Process:
+        """Run a module of this checkout, or of `tree`. The default name is the last argument."""
+        command = (sys.executable, "-P", "-m", module, *argv)
+        return await cls.spawn(*command, name=name or command[-1], env=checkout_env(tree))
 
     @property
     def pid(self) -> int:
@@ -73,7 +98,7 @@ class Process:
                 await self._child.wait()
 
 
-class WorkerPair:
+class WorkerPair(Closed):
     """A prefill and a decode worker of kvflow, on one data plane and one pool shape."""
 
     def __init__(self, prefill: Process, decode: Process, page_bytes: int) -> None:
@@ -86,16 +111,11 @@ class WorkerPair:
     ) -> WorkerPair:
         """Start both workers and set them up.
 
-        Each process runs `module` with its role as the argument, over the checkout `tree`, or over
-        this one if `tree` is empty. `shape` has layers, heads, dim, page_size, pages and order.
+        Each process runs `module` with its role as the argument, over the checkout `tree` if there
+        is one. `shape` has layers, heads, dim, page_size, pages and order.
         """
-        if tree:
-            env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
-        else:
-            env = {}
         prefill, decode = [
-            await Process.spawn(sys.executable, "-P", "-m", module, role, name=role, env=env)
-            for role in ("prefill", "decode")
+            await Process.run_module(module, role, tree=tree) for role in ("prefill", "decode")
         ]
         ready = await prefill.ask("setup", plane=plane, ranks=[], **shape)
         await decode.ask("setup", plane=plane, ranks=ready["ranks"], **shape)
@@ -106,18 +126,12 @@ class WorkerPair:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Run `count` rooms of `pages` pages, and return the figures of prefill and of decode."""
         first, self._next_room = self._next_room, self._next_room + count
-        arguments = {
-            "first": first,
-            "count": count,
-            "concurrency": concurrency,
-            "pages": pages,
-            "ticking": ticking,
-        }
+        size = {"count": count, "concurrency": concurrency, "pages": pages}
         # Both sides start at the same moment, however late the command reaches each of them.
-        return await self.both("rooms", start_at=time.monotonic() + START_DELAY_S, **arguments)
+        start_at = time.monotonic() + START_DELAY_S
+        return await self.both("rooms", first=first, start_at=start_at, ticking=ticking, **size)
 
     async def both(self, do: str, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Send prefill and decode the same command, and return both replies."""
         seen = await asyncio.gather(
             *(side.ask(do, **arguments) for side in (self.prefill, self.decode))
         )
@@ -128,9 +142,7 @@ class WorkerPair:
         return await self.prefill.ask("raw_setup", **await self.decode.ask("exported"))
 
     async def raw(self, count: int, pages: int) -> float:
-        """Return the seconds that the bytes of `count` rooms of `pages` pages take through the bare
-        data plane.
-        """
+        """Return the seconds that the bytes of `count` rooms take through the bare data plane."""
         first, self._next_room = self._next_room, self._next_room + count
         # Pause as `rooms` does, because sockets and caches in recent use are a third faster.
         await asyncio.sleep(START_DELAY_S)
@@ -141,14 +153,3 @@ class WorkerPair:
     async def close(self) -> None:
         await self.decode.close()
         await self.prefill.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()

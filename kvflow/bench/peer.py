@@ -14,15 +14,16 @@ POLLS_MS = (0.1, 1.0)
 
 
 async def open_peer(
-    harness: str, settings: Mapping[str, str] | None = None, /, **shape: int
+    harness: str, shape: Mapping[str, int], pages: int, settings: Mapping[str, str] | None = None
 ) -> Process:
-    """Start SGLang's pair with `shape` (layers, pages, heads, dim) and environment `settings`.
+    """Start SGLang's pair with `shape` (layers, heads, dim) and environment `settings`.
 
     Raises: MisuseError if SGLang is not installed.
     """
     argv, env = _command(harness)
     process = await Process.spawn(*argv, name="sglang", env=env)
-    await process.ask("setup", settings=dict(settings or {}), **shape)
+    sizes = {name: shape[name] for name in ("layers", "heads", "dim")}
+    await process.ask("setup", settings=dict(settings or {}), pages=pages, **sizes)
     return process
 
 

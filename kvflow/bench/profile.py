@@ -12,7 +12,7 @@ from kvflow.bench.pair import START_DELAY_S, WorkerPair
 
 WORKER = "kvflow.bench.profiled_worker"
 ROOMS = 3000
-FUNCTIONS = 20  # reported by name for each side
+FUNCTIONS = 20  # most functions that a side reports by name
 
 
 async def bench_profile(trees: Sequence[str], plane: str, at_once: int, say: Say) -> dict[str, Any]:
@@ -23,10 +23,9 @@ async def bench_profile(trees: Sequence[str], plane: str, at_once: int, say: Say
         async with await opened as pair:
             # Warm up, with room numbers below those of the profile.
             await pair.rooms(ROOMS // 10, at_once, 1)
-            first, start_at = ROOMS, time.monotonic() + START_DELAY_S
-            seen = await pair.both(
-                "profile", first=first, count=ROOMS, concurrency=at_once, start_at=start_at
-            )
+            size = {"first": ROOMS, "count": ROOMS, "concurrency": at_once}
+            start_at = time.monotonic() + START_DELAY_S
+            seen = await pair.both("profile", start_at=start_at, **size)
         report[tree] = {
             side: per_room(found["functions"], ROOMS)
             for side, found in zip(("prefill", "decode"), seen, strict=True)
@@ -40,8 +39,9 @@ async def bench_profile(trees: Sequence[str], plane: str, at_once: int, say: Say
 
 
 def per_room(functions: list[list[Any]], count: int) -> dict[str, Any]:
-    """Return the calls and microseconds of one room, in all functions and in kvflow's alone, and
-    the functions that take most time, callees excluded.
+    """Return the calls and microseconds of one room, and the functions that take most time.
+
+    Times exclude callees.
     """
     # The bench's functions are left out, because they are not part of the library.
     ours = [row for row in functions if "/kvflow/" in row[0] and "/kvflow/bench/" not in row[0]]

@@ -24,21 +24,12 @@ from kvflow.bench.worker import Worker, serve
 class ProfiledWorker(Worker):
     """A worker that profiles rooms of one page on the event loop's thread."""
 
-    async def profile(
-        self, *, first: int, count: int, concurrency: int, start_at: float
-    ) -> dict[str, Any]:
+    async def profile(self, **rooms: Any) -> dict[str, Any]:
         """Run rooms, and return [file, name, calls, seconds without callees] for each function."""
         profiler = cProfile.Profile(time.thread_time)
         profiler.enable()
         try:
-            await self.rooms(
-                first=first,
-                count=count,
-                concurrency=concurrency,
-                pages=1,
-                start_at=start_at,
-                ticking=False,
-            )
+            await self.rooms(pages=1, ticking=False, **rooms)
         finally:
             profiler.disable()
         stats: dict[tuple[str, int, str], Any] = pstats.Stats(

@@ -1,5 +1,4 @@
-"""The physical limit for every goodput figure: the same page lists, written with the data plane's
-bare calls.
+"""The physical limit for every goodput figure: the same page lists over the bare data plane.
 
 Blocks are planned before the clock starts. Each writer tries several ways and keeps the fastest.
 Ways differ in their block size, and for a windowed plane also in the window and in whether the
@@ -60,9 +59,7 @@ class RawWriter:
         return self.way
 
     def write(self, pages: PageIndices, targets: PageIndices | None = None) -> float:
-        """Copy `pages` onto `targets`, or onto as many scattered target pages, and return the
-        seconds.
-        """
+        """Copy `pages` onto `targets`, or onto scattered target pages, and return the seconds."""
         if targets is None:
             total = self._pairing.target.num_pages
             targets = (
@@ -98,9 +95,7 @@ class RawMemmove(RawWriter):
 
 
 class RawWindow(RawWriter):
-    """Mooncake's limit: transfer_submit_write and transfer_check_status over a window of blocks,
-    the fastest known way to drive the engine.
-    """
+    """Mooncake's limit: a window of blocks, the fastest known way to drive the engine."""
 
     def __init__(
         self, plane: MooncakePlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from contextlib import AsyncExitStack
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from kvflow.bench.peer import POLLS_MS, open_peer
 
 CONCURRENCY = (1, 32, 256)
 SHAPE = {"layers": 1, "heads": 1, "dim": 8, "page_size": 16, "pages": 1024}
-PEER_SHAPE = {"layers": 1, "heads": 1, "dim": 8, "pages": 1024}
 ROOMS = {1: 400, 32: 3000, 256: 6000}
 PEER_ROOMS = {1: 200, 32: 800, 256: 1024}
 IDLE_S = 1.0
@@ -22,9 +22,7 @@ IDLE_S = 1.0
 def row(
     opened: dict[Any, float], done: dict[Any, float], prefill_cpu_s: float, decode_cpu_s: float
 ) -> Row:
-    """Return the figures of one round by decode's clock; a room lasts from its opening to its last
-    page.
-    """
+    """Return the figures of a round by decode's clock, from opening to last page."""
     latency_ms = np.array([(done[r] - opened[r]) * 1e3 for r in done])
     n = len(done)
     return {
@@ -60,11 +58,17 @@ async def bench_rooms(
 
     Returns {"rounds", "idle": {...}, plane: {concurrency: medians}, "sglang": ..., "ratios": ...}.
     """
-    pairs = {plane: await WorkerPair.open(plane, order="page_first", **SHAPE) for plane in planes}
-    peer = await open_peer(peer_harness, **PEER_SHAPE) if peer_harness else None
     rows: dict[tuple[str, int], list[Row]] = {}
     polled: dict[tuple[float, int], list[Row]] = {}
-    try:
+    async with AsyncExitStack() as stack:
+        pairs: dict[str, WorkerPair] = {}
+        for plane in planes:
+            pair = await WorkerPair.open(plane, order="page_first", **SHAPE)
+            pairs[plane] = await stack.enter_async_context(pair)
+        peer: Process | None = None
+        if peer_harness:
+            peer = await open_peer(peer_harness, SHAPE, SHAPE["pages"])
+            await stack.enter_async_context(peer)
         idle = {
             plane: await pair.decode.ask("idle", seconds=IDLE_S) for plane, pair in pairs.items()
         }
@@ -83,15 +87,7 @@ async def bench_rooms(
                         await theirs(peer, concurrency, poll_ms)
                     )
             say(f"round {turn + 1} of {rounds}")
-        left = {
-            plane: [await side.ask("state") for side in (p.prefill, p.decode)]
-            for plane, p in pairs.items()
-        }
-    finally:
-        for pair in pairs.values():
-            await pair.close()
-        if peer is not None:
-            await peer.close()
+        left = {plane: await pair.both("state") for plane, pair in pairs.items()}
     report: dict[str, Any] = {"rounds": rounds, "idle": idle, "left": left}
     for plane in planes:
         report[plane] = {str(c): medians(rows[plane, c]) for c in CONCURRENCY}

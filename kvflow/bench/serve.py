@@ -1,10 +1,9 @@
-"""`kvflow bench serve`: tokens per second of `kvflow up`, streamed through its router, compared
-with stock `generate`.
+"""`kvflow bench serve`: tokens per second of `kvflow up`, compared with stock `generate`.
 
 Stock transformers runs in one process with the same number of threads, and completes the same
 prompts as one batch. Each turn has one batch of stock's and the same prompts as concurrent streams
-of every server, so both sides of a ratio come from one turn. Afterwards the bench times short GETs
-while many streams run.
+through the router of every server, so both sides of a ratio come from one turn. Afterwards the
+bench times short GETs while many streams run.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from kvflow.bench.figures import Say, extremes
-from kvflow.bench.pair import Process
+from kvflow.bench.pair import Process, checkout_env
 from kvflow.protocols.errors import KvflowError
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
 
@@ -42,16 +41,12 @@ class Server:
     pids: dict[str, int]
 
     def cpu_s(self) -> dict[str, float]:
-        """Return the CPU seconds that each role took so far."""
         return {role: cpu_of(pid) for role, pid in self.pids.items()}
 
 
 @dataclass(frozen=True)
 class ServePlan:
-    """Parameters of `bench_serve`.
-
-    `trees` are other checkouts, whose servers are measured in the same turns.
-    """
+    """Parameters of `bench_serve`. `trees` are other checkouts to measure in the same turns."""
 
     model: str = ""
     api: str = "completions"
@@ -72,14 +67,11 @@ async def bench_serve(plan: ServePlan, say: Say) -> dict[str, Any]:
     Raises: KvflowError if a server does not start, or if its tokens differ from stock's.
     """
     model = plan.model or str(DEMO_MODEL_DIR)
-    report: dict[str, Any] = {
-        "api": plan.api,
-        "new_tokens": plan.new_tokens,
-        "threads": plan.threads,
-    }
+    chosen = {"api": plan.api, "new_tokens": plan.new_tokens, "threads": plan.threads}
+    report: dict[str, Any] = {**chosen, "clients": {}}
     async with AsyncExitStack() as stack:
         stock, client = [
-            await stack.enter_async_context(_process(module))
+            await stack.enter_async_context(await Process.run_module(f"kvflow.bench.{module}"))
             for module in ("stock_worker", "stream_client")
         ]
         await stock.ask("setup", model=model, threads=plan.threads)
@@ -88,7 +80,6 @@ async def bench_serve(plan: ServePlan, say: Say) -> dict[str, Any]:
             servers[tree or HERE] = await stack.enter_async_context(
                 serving(model, plan.threads, tree)
             )
-        report["clients"] = {}
         for clients in plan.clients:
             report["clients"][str(clients)] = await _beside_stock(
                 plan, clients, servers, stock, client, say
@@ -110,9 +101,7 @@ async def _beside_stock(
     client: Process,
     say: Say,
 ) -> dict[str, Any]:
-    """Return tokens per second with `clients` clients, of stock and of every server: over whole
-    requests, and after all first tokens.
-    """
+    """Return tokens per second of stock and of every server: in all, and after first tokens."""
     prompts = [prompt_of(i) for i in range(clients)]
     total = clients * plan.new_tokens
     seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in servers}
@@ -151,43 +140,26 @@ def _summary(
     cpu: dict[str, list[dict[str, float]]],
     say: Say,
 ) -> dict[str, Any]:
-    """Summarize the turns.
-
-    `seen` has for each server and turn the rate of stock, the server's two rates, and its time to
-    the first token.
-    """
+    """Summarize turns of the rates of stock and a server, and the time to its first token."""
     found: dict[str, Any] = {}
     for name, turns in seen.items():
-        stock_rate, rate, later_rate, first_ms = (
-            list(column) for column in zip(*turns, strict=True)
-        )
-        found[name] = {
-            "ratio": extremes([a / b for a, b in zip(rate, stock_rate, strict=True)]),
-            "ratio_after_first": extremes(
-                [a / b for a, b in zip(later_rate, stock_rate, strict=True)]
-            ),
-            "tokens_per_s": extremes(rate),
-            "stock_tokens_per_s": extremes(stock_rate),
-            "first_token_ms": extremes(first_ms),
-            "cpu_us_per_token": {
-                role: extremes([of[role] for of in cpu[name]]) for role in cpu[name][0]
-            },
+        cpu_us = {role: extremes([of[role] for of in cpu[name]]) for role in cpu[name][0]}
+        figures = found[name] = {
+            "ratio": extremes([rate / stock for stock, rate, _, _ in turns]),
+            "ratio_after_first": extremes([later / stock for stock, _, later, _ in turns]),
+            "tokens_per_s": extremes([rate for _, rate, _, _ in turns]),
+            "stock_tokens_per_s": extremes([stock for stock, _, _, _ in turns]),
+            "first_token_ms": extremes([first_ms for _, _, _, first_ms in turns]),
+            "cpu_us_per_token": cpu_us,
         }
-        say(
-            f"{clients} clients, {name}: {found[name]['ratio']} of stock, "
-            f"{found[name]['tokens_per_s']} tokens/s"
-        )
-        say(
-            "CPU us per token: "
-            f"{ {role: found[name]['cpu_us_per_token'][role]['median'] for role in cpu[name][0]} }"
-        )
+        rates = f"{figures['ratio']} of stock, {figures['tokens_per_s']} tokens/s"
+        say(f"{clients} clients, {name}: {rates}")
+        say(f"CPU us per token: { {role: us['median'] for role, us in cpu_us.items()} }")
     return found
 
 
 async def _gets_beside_streams(plan: ServePlan, server: Server, client: Process) -> dict[str, Any]:
-    """Return the latencies of GET /health at the router and at decode, without other requests and
-    while `plan.streams` streams run.
-    """
+    """Return latencies of GET /health at router and decode, idle and beside streams."""
     found: dict[str, Any] = {}
     for beside in (0, plan.streams):
         streams: asyncio.Future[Any] | None = None
@@ -211,8 +183,9 @@ async def _gets_beside_streams(plan: ServePlan, server: Server, client: Process)
 
 
 async def _pings(urls: dict[str, str], until: asyncio.Future[Any] | None) -> dict[str, list[float]]:
-    """Send GETs to each role, one after another, until the streams end, or 100 to each role without
-    streams. Return the seconds of each GET by role.
+    """Return the seconds of GETs to each role, one after another, until the streams end.
+
+    Without streams, each role gets 100.
     """
     # Bare sockets: an HTTP client's own CPU time would count as latency.
     seen: dict[str, list[float]] = {"router": [], "decode": []}
@@ -251,11 +224,7 @@ async def _streamed(
 
 
 def _check(name: str, tokens: list[Any], expected: list[list[int]], new_tokens: int) -> None:
-    """Check that a server's streams have stock's tokens, or as many if the API sends no ids, since
-    rates of different work do not compare.
-
-    Raises: KvflowError if they differ.
-    """
+    """Raise KvflowError unless streams have stock's tokens, or as many if the API sends no ids."""
     for i, found in enumerate(tokens):
         if found != (expected[i] if isinstance(found, list) else new_tokens):
             raise KvflowError(f"{name}: stream {i} has {found}, stock generate {expected[i]}")
@@ -267,15 +236,6 @@ def prompt_of(index: int) -> list[int]:
 
 
 @asynccontextmanager
-async def _process(module: str) -> AsyncIterator[Process]:
-    process = await Process.spawn(sys.executable, "-P", "-m", f"kvflow.bench.{module}", name=module)
-    try:
-        yield process
-    finally:
-        await process.close()
-
-
-@asynccontextmanager
 async def serving(
     model: str, threads: int, tree: str = "", arguments: tuple[str, ...] = ()
 ) -> AsyncIterator[Server]:
@@ -284,25 +244,11 @@ async def serving(
     Raises: KvflowError if it does not start.
     """
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    if tree:
-        env |= {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
+    given = ("--port=0", f"--model-path={model}", "--log-level=warning", "--prefix-cache=off")
     child = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",
-        "-m",
-        "kvflow.cli",
-        "up",
-        "--port",
-        "0",
-        "--model-path",
-        model,
-        "--log-level",
-        "warning",
-        "--prefix-cache",
-        "off",
-        *arguments,
+        *(sys.executable, "-P", "-m", "kvflow.cli", "up", *given, *arguments),
         stdout=asyncio.subprocess.PIPE,
-        env=env,
+        env=env | checkout_env(tree),
     )
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -320,11 +266,7 @@ async def serving(
 
 
 async def _announced(child: asyncio.subprocess.Process) -> Server:
-    """Read the roles that `kvflow up` prints once all of them are healthy, one a line: name, URL,
-    "pid", process id.
-
-    Raises: KvflowError if it ends before that.
-    """
+    """Read the roles that `kvflow up` prints when all are healthy: name, URL, "pid", process id."""
     server = Server({}, {})
     assert child.stdout is not None
     while "router" not in server.urls:

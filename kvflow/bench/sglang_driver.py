@@ -70,9 +70,7 @@ def rooms(pair: Any, numbers: list[int], command: dict[str, Any]) -> dict[str, o
 
 
 def abort(pair: Any, room: int, pages: int, after_s: float) -> dict[str, object]:
-    """Abort one room `after_s` after its first byte, and reuse its pages when the peer's policy
-    releases them.
-    """
+    """Abort one room `after_s` after its first byte, and return how the peer reuses its pages."""
     pair.send("prefill", "abort_prefill", room=room, npages=pages, chunk=pages)
     pair.send("decode", "abort_decode", room=room, npages=pages, abort_after=after_s, watch=0.7)
     decode = pair.recv("decode")
@@ -81,11 +79,8 @@ def abort(pair: Any, room: int, pages: int, after_s: float) -> dict[str, object]
         return {"aborted": False}
     if decode["prefill_failed"] or decode["timed_out"]:
         return {"error": f"the peer's prefill failed by itself: {decode}"}
-    return {
-        "aborted": True,
-        "pages_hit": decode["pages"],
-        "seconds": decode["t_rel"] - decode["t_abort"],
-    }
+    seconds = decode["t_rel"] - decode["t_abort"]
+    return {"aborted": True, "pages_hit": decode["pages"], "seconds": seconds}
 
 
 if __name__ == "__main__":

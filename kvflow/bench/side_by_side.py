@@ -1,5 +1,4 @@
-"""Rooms and transfers of several checkouts: every tree's processes stay up, and short rounds
-alternate between them.
+"""Rooms and transfers of several checkouts, in short rounds that alternate between running pairs.
 
 A round takes a few tenths of a second, so other load on the machine affects every tree alike. Only
 the workers run the tree's code; their commands and the clock are the same for all trees. Processes
@@ -100,7 +99,6 @@ async def _by_turns(
 
 
 def _order(names: list[str], turn: int) -> list[str]:
-    """Return `names` in the order of a turn."""
     # The rotation keeps a tree from always being first, the reversal from always following the
     # same other tree.
     first = turn % len(names)
@@ -111,7 +109,6 @@ def _order(names: list[str], turn: int) -> list[str]:
 async def _pairs(
     plane: str, options: Options, trees: Trees, /, **shape: Any
 ) -> AsyncIterator[dict[str, WorkerPair]]:
-    """Open a prefill and a decode process for every run."""
     async with AsyncExitStack() as stack:
         opened: dict[str, WorkerPair] = {}
         for name, tree in trees.items():

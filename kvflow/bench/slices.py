@@ -1,6 +1,4 @@
-"""`kvflow bench transfer --tp P:D`: the cost of slices of each size on a data plane, sent as they
-are and through staging.
-"""
+"""`kvflow bench transfer --tp P:D`: the cost of slices, sent as they are and through staging."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _LAYERS, _PAGE_SIZE = 4, 16
 def widths_of(text: str) -> tuple[int, int]:
     """Return the widths of prefill and decode in `text`, such as 2:1.
 
-    Raises: MisuseError for anything but two different widths of 1 to 8.
+    Raises: MisuseError unless they are two different widths of 1 to 8.
     """
     try:
         prefill, decode = (int(part) for part in text.split(":"))
@@ -64,20 +62,13 @@ async def _one_size(plane: str, widths: tuple[int, int], size: int, turns: int) 
     dim = size * max(widths) // heads // 2
     in_page = size * max(widths) * _PAGE_SIZE * _LAYERS * 2
     pages = max(1, min(ROOM_BYTES, ROOM_SLICES * size) // in_page)
-    shape = {
-        "layers": _LAYERS,
-        "heads": heads,
-        "dim": dim,
-        "page_size": _PAGE_SIZE,
-        "pages": pages + 1,
-    }
+    shape = {"layers": _LAYERS, "heads": heads, "dim": dim, "page_size": _PAGE_SIZE}
     seen: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     async with AsyncExitStack() as stack:
         pairs = {}
         for way in WAYS:
-            pair = await WorkerPair.open(
-                plane, order="page_first", widths=widths, staged=way == WAYS[1], **shape
-            )
+            sent = {"pages": pages + 1, "widths": widths, "staged": way == WAYS[1]}
+            pair = await WorkerPair.open(plane, order="page_first", **shape, **sent)
             pairs[way] = await stack.enter_async_context(pair)
         for turn in range(1 + turns):
             for way in WAYS if turn % 2 else WAYS[::-1]:

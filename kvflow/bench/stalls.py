@@ -1,4 +1,4 @@
-"""`kvflow bench stalls`: the stalls of both roles' event loops under the largest legal requests.
+"""`kvflow bench stalls`: the stalls of both event loops under the largest legal requests.
 
 While a case runs, an idle process runs the same ticker, which shows the lateness that the machine
 alone causes.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import io
-import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -27,7 +28,7 @@ from kvflow.serve.engine.scheduler.stops import MAX_STOP_CHARACTERS, MAX_STOPS
 ROLES = ("prefill", "decode", "idle")
 STREAM_TOKENS = 4_000
 PROMPT_TOKENS = 131_072
-BOOTSTRAP_PAGES = MAX_PAGES_PER_ROOM  # one token each
+BOOTSTRAP_PAGES = MAX_PAGES_PER_ROOM  # pages of one token
 # A case is repeated for this long, because a percentile of few ticks has little meaning.
 WATCH_S = 5.0
 
@@ -40,14 +41,10 @@ def cases() -> list[Case]:
     logprobs = {"return_logprob": True, "top_logprobs_num": 20}
     many = {"sampling_params": {"max_new_tokens": STREAM_TOKENS}, **logprobs}
     few = {"sampling_params": {"max_new_tokens": 2}, "stream": True}
-    completion = {"prompt": [1], "logprobs": 20, "max_tokens": STREAM_TOKENS}
     token, stops = _near_misses()
-    matched = {
-        "prompt": [1],
-        "max_tokens": STREAM_TOKENS,
-        "logit_bias": {token: 100},
-        "stop": stops,
-    }
+    tokens = {"prompt": [1], "max_tokens": STREAM_TOKENS}
+    completion = {**tokens, "logprobs": 20}
+    matched = {**tokens, "logit_bias": {token: 100}, "stop": stops}
     spare = MAX_BODY_BYTES - 4096
     return [
         (
@@ -72,8 +69,7 @@ def cases() -> list[Case]:
 
 
 def _near_misses() -> tuple[int, list[str]]:
-    """Return the demo model's token with the most spaces, and as many stop strings as the limits
-    allow, each as long as they allow.
+    """Return the demo model's token with the most spaces, and stop strings as long as limits allow.
 
     A text of that token matches every stop string except for its last character.
     """
@@ -91,21 +87,29 @@ async def bench_stalls(rounds: int, say: Callable[[str], None]) -> dict[str, Any
     "stall_p99_ms", "stall_max_ms"}}}}: `late` is a tick's lateness, `stall` the part of it that the
     loop caused (see `child.StallTicker`).
     """
-    workers = {
-        role: await Process.spawn(
-            sys.executable, "-P", "-m", "kvflow.bench.stalls_worker", role, name=role
-        )
-        for role in ROLES
-    }
     found: dict[str, dict[str, dict[str, float]]] = {}
-    try:
+    async with AsyncExitStack() as stack:
+        workers: dict[str, Process] = {}
+        for role in ROLES:
+            worker = await Process.run_module("kvflow.bench.stalls_worker", role)
+            workers[role] = await stack.enter_async_context(worker)
         tokenizer = str(DEMO_MODEL_DIR / "tokenizer.json")
         ready = await asyncio.gather(
-            *(workers[role].ask("setup", tokenizer=tokenizer) for role in ROLES)
+            *(worker.ask("setup", tokenizer=tokenizer) for worker in workers.values())
         )
-        async with aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=120), read_bufsize=1 << 20
-        ) as session:
+
+        async def measure(name: str, turn: int, run: Callable[[], Awaitable[int]]) -> None:
+            await asyncio.gather(*(worker.ask("watch") for worker in workers.values()))
+            number = await run()
+            seen = {role: await worker.ask("watched") for role, worker in workers.items()}
+            late = (f"{role} p99 {seen[role]['late_p99_ms']:.1f} ms" for role in ROLES)
+            say(f"round {turn + 1} of {rounds}: {name}, {number} of them: {', '.join(late)}")
+            worst = found.setdefault(name, seen)
+            for role, figures in seen.items():
+                worst[role] = {key: max(at, worst[role][key]) for key, at in figures.items()}
+
+        timeout = aiohttp.ClientTimeout(total=120)
+        async with aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 20) as session:
             client = _Client(session, dict(zip(ROLES, ready, strict=True)))
             # The first request pays for imports and links, so it does not count.
             await client.send(
@@ -113,39 +117,15 @@ async def bench_stalls(rounds: int, say: Callable[[str], None]) -> dict[str, Any
             )
             for turn in range(rounds):
                 for name, path, body in cases():
-                    await asyncio.gather(*(worker.ask("watch") for worker in workers.values()))
-                    sent = await client.repeat(path, body)
-                    seen = {role: await worker.ask("watched") for role, worker in workers.items()}
-                    say(f"round {turn + 1} of {rounds}: {name}, {sent} requests: {_told(seen)}")
-                    _keep_worst(found.setdefault(name, seen), seen)
+                    await measure(name, turn, partial(client.repeat, path, body))
         for turn in range(rounds):
             for name, crowd in crowds().items():
-                await asyncio.gather(*(worker.ask("watch") for worker in workers.values()))
-                came = await crowd(workers["prefill"], ready[0], WATCH_S)
-                seen = {role: await worker.ask("watched") for role, worker in workers.items()}
-                say(f"round {turn + 1} of {rounds}: {name}, {came} came: {_told(seen)}")
-                _keep_worst(found.setdefault(name, seen), seen)
-    finally:
-        for worker in workers.values():
-            await worker.close()
+                await measure(name, turn, partial(crowd, workers["prefill"], ready[0], WATCH_S))
     return {"rounds": rounds, "cases": found}
 
 
-def _told(seen: dict[str, dict[str, float]]) -> str:
-    return ", ".join(
-        f"{role} p99 {figures['late_p99_ms']:.1f} ms" for role, figures in seen.items()
-    )
-
-
-def _keep_worst(found: dict[str, dict[str, float]], seen: dict[str, dict[str, float]]) -> None:
-    for role, figures in seen.items():
-        found[role] = {name: max(value, found[role][name]) for name, value in figures.items()}
-
-
 class _Client:
-    """A client that sends a body to both legs, as a router does, and reads the answers to their
-    end.
-    """
+    """A client that sends a body to both legs, as a router does, and reads the whole answers."""
 
     def __init__(self, session: aiohttp.ClientSession, made: dict[str, dict[str, Any]]) -> None:
         self._session = session
@@ -164,12 +144,8 @@ class _Client:
 
     async def send(self, path: str, body: dict[str, Any]) -> None:
         self._room += 1
-        fields = {
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": self._bootstrap_port,
-            "bootstrap_room": self._room,
-        }
-        raw = msgspec.json.encode({**body, **fields})
+        prefill = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self._bootstrap_port}
+        raw = msgspec.json.encode({**body, **prefill, "bootstrap_room": self._room})
         await asyncio.gather(
             *(self._leg(f"http://127.0.0.1:{port}{path}", raw) for port in self._ports)
         )

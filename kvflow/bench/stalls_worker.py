@@ -1,5 +1,4 @@
-"""A process whose event loop `kvflow bench stalls` watches: a server without a model in one role,
-an idle process, or a decode that announces a crowd of rooms.
+"""A process whose event loop `kvflow bench stalls` watches, or a decode that announces a crowd.
 
     python -m kvflow.bench.stalls_worker prefill|decode|idle|crowd
 
@@ -105,8 +104,9 @@ class ReadyPrefill(_Engine):
 
 
 class PacedDecode(_Engine):
-    """A decode engine that makes a token every `pause_s`: the token with the largest logit bias if
-    the request has biases, else the next of 512 tokens.
+    """A decode engine that makes a token every `pause_s`.
+
+    It makes the token with the largest logit bias, or without biases the next of 512 tokens.
     """
 
     pause_s = 0.001
@@ -148,8 +148,6 @@ class PacedDecode(_Engine):
 
 
 class StallsWorker:
-    """The commands of one process, one method for each."""
-
     def __init__(self, role: str) -> None:
         self._role = role
         self._stack = AsyncExitStack()
@@ -193,13 +191,11 @@ class StallsWorker:
         return {"port": port, "bootstrap_port": bootstrap_port, "rank": rank}
 
     async def connections(self) -> dict[str, Any]:
-        """Return the number of control connections that this prefill has."""
         assert self._prefill is not None
         socket = self._prefill.shell.socket
         return {"count": len(socket.connections.open) if isinstance(socket, ZmqSocket) else 0}
 
     async def announced(self, *, count: int) -> dict[str, Any]:
-        """Wait until `count` rooms are announced to this prefill."""
         assert self._prefill is not None
         found = self._prefill.shell.endpoint.core.rendezvous.announced
         await until(lambda: len(found) == count, PATIENCE_S)
@@ -242,12 +238,9 @@ class StallsWorker:
 
     async def watched(self) -> dict[str, Any]:
         assert self._ticker is not None
-        p50 = float(np.percentile(self._ticker.late_s or [0.0], 50)) * 1e3
-        return {
-            "ticks": len(self._ticker.late_s),
-            "late_p50_ms": round(p50, 3),
-            **self._ticker.stalls(),
-        }
+        late_s = self._ticker.late_s
+        p50 = round(float(np.percentile(late_s or [0.0], 50)) * 1e3, 3)
+        return {"ticks": len(late_s), "late_p50_ms": p50, **self._ticker.stalls()}
 
     async def close(self) -> None:
         await self._stack.aclose()

@@ -12,8 +12,6 @@ from kvflow.serve.demo.stock import complete, load_stock
 
 
 class StockCommands:
-    """The commands: setup, generate."""
-
     def __init__(self) -> None:
         self._model: Any = None
         self._thread = Threads("stock-model")
@@ -29,9 +27,7 @@ class StockCommands:
         return await self._run(load)
 
     async def generate(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        """Complete all prompts, which must have the same length, as one greedy batch. Return the
-        seconds and the tokens.
-        """
+        """Complete prompts of one length as one greedy batch. Return the seconds and the tokens."""
 
         def run() -> dict[str, Any]:
             begun = time.perf_counter()

@@ -22,8 +22,6 @@ class StreamFailedError(Exception):
 
 
 class StreamCommands:
-    """The only command: stream."""
-
     async def stream(
         self, url: str, api: str, prompts: list[list[int]], new_tokens: int
     ) -> dict[str, Any]:
@@ -50,8 +48,6 @@ class StreamCommands:
 
 
 class Stream:
-    """One request over one connection."""
-
     def __init__(self, url: str, api: str, prompt: list[int], new_tokens: int) -> None:
         self._url, self._api = urlsplit(url), api
         self._body = _body(api, prompt, new_tokens)
@@ -60,10 +56,6 @@ class Stream:
         self.first_at = self.ended_at = 0.0
 
     async def run(self, gate: asyncio.Event) -> None:
-        """Connect, wait for `gate`, send the request and store the answer.
-
-        Raises: OSError if the connection fails.
-        """
         try:
             reader, writer = await asyncio.open_connection(self._url.hostname, self._url.port)
         # The event is set after a failure too: `stream` waits for every connection, and finds the
@@ -87,9 +79,8 @@ class Stream:
             writer.close()
 
     def tokens(self) -> int | list[int]:
-        """Return the token ids if the API sends them, else their number.
-
-        Raises: StreamFailedError if the answer is not a complete stream.
+        """Return the token ids, or their number if the API sends none. Raises:
+        StreamFailedError.
         """
         head, _, rest = b"".join(self._pieces).partition(b"\r\n\r\n")
         text = unchunked(rest)
@@ -111,26 +102,18 @@ class Stream:
 
 
 def _body(api: str, prompt: list[int], new_tokens: int) -> bytes:
+    greedy: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     if api == "generate":
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        return json.dumps(
-            {"input_ids": prompt, "stream": True, "sampling_params": sampling}
-        ).encode()
-    body = {
-        "prompt": prompt,
-        "stream": True,
-        "temperature": 0,
-        "max_tokens": new_tokens,
-        "ignore_eos": True,
-    }
-    return json.dumps({**body, "stream_options": {"include_usage": True}}).encode()
+        sampling = {**greedy, "max_new_tokens": new_tokens}
+        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling}
+    else:
+        usage = {"stream_options": {"include_usage": True}}
+        body = {**greedy, "prompt": prompt, "max_tokens": new_tokens, **usage}
+    return json.dumps({**body, "stream": True}).encode()
 
 
 def unchunked(body: bytes) -> bytes:
-    """Return the content of a chunked HTTP body.
-
-    Raises: StreamFailedError if a chunk has no size.
-    """
+    """Return the content of a chunked HTTP body. Raises: StreamFailedError."""
     parts: list[bytes] = []
     at = 0
     while True:

@@ -1,6 +1,4 @@
-"""`kvflow bench transfer`: goodput through rooms, as a ratio to the bare data plane on the same
-page lists.
-"""
+"""`kvflow bench transfer`: goodput through rooms, as a ratio to the bare data plane."""
 
 from __future__ import annotations
 
@@ -49,8 +47,8 @@ async def bare(pair: WorkerPair, case: Case) -> float:
 async def bench_plane(
     plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say
 ) -> dict[str, Any]:
-    """Measure one data plane: `pairs` interleaved (rooms, bare) measurements of every case, more of
-    a short one.
+    """Measure one data plane: interleaved (rooms, bare) measurements of every case, `pairs` or
+    more.
 
     Returns {case: {"pairs": measurements, "ratio": quartiles, "rooms_gb_s": quartiles, "raw_gb_s":
     quartiles}}.
@@ -84,9 +82,7 @@ async def bench_plane(
 async def bench_verified(
     plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say
 ) -> dict[str, Any]:
-    """Measure the cost of `--verify-transfers`, as the ratio of goodput with checksums to goodput
-    without. Runs with and without checksums alternate.
-    """
+    """Measure the ratio of goodput with `--verify-transfers` to goodput without, alternately."""
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}
     async with await WorkerPair.open(plane, order=order, pages=pages, **SHAPE) as pair:
@@ -120,39 +116,29 @@ async def peer_goodput(peer: Process, case: Case, page_bytes: int, poll_ms: floa
 
 
 async def bench_against_peer(harness: str, pairs: int, say: Say) -> dict[str, Any]:
-    """Measure kvflow (page-first) and SGLang over Mooncake TCP, interleaved, with SGLang at the
-    better of its polling intervals.
-    """
+    """Measure kvflow (page-first) and SGLang over Mooncake TCP, at its better polling interval."""
     pages = max(case.pages * case.rooms for case in PEER_CASES) + SPARE_PAGES
     report: dict[str, Any] = {}
-    peer_shape = {
-        "layers": SHAPE["layers"],
-        "heads": SHAPE["heads"],
-        "dim": SHAPE["dim"],
-        "pages": pages,
-    }
-    async with await WorkerPair.open("mooncake", order="page_first", pages=pages, **SHAPE) as pair:
-        peer = await open_peer(harness, **peer_shape)
-        try:
-            for case in PEER_CASES:
-                await through_rooms(pair, case)
-                await peer_goodput(peer, case, pair.page_bytes, POLLS_MS[0])
-                mine, theirs = [], []
-                # The other side's turn leaves the caches cold, so each side has two tries in a row.
-                for _ in range(pairs):
-                    mine.append(max([await through_rooms(pair, case) for _ in POLLS_MS]))
-                    theirs.append(
-                        max([await peer_goodput(peer, case, pair.page_bytes, p) for p in POLLS_MS])
-                    )
-                ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
-                report[str(case)] = {
-                    "ratio": quartiles(ratios),
-                    "kvflow_gb_s": quartiles(mine),
-                    "sglang_gb_s": quartiles(theirs),
-                }
-                say(f"against SGLang, {case}: {report[str(case)]['ratio']}")
-        finally:
-            await peer.close()
+    async with (
+        await WorkerPair.open("mooncake", order="page_first", pages=pages, **SHAPE) as pair,
+        await open_peer(harness, SHAPE, pages) as peer,
+    ):
+        for case in PEER_CASES:
+            await through_rooms(pair, case)
+            await peer_goodput(peer, case, pair.page_bytes, POLLS_MS[0])
+            mine, theirs = [], []
+            # The other side's turn leaves the caches cold, so each side has two tries in a row.
+            for _ in range(pairs):
+                mine.append(max([await through_rooms(pair, case) for _ in POLLS_MS]))
+                theirs.append(
+                    max([await peer_goodput(peer, case, pair.page_bytes, p) for p in POLLS_MS])
+                )
+            report[str(case)] = {
+                "ratio": quartiles([a / b for a, b in zip(mine, theirs, strict=True)]),
+                "kvflow_gb_s": quartiles(mine),
+                "sglang_gb_s": quartiles(theirs),
+            }
+            say(f"against SGLang, {case}: {report[str(case)]['ratio']}")
     return report
 
 
@@ -164,8 +150,9 @@ async def bench_transfer(
     verify: bool,
     say: Say,
 ) -> dict[str, Any]:
-    """Measure every data plane and page order in turn, then the peer; with `verify`, measure the
-    cost of checksums in place of goodput.
+    """Measure every data plane and page order in turn, then the peer.
+
+    With `verify`, measure the cost of checksums in place of goodput.
     """
     report: dict[str, Any] = {"pairs": pairs, "shape": SHAPE}
     measure = bench_verified if verify else bench_plane

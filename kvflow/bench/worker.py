@@ -1,4 +1,4 @@
-"""The process of one role in a benchmark pair: it reads commands and writes replies as JSON lines.
+"""The process of one role in a benchmark pair, which takes commands as `child.py` describes.
 
     python -m kvflow.bench.worker prefill|decode
 
@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from kvflow.bench.child import Ticker, cpu_s, serve
+from kvflow.bench.child import StallTicker, cpu_s, serve
 from kvflow.bench.raw import TUNE_PAGES, RawWriter, open_raw
 from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
@@ -82,9 +81,9 @@ class Worker:
     ) -> dict[str, Any]:
         """Allocate the pool and start the node of this role.
 
-        `widths` are the numbers of shards that prefill and decode have; they divide the heads of
-        each page. If `staged`, slices of a page pass through staging: prefill gathers them there,
-        or they land there at decode.
+        `widths` are the numbers of shards of prefill and decode, among which the heads of each page
+        are divided. If `staged`, slices pass through staging: prefill gathers them there, or they
+        land there at decode.
         """
         layout = _layout(layers, heads, dim, page_size, pages, order)
         # kvflow warns of tiny slices, which are the subject of this measurement.
@@ -97,35 +96,22 @@ class Worker:
         segment = (self.pool if staging is None else staging.host).segment
         data_plane = await asyncio.to_thread(open_plane, plane, segment, rate_bytes_per_s, host)
         key = read_key(control_key_file)
+        options: dict[str, Any] = {"verify_transfers": verify_transfers, "staging": staging}
         if self.role == "prefill":
             bind = partial(bind_router, key=key)
-            self.node = PrefillNode(
-                self.pool,
-                data_plane,
-                host=host,
-                bind=bind,
-                verify_transfers=verify_transfers,
-                staging=staging,
-            )
+            self.node = PrefillNode(self.pool, data_plane, host=host, bind=bind, **options)
             await self.node.start()
             pages_of_all = self.node.pages.take(self.node.pages.free_pages, "bench")
             self.source_pages = np.random.default_rng(5).permutation(pages_of_all)
             return {"ranks": [rank_to_json(self.node.info)], "page_bytes": layout.page_bytes}
         self.ranks = [rank_from_json(rank) for rank in ranks]
         connect = partial(connect_dealer, key=key)
-        self.node = DecodeNode(
-            self.pool,
-            data_plane,
-            connect=connect,
-            verify_transfers=verify_transfers,
-            staging=staging,
-        )
+        self.node = DecodeNode(self.pool, data_plane, connect=connect, **options)
         await self.node.start()
         self._scatter()
         return {"page_bytes": layout.page_bytes}
 
     def _staging(self, widths: tuple[int, int]) -> Staging | None:
-        """Return staging if this side has to gather or scatter slices, else None."""
         prefill, decode = widths
         if self.role == "prefill":
             return Staging(self.pool, SEND_STAGING_BYTES) if prefill % decode else None
@@ -145,8 +131,8 @@ class Worker:
         """Shuffle the free list, so that the pages of a room are scattered."""
         pages = self.node.pages.take(self.node.pages.free_pages, "scatter")
         order = np.random.default_rng(7).permutation(len(pages))
-        for start in range(0, len(pages), 1):
-            self.node.pages.give_back(pages[order[start : start + 1]], "scatter")
+        for one in pages[order][:, None]:
+            self.node.pages.give_back(one, "scatter")
 
     async def rooms(
         self,
@@ -168,29 +154,15 @@ class Worker:
         out: dict[str, dict[int, float]] = {"opened": {}, "done": {}}
         one = self._prefill_room if self.role == "prefill" else self._decode_room
         await asyncio.sleep(max(0.0, start_at - time.monotonic()))
-        ticker, cpu_before = Ticker() if ticking else None, cpu_s()
-        await asyncio.gather(
-            *(self._lane(one, numbers, prompt, pages, out) for _ in range(concurrency))
-        )
-        cpu = cpu_s() - cpu_before
-        late_p99_ms = ticker.stop() if ticker is not None else None
-        return {
-            "cpu_s": cpu,
-            "late_p99_ms": late_p99_ms,
-            "opened": out["opened"],
-            "done": out["done"],
-        }
+        ticker, cpu_before = StallTicker() if ticking else None, cpu_s()
 
-    async def _lane(
-        self,
-        one: Callable[[int, Any, int, dict[str, dict[int, float]]], Awaitable[None]],
-        numbers: Iterator[int],
-        prompt: Any,
-        pages: int,
-        out: dict[str, dict[int, float]],
-    ) -> None:
-        for number in numbers:
-            await one(number, prompt, pages, out)
+        async def lane() -> None:
+            for number in numbers:
+                await one(number, prompt, pages, out)
+
+        await asyncio.gather(*(lane() for _ in range(concurrency)))
+        cpu = cpu_s() - cpu_before
+        return {"cpu_s": cpu, "late_p99_ms": ticker.stop() if ticker is not None else None, **out}
 
     async def _prefill_room(
         self, number: int, prompt: Any, pages: int, out: dict[str, dict[int, float]]
@@ -235,7 +207,7 @@ class Worker:
         return {"address": msgspec.to_builtins(address), "layout": msgspec.to_builtins(layout)}
 
     async def idle(self, *, seconds: float) -> dict[str, Any]:
-        ticker, cpu_before = Ticker(), cpu_s()
+        ticker, cpu_before = StallTicker(), cpu_s()
         await asyncio.sleep(seconds)
         return {"late_p99_ms": ticker.stop(), "cpu_percent": (cpu_s() - cpu_before) / seconds * 100}
 
@@ -251,9 +223,7 @@ class Worker:
 
 
 def source_slice(pages: PageIndices, number: int, count: int) -> PageIndices:
-    """Return `count` of the shuffled `pages` as the source pages of a room. A room number always
-    gets the same pages.
-    """
+    """Return the same `count` of the shuffled `pages` whenever a room has this number."""
     start = number * count % (len(pages) - count + 1)
     return pages[start : start + count]
 

@@ -1,6 +1,4 @@
-"""`kvflow.bench.abort_worker`, spoilt: pages come back without proof, and the only Abort is lost on
-its way.
-"""
+"""`kvflow.bench.abort_worker`, spoilt: pages come back without proof, and the Abort is lost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`bench cache`: its hit rate is that of a plain LRU of pages, and what is wrong with a trace is
-said with its line.
-"""
+"""`bench cache`: its hit rate is that of a plain LRU of pages, and errors name their line."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ LINE = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [4,
 
 
 def naive_hit_rate(prompts: Sequence[Prompt], page_size: int, capacity: int) -> float:
-    """A page is known by all that comes before its end; of a prompt the first page is the one used
-    last.
-    """
+    """A page is known by all that comes before its end; a prompt's first page is used last."""
     cached: OrderedDict[Any, None] = OrderedDict()
     hits = 0
     for prompt in prompts:

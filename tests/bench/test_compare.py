@@ -53,16 +53,11 @@ def test_a_figure_that_is_zero_once_has_no_ratio() -> None:
 
 
 def test_figures_of_a_report_are_found_by_their_path() -> None:
+    cpu = {"cpu_ms_per_room_prefill": 1.0, "cpu_ms_per_room_decode": 2.0}
     report = {
         "rounds": 1,
         "plan": {"rest_s": 5.0},
-        "local": {
-            "32": {
-                "rooms_per_s": 9.0,
-                "cpu_ms_per_room_prefill": 1.0,
-                "cpu_ms_per_room_decode": 2.0,
-            }
-        },
+        "local": {"32": {"rooms_per_s": 9.0, **cpu}},
         "mooncake": {"aborts": 3, "abort_to_reusable_ms": {"median": 4.0, "max": 7.0}},
     }
     found = flatten(report)

@@ -1,6 +1,4 @@
-"""The bench of optimistic prefill, run small: one server begins prompts early,
-the other does not.
-"""
+"""The bench of optimistic prefill, run small."""
 
 from __future__ import annotations
 

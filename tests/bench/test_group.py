@@ -1,6 +1,4 @@
-"""`bench group` in small: every request succeeds on every rank, and each figure has its bare one
-beside it.
-"""
+"""`bench group` in small: every request succeeds on every rank, beside bare sockets."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ async def test_figures_of_two_sizes() -> None:
 
 
 def test_each_decision_has_its_size() -> None:
-    """The last frame of a request is the one that is not answered."""
     decisions, vote = frame_sizes()
     assert len(decisions) == DECISIONS
     assert decisions[0] > 1_024 > decisions[1] >= decisions[2] > vote > 8

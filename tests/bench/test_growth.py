@@ -1,6 +1,4 @@
-"""`bench rooms --open` in small: rooms stay open and end with their peer; a stall is not a late
-wake-up.
-"""
+"""`bench rooms --open` in small: rooms stay open and end with their peer."""
 
 from __future__ import annotations
 

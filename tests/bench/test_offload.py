@@ -1,6 +1,4 @@
-"""`bench offload` in small: what is copied out comes back, and is divided by a memcpy of the same
-run.
-"""
+"""`bench offload` in small: what is copied out comes back, beside a memcpy."""
 
 from __future__ import annotations
 
@@ -42,7 +40,6 @@ async def test_steps_and_copies_are_timed_beside_each_other() -> None:
 
 
 def test_a_batch_decodes_for_ever() -> None:
-    """More steps than a sequence has room for."""
     batch = DecodeBatch(load_model(str(DEMO_MODEL_DIR)), 2)
     stop = Stopped(2 * NEW_TOKENS)
     assert len(batch.steps_until(stop)) == 2 * NEW_TOKENS

@@ -12,17 +12,14 @@ from kvflow.serve.engine.model.load import load_model
 
 
 def test_the_cost_of_a_step_and_of_a_row() -> None:
-    turns = [
-        _Turn(seconds=(steps * 3 + 1000 * 0.5) / 1e3, steps=steps) for steps in (100, 250, 400)
-    ]
+    turns = [_Turn((steps * 3 + 1000 * 0.5) / 1e3, steps) for steps in (100, 250, 400)]
     assert _step_cost(turns, tokens=1000) == pytest.approx({"fixed": 3.0, "row": 0.5})
     assert _step_cost(turns[:1] * 3, tokens=1000) == {}, "nothing tells one from the other"
 
 
 def test_ratios_are_of_the_same_turns() -> None:
     fast, slow = (
-        [_Turn(1.0, 1), _Turn(2.0, 1), _Turn(1.0, 1)],
-        [_Turn(2.0, 1), _Turn(3.0, 1), _Turn(1.0, 1)],
+        [_Turn(seconds, 1) for seconds in turns] for turns in ((1.0, 2.0, 1.0), (2.0, 3.0, 1.0))
     )
     assert _ratio(fast, slow) == {"median": 1.5, "min": 1.0, "max": 2.0}
 

@@ -1,6 +1,4 @@
-"""Tokens per second of `kvflow up` beside stock `generate`: real processes, the demo model, few
-tokens.
-"""
+"""Tokens per second of `kvflow up` beside stock `generate`, with the demo model."""
 
 from __future__ import annotations
 
