@@ -20,14 +20,11 @@ WORKER = "kvflow.bench.abort_worker"
 SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}  # 2 MiB per page
 # The most bytes that a plane may have under way when it is asked to stop.
 WINDOWS = {"local": SLICE_BYTES, "mooncake": WINDOW_BYTES, "nixl": TRANSFERS_WINDOW_BYTES}
-# An abort counts only if it hits the transfer between these fractions of its bytes. Outside them
-# the transfer was just starting, or nearly done.
+# An abort counts only between these fractions of the transfer's bytes.
 EARLIEST, LATEST = 0.1, 0.9
-# Share of the aborts after which every byte of a page is checked. After the others only the marks
-# are, which are 1/2048 of a page of 2 MiB.
+# Share of the aborts after which whole pages are checked, and not only their marks.
 WHOLE_PAGES_IN = 0.1
-# The bare plane is asked to stop after a time in this range, when an abort would hit a transfer of
-# 512 MiB.
+# Seconds until the bare plane is asked to stop, when an abort would hit 512 MiB.
 STOPPED_AFTER_S = (0.01, 0.06)
 TRIES = 10  # attempts per abort that counts
 SETTLE_S = 1.0

@@ -157,8 +157,7 @@ class AbortWorker(Worker):
         try:
             await room.done()
         except AbortedError:
-            # `done` raises as soon as the Abort arrives, while writes may still be draining. The
-            # phase becomes terminal only when they end.
+            # `done` raises when the Abort arrives, but writes may still be draining then.
             while room.state.phase not in prefill_room.TERMINAL:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
         told = {line.what: line.at_s for line in room.story()}

@@ -31,8 +31,7 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.kv_events import BatchEncoder
 
 PARTS = ("match", "lock", "evict", "insert", "events")
-# Sizes for `evict_us` and `deep_match_us`. `radix_driver.py` repeats these numbers, because it
-# cannot import kvflow.
+# `radix_driver.py` repeats these sizes, because it cannot import kvflow.
 SHAPE_PAGE_SIZE = 16
 LEAVES, LEAF_TOKENS, EVICTIONS = 50_000, 32, 20
 DEEP_TOKENS, DEPTH, MATCHES = 131_072, 1_024, 10
@@ -113,10 +112,9 @@ def measure(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bo
 def replay(
     prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool = False
 ) -> Figures:
-    """Replay `prompts`. Return CPU seconds of every call by its part, and the share of cached
-    tokens.
+    """Replay `prompts` in a cache of `capacity` pages; a longer prompt is cached in part.
 
-    `capacity` is in pages; only the beginning of a longer prompt is cached.
+    Returns CPU seconds of every call by its part, and the share of tokens that was cached.
     """
     index, encoder = PrefixIndex(page_size, events=events), BatchEncoder(page_size)
     match_s, lock_s, evict_s, insert_s, events_s = seconds = [list[float]() for _ in PARTS]

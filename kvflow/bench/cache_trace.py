@@ -35,7 +35,7 @@ class Prompt(NamedTuple):
 
 
 def find_trace(name: str, folder: Path | None) -> Path:
-    """Return the path of a trace: the file `name`, or NAME_trace.jsonl in `folder` for `NAMED`.
+    """Return the path of a trace: the file `name`, or that of a known name in `folder`.
 
     Raises: MisuseError if there is no such file.
     """
@@ -58,7 +58,7 @@ def find_trace(name: str, folder: Path | None) -> Path:
 
 
 def read_trace(path: Path, limit: int = 0) -> list[Prompt]:
-    """Return the first `limit` prompts of a file, or all of them if `limit` is 0.
+    """Return the first `limit` prompts of a file; 0 returns all.
 
     Raises: MisuseError naming the line that is wrong.
     """

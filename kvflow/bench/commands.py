@@ -365,8 +365,7 @@ def offload(
     from kvflow.memory.past_caches import copying_environment
 
     environment = copying_environment(os.environ)
-    # glibc reads its tunables once, before the program starts, so the process is replaced.
-    # `kvflow up` starts the roles that copy with the same environment.
+    # glibc reads its tunables before the program starts, so the process is replaced.
     if environment != dict(os.environ):
         os.execve(sys.executable, sys.orig_argv, environment)
     if device != "cpu":
@@ -432,10 +431,7 @@ def profile(
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
-    """Return the numbers in a list with commas.
-
-    Raises: MisuseError unless each is a number of at least 1.
-    """
+    """Return the numbers in a list with commas. Raises: MisuseError for any other text."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
         raise MisuseError(

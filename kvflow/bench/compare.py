@@ -93,10 +93,7 @@ async def measure(tree: str, what: Sequence[str]) -> dict[str, Any]:
 
 
 def flatten(report: dict[str, Any], path: tuple[str, ...] = ()) -> Figures:
-    """Return the figures of a report by their path.
-
-    The CPU of both sides is added up, and a spread is replaced by its median.
-    """
+    """Return a report's figures by path: the CPU of both sides together, and medians."""
     found: Figures = {}
     for name, value in report.items():
         here = (*path, name)

@@ -31,8 +31,7 @@ REQUEST_BYTES = 1_024  # body of a request that rank 0 passes to the engines: a 
 
 def frame_sizes() -> tuple[list[int], int]:
     """Return the size in bytes of each decision about one request, and of one vote."""
-    # msgpack encodes small numbers in fewer bytes, so these are as large as in a group that has run
-    # for some time.
+    # Numbers of a group that ran for some time: msgpack encodes small ones in fewer bytes.
     ends: dict[str, Any] = {
         "leader": Incarnation(1 << 62),
         "member": Incarnation(1 << 61),

@@ -168,8 +168,7 @@ class GroupWorker:
         self._bare = context.socket(zmq.DEALER)
         self._bare.setsockopt(zmq.ROUTING_ID, b"%d" % self._rank)
         self._bare.connect(f"tcp://{HOST}:{port}")
-        # The ROUTER can reach this rank only after it received a frame from it. `bare_ready` waits
-        # for this frame.
+        # The ROUTER can reach this rank only after it received this frame.
         self._bare.send(b"")
         return {"port": port}
 

@@ -39,10 +39,10 @@ class Growth(NamedTuple):
 
     plane: str = "local"
     rest_s: float = 5.0
-    links: int = 300  # links in all, each to another prefill; 1: not measured
+    links: int = 300  # links, each to another prefill; 1 skips their measurement
     losses: tuple[str, ...] = LOSSES
     frozen: bool = True  # gc.freeze during and after the opening, as in the roles
-    tree: str = ""  # checkout of the library; empty: this one
+    tree: str = ""  # another checkout of the library, if given
 
 
 class OpenRooms:
@@ -64,10 +64,7 @@ class OpenRooms:
         await decode.ask("setup", plane=plane, pages=pages, ranks=ready["ranks"])
 
     async def open(self) -> Figures:
-        """Open the rooms, a batch at a time, and return each side's stalls and memory per room.
-
-        The rates of the first and the last tenth of the rooms show growth.
-        """
+        """Open the rooms, a batch at a time, and return each side's stalls and memory per room."""
         await self.both("opening", on=True)
         seconds = []
         for first in range(1, self._count + 1, BATCH):
@@ -75,8 +72,7 @@ class OpenRooms:
             begun = time.monotonic()
             await self.both("open", first=first, count=count)
             seconds.append((time.monotonic() - begun) / count)
-            # Like the roles, freeze long-lived objects, so that no collection visits all open
-            # rooms.
+            # Like the roles, keep collections from visiting all open rooms.
             if self._plan.frozen:
                 await self.both("freeze")
         tenth = max(1, len(seconds) // 10)
@@ -89,8 +85,7 @@ class OpenRooms:
 
     async def more_links(self) -> None:
         """Open one room over each further link."""
-        # Only a few links open at a time, since registering is slow on a busy machine, and the
-        # halves that wait for it have a deadline.
+        # Registering is slow on a busy machine, and the halves that wait for it have a deadline.
         size = {"plane": self._plan.plane, "links": self._plan.links}
         ready = await self.sides["prefill"].ask("link", ranks=[], **size)
         await self.sides["decode"].ask("link", ranks=ready["ranks"], **size)

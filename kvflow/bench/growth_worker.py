@@ -133,10 +133,7 @@ class GrowthWorker:
         return {}
 
     async def collect(self, *, frozen: bool) -> dict[str, Any]:
-        """Measure the pause of a full garbage collection, over all objects and after `gc.freeze`.
-
-        If `frozen`, all objects stay frozen.
-        """
+        """Measure the pause of a full collection, over all objects and after `gc.freeze`."""
         gc.freeze()
         frozen_ms = _full_collection_ms()
         gc.unfreeze()
@@ -154,15 +151,14 @@ class GrowthWorker:
             f"{name}_per_s": round((self._traffic[name] - before[name]) / seconds, 1)
             for name in before
         }
-        # `cpu_percent` includes the ticker's thousand wake-ups a second: about a percent, the same
-        # at every number of rooms.
+        # `cpu_percent` includes about a percent for the ticker's wake-ups.
         percent = round(cpu / seconds * 100, 2)
         return {**ticker.stalls(), "cpu_percent": percent, **rates, "open": len(self._waiting)}
 
     async def ending(self, *, within_s: float, pages_return: bool) -> dict[str, Any]:
-        """Wait for the end of every room, and with `pages_return` for all pages of decode.
+        """Wait until every room ended, and with `pages_return` until all pages of decode are free.
 
-        Returns stalls, and times by the monotonic clock, which all processes of a machine share.
+        The returned times are monotonic, which all processes of a machine share.
         """
         ticker = StallTicker()
         async with asyncio.timeout(within_s):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PAGE_SIZE, LAYERS, HEADS, DIM = 16, 32, 8, 128  # 2 MiB per page
 ROW_ELEMENTS = 1 << 16
 _FILL_WORDS = 1 << 20
-SPREAD = 2  # pages of the pool per page that is copied
+SPREAD = 2  # pool pages for each copied page
 MUST_RATIO = 0.8
 
 

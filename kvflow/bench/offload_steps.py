@@ -1,5 +1,4 @@
-"""The slowdown that copies between a pool and host memory cause in decode steps, and steps in
-copies.
+"""The slowdown of a model's decode steps beside copies of pages, and of the copies beside steps.
 
 Steps of the demo model run in a thread, as a decode runs them. In each round they run alone, beside
 a busy core that uses no memory, beside one large memcpy, which is the cheapest way to move as many

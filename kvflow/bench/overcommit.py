@@ -199,8 +199,7 @@ def _body(prompt: list[int], new_tokens: int) -> dict[str, Any]:
 
 def _stopping(body: dict[str, Any], tokens: list[int], dice: random.Random) -> dict[str, Any]:
     """Return the request with a stop token that ends it at about a random position."""
-    # A stop token ends the answer where it first occurs. So the choice is the token whose first
-    # position is closest to the one that was drawn.
+    # A stop token counts where it first occurs: the closest such position is chosen.
     wanted = dice.randrange(len(tokens))
     first = {token: at for at, token in reversed(list(enumerate(tokens)))}
     token = min(first, key=lambda token: abs(first[token] - wanted))

@@ -63,10 +63,7 @@ class Process(Closed):
         return self._child.pid
 
     async def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Send one command, and return the reply.
-
-        Raises: RuntimeError with the child's error, or if the child ended.
-        """
+        """Send one command, and return the reply. Raises: RuntimeError with the child's error."""
         assert self._child.stdin is not None and self._child.stdout is not None
         self._child.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         await self._child.stdin.drain()

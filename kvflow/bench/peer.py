@@ -16,10 +16,7 @@ POLLS_MS = (0.1, 1.0)
 async def open_peer(
     harness: str, shape: Mapping[str, int], pages: int, settings: Mapping[str, str] | None = None
 ) -> Process:
-    """Start SGLang's pair with `shape` (layers, heads, dim) and environment `settings`.
-
-    Raises: MisuseError if SGLang is not installed.
-    """
+    """Start SGLang's pair with `shape`. Raises: MisuseError if SGLang is not installed."""
     argv, env = _command(harness)
     process = await Process.spawn(*argv, name="sglang", env=env)
     sizes = {name: shape[name] for name in ("layers", "heads", "dim")}
@@ -28,10 +25,7 @@ async def open_peer(
 
 
 async def open_radix_peer(harness: str) -> Process:
-    """Start a process with SGLang's prefix tree and its compiled core.
-
-    Raises: MisuseError if SGLang is not installed.
-    """
+    """Start SGLang's prefix tree. Raises: MisuseError if SGLang is not installed."""
     argv, env = _radix_command(harness)
     return await Process.spawn(*argv, name="sglang", env=env)
 
@@ -47,8 +41,7 @@ def _radix_command(harness: str) -> tuple[list[str], dict[str, str]]:
             "leave --peer out"
         )
     driver = str(Path(__file__).with_name("radix_driver.py"))
-    # -P keeps the driver's folder off sys.path, where modules such as profile.py would hide those
-    # of the standard library.
+    # -P keeps modules of this folder, such as profile.py, from hiding standard ones.
     return [str(python), "-P", "-W", "ignore", driver], {"PYTHONPATH": f"{shim}:{source}"}
 
 

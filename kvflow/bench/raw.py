@@ -177,10 +177,7 @@ class RawTransfers(RawWriter):
 def open_raw(
     plane: DataPlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout
 ) -> RawWriter:
-    """Return the bare writer for `plane`, which writes into the pool at `address`.
-
-    Raises: TypeError if there is no bare writer for the plane.
-    """
+    """Return the bare writer for `plane` into the pool at `address`. Raises: TypeError."""
     if isinstance(plane, LocalPlane):
         return RawMemmove(ours, address, theirs)
     if isinstance(plane, MooncakePlane):

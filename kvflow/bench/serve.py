@@ -140,7 +140,7 @@ def _summary(
     cpu: dict[str, list[dict[str, float]]],
     say: Say,
 ) -> dict[str, Any]:
-    """Summarize turns of the rates of stock and a server, and the time to its first token."""
+    """Return the spread of rates, first tokens and CPU times over all turns, by server."""
     found: dict[str, Any] = {}
     for name, turns in seen.items():
         cpu_us = {role: extremes([of[role] for of in cpu[name]]) for role in cpu[name][0]}
@@ -183,10 +183,7 @@ async def _gets_beside_streams(plan: ServePlan, server: Server, client: Process)
 
 
 async def _pings(urls: dict[str, str], until: asyncio.Future[Any] | None) -> dict[str, list[float]]:
-    """Return the seconds of GETs to each role, one after another, until the streams end.
-
-    Without streams, each role gets 100.
-    """
+    """Return the seconds of GETs to each role until the streams end; 100 without streams."""
     # Bare sockets: an HTTP client's own CPU time would count as latency.
     seen: dict[str, list[float]] = {"router": [], "decode": []}
     connections = {role: await _connected(urls[role]) for role in seen}
@@ -239,10 +236,7 @@ def prompt_of(index: int) -> list[int]:
 async def serving(
     model: str, threads: int, tree: str = "", arguments: tuple[str, ...] = ()
 ) -> AsyncIterator[Server]:
-    """Run `kvflow up` of this checkout, or of `tree`, with additional `arguments`.
-
-    Raises: KvflowError if it does not start.
-    """
+    """Run `kvflow up` from this checkout, or from `tree`. Raises: KvflowError if it fails."""
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     given = ("--port=0", f"--model-path={model}", "--log-level=warning", "--prefix-cache=off")
     child = await asyncio.create_subprocess_exec(

@@ -99,8 +99,7 @@ async def _by_turns(
 
 
 def _order(names: list[str], turn: int) -> list[str]:
-    # The rotation keeps a tree from always being first, the reversal from always following the
-    # same other tree.
+    # The rotation changes the first tree, and the reversal changes what each one follows.
     first = turn % len(names)
     return (names[first:] + names[:first])[:: -1 if turn % 2 else 1]
 

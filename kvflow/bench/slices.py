@@ -20,10 +20,7 @@ _LAYERS, _PAGE_SIZE = 4, 16
 
 
 def widths_of(text: str) -> tuple[int, int]:
-    """Return the widths of prefill and decode in `text`, such as 2:1.
-
-    Raises: MisuseError unless they are two different widths of 1 to 8.
-    """
+    """Return the widths of prefill and decode in `text`, such as 2:1. Raises: MisuseError."""
     try:
         prefill, decode = (int(part) for part in text.split(":"))
     except ValueError:
@@ -57,8 +54,7 @@ async def bench_slices(
 
 async def _one_size(plane: str, widths: tuple[int, int], size: int, turns: int) -> dict[str, Any]:
     heads = lcm(*widths)
-    # Elements have two bytes. The side with more shards has the smaller share of the heads, and
-    # that share is one slice.
+    # Elements have two bytes, and one slice is the share of the side with more shards.
     dim = size * max(widths) // heads // 2
     in_page = size * max(widths) * _PAGE_SIZE * _LAYERS * 2
     pages = max(1, min(ROOM_BYTES, ROOM_SLICES * size) // in_page)

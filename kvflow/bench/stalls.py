@@ -62,8 +62,7 @@ def cases() -> list[Case]:
         ("4,000 tokens, 64 stop strings nearly met", "/v1/completions", matched),
         ("prompt of 131,072 tokens", "/generate", {"input_ids": ids[:PROMPT_TOKENS], **few}),
         ("largest Bootstrap: 524,288 pages", "/generate", {"input_ids": ids, **few}),
-        # This text has more tokens than fit, so the request is refused, but only after
-        # tokenization.
+        # The request is refused, but only after tokenization: the text has too many tokens.
         ("8 MiB of text", "/generate", {"text": ("Once upon a time. " * (spare // 18)), **few}),
     ]
 
@@ -154,8 +153,7 @@ class _Client:
         headers = {"Content-Type": "application/json"}
         async with self._session.post(url, data=io.BytesIO(raw), headers=headers) as answer:
             end = b""
-            # Only the end is kept, for the check below: parsing the rest would take CPU from the
-            # roles that are measured.
+            # Parsing more than the end would take CPU from the roles that are measured.
             async for chunk in answer.content.iter_any():
                 end = (end + chunk)[-4096:]
         if answer.status not in (200, 400) or (answer.status == 200 and b'"error"' in end):

@@ -58,8 +58,7 @@ class Stream:
     async def run(self, gate: asyncio.Event) -> None:
         try:
             reader, writer = await asyncio.open_connection(self._url.hostname, self._url.port)
-        # The event is set after a failure too: `stream` waits for every connection, and finds the
-        # error later.
+        # `stream` waits for every connection, and finds the error of a failed one later.
         finally:
             self.connected.set()
         try:

@@ -106,8 +106,7 @@ async def bench_verified(
 
 async def peer_goodput(peer: Process, case: Case, page_bytes: int, poll_ms: float) -> float:
     """Return the peer's GB/s, from its first send to decode's last success."""
-    # This interval is shorter than kvflow's, which starts when the room opens at decode: the
-    # comparison favours the peer.
+    # The interval is shorter than kvflow's, so the comparison favours the peer.
     seen = await peer.ask(
         "rooms", count=case.rooms, concurrency=case.rooms, pages=case.pages, poll_ms=poll_ms
     )
@@ -150,10 +149,7 @@ async def bench_transfer(
     verify: bool,
     say: Say,
 ) -> dict[str, Any]:
-    """Measure every data plane and page order in turn, then the peer.
-
-    With `verify`, measure the cost of checksums in place of goodput.
-    """
+    """Measure planes and page orders in turn, then the peer; or with `verify`, checksums."""
     report: dict[str, Any] = {"pairs": pairs, "shape": SHAPE}
     measure = bench_verified if verify else bench_plane
     for plane in planes:

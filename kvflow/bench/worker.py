@@ -144,7 +144,7 @@ class Worker:
         start_at: float,
         ticking: bool,
     ) -> dict[str, Any]:
-        """Run rooms first..first+count-1, `concurrency` at a time, each of `pages` pages.
+        """Run `count` rooms from number `first`, `concurrency` at a time, each of `pages` pages.
 
         `ticking` also measures the lateness of the loop. It is off for goodput, since a thousand
         wake-ups a second take the GIL from copying threads.

@@ -12,8 +12,7 @@ from aiohttp import web
 from kvflow.telemetry.requests import CURRENT, NO_REQUEST, RequestTrace, clean_request_id
 
 REQUEST_ID_HEADER = "X-Request-ID"
-# Routers, scrapers and workers that join (`--join`) repeat these requests every second or two, so
-# they are logged at debug level unless one fails. The router logs each new worker separately.
+# Requests that other programs repeat every second or two: at debug level unless one fails.
 _PROBED = {"/livez", "/health", "/health_generate", "/metrics"}
 _WATCHED = {"/server_info", "/get_server_info", "/get_load", "/get_loads", "/workers"}
 POLLED_PATHS = _PROBED | _WATCHED

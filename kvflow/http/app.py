@@ -32,11 +32,9 @@ from kvflow.telemetry.requests import RequestTrace
 # A prompt of a million tokens fits; see large_bodies.py.
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
-# A connection without a complete request head is closed after this time. It is longer than routers
-# keep idle connections, so that no router sends a request on a connection that is being closed.
+# Idle time after which a connection is closed; longer than routers keep idle connections.
 IDLE_TIMEOUT_S = 120.0
-# If many requests arrive at once, this many continue in one turn of the event loop, so that running
-# streams are not delayed.
+# Requests of a crowd that continue in one turn of the loop, so as not to delay streams.
 BODIES_PER_TURN = 4
 _log = logging.getLogger("kvflow.http")
 
@@ -84,8 +82,7 @@ def _answered(metrics: HttpMetrics) -> Middleware:
                 response = await _response(request, handler, trace)
                 status = response.status
                 if not response.prepared:
-                    # The headers of a prepared response are already sent; `echo_request_id` added
-                    # the id to them.
+                    # `echo_request_id` adds the id to a response that is already prepared.
                     response.headers[REQUEST_ID_HEADER] = trace.request_id
             except (asyncio.CancelledError, ConnectionError):
                 metrics.client_gone()
@@ -146,8 +143,7 @@ def _with_body(turnstile: Turnstile) -> Middleware:
             raise web.HTTPBadRequest(
                 text=f"the request body cannot be read: {str(error)[:200]}"
             ) from None
-        # An abort waits here as well. It can only stop running requests, so those that arrived
-        # before it must begin first.
+        # An abort waits too: it can stop only requests that began before it.
         if body:
             await turnstile.passed()
         return await handler(request)

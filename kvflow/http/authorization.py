@@ -150,6 +150,5 @@ def _has_one_of(request: web.Request, *keys: str) -> bool:
 
 def _bytes_of(key: str) -> bytes:
     """Encode a key, which may be any string. Different keys have different bytes."""
-    # Python decodes bytes that are not UTF-8, in a command line or a header, to surrogates. A plain
-    # `encode` refuses these.
+    # Python decodes bytes that are not UTF-8 to surrogates, which a plain `encode` refuses.
     return key.encode("utf-8", "surrogatepass")

@@ -22,8 +22,7 @@ MAX_SUMMARY = 300  # longest `Failure.summary`, in characters
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 STATUS_OF_CODE: dict[Code, int] = {
-    # The client of the other leg left, so no client reads this response. As a 4xx it does not
-    # count against a circuit breaker.
+    # No client reads this response. As a 4xx it does not count against a circuit breaker.
     Code.CLIENT_GONE: 499,
     # The status appears in log lines and metrics only: both legs respond with what they have.
     Code.ABORTED: 499,
@@ -167,10 +166,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def bounded_code(code: str) -> str:
-    """Return `code` as the label of a metric.
-
-    Codes of kvflow and HTTP statuses stay as they are; any other code becomes "other".
-    """
+    """Return `code` as the label of a metric; "other" if it is not kvflow's or a status."""
     # Another server may send any code, and each new one would add a time series.
     if code in _KNOWN_CODES or (len(code) == 3 and code.isascii() and code.isdigit()):
         return code

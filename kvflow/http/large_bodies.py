@@ -26,18 +26,15 @@ LARGE_BYTES = 1 << 16
 LONG_BYTES = 1 << 8
 # Maximum number of bytes outside of long values. They are decoded at once, in some 4 ms.
 MAX_REST_BYTES = 1 << 19
-# Maximum number of bytes that a router adds to a body: the rooms of all completions that one body
-# may request, and the address of their prefill.
+# Most bytes that a router adds to a body: its rooms, and the address of their prefill.
 MAX_ADDED_BYTES = 1 << 13
-# Maximum number of strings and lists in a large body, because the scan handles each one in Python.
-# No prompt that fits into a model's context comes near this limit.
+# Most strings and lists of a large body, which the scan handles one by one in Python.
 MAX_VALUES = 1 << 18
 PROMPTS = frozenset({"input_ids", "prompt", "tokens"})
 # Decoding this many bytes takes some 200 us.
 _STEP_BYTES = 1 << 15
 _STEP_VALUES = 256
-# Matches the inside of a string up to a position at which it can be split: never within an escape,
-# nor between the two escapes of a surrogate pair.
+# Matches a string up to where it can be split: not within an escape or a surrogate pair.
 _UNITS = re.compile(
     rb'(?:[^"\\]++|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|'
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\[^u])*+"
@@ -89,8 +86,7 @@ class LongValues:
             if value[:4] == self._numbers:
                 ids: Any = self._found[value[4]]
                 return ids if as_array else ids.tolist()
-            # A flat list of numbers contains no marker. It may be long, so its elements are not
-            # visited.
+            # A flat list of numbers contains no marker, and may be too long to visit.
             if as_array:
                 flat = bool(value) and isinstance(value[0], int)
             else:

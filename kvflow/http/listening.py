@@ -17,10 +17,7 @@ _BACKLOG = 1024
 
 
 def bound_socket(host: str, port: int, flag: str) -> socket.socket:
-    """Return a bound TCP socket, so that a taken port is reported before a model is loaded.
-
-    Raises: MisuseError, which names `flag` as the remedy.
-    """
+    """Return a bound TCP socket. Raises: MisuseError, which names `flag` as the remedy."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -56,8 +53,7 @@ def reachable(host: str) -> str:
     )
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            # Connecting a datagram socket sends no packet. It only makes the kernel choose a route,
-            # here to an address that is reserved for documentation.
+            # Connecting a datagram socket sends no packet: it makes the kernel choose a route.
             probe.connect((outside, 9))
         except OSError:
             return "127.0.0.1" if family == socket.AF_INET else "::1"
@@ -72,8 +68,7 @@ async def listening_on(app: web.Application, made: socket.socket) -> AsyncGenera
     await runner.setup()
     try:
         try:
-            # If another process already listens on the port, uvloop hides the error. So `listen` is
-            # called here, before the site starts.
+            # uvloop would hide that another process already listens on the port.
             made.listen(_BACKLOG)
         except OSError as error:
             raise _cannot_listen(error, host, port, "--port") from None

@@ -21,11 +21,7 @@ class HttpMetrics:
     def __init__(
         self, families: Callable[[Tally[str]], Iterable[Metric]] = lambda refusals: ()
     ) -> None:
-        """`families` yields further metric families at each scrape.
-
-        It receives the counts of refused requests by code, and adds those that other parts of the
-        process refused.
-        """
+        """`families` yields more families at each scrape, and may add to the counted refusals."""
         self._families = families
         self.registry = CollectorRegistry()
         # Requests that ended before they had a room, by the code of their error.

@@ -16,8 +16,7 @@ from kvflow.http.growing import encode, write
 
 T = TypeVar("T")
 
-# An empty event, which every client skips. The standard would also allow a comment, but clients
-# that read line by line (sglang.bench_serving) parse every non-empty line as JSON.
+# An empty event. A comment would break clients that parse every line (sglang.bench_serving).
 KEEPALIVE = b"\n\n"
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {
@@ -28,10 +27,7 @@ _HEADERS = {
 
 
 class EventStream:
-    """One response that is a stream of events.
-
-    After the client disconnected, every write raises ConnectionError.
-    """
+    """A response that is a stream of events. Writes raise ConnectionError without a client."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -93,8 +89,7 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         self._tasks = [
             asyncio.create_task(self._pump(i, source)) for i, source in enumerate(self._sources)
         ]
-        # `_ended` is a done callback and not the end of `_pump`, because a task that is cancelled
-        # before its first step runs no code.
+        # A task that is cancelled before its first step runs no code, so `_pump` cannot do this.
         for task in self._tasks:
             task.add_done_callback(self._ended)
         if self._silence_s is not None:
@@ -133,18 +128,11 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         return batch
 
     def has_begun(self, index: int) -> bool:
-        """Return True once the source began to run.
-
-        Sources begin in the turn of the event loop after `__aenter__`. A source that is stopped
-        before then never runs.
-        """
+        """Return True once the source began to run. A source that is stopped first never runs."""
         return index in self._begun
 
     def stop(self, index: int, last: T) -> None:
-        """Close one source, with `last` as its last item. Its later items and errors are dropped.
-
-        The other sources continue.
-        """
+        """Close one source with `last` as its last item, and drop its later items and errors."""
         if index in self._stopped or self._tasks[index].done():
             return
         self._stopped.add(index)
@@ -182,6 +170,5 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         if left_s <= 0:
             self._silent = True
             self._wake()
-        # The timer is restarted only here. To restart it for each item would cost more than the
-        # item.
+        # To restart the timer for each item would cost more than the item.
         self._look_in(left_s if left_s > 0 else silence_s, silence_s)

@@ -39,9 +39,7 @@ class ClientAnswer:
         self.cut_off: LegFailedError | None = None
 
     async def relay(self, pair: Pair, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Relay decode's stream event by event.
-
-        If decode is lost after the first token, the stream ends with an error event.
+        """Relay decode's stream event by event, and an error event if decode is lost meanwhile.
 
         Raises: PairFailedError before the first token.
         """
@@ -50,8 +48,7 @@ class ClientAnswer:
             await self._stream.prepare(self._http)
         out = self._stream
         piece = await self._until_first_token(out, pair)
-        # Pieces of an incomplete event. They stay a list, because an event may be megabytes long,
-        # and joining it at every piece would take quadratic time.
+        # Pieces of an incomplete event. Joining megabytes at every piece would take quadratic time.
         held: list[bytes] = []
         while piece:
             end = piece.rfind(b"\n\n") + 1
@@ -92,8 +89,7 @@ class ClientAnswer:
                 opened, rest = split_opening(rest)
                 opening += opened
                 passed = bool(silence or opened)
-        # An engine may send its headers and a comment, and refuse the request after that. Another
-        # pair may then still serve it.
+        # An engine may refuse a request after its headers. Another pair may then still serve it.
         if failure := error_in(rest):
             raise PairFailedError(failure)
         self._measures.first_token(self._arrived_at_s)
@@ -102,9 +98,8 @@ class ClientAnswer:
     async def fail(
         self, failure: Failure, answer: web.Response | None = None
     ) -> web.StreamResponse:
-        """End the request with an error: an event if a stream began, otherwise a response.
-
-        `answer` is the worker's response with this error, which the client receives unchanged.
+        """End the request with an error: an event if a stream began, else `answer` or a
+        response.
         """
         name_error(failure.summary)
         self._measures.failed(failure)

@@ -34,15 +34,13 @@ class KnownBlocks:
             bit = _BIT_OF_MEDIUM.get(event.medium or "GPU", _OTHER_MEDIUM)
             for one in event.block_hashes:
                 media = self._media.get(one, 0)
-                # Recording another medium of a known block takes no space. Without it, the block
-                # would be forgotten when it leaves the first medium.
+                # A full index still records further media, so that a block outlives its first one.
                 if media or len(self._media) < MAX_BLOCKS:
                     self._media[one] = media | bit
         elif isinstance(event, RemovedBlocks):
             bit = _BIT_OF_MEDIUM.get(event.medium or "GPU", _OTHER_MEDIUM)
             for one in event.block_hashes:
-                # A block may be on several media, and stays known until it is removed from the last
-                # one.
+                # A block stays known until it is removed from the last medium that has it.
                 media = self._media.pop(one, 0) & ~bit
                 if media:
                     self._media[one] = media

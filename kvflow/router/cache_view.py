@@ -67,8 +67,7 @@ class CacheView:
     def expecting(self, prompts: Prompts) -> Iterator[None]:
         """Count these prompts as cached within the `with` statement; then events report them."""
         self.prefixes.note(prompts.chains)
-        # Keep a reference: a restarted worker may get another feed before the statement ends, and
-        # these prompts are not counted in that one.
+        # A restarted worker may get another feed meanwhile, which does not count these prompts.
         feed = self.feed
         if feed is None or (hashes := prompts.blocks.get(feed.source.block_size)) is None:
             yield

@@ -84,8 +84,7 @@ class BlockFeed:
                     _log.warning("cache events of %s are not followed: %s", self._name, reason)
                 logged = reason
             except Exception:  # noqa: BLE001
-                # The task must survive any error: otherwise the known blocks would stay as they
-                # are, and soon be wrong.
+                # The task must survive any error, or the known blocks would soon be wrong.
                 _log.exception(
                     "following the cache events of %s failed; it is tried again", self._name
                 )
@@ -100,8 +99,7 @@ class BlockFeed:
         if self.source.needs_key and self.source.key is None:
             raise FeedError("it sends them to holders of a key (--kv-events-key-file) alone")
         with self._connected(zmq.SUB, self.source.endpoint) as subscriber:
-            # Subscribe before requesting the snapshot: a batch published in between is then
-            # received twice instead of never.
+            # Subscribe first: a batch published before the snapshot then arrives twice, not never.
             if self.source.replay_endpoint is not None:
                 await self._catch_up(0, SNAPSHOT)
                 self._live()
@@ -131,8 +129,7 @@ class BlockFeed:
         assert self._next_seq is not None
         self.gaps += 1
         if self.source.replay_endpoint is None:
-            # A lost batch may have removed any known block, and there is no replay to request it
-            # from.
+            # Without a replay, any known block may have been removed by the lost batch.
             self.blocks.clear()
             self._next_seq = seq
         else:

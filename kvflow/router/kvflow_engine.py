@@ -118,10 +118,7 @@ def _room_count(fields: _Fields) -> int:
 
 
 def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
-    """Return the fields that give both legs the same rooms at the same prefill.
-
-    They add at most MAX_ADDED_BYTES of JSON.
-    """
+    """Return the fields of both legs' meeting, at most MAX_ADDED_BYTES of JSON."""
     room = rooms[0] if len(rooms) == 1 else rooms
     return {
         "bootstrap_host": prefill.host,
@@ -133,8 +130,7 @@ def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
 def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None) -> Identity:
     """Return the identity in the /server_info answer, any JSON value, of the worker at `url`."""
     found = info if isinstance(info, dict) else {}
-    # Every field is checked here, because the server at this URL may be any program. A value of the
-    # wrong type must not reach the code that chooses workers.
+    # Any program may answer at this URL, and wrong types must not reach the choice of workers.
     return Identity(
         role=found.get("disaggregation_mode"),
         started_as=found.get("started_as"),

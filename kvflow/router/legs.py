@@ -30,8 +30,7 @@ from kvflow.protocols.errors import Code, LostError
 from kvflow.router.workers import Worker
 
 _COPIED = ("Content-Type", "Cache-Control", "Retry-After", "X-Accel-Buffering")
-# These errors are temporary: the same pair may serve the request once the worker that drains or was
-# lost is back.
+# Temporary errors: the pair may serve the request once the drained or lost worker is back.
 _PASSING = frozenset({Code.SHUTDOWN, Code.PEER_LOST, Code.RENDEZVOUS, Code.STALE_GRANT})
 
 
@@ -45,7 +44,7 @@ class PairFailedError(LostError):
         """True if the same pair may serve the request later."""
 
     def may_retry(self, statuses: Collection[int]) -> bool:
-        """Return True if another pair may serve the request; the engine retries `statuses`."""
+        """Return True if the status is among `statuses`, or if the other leg never arrived."""
         return self.failure.status in statuses or self.failure.code == Code.RENDEZVOUS
 
 
@@ -79,8 +78,7 @@ class Leg:
         Raises: LegFailedError.
         """
         session, url, body, headers = self._call
-        # aiohttp writes a bytes body in one piece, and a large one holds up the loop. It reads and
-        # writes a file object in steps.
+        # aiohttp writes bytes in one piece, which holds up the loop, but a file object in steps.
         in_steps = io.BytesIO(body) if len(body) > LARGE_BYTES else body
         try:
             self._answer = await session.post(url, data=in_steps, headers=headers)
@@ -99,9 +97,8 @@ class Leg:
             raise LegFailedError(self.worker, _describe(error)) from None
 
     async def complete(self) -> web.Response:
-        """Wait for the whole answer and return it.
-
-        For a stream, return the error that it begins with, or else an empty response.
+        """Return the whole answer; for a stream, the error that it begins with or an empty
+        response.
 
         Raises: LegFailedError.
         """
@@ -125,8 +122,7 @@ class Leg:
         """Release a closed leg when its `task` is done, even if the task ended with an error."""
         self.close()
         if not task.cancelled():
-            # Retrieving the exception keeps asyncio from logging it. The pair reports its first
-            # failure.
+            # Retrieving the exception keeps asyncio from logging it.
             task.exception()
 
 

@@ -67,8 +67,7 @@ class RouterMeasures:
             load.add_metric(values, worker.running)
             served.add_metric(values, worker.served)
             hits.add_metric(values, worker.prefix_hits)
-            # Only workers that publish cache events appear in these families. A 0 for the others
-            # would read as an empty cache.
+            # For a worker that publishes no events, a 0 would read as an empty cache.
             if (feed := worker.cache.feed) is not None:
                 followed.add_metric(values, float(feed.live))
                 blocks.add_metric(values, len(feed.blocks))

@@ -68,8 +68,7 @@ class Membership:
         if request.worker_type not in (None, *ROLES):
             text = f"{request.worker_type[:40]!r} is not prefill or decode"
             raise RequestError(f"worker_type: {text}", param="worker_type")
-        # An operator's POST has no incarnation, and cancels an earlier DELETE. A worker's own POST
-        # has one, and must not undo that DELETE.
+        # Only an operator's POST, which has no incarnation, may undo an operator's DELETE.
         if request.incarnation is None:
             self._removed.pop(url, None)
         elif self._removed.get(url) == request.incarnation:
@@ -164,10 +163,7 @@ def _checked_url(given: str) -> str:
 
 
 def described(worker: Worker, trouble: str) -> dict[str, Any]:
-    """Return a worker's entry for GET /workers: sglang_router's keys first, then kvflow's own.
-
-    `trouble` is the reason why the worker gets no requests, if there is one.
-    """
+    """Return a worker's entry for GET /workers: sglang_router's keys first, then kvflow's own."""
     return {
         "id": worker.id,
         "url": worker.url,

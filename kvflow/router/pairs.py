@@ -79,8 +79,7 @@ class TogetherPair:
         Raises: PairFailedError.
         """
         answer = self._prefilling.result()
-        # Status 499 means that decode ended the room. Decode's own answer has the root cause, and
-        # may still be on its way.
+        # Status 499: decode ended the room. Decode's answer, maybe on its way, has the cause.
         if answer.status != 499:
             check(answer)
             return

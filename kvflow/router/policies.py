@@ -39,10 +39,7 @@ class Policy(msgspec.Struct, frozen=True):
         return self.name == "cache_aware"
 
     def order(self, worker: Loaded, least_running: int, prompts: Prompts) -> tuple[int, ...]:
-        """Return a sort key for a worker; the best sorts first.
-
-        `least_running` is the number of requests at the least loaded worker.
-        """
+        """Return a worker's sort key, the best first. `least_running` is the lowest load of all."""
         if self.name == "round_robin":
             return (worker.turn,)
         matched = 0

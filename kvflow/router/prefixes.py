@@ -51,8 +51,7 @@ class KnownPrefixes:
         if not self.limit_bytes:
             return
         for chain in chains:
-            # Start with the last chunk. The first one then is the most recently used, and is
-            # dropped last.
+            # From the last chunk to the first, which is then the most recently used one.
             for index in range(len(chain) - 1, -1, -1):
                 one = chain[index]
                 if one in self._known:

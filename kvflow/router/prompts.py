@@ -20,9 +20,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-# A fine chunk is 16 token ids, or text of about as many English tokens: one page. Beyond the first
-# 64 KiB of a prompt, a chunk is 1 KiB. The exact length of a match matters little there, and fewer
-# hashes save time and memory for the longest prompts.
+# A fine chunk is one page: 16 token ids, or about as many tokens of English text.
+# Chunks beyond the first 64 KiB are coarse: the exact length of a match matters little there.
 FINE_BYTES, COARSE_BYTES = 64, 1024
 FINE_CHUNKS = 1024
 CHUNK_TOKENS = FINE_BYTES // 4  # tokens of a fine chunk; for text, an estimate
@@ -52,9 +51,8 @@ class PromptFields(msgspec.Struct):
     add_special_tokens: Any = None
 
     async def chains(self) -> list[Chain]:
-        """Return the chain of hashes of each prompt, from the shortest beginning to the longest.
-
-        A prompt that a worker will refuse is left out.
+        """Return the hashes of each prompt's beginnings, without prompts that a worker will
+        refuse.
         """
         root = _Hashing(0)
         common = (
@@ -77,10 +75,7 @@ class PromptFields(msgspec.Struct):
         return found
 
     def prompts(self) -> list[Any]:
-        """Return the prompts of a body that is not a chat.
-
-        Each is a text or token ids, or a value that a worker will refuse.
-        """
+        """Return the prompts of a body that is not a chat: texts, token ids, or unusable values."""
         for value in (self.input_ids, self.text, self.prompt):
             if value is not None:
                 several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)

@@ -123,8 +123,7 @@ class Router(Drainable):
             rest, long_values = await take_apart(raw)
             completion = self.engine.read(rest)
             reads = self._reads_prompts and self.workers.cache_prompts()
-            # Restoring the long values takes time, and is needed only to compare prompts with
-            # caches.
+            # Restoring the long values takes time, and only the comparison with caches needs them.
             body = long_values.put_back(completion.fields) if reads else None
         except KvflowError as error:
             self.metrics.refused(error.code)
@@ -169,8 +168,7 @@ class Router(Drainable):
                 if isinstance(error, LegFailedError):
                     error.worker.mark_lost(str(error), loop.time())
                 elif error.passes or error.failure.status == 500:
-                    # The error does not show which of the two drains, is lost or is broken, so both
-                    # are checked.
+                    # The error does not show which of the two is at fault, so both are checked.
                     prefill.check_due.set()
                     decode.check_due.set()
                 tries.note(error, prefill, decode)
@@ -213,8 +211,7 @@ class Router(Drainable):
             if (pair := tries.untried(prefills, decodes)) is not None:
                 return pair
             if may_begin:
-                # There is at least one: each worker that `ranked` returns fits one of the other
-                # role.
+                # There is one: each worker that `ranked` returns fits one of the other role.
                 return next(fitting(prefills, decodes))
             assert tries.error is not None
             may_begin = await self._pause(functools.partial(asyncio.sleep, tries.pause_s()), tries)

@@ -87,17 +87,13 @@ def _operations(router: Router) -> list[web.RouteDef]:
         await asyncio.gather(
             *(router.ask_as_operator(worker, "/flush_cache", "POST") for worker in workers)
         )
-        # The router drops its own records too. Otherwise it would keep sending prompts to workers
-        # that no longer have them.
+        # Workers no longer have these prompts, so the router forgets them as well.
         for worker in router.workers.all:
             worker.cache.forget()
         return web.Response(text="Cache flushed.\n")
 
     async def abort(http: web.Request) -> web.StreamResponse:
-        """Abort at decode first.
-
-        An aborted request ends with a normal answer, but an error if prefill ends the room.
-        """
+        """Abort at decode first, because decode answers with an error if prefill ends a room."""
         raw = await http.read()
         decoded(raw, aborts.AbortRequest)
         found: dict[str, int] = {}
@@ -107,8 +103,7 @@ def _operations(router: Router) -> list[web.RouteDef]:
             found[role] = sum(
                 answer["aborted"] for answer in await asyncio.gather(*asked) if answer
             )
-        # Each request counts once at its prefill and once at its decode, so a sum would count it
-        # twice.
+        # A request counts at its prefill and at its decode, so a sum would count it twice.
         return json_response({"aborted": max(found.values())})
 
     async def story(http: web.Request) -> web.StreamResponse:
@@ -130,9 +125,6 @@ def _operations(router: Router) -> list[web.RouteDef]:
 
 
 def router_app(router: Router, origins: Collection[str] = ()) -> web.Application:
-    """Return the router's application, which accepts the same API keys as its workers.
-
-    See `build_app` for `origins`.
-    """
+    """Return the router's application, which accepts the same API keys as its workers."""
     found = [*routes(router), *worker_routes.routes(router)]
     return build_app(found, router.metrics, router.keys, origins, max_body_bytes=MAX_BODY_BYTES)

@@ -49,8 +49,7 @@ async def block_hashes(
     try:
         prompts = [token_bytes(ids) for ids in await _token_ids(fields, encoder)]
         roots = [chain_root(_namespace(fields, i, len(prompts))) for i in range(len(prompts))]
-    # A body, or a template that reads it, can raise any error here. A worker refuses such a body
-    # with a better message.
+    # A body or its template can raise any error. A worker refuses it with a better message.
     except Exception:  # noqa: BLE001
         return {}
     if not prompts:

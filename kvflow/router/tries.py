@@ -40,9 +40,7 @@ class Tries:
     def untried(
         self, prefills: Sequence[Worker], decodes: Sequence[Worker]
     ) -> tuple[Worker, Worker] | None:
-        """Return the first pair that was not tried yet.
-
-        Return None after as many tries as there are workers, which is enough to reach each of them.
+        """Return the first untried pair; None after as many tries as there are workers.
 
         Raises: the last error, if a pair that was tried would repeat it.
         """

@@ -107,8 +107,7 @@ class VllmEngine:
             model=model,
             fingerprint=model,
             bootstrap_port=None,
-            # vLLM does not report the size of its cache. Unless it was started without one, it
-            # caches prefixes.
+            # vLLM caches prefixes by default, and does not report the size of its cache.
             cache_tokens=MAX_BYTES // BYTES_PER_TOKEN,
             events=None,  # vLLM's events name blocks by its own hashes
         )
@@ -157,8 +156,7 @@ class VllmCompletion:
 
     def __init__(self, engine: VllmEngine, fields: _Fields) -> None:
         if isinstance(fields.vllm_xargs, dict) and "kv_transfer_params" in fields.vllm_xargs:
-            # vLLM reads this entry as the field of that name. Its value is a text, which crashes
-            # vLLM's engine.
+            # vLLM reads this entry as the field of that name, and crashes on a text there.
             raise RequestError(
                 "vllm_xargs: kv_transfer_params is not for clients", param="vllm_xargs"
             )
@@ -315,8 +313,7 @@ class _Learned:
 
     def __init__(self) -> None:
         self.address: _Address | None = None  # None after a failure
-        # True if several engines share one URL. Which of them gets a request is not known in
-        # advance, so no address can be used.
+        # True if several engines share the URL: any of them may get a request.
         self.varies = False
         self._last: _Address | None = None
 

@@ -25,8 +25,7 @@ _log = logging.getLogger("kvflow.router")
 ROLES = ("prefill", "decode")
 _OTHER = {"prefill": "decode", "decode": "prefill"}
 CHECK_TIMEOUT_S = 3.0
-# Seconds between two checks of a worker that is down. The time is short, because requests may be
-# waiting for the worker to return.
+# A worker that is down is checked often, because requests may be waiting for it.
 DOWN_CHECK_S = 0.25
 LEAST_CHECK_S = 0.05  # shortest time between two checks of one worker, even on request
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
@@ -108,8 +107,7 @@ class Worker:
 
     def mark_down(self, reason: str) -> None:
         """Take the worker out of service until the next successful check."""
-        # Reasons contain numbers of pages and seconds. A reason that differs only in its numbers is
-        # not logged again: it would fill the log, one line per check.
+        # A reason that differs only in its numbers is not logged again at every check.
         if self.up or _NUMBERS.sub("", reason) != _NUMBERS.sub("", self.unavailable_reason):
             _log.warning("%s %s is down: %s", self.role, self.url, reason)
         self.up, self.unavailable_reason = False, reason
@@ -123,8 +121,7 @@ class Worker:
         self._backoff_until_s = now + min(FIRST_BACKOFF_S * 2**self._losses, LONGEST_BACKOFF_S)
         # The bound keeps the power small for a worker that is away for days.
         self._losses = min(self._losses + 1, 16)
-        # A worker that is down keeps the reason from its last check, which explains more than the
-        # failure of one request.
+        # The reason from the last check explains more than the failure of one request.
         if self.up:
             self.mark_down(reason)
         self.check_due.set()
@@ -152,8 +149,7 @@ class Worker:
         self.identity = identity
         self.bootstrap_port, self.model = identity.bootstrap_port, identity.model
         self.fingerprint = identity.fingerprint
-        # Another process has its own cache and connections. The losses of the last one do not count
-        # against it.
+        # Another process has its own cache, and the losses of the last one do not count.
         if identity.incarnation != self.incarnation:
             self.mark_served()
             self.cache.begin_anew()
@@ -221,16 +217,14 @@ class Workers:
         self._session = session
         self._poll_s, self._policy, self._identify = poll_s, policy, identify
         self._watches: dict[Worker, asyncio.Task[None]] = {}
-        # Set when a worker becomes usable or changes its role. A new event then replaces it for the
-        # next change.
+        # Set, and replaced by a new event, when a worker becomes usable or changes its role.
         self.came_up = asyncio.Event()
 
     async def start(self) -> None:
         """Check all workers once, and start the regular checks."""
         found = dict(zip(self.all, await asyncio.gather(*map(self._found, self.all)), strict=True))
         model = _model_of_most(found)
-        # Workers of that model are taken first. They then decide which model the router serves, and
-        # the others are marked down.
+        # Workers of that model come first, and decide which model the router serves.
         for worker, identity in found.items():
             if isinstance(identity, Identity) and identity.fingerprint == model:
                 self._take(worker, identity)
@@ -290,8 +284,7 @@ class Workers:
         now = asyncio.get_running_loop().time()
         trouble = {worker: (failed.get(worker, 0), worker.in_backoff(now)) for worker in choices}
         fit = min(trouble.values())
-        # The policy compares loads only among workers that are equally fit: an idle worker that
-        # failed must not make all others look overloaded.
+        # An idle worker that failed must not make all others look overloaded.
         least = min(worker.running for worker in choices if trouble[worker] == fit)
         return sorted(choices, key=lambda w: (*trouble[w], *self._policy.order(w, least, prompts)))
 
@@ -347,8 +340,7 @@ class Workers:
 
     async def _check(self, worker: Worker) -> None:
         found = await self._found(worker)
-        # A worker that left during the check must not be taken: it would begin to follow cache
-        # events, in a task that never ends.
+        # A worker that left during the check would follow cache events in an endless task.
         if worker in self._watches:
             self._take(worker, found)
 
@@ -362,8 +354,7 @@ class Workers:
         except (NotServingError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             return str(error) or type(error).__name__
         except Exception as error:  # noqa: BLE001
-            # The watch must survive any error. Otherwise the worker would never be checked again,
-            # and keep its last state.
+            # The watch must survive any error, or the worker would never be checked again.
             _log.exception("asking %s failed", worker.url)
             return f"asking it failed: {type(error).__name__}: {error}"
 
