@@ -43,8 +43,6 @@ _SUFFIXES = ("_total", "_bucket", "_count", "_sum")
 
 
 class MetricFamily(NamedTuple):
-    """One metric as `/metrics` names it."""
-
     name: str
     kind: str
     text: str

@@ -74,8 +74,6 @@ FILLS: dict[str, tuple[IntEnum, ...]] = {
 
 
 class Segment(NamedTuple):
-    """A phase of one column, from one height to another."""
-
     column: str
     phase: IntEnum
     start: int

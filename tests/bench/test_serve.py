@@ -27,8 +27,6 @@ async def test_tokens_per_second_are_of_the_same_tokens_as_stocks(api: str) -> N
 
 
 async def answered(answer: bytes) -> Stream:
-    """A stream that a server answered with these bytes."""
-
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)

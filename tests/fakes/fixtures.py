@@ -36,7 +36,6 @@ async def decode(meeting: Meeting) -> AsyncIterator[Role]:
 
 @pytest.fixture
 async def spare(meeting: Meeting) -> AsyncIterator[Role]:
-    """Another decode."""
     async with Role(FakeService("decode", meeting)) as made:
         yield made
 
@@ -50,7 +49,6 @@ async def front(prefill: Role, decode: Role) -> AsyncIterator[Front]:
 
 @pytest.fixture
 async def client(front: Front) -> AsyncIterator[openai.AsyncOpenAI]:
-    """The official client of the router."""
     async with openai.AsyncOpenAI(
         base_url=f"{front.url}/v1", api_key="none", max_retries=0
     ) as made:

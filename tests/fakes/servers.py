@@ -23,8 +23,6 @@ EVENTS = "text/event-stream; charset=utf-8"
 
 
 class Answer(NamedTuple):
-    """An answer that was read to its end."""
-
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -65,7 +63,6 @@ class Client:
             return Answer(answer.status, answer.headers, await answer.read())
 
     async def get(self, path: str, *, status: int = 200, **options: Any) -> Any:
-        """Return the document that a GET is answered with."""
         answer = await self.call("GET", path, **options)
         assert answer.status == status, answer
         return answer.json
@@ -73,7 +70,6 @@ class Client:
     async def post(
         self, path: str, document: Any = None, *, status: int = 200, **options: Any
     ) -> Any:
-        """Return the document that a POST is answered with."""
         answer = await self.call("POST", path, document, **options)
         assert answer.status == status, answer
         return answer.json
@@ -85,7 +81,6 @@ class Client:
         return error
 
     async def events(self, path: str, document: Any, **options: Any) -> list[Any]:
-        """Return the events of a streamed answer."""
         answer = await self.call("POST", path, {**document, "stream": True}, **options)
         assert (answer.status, answer.headers["Content-Type"]) == (200, EVENTS), answer
         found = events_of(answer.body)
@@ -151,8 +146,6 @@ Step = bytes | asyncio.Event | Callable[[], object] | None
 
 
 def answers(text: str = "", *, status: int = 200, content_type: str = "text/plain") -> Handler:
-    """A handler that always answers this."""
-
     async def answer(_: web.Request) -> web.Response:
         return web.Response(status=status, text=text, content_type=content_type)
 
@@ -211,16 +204,13 @@ class Front(Server):
         return await super().__aenter__()
 
     async def join(self, worker: Client, **more: Any) -> Any:
-        """Return what a worker is answered that may join."""
         return await self.post("/workers", {"url": worker.url, **more}, status=202)
 
     async def turned_away(self, status: int, worker: Client, **more: Any) -> str:
-        """Return what a worker is told that may not join."""
         error = await self.refused(status, "/workers", {"url": worker.url, **more})
         return str(error["message"])
 
     def worker(self, server: Client) -> Worker:
-        """What the router has of a worker."""
         return next(worker for worker in self.router.workers.all if worker.url == server.url)
 
     async def checked(self, server: Client) -> Worker:

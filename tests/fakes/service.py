@@ -106,9 +106,7 @@ class Meeting:
 
 
 def _scores(request: GenerationRequest) -> PromptLogprobs:
-    """-0.5 for each token of the prompt, its most likely one; -1.5 for the next id; -i for asked
-    i.
-    """
+    """-0.5 for each prompt token, its most likely one; -1.5 for the next id; -i for asked i."""
     start, top = request.params.prompt_logprobs_from or 0, request.params.logprobs or 0
     behind = np.array(request.prompt[start + 1 :], dtype=np.int64)
     ranks = np.arange(top)
@@ -287,8 +285,6 @@ class RunningFake:
 
 
 class Role(Server):
-    """A fake service behind the real routes."""
-
     def __init__(
         self,
         service: FakeService,
@@ -328,7 +324,6 @@ class Role(Server):
         return other
 
     async def begun(self) -> None:
-        """Wait until the service has a request."""
         await asyncio.wait_for(self.service.started.wait(), 5)
 
     async def over(self, *rooms: int) -> None:
@@ -341,7 +336,7 @@ class Role(Server):
     async def refuses(
         self, path: str, document: Any, *, status: int = 400, code: Code = Code.BAD_REQUEST
     ) -> Any:
-        """Post what is refused before anything begins. The other leg, in room 7, has the same
+        """Post what is refused before anything begins; the other leg, in room 7, has the same
         error.
         """
         before = len(self.service.requests)

@@ -39,7 +39,6 @@ ROOM_OF_PREFILL = 4711  # which it draws where the router has not
 def error(
     status: int, message: str, kind: str = "InternalServerError", param: str | None = None
 ) -> dict[str, Any]:
-    """The body of an error."""
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
@@ -80,7 +79,6 @@ class FakeVllm(Server):
 
     @property
     def params(self) -> list[Any]:
-        """The `kv_transfer_params` of all requests."""
         return [body.get("kv_transfer_params") for body in self.bodies]
 
     async def _health(self, _: web.Request) -> web.Response:

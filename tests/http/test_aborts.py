@@ -33,7 +33,6 @@ def asking(front: Front, path: str, document: Any, stream: bool = False) -> asyn
 
 
 def reasons(answer: Any) -> list[str]:
-    """Why each choice has ended, by whichever route."""
     if isinstance(answer, dict) and "choices" in answer:
         return [choice["finish_reason"] for choice in answer["choices"]]
     every = answer if isinstance(answer, list) else [answer]
@@ -41,7 +40,6 @@ def reasons(answer: Any) -> list[str]:
 
 
 async def until_it_waits(role: Role, count: int = 1) -> None:
-    """`count` choices have their first token and wait for the second."""
     await until(lambda: role.service.held >= count)
 
 
@@ -190,7 +188,5 @@ def longest_end_s(ids: list[str]) -> float:
 
 
 def test_an_id_that_a_crowd_has_chosen_costs_the_event_loop_no_more_than_one_of_its_own() -> None:
-    """A list, searched for every choice, took a third of a second for each of a hundred
-    requests.
-    """
+    """Searching a list for every choice took a third of a second for a hundred requests."""
     assert longest_end_s(["same"] * 100) < 20 * longest_end_s([str(i) for i in range(100)])

@@ -18,9 +18,7 @@ CROWD = 64
 
 
 async def entered(last: str) -> list[tuple[str, int]]:
-    """Send a crowd of requests with a body, then `last`; return whose handler began in which
-    turn.
-    """
+    """Send a crowd of requests, then `last`; return whose handler began in which turn."""
     turns, found = itertools.count(), list[tuple[str, int]]()
     turn = next(turns)
 

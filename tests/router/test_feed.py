@@ -51,8 +51,6 @@ FREE = "tcp://127.0.0.1:*"
 
 
 class Cache:
-    """One worker's index and publisher."""
-
     def __init__(self, page_size: int = PAGE, **keywords: Any) -> None:
         self.index = PrefixIndex(page_size, events=True)
         self._now = 0.0
@@ -108,7 +106,6 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def until_matched(feed: BlockFeed, ids: list[int], blocks: int) -> None:
-    """The feed knows so many blocks of the prompt."""
     await until(lambda: feed.blocks.matched(hashes_of(ids)) == blocks)
 
 

@@ -231,7 +231,6 @@ async def test_a_request_that_waits_for_a_role_is_served_when_a_worker_switches_
 async def test_a_router_that_is_told_the_first_role_of_a_worker_takes_the_one_it_has(
     meeting: Meeting, prefill: Role, decode: Role
 ) -> None:
-    """A router that is restarted with the flags it always had."""
     decode.at_rest_before(FakeService("prefill", meeting))
     await decode.role_switch.switch("prefill")
     async with Front([prefill], [decode]) as front:
@@ -266,7 +265,6 @@ async def test_a_router_that_was_restarted_is_joined_again_but_not_by_who_has_be
     answering = [front]
 
     async def to_router(http: web.Request) -> web.StreamResponse:
-        """The address of a router, whichever answers there."""
         answer = await answering[-1].call(http.method, http.path, data=await http.read())
         return web.Response(body=answer.body, status=answer.status)
 
@@ -359,7 +357,6 @@ Started = Callable[..., Awaitable[Role]]
 
 @pytest.fixture
 async def started() -> AsyncIterator[Started]:
-    """Starts fake workers that differ in their model, their data plane or their wire version."""
     async with AsyncExitStack() as stack:
         meeting = Meeting()
 

@@ -23,8 +23,6 @@ FIRST, SECOND, THIRD = ([start + i % 7 for i in range(20)] for start in (10, 20,
 
 
 class Pairs(Front):
-    """Two prefills and two decodes behind a router."""
-
     def __init__(
         self, policy: PolicyName = "cache_aware", *, cache: bool = True, most_more: int = 8
     ) -> None:
@@ -49,7 +47,6 @@ class Pairs(Front):
         await self.post("/generate", body)
 
     async def ask(self, prompt: list[int], **fields: Any) -> tuple[int, int]:
-        """Which prefill and which decode have served it."""
         before = [len(role.service.requests) for role in self.roles]
         await self.send(prompt, **fields)
         p0, _, d0, d1 = (
@@ -59,7 +56,6 @@ class Pairs(Front):
         return 1 - p0, 1 - d0
 
     def known(self) -> list[int]:
-        """How many chunks of prompts each worker is known to have."""
         return [len(worker.cache.prefixes) for worker in self.router.workers.all]
 
     def ask_workers_who_they_are(self) -> None:

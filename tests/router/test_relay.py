@@ -39,8 +39,6 @@ class _Decode:
 
 
 class Out(web.StreamResponse):
-    """What a client gets."""
-
     def __init__(self) -> None:
         super().__init__()
         self.written: list[bytes] = []
@@ -151,7 +149,6 @@ async def leg_to(worker: Worker) -> AsyncIterator[Leg]:
 
 
 async def test_how_a_closed_leg_ends_is_no_complaint_of_the_event_loop() -> None:
-    """The first failure of a pair is reported, and ends the other leg."""
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     worker = Worker("decode", "http://127.0.0.1:1")

@@ -22,7 +22,6 @@ from tests.fakes.service import BODY, Role
 
 
 def workers(role: str, *models: str) -> list[Worker]:
-    """Workers of one role, each with its model."""
     made = [Worker(role, f"http://{role}{n}") for n in range(len(models))]
     for worker, fingerprint in zip(made, models, strict=True):
         worker.identity = Identity(None, None, "", "m", fingerprint, None, 0, None)

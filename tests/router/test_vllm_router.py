@@ -273,7 +273,6 @@ async def test_only_what_vllm_has_is_offered(front: Front) -> None:
 
 
 async def why_not(front: Front) -> str:
-    """Why a router is not healthy."""
     return str((await front.get("/health", status=503))["error"]["message"])
 
 

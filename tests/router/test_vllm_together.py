@@ -18,7 +18,6 @@ from tests.fakes.vllm import COMPLETIONS, REQUESTS, ROOM_OF_PREFILL, FakeVllm, a
 
 
 def pair() -> tuple[FakeVllm, FakeVllm]:
-    """A prefill and a decode with kvflow's connector."""
     rooms: dict[int, asyncio.Event] = {}
     return FakeVllm("kvflow", rooms), FakeVllm("kvflow", rooms)
 
@@ -30,7 +29,6 @@ class Together:
         self.front, self.p, self.d = front, p, d
 
     def one_by_one(self) -> list[bool]:
-        """Whether each request has asked prefill first, and decode then."""
         return ["remote_engine_id" in params for params in self.p.params]
 
     async def asking(self) -> asyncio.Task[Any]:

@@ -24,7 +24,6 @@ from tests.fakes.servers import answers, serving
 def identity(
     role: str | None = "prefill", *, life: str = "1", model: str = "", events: Source | None = None
 ) -> Identity:
-    """What a worker says of itself."""
     return Identity(role, None, life, "model", model, None, 0, events)
 
 
