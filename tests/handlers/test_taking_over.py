@@ -88,27 +88,6 @@ async def test_what_is_taken_over_counts_as_quarantine(p: Pair) -> None:
     p.decodes.clear()
 
 
-async def test_pages_that_several_ranks_hold_wait_for_all_of_them() -> None:
-    async with pair(timing=TIMING, ranks=2) as p:
-        for node in p.prefills:
-            p.plane(node).script(Fault.STUCK)
-        _, target = await every_rank_writes(p)
-        loans = await p.decode.close()
-        assert {loan.writer for loan in loans} == {node.exported[0] for node in p.prefills}
-        async with heir(p) as node:
-            assert node.quarantined_pages == 5
-            await p.crash(p.prefills[0])
-            mine = node.pages.take(node.pages.free_pages, "the next user")
-            assert len(mine) == 59
-            assert not set(mine) & set(target.pages)
-            assert node.quarantined_pages == 5
-            node.pages.give_back(mine, "the next user")
-            await p.crash(p.prefills[0])
-            await until(p.decode.pool.pages.at_rest)
-            assert node.quarantined_pages == 0
-        p.decodes.clear()
-
-
 async def test_a_node_that_could_prove_everything_leaves_nothing(p: Pair) -> None:
     source, target = await matched(p)
     await finish(p, source, target)
