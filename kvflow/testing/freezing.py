@@ -50,15 +50,11 @@ def is_frozen(pid: int) -> bool:
 
 
 def thread_states(pid: int) -> dict[str, str]:
-    """Return the state letter of each thread, by thread id; empty if the process is gone.
-
-    See proc_pid_stat(5).
-    """
+    """Return the state letter of each thread (proc_pid_stat(5)); empty if the process is gone."""
     states = {}
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
-            # The thread's name precedes the state. It is in brackets, and may contain brackets and
-            # blanks.
+            # The thread's name precedes the state, in brackets. It may contain any character.
             stat = Path(f"/proc/{pid}/task/{task}/stat").read_text()
             states[task] = stat.rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -62,7 +62,7 @@ class Clock:
 
 
 def small_layout(num_pages: int = 64, *, page_size: int = PAGE_SIZE) -> PoolLayout:
-    """Return a page-first layout with two streams, and some 100 bytes per page."""
+    """Return a page-first layout with two streams and some 100 bytes per page."""
     streams: list[tuple[str, str, tuple[int, ...]]] = [
         ("0.k", "uint8", (8,)),
         ("0.v", "uint8", (16,)),
@@ -86,6 +86,7 @@ class Pair:
         """`open_plane` creates the data plane of each node; by default planes are fake."""
         self.network, self.planes = Network(), FakeNetwork()
         self._open_plane = open_plane
+        self._shared = open_plane is not None  # a real data plane may need shared memory
         self.timing, self._layouts, self._world_size = timing, layouts, ranks
         self.prefills: list[PrefillNode] = []
         self.decodes: list[DecodeNode] = []
@@ -128,9 +129,7 @@ class Pair:
         rank = min(set(range(self._world_size + 1)) - taken)
         shards = 1 if alone else self._world_size
         pool, clock = self._pool(shard_layout(self._layouts[0], rank, shards)), Clock()
-        staging = (
-            None if staging_bytes is None else Staging(pool, staging_bytes, shared=self._shared)
-        )
+        staging = self._staging(pool, staging_bytes)
         plane = self._new_plane(pool if staging is None else staging.host)
         node = PrefillNode(
             pool,
@@ -166,9 +165,7 @@ class Pair:
         """
         if over is None:
             pool = self._pool(layout or self._layouts[1])
-            staging = (
-                None if staging_bytes is None else Staging(pool, staging_bytes, shared=self._shared)
-            )
+            staging = self._staging(pool, staging_bytes)
         else:
             pool, staging = over.pool, over
         plane, clock = self._new_plane(pool if staging is None else staging.host), Clock()
@@ -216,11 +213,8 @@ class Pair:
         return pages
 
     async def crash(self, node: PrefillNode | DecodeNode) -> None:
-        """End a node as if its process died: no goodbye arrives, no further write lands, and fences
-        resolve.
-        """
-        # The network is cut and the test's rules are suspended while the node closes, so that no
-        # rule lets a goodbye through.
+        """End a node as if its process died: no goodbye, no further write, and fences resolve."""
+        # The test's rules are suspended while the node closes, so that none lets a goodbye through.
         rules = self.network.rules
         self.network.rules = []
         self.network.cut()
@@ -287,11 +281,6 @@ class Pair:
     async def _resolve(self, _: str) -> Sequence[RankInfo]:
         return self.ranks
 
-    @property
-    def _shared(self) -> bool:
-        """True if pools are in shared memory, which a real data plane may need."""
-        return self._open_plane is not None
-
     def _new_plane(self, pool: PagedPool) -> DataPlane:
         return FakePlane(self.planes) if self._open_plane is None else self._open_plane(pool)
 
@@ -299,6 +288,9 @@ class Pair:
         pool = PagedPool.allocate(layout, shared=self._shared)
         self._pools.append(pool)
         return pool
+
+    def _staging(self, pool: PagedPool, size_bytes: int | None) -> Staging | None:
+        return None if size_bytes is None else Staging(pool, size_bytes, shared=self._shared)
 
 
 @asynccontextmanager

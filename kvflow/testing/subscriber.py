@@ -1,6 +1,4 @@
-"""A subscriber to cache events that assumes only their contract, and an independent implementation
-of the hashes in them.
-"""
+"""A subscriber to cache events, and an independent implementation of the hashes in them."""
 
 from __future__ import annotations
 
@@ -36,10 +34,7 @@ class Subscriber:
         self.blocks: tuple[dict[int, int | None], ...] = ({}, {}, {})
 
     def replay(self, events: Iterable[Event]) -> None:
-        """Apply events in order.
-
-        Raises: AssertionError if they violate I10.
-        """
+        """Apply events in order. Raises: AssertionError if they violate I10."""
         for event in events:
             if isinstance(event, Cleared):
                 for held in self.blocks:
@@ -53,11 +48,9 @@ class Subscriber:
         held = self.blocks[tier]
         for number in hashes:
             if parent is not None and parent not in held:
-                raise AssertionError(
-                    f"I10: {tier.name.lower()}: a child is told of before its parent"
-                )
+                raise _violation(tier, "a child is told of before its parent")
             if number in held:
-                raise AssertionError(f"I10: {tier.name.lower()}: a page is told of twice")
+                raise _violation(tier, "a page is told of twice")
             # Within one event each block is the parent of the next.
             held[number] = parent
             parent = number
@@ -66,11 +59,11 @@ class Subscriber:
         held = self.blocks[tier]
         for number in hashes:
             if number not in held:
-                raise AssertionError(
-                    f"I10: {tier.name.lower()}: a page is removed that was not told of"
-                )
+                raise _violation(tier, "a page is removed that was not told of")
             if number in held.values():
-                raise AssertionError(
-                    f"I10: {tier.name.lower()}: a parent is removed before its child"
-                )
+                raise _violation(tier, "a parent is removed before its child")
             del held[number]
+
+
+def _violation(tier: Tier, text: str) -> AssertionError:
+    return AssertionError(f"I10: {tier.name.lower()}: {text}")

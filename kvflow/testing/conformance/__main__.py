@@ -18,10 +18,7 @@ OK, FAILED, NOT_RUN = "ok", "FAILED", "not run"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the suite, and return the exit status.
-
-    It is 0 if no check failed, 1 if a check failed, and 2 for an unknown plane.
-    """
+    """Run the suite; return 0 if no check failed, 1 if one failed, and 2 for an unknown plane."""
     names = ", ".join(check.name for check in CHECKS)
     parser = argparse.ArgumentParser(
         prog="python -m kvflow.testing.conformance", description="Prove a data plane."
@@ -63,10 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
 async def prove(
     plane: str, checks: list[Check], seed: int, rooms: int, *, quiet: bool
 ) -> dict[str, dict[str, Any]]:
-    """Run the checks one after the other.
+    """Run the checks one after the other; return the status, detail and seconds of each by name.
 
-    Returns {name of the check: {"status", "detail", "seconds"}}. Raises: MisuseError for an unknown
-    plane.
+    Raises: MisuseError for an unknown plane.
     """
     unavailable = Bench(plane).adapter.unavailable_reason()
     report: dict[str, dict[str, Any]] = {}
@@ -75,11 +71,8 @@ async def prove(
         status, detail = (
             (NOT_RUN, unavailable) if unavailable else await _run(check, Bench(plane, seed, rooms))
         )
-        report[check.name] = {
-            "status": status,
-            "detail": detail,
-            "seconds": round(time.monotonic() - began, 2),
-        }
+        seconds = round(time.monotonic() - began, 2)
+        report[check.name] = {"status": status, "detail": detail, "seconds": seconds}
         if not quiet:
             _say(f"  {status:<8} {check.name}: {detail}".replace("\n", "\n           "))
     return report

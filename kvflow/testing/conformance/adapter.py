@@ -18,9 +18,7 @@ QUESTIONS = ("What status means landed?", "Can a write outlive its error?", "Wha
 
 
 class NotRunError(Exception):
-    """Raised by a check that cannot run on this plane, or on this machine. The text is the
-    reason.
-    """
+    """Raised by a check that cannot run on this plane or machine, with the reason."""
 
 
 class Adapter:
@@ -130,8 +128,6 @@ class FakeAdapter(Adapter):
 
 
 class _SlowFake(FakePlane):
-    """A fake plane that copies page by page, at `rate` bytes/s for each write."""
-
     def __init__(self, network: FakeNetwork, rate: float) -> None:
         super().__init__(network)
         self._rate = rate
@@ -148,10 +144,11 @@ class _SlowFake(FakePlane):
 
 
 def load_adapter(text: str) -> Adapter:
-    """Return an adapter for a plane of kvflow, by name (`local`, `fake`, ...), or for your own, by
-    "module:factory".
+    """Return an adapter for a plane of kvflow by its name, or for your own by "module:factory".
 
-    The factory is called without arguments; an `Adapter` class is one. Raises: MisuseError.
+    The factory, such as an `Adapter` class, is called without arguments.
+
+    Raises: MisuseError for a name or factory that does not exist, or makes no `Adapter`.
     """
     if text == FakeAdapter.name:
         return FakeAdapter()

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from kvflow.protocols.pages.layout import Order, PageIndices
+from kvflow.protocols.ports import Write, WriteOutcome
 from kvflow.testing.conformance.adapter import NotRunError, load_adapter
 from kvflow.testing.conformance.peer import ObjectPeer, Peer, spawned
 from kvflow.testing.conformance.station import NUM_PAGES, Side
@@ -31,7 +32,6 @@ class NotConformingError(AssertionError):
 
 
 def require(holds: object, text: str) -> None:
-    """Check that a promise holds. Raises: NotConformingError with `text` if it does not."""
     if not holds:
         raise NotConformingError(text)
 
@@ -72,7 +72,6 @@ class Bench:
 
 
 async def bytes_of(peer: Peer, which: PageIndices) -> bytes:
-    """Return the bytes of the peer's pages."""
     return base64.b64decode(await peer.ask("read", which.tolist()))
 
 
@@ -91,6 +90,11 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         raise NotConformingError(f"{what} did not happen within {WITHIN_S:g} s") from None
 
 
+async def end_of(write: Write, within_s: float = WITHIN_S) -> WriteOutcome:
+    """Return the outcome of a write. Raises: TimeoutError if the write has not ended in time."""
+    return await asyncio.wait_for(asyncio.shield(write.done), within_s)
+
+
 class Resources(NamedTuple):
     """The open descriptors, the threads and the resident memory of this process."""
 
@@ -105,9 +109,9 @@ class Resources(NamedTuple):
         return cls(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident)
 
     async def returned(self) -> Resources:
-        """Wait until this process has at most this many descriptors and threads.
+        """Wait until this process has at most this many descriptors and threads; return its own.
 
-        Returns its resources at that time. Raises: NotConformingError after `WITHIN_S`.
+        Raises: NotConformingError after `WITHIN_S`.
         """
 
         def are_there() -> bool:
@@ -121,10 +125,7 @@ class Resources(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A check of one promise.
-
-    `run` returns a description of what it observed, or raises NotConformingError or NotRunError.
-    """
+    """A check of one promise. `run` describes what it observed, or raises if it fails."""
 
     name: str
     run: Callable[[Bench], Awaitable[str]]

@@ -16,23 +16,21 @@ from kvflow.testing.conformance.bench import (
     Check,
     NotConformingError,
     Resources,
+    end_of,
     require,
     until,
 )
 from kvflow.testing.conformance.peer import Peer
 from kvflow.testing.conformance.station import Side, pages
 
-# Measured rounds, and warm-up rounds. A transfer engine keeps some resources after its first
-# writes.
+# Warm-up rounds come first, because a transfer engine keeps some resources after its first writes.
 _ROUNDS, _WARM = 40, 6
 _STATES = ("new", "exported", "connected", "used")
 _GROWTH_BYTES = 8 << 20
 
 
 async def closed_while_writing(bench: Bench) -> str:
-    """`close` ends every write. Bytes that were not submitted never arrive, and routes accept no
-    further write.
-    """
+    """`close` ends every write. No later byte arrives, and routes accept no further write."""
     async with bench.peer() as peer:
         side = Side(bench.adapter.open, rate=RATE)
         side.fill(1)
@@ -64,19 +62,15 @@ async def closed_in_every_state(bench: Bench) -> str:
     async with bench.peer() as peer:
         for state in _STATES:
             side = Side(bench.adapter.open)
-            # `Side` exports its plane at once, so the state "new" needs a second plane.
-            if state != "new":
-                planes = [side.plane]
-            else:
-                planes = [bench.adapter.open(side.pool, None), side.plane]
+            planes = [side.plane]
+            route: Route | None = None
+            if state == "new":
+                # `Side` exports its plane at once, so this state needs a second plane.
+                planes.append(bench.adapter.open(side.pool, None))
             if state in ("connected", "used"):
                 route = await side.plane.connect(peer.address, peer.layout)
-            else:
-                route = None
             if route is not None and state == "used":
-                await asyncio.wait_for(
-                    asyncio.shield(route.write(pages(0), pages(0)).done), WITHIN_S
-                )
+                await end_of(route.write(pages(0), pages(0)))
                 route.close()
                 route.close()
                 _check_closed(route)
@@ -100,9 +94,7 @@ def _check_closed(route: Route) -> None:
 
 
 async def at_rest(bench: Bench) -> str:
-    """Closed routes and ended writes keep no resources on either side, and do not affect an open
-    route.
-    """
+    """Closed routes and ended writes keep no resources, and do not affect an open route."""
     async with bench.side("layer_first") as side, bench.peer() as peer:
         # Every other page is written, so that a write has several blocks.
         some = EVERYTHING[:18:2].copy()
@@ -112,7 +104,7 @@ async def at_rest(bench: Bench) -> str:
             if turn == _WARM:
                 before, theirs = Resources.now(), await peer.ask("descriptors")
             await _two_routes(side, peer, some)
-        last = await asyncio.wait_for(asyncio.shield(kept.write(some, some).done), WITHIN_S)
+        last = await end_of(kept.write(some, some))
         require(
             last is WriteOutcome.LANDED,
             f"a write on a route that stayed open, while others were closed: {last}",
@@ -133,12 +125,11 @@ async def at_rest(bench: Bench) -> str:
 
 
 async def _two_routes(side: Side, peer: Peer, some: PageIndices) -> None:
-    """Open two routes, write on both, cancel one write, and close the routes."""
     routes = [await side.plane.connect(peer.address, peer.layout) for _ in range(2)]
     writes = [route.write(some, some) for route in routes]
     writes[1].cancel()
     for write in writes:
-        outcome = await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
+        outcome = await end_of(write)
         require(
             outcome is not WriteOutcome.UNPROVEN, f"a write to a peer that lives: {write.error}"
         )

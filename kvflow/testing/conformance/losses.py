@@ -21,6 +21,7 @@ from kvflow.testing.conformance.bench import (
     Check,
     NotConformingError,
     bytes_of,
+    end_of,
     let_write,
     require,
     until,
@@ -42,7 +43,7 @@ async def killed_receiver(bench: Bench) -> str:
         write = route.write(EVERYTHING, EVERYTHING)
         await until(lambda: write.landed_bytes > 0, "the first byte's landing")
         await peer.kill()
-        outcome = await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
+        outcome = await end_of(write)
         require(
             outcome is not WriteOutcome.LANDED or write.landed_bytes == write.total_bytes,
             "landed, but not all",
@@ -56,7 +57,7 @@ async def killed_receiver(bench: Bench) -> str:
             again = route.write(pages(0), pages(0))
         except TransferError as error:
             return f"{told}, the next was refused: {error}"
-        outcome = await asyncio.wait_for(asyncio.shield(again.done), WITHIN_S)
+        outcome = await end_of(again)
         return f"{told}, the next {outcome.value}"
 
 
@@ -74,21 +75,21 @@ async def frozen_receiver(bench: Bench) -> str:
         write = route.write(EVERYTHING, EVERYTHING)
         second = await side.plane.connect(other.address, other.layout)
         beside = second.write(EVERYTHING, EVERYTHING)
-        outcome = await asyncio.wait_for(asyncio.shield(beside.done), WITHIN_S)
+        outcome = await end_of(beside)
         require(
             outcome is WriteOutcome.LANDED,
             f"a frozen peer held up another's write: {outcome}, {beside.error}",
         )
         write.cancel()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(write.done), _SHOWN_S)
+            await end_of(write, _SHOWN_S)
         ended = write.done.done()
         told = write.landed_bytes
         if ended:
             # A write that ended must no longer read the source: these bytes must not arrive.
             side.fill(2)
         peer.thaw()
-        outcome = await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
+        outcome = await end_of(write)
         await asyncio.sleep(SETTLE_S)
         # Late bytes would have arrived by now, so the count is final.
         there = np.frombuffer(await bytes_of(peer, EVERYTHING), np.uint8)
@@ -128,8 +129,7 @@ async def fence_of_the_dead(bench: Bench) -> str:
         finally:
             fence.cancel()
         landed = side.landed_bytes()
-        # The pages may have another owner now. A byte that differs from the canary is from the dead
-        # writer.
+        # The pages may have another owner now, whose bytes the dead writer must not change.
         side.wipe(_CANARY)
         await asyncio.sleep(SETTLE_S)
         foreign = side.foreign_bytes(_CANARY)
@@ -171,9 +171,7 @@ async def fence_of_the_frozen(bench: Bench) -> str:
 
 
 async def fence_elsewhere(bench: Bench) -> str:
-    """The fence of a writer on another host raises TransferError at once, and `sees_alive` is False
-    for it, because this host cannot observe that writer.
-    """
+    """The fence of a writer on another host, which nothing here can observe, raises at once."""
     bench.only_between_processes()
     async with bench.side() as side:
         there = msgspec.structs.replace(side.address.process, boot_id="another boot")
@@ -187,9 +185,6 @@ async def fence_elsewhere(bench: Bench) -> str:
 
 
 async def _begin(peer: Peer, side: Side) -> None:
-    """Make the peer write all its pages slowly into ours, and return after the first bytes
-    landed.
-    """
     await peer.ask("fill", 6)
     await let_write(peer, side)
     await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())

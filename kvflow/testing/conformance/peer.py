@@ -1,6 +1,4 @@
-"""The other side of a check: a process that can be killed and frozen or, for planes within one
-process, an object.
-"""
+"""The other side of a check: a process that can be killed and frozen, or an object in this one."""
 
 from __future__ import annotations
 
@@ -37,10 +35,7 @@ class Peer(Protocol):
         """Kill the peer as with SIGKILL, and return when it is dead. Raises: NotRunError."""
 
     async def freeze(self) -> None:
-        """Stop the peer as with SIGSTOP, and return when all its threads are stopped.
-
-        Raises: NotRunError.
-        """
+        """Stop the peer as with SIGSTOP; return when it is stopped. Raises: NotRunError."""
 
     def thaw(self) -> None: ...
 
@@ -60,10 +55,6 @@ class ProcessPeer:
         )
 
     async def ask(self, *command: object) -> Any:
-        """Run a command of `station.Station` in the process, and return its result.
-
-        Raises: LostError if the process ends instead; its standard error shows why.
-        """
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         return json.loads(await self._line())
@@ -119,21 +110,11 @@ async def spawned(
     `plane` is a name for `load_adapter`. `prefix` is a command that runs the process, such as `ip
     netns exec NAME`. `host` is the address at which others reach its plane.
     """
-    # Garbage transfer engines are freed before the fork. A child could not free them, because it
-    # lacks their threads.
+    # Free garbage engines before the fork: a child lacks their threads, and could not.
     gc.collect()
     process = await asyncio.create_subprocess_exec(
-        *(
-            *prefix,
-            sys.executable,
-            "-P",
-            "-m",
-            "kvflow.testing.conformance.process",
-            plane,
-            order,
-            str(rate or 0),
-            host,
-        ),
+        *(*prefix, sys.executable, "-P", "-m", "kvflow.testing.conformance.process"),
+        *(plane, order, str(rate or 0), host),
         # The process can import what this one can, including the adapter's module.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=asyncio.subprocess.PIPE,

@@ -140,7 +140,7 @@ class _Room:
         self._target = self._pair.decode.room(self._number, "sim", self._prompt)
         return self._target
 
-    async def finish(self) -> None:
+    async def _finish(self) -> None:
         """Close both halves, and wait until their pages are released."""
         for side in (self._source, self._target):
             if side is not None:
@@ -149,25 +149,11 @@ class _Room:
 
 
 ENDINGS: dict[str, Callable[[_Room], Awaitable[None]]] = {
-    ending.__name__: ending
-    for ending in (
-        _Room.succeeds,
-        _Room.succeeds_in_chunks,
-        _Room.decode_aborts_at_once,
-        _Room.decode_aborts_moving,
-        _Room.prefill_aborts_moving,
-        _Room.prefill_aborts_between_chunks,
-        _Room.prompts_differ,
-        _Room.decode_refuses,
-        _Room.prefill_refuses,
-        _Room.decode_never_comes,
-        _Room.deadline_passes,
-    )
+    name: ending for name, ending in vars(_Room).items() if not name.startswith("_")
 }
 
 
 async def rooms(bench: Bench) -> str:
-    """Run `bench.rooms` rooms, divided among all endings."""
     return await _run(bench, bench.rooms)
 
 
@@ -235,9 +221,7 @@ async def _run(bench: Bench, count: int, staging_bytes: int | None = None) -> st
 
 
 async def _rest(bench: Bench, p: Pair, before: Resources) -> tuple[dict[str, int], Resources]:
-    """Wait until no node keeps anything of a room, and return the counts and this process's
-    resources.
-    """
+    """Wait until no node keeps anything of a room; return the counts and our resources."""
     try:
         await p.rest()
     except TimeoutError as error:
@@ -262,8 +246,6 @@ async def _rest(bench: Bench, p: Pair, before: Resources) -> tuple[dict[str, int
 
 
 class Lanes:
-    """Runs the rooms of a plan, several at a time."""
-
     def __init__(self, p: Pair, plan: list[tuple[str, int]], told: dict[str, Counter[str]]) -> None:
         self._pair, self._plan, self._told = p, plan, told
         self.run_rooms = 0
@@ -296,7 +278,7 @@ async def _ended(name: str, room: _Room) -> str:
     except KvflowError as error:
         return str(error.code)
     finally:
-        await room.finish()
+        await room._finish()
     return "success"
 
 

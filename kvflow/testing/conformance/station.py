@@ -1,6 +1,4 @@
-"""A pool and a plane that execute commands of a check, in this process or in another one
-(`process`).
-"""
+"""A pool and a plane that execute commands of a check, here or in another process (`process`)."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ class Side:
         ]
 
     def fill(self, seed: int) -> None:
-        """Fill the pool with random bytes from 1 to 255, so that a 0 at the target means that the
-        byte never arrived.
-        """
+        """Fill the pool with random bytes above 0: a 0 at the target is one that never arrived."""
         for column in self.memory:
             column[:] = np.random.default_rng(seed).integers(1, 256, column.size, dtype=np.uint8)
 
@@ -61,11 +57,9 @@ class Side:
             column[:] = value
 
     def landed_bytes(self) -> int:
-        """Return the number of bytes that are not 0."""
         return sum(int(np.count_nonzero(column)) for column in self.memory)
 
     def foreign_bytes(self, value: int) -> int:
-        """Return the number of bytes that are not `value`."""
         return sum(int(np.count_nonzero(column != value)) for column in self.memory)
 
     async def close(self) -> None:
