@@ -45,9 +45,7 @@ class ControlKey(msgspec.Struct, frozen=True):
     secret: bytes
 
     def callback(self, _domain: str, client: bytes) -> bool:
-        """Return True when the public key of a client is ours; `zmq.auth` prescribes the method's
-        name.
-        """
+        """Return True for a client with our key. `zmq.auth` prescribes this method's name."""
         return hmac.compare_digest(client, self.public)
 
     def arm_server(self, *sockets: zmq.Socket[Any]) -> Authentication:
@@ -104,7 +102,7 @@ def open_new_key() -> int:
 def read_key(path: str) -> ControlKey | None:
     """Return the key in the file at `path`; None for an empty path.
 
-    Raises: MisuseError when the file cannot be read or holds no key. Its text never shows the
+    Raises: MisuseError when the file cannot be read or holds no key. The error never shows the
     content of the file.
     """
     if not path:

@@ -98,15 +98,15 @@ class Network:
 
     def drop(self, kind: type, times: int = 1) -> None:
         """Lose the next `times` messages of class `kind`."""
-        self._rule_for(kind, LOST, times)
+        self.rules.append(_Counted(kind, LOST, times))
 
     def duplicate(self, kind: type, times: int = 1) -> None:
         """Deliver the next `times` messages of class `kind` twice."""
-        self._rule_for(kind, TWICE, times)
+        self.rules.append(_Counted(kind, TWICE, times))
 
     def hold(self, kind: type, times: int = 1 << 30) -> None:
         """Keep the next `times` messages of class `kind` until `release`."""
-        self._rule_for(kind, HELD, times)
+        self.rules.append(_Counted(kind, HELD, times))
 
     def release(self, order: Callable[[list[Frame]], None] | None = None) -> int:
         """Deliver the held frames, remove the rules that hold frames, and return how many were
@@ -132,7 +132,7 @@ class Network:
         self.rules.insert(0, _Cut(control))
 
     def mend(self) -> None:
-        """Remove every cut and every other rule, so that frames are delivered again."""
+        """Remove every rule, cuts included, so that frames are delivered again."""
         self.rules.clear()
 
     def inject(self, frame: Frame, fate: Fate = DELIVERED) -> None:
@@ -155,14 +155,12 @@ class Network:
     def knows(self, control: str, peer: bytes) -> bool:
         return bool(self._dealers.get((control, peer)))
 
-    def leave(self, socket: RouterSocket | DealerSocket) -> None:
-        """Remove a closed socket: its address can be bound again, and frames in transit to it are
-        lost.
-        """
+    def leave(self, socket: _Socket) -> None:
+        """Remove a closed socket. Frames that are on their way to it are lost."""
         if isinstance(socket, RouterSocket):
             if self._routers.get(socket.control) is socket:
                 del self._routers[socket.control]
-        else:
+        elif isinstance(socket, DealerSocket):
             named = self._dealers.get((socket.control, socket.peer), [])
             named[:] = [dealer for dealer in named if dealer is not socket]
 
@@ -177,8 +175,7 @@ class Network:
                 loop.call_soon(self._deliver, frame)
 
     def _deliver(self, frame: Frame) -> None:
-        # The socket is looked up now, not when the frame was sent: the frame reaches whichever
-        # socket has the address on arrival.
+        # The socket is looked up on arrival: a restarted node may have the address by now.
         socket: _Socket | None
         if frame.to_prefill:
             socket = self._routers.get(frame.control)
@@ -187,13 +184,8 @@ class Network:
         if socket is not None:
             socket.arrive((frame.peer if frame.to_prefill else b"", frame.data))
 
-    def _rule_for(self, kind: type, fate: Fate, times: int) -> None:
-        self.rules.append(_Counted(kind, fate, times))
-
 
 class _Counted:
-    """A rule that gives the next `times` messages of one class the same fate."""
-
     def __init__(self, kind: type, fate: Fate, times: int) -> None:
         self.kind, self.fate, self.times = kind, fate, times
 
@@ -205,8 +197,6 @@ class _Counted:
 
 
 class _Cut:
-    """A rule that loses every frame on one prefill's links, or on all if `control` is None."""
-
     def __init__(self, control: str | None) -> None:
         self._control = control
 
@@ -215,8 +205,6 @@ class _Cut:
 
 
 class _Socket:
-    """The common part of both ends: an inbox, and the future of the task that awaits it."""
-
     lockout_reason = ""
 
     def __init__(self, network: Network, control: str) -> None:
@@ -243,6 +231,10 @@ class _Socket:
     def sender_address(self) -> str:
         return ""
 
+    def close(self) -> None:
+        self.closed = True
+        self._network.leave(self)
+
 
 class RouterSocket(_Socket):
     """Implements `protocols.ports.ControlSocket` for prefill."""
@@ -252,10 +244,6 @@ class RouterSocket(_Socket):
             return False
         self._network.carry(Frame(self.control, peer, False, frame))
         return True
-
-    def close(self) -> None:
-        self.closed = True
-        self._network.leave(self)
 
 
 class DealerSocket(_Socket):
@@ -270,7 +258,3 @@ class DealerSocket(_Socket):
             return False
         self._network.carry(Frame(self.control, self.peer, True, frame))
         return True
-
-    def close(self) -> None:
-        self.closed = True
-        self._network.leave(self)

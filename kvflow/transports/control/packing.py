@@ -16,11 +16,9 @@ import zmq
 
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
 
-# Limit on the parts of a received message. Its size has a limit too, MAX_FRAME_BYTES. A message
-# above either limit is malformed.
+# A received message with more parts, or more than MAX_FRAME_BYTES bytes, is malformed.
 MAX_PARTS = 1024
-# An open message is sent early, before the loop's turn ends, when the next frame would exceed
-# either limit.
+# An open message is sent early when the next frame would exceed either limit.
 PACKED_FRAMES, PACKED_BYTES = 64, 256 << 10
 # Plain ints: the flags are combined for every part, and enum members are slow to combine.
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
@@ -36,16 +34,13 @@ class Outgoing:
 
     def __init__(self, socket: zmq.Socket[bytes], *, router: bool) -> None:
         self._socket, self._router = socket, router
-        # The newest part is held back, because it may be the last, and only the last part of a
-        # message is sent without SNDMORE.
+        # The newest part is held back: only the last part of a message is sent without SNDMORE.
         self._last: bytes | None = None
         self._peer = b""
         self._frames = self._bytes = 0
 
     def add(self, frame: bytes, peer: bytes) -> bool:
-        """Append a frame to the open message; return False when the peer is unknown or its queue is
-        full.
-        """
+        """Append a frame to the open message. Return False when the peer cannot take it."""
         if self._last is not None:
             if (
                 peer == self._peer
@@ -67,8 +62,7 @@ class Outgoing:
 
     def send(self, frame: bytes, peer: bytes) -> bool:
         """Send a frame now, together with the open message. Return False when `add` would."""
-        # With no message open, the send itself shows whether the peer can take the frame, and no
-        # poll is needed.
+        # With no message open, the send itself shows whether the peer can take the frame.
         if self._last is None:
             return (not self._router or self._push(peer, _SNDMORE)) and self._push(frame, 0)
         accepted = self.add(frame, peer)
@@ -76,17 +70,12 @@ class Outgoing:
         return accepted
 
     def close(self) -> None:
-        """Send the open message, if there is one. Idempotent."""
         if self._last is not None:
             self._push(self._last, 0)
             self._last = None
 
     def _open(self, peer: bytes) -> bool:
-        """Return True when a message to `peer` can begin.
-
-        A ROUTER sends the routing id to find out. A DEALER polls, because its first frame is held
-        back.
-        """
+        """Return True when a message to `peer` can begin."""
         if self._router:
             return self._push(peer, _SNDMORE)
         return not self._socket.closed and bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
@@ -108,7 +97,7 @@ class Incoming:
         # True while the rest of an oversized message is being discarded: call `take` again.
         self.skipping = False
         self.messages = 0  # whole messages read so far
-        self._part: zmq.Frame | None = None  # last part of the message that was read last
+        self._part: zmq.Frame | None = None  # last part of the latest message
         # Descriptors of the connections that messages arrived on; `TcpConnections` empties the set.
         self.delivered: set[int] = set()
 
@@ -155,7 +144,6 @@ class Incoming:
         self._part = part
 
     def sender_address(self) -> str:
-        """Return the IP address that the frames taken last came from; empty if unknown."""
         try:
             return "" if self._part is None else str(self._part.get("Peer-Address"))
         except zmq.ZMQError:
@@ -166,11 +154,7 @@ class Incoming:
         self._frames.append((b"", b""))
 
     def _skip(self) -> None:
-        """Discard up to `MAX_PARTS` parts of an oversized message.
-
-        The rest waits for the next call, so that one message does not hold up the loop. All of it
-        is in ZMQ's memory already.
-        """
+        """Discard some parts. The rest waits, so that one message does not hold up the loop."""
         for _ in range(MAX_PARTS):
             if not self._socket.recv(_NOBLOCK, copy=False).more:
                 self.skipping = False
@@ -178,11 +162,7 @@ class Incoming:
 
 
 def _descriptor(part: zmq.Frame) -> int:
-    """Return the descriptor of the connection that `part` came from.
-
-    It is -1 if ZMQ does not provide one, that is, for a peer that speaks ZMTP 1 or 2. No kvflow
-    process does.
-    """
+    """Return the descriptor that brought `part`; -1 for a peer that speaks ZMTP 1 or 2."""
     try:
         return int(part.get(_SRCFD))
     except zmq.ZMQError:

@@ -79,7 +79,7 @@ async def _stop_accepting(server: asyncio.Server) -> None:
     await asyncio.sleep(0)
 
 
-class _Refused(Exception):  # noqa: N818 - becomes an HTTP answer
+class _Refused(Exception):  # noqa: N818
     """A request that is answered with an HTTP error."""
 
     def __init__(self, status: HTTPStatus, text: str) -> None:
@@ -88,8 +88,6 @@ class _Refused(Exception):  # noqa: N818 - becomes an HTTP answer
 
 
 class _Connections:
-    """The open connections of one registry."""
-
     def __init__(self, table: RankTable, api_key: str, documents: Mapping[str, Document]) -> None:
         self._table, self._documents = table, documents
         self._key = f"Bearer {api_key}".encode() if api_key else b""
@@ -104,8 +102,7 @@ class _Connections:
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
-        # A callback aborts the transport, because a task that is cancelled before its first step
-        # runs none of its own code.
+        # A task that is cancelled before its first step runs none of its own code.
         task.add_done_callback(lambda _: writer.transport.abort())
 
     async def close(self) -> None:
@@ -121,11 +118,7 @@ class _Connections:
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
-        except (
-            OSError,
-            TimeoutError,
-            asyncio.IncompleteReadError,
-        ) as error:
+        except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             # The client disconnected, or is too slow.
             log.debug("a request ended early: %r", error)
 
@@ -153,9 +146,7 @@ class _Connections:
         if (method, path) == ("GET", "/ranks"):
             return json_answer(self._table.document())
         if method == "PUT" and path.startswith("/ranks/"):
-            return json_answer(
-                self._put(path.removeprefix("/ranks/"), await _body(reader, headers))
-            )
+            return self._put(path.removeprefix("/ranks/"), await _body(reader, headers))
         if document is not None:
             return await self._threads.ask(document)
         more = "".join(f", GET {path}" for path in self._documents if path != "/health")
@@ -165,9 +156,9 @@ class _Connections:
             "/ranks/RANK",
         )
 
-    def _put(self, rank: str, body: bytes) -> dict[str, Any]:
+    def _put(self, rank: str, body: bytes) -> Answer:
         try:
-            return self._table.register_body(rank, body, is_trusted=bool(self._key))
+            return json_answer(self._table.register_body(rank, body, is_trusted=bool(self._key)))
         except WireError as error:
             raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
         except PeerError as error:
@@ -175,7 +166,6 @@ class _Connections:
 
 
 def json_answer(document: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> Answer:
-    """Return a JSON answer with `document` as its body."""
     return status, "application/json", msgspec.json.encode(document)
 
 

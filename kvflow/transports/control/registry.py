@@ -78,7 +78,7 @@ class RankTable:
     def put(self, info: RankInfo) -> None:
         """Add or replace a rank of this process, and remove ranks of another world size.
 
-        A registration over the network cannot replace it.
+        No registration over the network can replace it.
         """
         self._replace(info)
         self._own.add(_place(info))
@@ -212,8 +212,7 @@ class RegistryClient:
             )
         url = f"http://{place}{path}"
         head = [f"{method} {path} HTTP/1.1", f"Host: {place}", f"Content-Length: {len(body)}"]
-        # The server closes the connection after its answer, so the answer is read until the stream
-        # ends.
+        # The answer then ends with the stream.
         head.append("Connection: close")
         if self._key:
             head.append(f"Authorization: Bearer {self._key}")
@@ -231,10 +230,7 @@ class RegistryClient:
         return _document(url, raw)
 
     async def _exchanged(self, host: str, port: int, request: bytes) -> bytes:
-        """Send a request and return the whole answer.
-
-        An answer over the limit is cut to MAX_ANSWER_BYTES + 1 bytes.
-        """
+        """Return the whole answer, or its first MAX_ANSWER_BYTES + 1 bytes."""
         reader, writer = await self._names.connect(host, port, self._timeout_s)
         try:
             writer.write(request)
@@ -246,8 +242,7 @@ class RegistryClient:
                 raw += more
             return bytes(raw)
         finally:
-            # The connection is not needed any more, and a graceful close could outlast the time
-            # limit.
+            # A graceful close could outlast the time limit.
             writer.transport.abort()
 
 

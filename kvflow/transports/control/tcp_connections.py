@@ -37,11 +37,9 @@ from kvflow.transports.host.descriptors import descriptors_for
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # seconds between two looks; on loopback some 200 MB can arrive in between
-# Limit for one connection: the most that a kvflow peer sends before a message is complete, and a
-# margin.
+# Limit for one connection: the longest message of a kvflow peer, and a margin.
 UNFINISHED_BYTES = MAX_FRAME_BYTES + (1 << 20)
-# Limit for all connections together. If the frames are empty, ZMQ uses up to 32 times as much
-# memory.
+# Limit for all connections. If frames are empty, ZMQ uses up to 32 times as much memory.
 ALL_UNFINISHED_BYTES = 64 << 20
 # Once more than LATE_BYTES of a message arrived, it must be complete within UNFINISHED_S.
 UNFINISHED_S, LATE_BYTES = 5.0, 64 << 10
@@ -56,8 +54,8 @@ _names = itertools.count()
 class TcpConnection:
     """Counters for one connection.
 
-    `received` is how many bytes it had received, and `since_s` the time, when it last delivered a
-    message. Until it delivers one, they are 0 and the time when it was opened.
+    `received` is the number of bytes and `since_s` the time at its latest whole message. Before the
+    first message they are 0 and the time of its opening.
     """
 
     __slots__ = ("has_delivered", "received", "since_s", "unfinished_bytes")
@@ -78,8 +76,8 @@ class _Spare:
 
     @contextmanager
     def borrow(self, descriptor: int) -> Iterator[socket.socket]:
-        """Yield the socket of `descriptor` under the spare number, because ZMQ may close its own
-        number at any time.
+        """Yield the socket of `descriptor` under the spare number: ZMQ may close its own at any
+        time.
 
         Raises: OSError when `descriptor` is closed already, or is not a socket.
         """
@@ -174,18 +172,15 @@ class TcpConnections:
         self._monitor.close(linger=0)
 
     def read_events(self) -> bool:
-        """Process at most `LOOK_WORK` of the events that the monitor reported since the last call.
-
-        Return False when more may wait: call again.
-        """
+        """Process at most `LOOK_WORK` events of the monitor. Return False when more may wait."""
         for _ in range(LOOK_WORK):
             if self._socket.closed or not int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
                 return True
             found = parse_monitor_message(self._monitor.recv_multipart())
             event, descriptor = int(found["event"]), int(found["value"])
             if event & _OPENED:
-                # If the number is still in use here, the monitor did not report the end of the
-                # previous connection. Removing it first keeps `open` in order of age.
+                # Remove an earlier connection of that number first, so that `open` stays in order
+                # of age.
                 self.open.pop(descriptor, None)
                 self.open[descriptor] = TcpConnection(self._loop.time())
             elif event & _EVENTS:
@@ -200,7 +195,6 @@ class TcpConnections:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Process some events or inspect some connections; the next turn of the loop continues."""
         self._turn = None
         if self.read_events():
             if (found := self._round) is None:
@@ -263,19 +257,11 @@ class TcpConnections:
             if late or connection.unfinished_bytes > UNFINISHED_BYTES:
                 self._cut(left, descriptor, "a message that does not end")
         total = sum(connection.unfinished_bytes for connection in left.values())
-        for descriptor in (
-            sorted(left, key=lambda d: -left[d].unfinished_bytes)
-            if total > ALL_UNFINISHED_BYTES
-            else ()
-        ):
-            if total <= ALL_UNFINISHED_BYTES:
-                break
-            total -= left[descriptor].unfinished_bytes
-            self._cut(
-                left,
-                descriptor,
-                f"more than {ALL_UNFINISHED_BYTES} bytes of unfinished messages in all",
-            )
+        while total > ALL_UNFINISHED_BYTES:
+            largest = max(left, key=lambda d: left[d].unfinished_bytes)
+            total -= left[largest].unfinished_bytes
+            why = f"more than {ALL_UNFINISHED_BYTES} bytes of unfinished messages in all"
+            self._cut(left, largest, why)
         silent = [
             descriptor for descriptor, connection in left.items() if not connection.has_delivered
         ]
@@ -303,12 +289,9 @@ class TcpConnections:
         self._tell_cut()
 
     def _received(self, descriptor: int) -> int | None:
-        """Return the bytes received so far; None when the descriptor is not one of our connections
-        any more.
-        """
+        """Return the bytes received so far; None if the descriptor is no longer one of ours."""
         try:
-            # ZMQ may close the descriptor at any time, and another file may get its number. The
-            # socket is therefore only queried, never changed.
+            # Only query the socket: ZMQ may close it, and another file may get its number.
             tcp = socket.socket(
                 socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor
             )
@@ -325,11 +308,7 @@ class TcpConnections:
         return int(_TCP_INFO.unpack(info)[0])
 
     def _is_ours(self, tcp: socket.socket) -> bool:
-        """Return True when one end of `tcp` has our port. Its number may belong to another file by
-        now.
-
-        Raises: OSError when it is not a connected socket.
-        """
+        """Return True when one end has our port: the descriptor may be another file's by now."""
         return any(
             isinstance(end, tuple) and end[1] == self._port
             for end in (tcp.getsockname(), tcp.getpeername())

@@ -46,9 +46,7 @@ class ZmqSocket:
         handshakes: _Handshakes | None = None,
         authentication: Authentication | None = None,
     ) -> None:
-        """Begin to read `socket` on the running loop; `connections` watches its connections to
-        `port`.
-        """
+        """Begin to read `socket`; `connections` watches its TCP connections to `port`."""
         self._socket, self.connections = socket, connections
         self._handshakes, self._authentication = handshakes, authentication
         self._outgoing = Outgoing(socket, router=router)
@@ -66,20 +64,13 @@ class ZmqSocket:
         return "" if self._handshakes is None else self._handshakes.lockout_reason
 
     def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
-        """Queue a frame, to be sent when this turn of the loop ends, or now if `at_once`.
-
-        Return False when there is no such peer or its queue is full.
-        """
         if not self._turn_ends:
             self._turn_ends = True
             self._loop.call_soon(self._end_turn)
         return self._outgoing.send(frame, peer) if at_once else self._outgoing.add(frame, peer)
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
-        """Wait for a message and return some of its frames.
-
-        After every `BURST_FRAMES` frames, from one message or many, the loop runs first.
-        """
+        """Wait for some frames of one message. The loop runs after every `BURST_FRAMES` frames."""
         if self._burst >= BURST_FRAMES:
             self._burst = 0
             await asyncio.sleep(0)
@@ -110,8 +101,7 @@ class ZmqSocket:
 
     def _wake(self) -> None:
         if self._waiting is None:
-            # Reading EVENTS resets the descriptor. Without that it stays readable, and the loop
-            # spins.
+            # Reading EVENTS resets the descriptor. It would stay readable otherwise.
             self._socket.get(zmq.EVENTS)
         elif not self._waiting.done():
             self._waiting.set_result(None)

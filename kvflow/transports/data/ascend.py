@@ -49,7 +49,7 @@ from kvflow.transports.data.mooncake.plane import MooncakePlane, engine_class
 
 WHEEL = "mooncake-transfer-engine-npu"
 _HCCN = Path("/etc/hccn.conf")
-# A class name that every build with this transport contains.
+# Every build with this transport contains the name of this class.
 _MARK = b"AscendDirectTransport"
 _PROBE_BYTES = 8
 
@@ -79,7 +79,7 @@ class AscendPlane(MooncakePlane):
         self._make_engine = make_engine
         self._npu = npu_number(device)
         self._set_device = set_device or _set_npu
-        # Probes read into this memory, which is page-aligned and not part of the pool.
+        # Probes read into this memory, which is not part of the pool.
         self._scratch = mmap.mmap(-1, mmap.PAGESIZE)
         super().__init__(host, rate_limit_bytes_per_s, device)
 
@@ -101,7 +101,6 @@ class AscendPlane(MooncakePlane):
         return ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
 
     def _probe(self, engine: Any, session: str, ours: int, theirs: int) -> bool:
-        """Return True if a few bytes of the peer's pool can be read."""
         return bool(
             engine.transfer_sync_read(session, self._scratch_address, theirs, _PROBE_BYTES) == 0
         )
@@ -127,10 +126,7 @@ def npu_number(device: str) -> int:
 
 
 def check_ascend(host: str = "") -> None:
-    """Check that this machine has everything that the plane needs.
-
-    Raises: MisuseError naming what is missing.
-    """
+    """Check what the plane needs of this machine. Raises: MisuseError naming what is missing."""
     if missing := missing_for_ascend():
         raise MisuseError(f"the ascend data plane cannot be used here: {'; '.join(missing)}")
     if ":" in host:
@@ -143,9 +139,7 @@ def missing_for_ascend() -> list[str]:
     missing = []
     if found is None:
         missing.append(f"mooncake is not installed (pip install {WHEEL})")
-    elif not _is_built_for_ascend(
-        Path(found.origin or "").parent if found.origin else _folder(found)
-    ):
+    elif not _is_built_for_ascend(Path(next(iter(found.submodule_search_locations or [""])))):
         missing.append(
             f"this mooncake was built without USE_ASCEND_DIRECT (pip install {WHEEL}, in place of "
             "it)"
@@ -157,10 +151,6 @@ def missing_for_ascend() -> list[str]:
     if "MC_FORCE_TCP" in os.environ:
         missing.append("MC_FORCE_TCP is set, with which mooncake takes TCP")
     return missing
-
-
-def _folder(found: Any) -> Path:
-    return Path(next(iter(found.submodule_search_locations or [""])))
 
 
 def _is_built_for_ascend(folder: Path) -> bool:

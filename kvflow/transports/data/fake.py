@@ -39,19 +39,15 @@ _ALL = 1 << 62
 class Fault(Enum):
     """The course of one scripted write."""
 
-    # Half of the pages land, and the rest never do. The write ends UNPROVEN, or CANCELLED if no
-    # page landed.
+    # Half of the pages land, the rest never. The write ends UNPROVEN, or CANCELLED if none landed.
     ERROR = "error"
-    # Half of the pages land at first. The rest lands on `land_late`, with the bytes that the source
-    # then holds.
+    # Half of the pages land at first, the rest on `land_late`, with what the source then holds.
     LATE = "late"
     # The write neither lands nor ends, cancelled or not, until `release`.
     STUCK = "stuck"
 
 
 class FakeNetwork:
-    """Planes that can reach each other, by address."""
-
     def __init__(self) -> None:
         self.planes: dict[str, FakePlane] = {}
         self._numbers = itertools.count(1)
@@ -67,7 +63,7 @@ class FakePlane:
 
     name = "fake"
     stalled_s = 0.0
-    drains_at_once = True  # a cancelled write ends at once, because no copy is running
+    drains_at_once = True  # no copy runs in the background, so a cancelled write ends at once
 
     def __init__(self, network: FakeNetwork) -> None:
         self.address = network.join(self)
@@ -105,17 +101,12 @@ class FakePlane:
         return write.landed_bytes - before
 
     def land_late(self) -> int:
-        """Copy the rest of every `Fault.LATE` write; return the bytes copied.
-
-        A plane that died has no such writes any more.
-        """
+        """Copy the rest of every `Fault.LATE` write of a living plane; return the bytes copied."""
         late, self._late = self._late, []
         return sum(write.copy(_ALL) for write in late)
 
     def die(self) -> None:
-        """Stop like a process that dies: no byte of this plane is copied any more, and its fence
-        resolves.
-        """
+        """Stop like a process that dies: no more bytes are copied, and the fence resolves."""
         self._dead.set()
         self._late.clear()
         for write in list(self.writes):
@@ -165,12 +156,10 @@ class FakePlane:
         asyncio.get_running_loop().call_soon(self._turn, write)
 
     def copied(self, write: FakeWrite, size_bytes: int) -> None:
-        """Called when `size_bytes` more of a write are in the peer's memory, even if they are never
-        proven.
-        """
+        """Called when `size_bytes` more of a write are in the peer's memory, proven or not."""
 
     def ended(self, write: FakeWrite, outcome: WriteOutcome) -> None:
-        """Called when a write has stopped, before its `done` resolves."""
+        """Called when a write stopped, before its `done` resolves."""
 
     def keep_late(self, write: FakeWrite) -> None:
         self._late.append(write)

@@ -43,19 +43,17 @@ from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
-from kvflow.transports.data.route import BlockList, BlockQueue, PlannedRoute, Planner
+from kvflow.transports.data.route import BlockList, PlannedJob, PlannedRoute, Planner
 from kvflow.transports.data.threaded import ThreadedPlane
 from kvflow.transports.data.write_thread import AT_ONCE_BYTES, Assignment, ThreadWrite, WriteThread
 from kvflow.transports.host.identity import check_same_host, is_alive, own_identity, wait_dead
 
-# At most four pools are mapped at a time. The kernel takes a minute or two to provide 1 TiB of
-# pages.
+# Pools mapped at a time. The kernel takes a minute or two to provide 1 TiB of pages.
 _CONNECTS, _CONNECT_S = 4, 120.0
 _BURST_BLOCKS = 64
 _BURST_BYTES = 2 << 20  # some 350 us; a burst has at least one block
 _CROWDED_BURSTS = 64  # long bursts before short ones are tried again
-# If a copy that releases the GIL takes more than _LONG_S longer than at this speed, the thread had
-# to wait for the GIL: another thread keeps it.
+# A copy that takes _LONG_S longer than at this speed had to wait for the GIL.
 _LONG_S, _SLOWEST_BYTES_PER_S = 0.001, 1e9
 _MAX_BLOCK_BYTES = 4 << 20
 _ADDRESS = re.compile(r"fd:([0-9]{1,9})\Z", re.ASCII)
@@ -75,9 +73,7 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
     def __init__(
         self, segment: SharedSegment | None, rate_limit_bytes_per_s: float | None = None
     ) -> None:
-        """`segment` holds our own pool, for peers to write into; it is None for a pool that only
-        sends.
-        """
+        """`segment` holds our own pool; it is None for a pool that only sends."""
         super().__init__(rate_limit_bytes_per_s)
         self._segment = segment
         self._connecting = Threads("local-connect", _CONNECTS)
@@ -194,26 +190,20 @@ class LocalRoute(PlannedRoute):
         return True
 
     def begin(self, write: Assignment) -> _CopyJob:
-        return _CopyJob(
-            write, BlockQueue(self.planner, write.source_pages, write.target_pages), self._copier
-        )
+        return _CopyJob(self, write, self._copier)
 
     def release(self) -> None:
         self._segment.close()
 
 
-class _CopyJob:
-    """Implements `write_thread.WriteJob`. A block has landed once it is copied, so none is ever
-    under way.
-    """
+class _CopyJob(PlannedJob):
+    """Implements `write_thread.WriteJob`. A block has landed as soon as it is copied."""
 
-    __slots__ = ("_blocks", "_copier", "_write", "error", "landed_bytes", "outcome")
-    pause_s = 0.0
+    __slots__ = ("_copier",)
 
-    def __init__(self, write: Assignment, blocks: BlockQueue, copier: _Copier) -> None:
-        self._write, self._blocks, self._copier = write, blocks, copier
-        self.landed_bytes, self.error = 0, ""
-        self.outcome: WriteOutcome | None = None
+    def __init__(self, route: LocalRoute, write: Assignment, copier: _Copier) -> None:
+        super().__init__(route, write)
+        self._copier = copier
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
         before = self.landed_bytes
@@ -230,8 +220,7 @@ class _CopyJob:
                 moved = self._copier.copy(self._blocks.take(allowed, _BURST_BLOCKS), self._write)
             self.landed_bytes += moved
             allowed -= moved
-        # `left_bytes == 0` would not do: after a cancel, blocks that were taken from the queue may
-        # not be copied.
+        # After a cancel, blocks that were taken from the queue may not be copied.
         if self.landed_bytes == self._write.total_bytes:
             self.outcome = WriteOutcome.LANDED
         return self.landed_bytes - before or -1

@@ -17,12 +17,10 @@ _PRINTABLE = re.compile(r"[!-~]{1,4096}\Z", re.ASCII)
 
 
 def new_name(process: ProcessIdentity) -> str:
-    """Return a unique name for an engine of this process."""
     return f"{_prefix(process)}{secrets.token_hex(8)}"
 
 
 def is_name_of(name: str, process: ProcessIdentity) -> bool:
-    """Return True if `name` can be the name of an engine of `process`."""
     return name.startswith(_prefix(process))
 
 
@@ -31,9 +29,7 @@ def _prefix(process: ProcessIdentity) -> str:
 
 
 def regions_of(layout: PoolLayout) -> list[tuple[int, int]]:
-    """Return address and size of each memory region that the buffers occupy; adjacent ones are
-    joined.
-    """
+    """Return address and size of each region that the buffers occupy, adjacent ones joined."""
     joined: list[tuple[int, int]] = []
     for address, size in sorted((b.address, b.size_bytes) for b in layout.buffers):
         if joined and sum(joined[-1]) == address:
@@ -58,10 +54,7 @@ def pack_locator(described: bytes) -> str:
 
 
 def unpack_locator(locator: str) -> bytes:
-    """Return the description that a locator carries.
-
-    Raises: ValueError naming what is wrong with it.
-    """
+    """Return the description in a locator. Raises: ValueError naming what is wrong."""
     if not _PRINTABLE.match(locator):
         raise ValueError("not base 85")
     # The output is bounded, because a few bytes from the wire could expand to gigabytes.

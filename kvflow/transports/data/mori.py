@@ -69,7 +69,14 @@ from kvflow.transports.data.locators import (
 )
 from kvflow.transports.data.route import BlockList, Planner
 from kvflow.transports.data.threaded import EnginePlane
-from kvflow.transports.data.transfers import DONE, FAILED, RUNNING, Transfer, TransfersRoute
+from kvflow.transports.data.transfers import (
+    DONE,
+    FAILED,
+    RUNNING,
+    Transfer,
+    TransfersRoute,
+    raised_as,
+)
 from kvflow.transports.host.identity import own_identity
 from kvflow.transports.host.peer_process import PeerProcess
 
@@ -102,15 +109,11 @@ class Peer:
         Raises: TransferError for bytes that are not a description, or for that of another process.
         """
         self._plane, self.description = plane, description
-        try:
+        with raised_as(TransferError, "this is no description of a mori engine"):
             self.engine = plane.library.EngineDesc.unpack(description.engine)
             self.memory = [plane.library.MemoryDesc.unpack(packed) for packed in description.memory]
             self.name = str(self.engine.key)
             ends = sorted((memory.data, index) for index, memory in enumerate(self.memory))
-        except Exception as error:
-            raise TransferError(
-                f"this is no description of a mori engine: {type(error).__name__}: {error}"
-            ) from error
         if not is_name_of(self.name, process) or not self.memory:
             raise TransferError(
                 f"mori engine {self.name!r:.80} is not one of process {process.pid}"
@@ -123,21 +126,18 @@ class Peer:
         self.is_broken = False
 
     def prepare(self, blocks: BlockList) -> Transfer:
-        """Return a transfer of `blocks`, grouped by the pair of regions they lie in, without
-        starting it.
+        """Group the blocks by the pair of regions that they lie in.
 
         Raises: LayoutError for blocks outside registered memory.
         """
-        lists: defaultdict[tuple[int, int], tuple[list[int], list[int], list[int]]] = defaultdict(
-            lambda: ([], [], [])
-        )
+        lists: defaultdict[tuple[int, int], BlockList] = defaultdict(lambda: BlockList([], [], []))
         for source, target, size in zip(*blocks, strict=True):
             ours, our_offset = self._plane.region_of(source, size)
             theirs, their_offset = self._region_of(target, size)
-            for column, value in zip(
-                lists[ours, theirs], (our_offset, their_offset, size), strict=True
-            ):
-                column.append(value)
+            found = lists[ours, theirs]
+            found.sources.append(our_offset)
+            found.targets.append(their_offset)
+            found.sizes.append(size)
         return Transfer((dict(lists), []), sum(blocks.sizes))
 
     def _region_of(self, address: int, size: int) -> tuple[int, int]:
@@ -219,7 +219,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         self._memory: list[Any] = []  # registered regions of our pool
         self._registered: list[Any] = []  # all registered regions: the pool's and the scratch
         self._scratch = mmap.mmap(-1, mmap.PAGESIZE)  # memory into which probes read
-        try:
+        with raised_as(TransferError, "the mori engine does not start"):
             config = self.library.IOEngineConfig(host=host, port=0)
             self._engine = self.library.IOEngine(new_name(own_identity()), config)
             with _device_chosen(device):
@@ -228,10 +228,6 @@ class MoriPlane(EnginePlane[TransfersRoute]):
             self._scratch_memory = self._register(
                 ctypes.addressof(ctypes.c_char.from_buffer(self._scratch)), 4096
             )
-        except Exception as error:
-            raise TransferError(
-                f"the mori engine does not start: {type(error).__name__}: {error}"
-            ) from error
 
     def __repr__(self) -> str:
         return (
@@ -243,33 +239,20 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         counted = {"jobs": sum(route.jobs for route in self._routes), "handles": len(self.open)}
         return {**super().under_way, **counted}
 
-    def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
-        """Register the pool.
-
-        Raises: LayoutError when mori refuses the memory, or when it consists of too many regions.
-        """
-        layout.check()
-        if self._layout is not None:
-            raise LayoutError("a plane exports one pool")
+    def _register_pool(self, layout: PoolLayout) -> str:
         regions = regions_of(layout)
         if len(regions) > MAX_REGIONS:
             raise LayoutError(
                 f"the pool lies in {len(regions)} pieces, the limit is {MAX_REGIONS}; use a "
                 "page-first one"
             )
-        try:
+        with raised_as(LayoutError, "mori cannot register the pool"):
             self._memory = [self._register(address, size) for address, size in regions]
             packed = tuple(memory.pack() for memory in self._memory)
             described = msgspec.msgpack.encode(
                 Description(self._engine.get_engine_desc().pack(), packed)
             )
-        except Exception as error:
-            raise LayoutError(
-                f"mori cannot register the pool: {type(error).__name__}: {error}"
-            ) from error
-        locator = pack_locator(described)
-        self._layout = layout
-        return PlaneAddress(self.name, locator, own_identity()), layout
+        return pack_locator(described)
 
     def _register(self, address: int, size: int) -> Any:
         memory = self._engine.register_memory(
@@ -279,10 +262,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         return memory
 
     def region_of(self, address: int, size: int) -> tuple[int, int]:
-        """Return the index of our region that a block lies in, and the block's offset in it.
-
-        Raises: LayoutError.
-        """
+        """Return the index of the block's region and its offset there. Raises: LayoutError."""
         for index, memory in enumerate(self._memory):
             if memory.data <= address and address + size <= memory.data + memory.size:
                 return index, address - memory.data
@@ -305,17 +285,13 @@ class MoriPlane(EnginePlane[TransfersRoute]):
                 f"no mori session with process {pid} within {_CONNECT_S:g} s"
             ) from None
         if process.is_gone:
-            # Check after the answer: if the process is still alive, no other process can have
-            # answered.
+            # If the process is still alive, no other process can have answered.
             self.leave(peer)
             process.check()
         return TransfersRoute(self._thread, planner, peer, process, self._routes)
 
     def _reach(self, description: Description, process: ProcessIdentity) -> Peer:
-        """Connect and wait for the peer's answer, so that no later write has to connect. Blocks.
-
-        Raises: TransferError.
-        """
+        """Connect and wait for an answer, so that no later write has to connect. Blocks."""
         with self._opening:
             if self._layout is None:
                 raise TransferError("the mori plane is closed")
@@ -358,7 +334,6 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         return session
 
     def _ask(self, peer: Peer) -> None:
-        """Read a few bytes of the peer's pool to check that it answers. Raises: TransferError."""
         give_up_at_s = time.monotonic() + _ANSWER_S
         probe = Transfer(({}, []), _PROBE_BYTES)
         try:
@@ -384,9 +359,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
                 peer.release(probe)
 
     def leave(self, peer: Peer) -> None:
-        """Note that a route to a peer closed or was never opened; forget the peer after its last
-        route.
-        """
+        """Forget the peer if this was its last route."""
         with self._opening:
             peer.routes -= 1
             if not peer.routes and self._peers.get(peer.name) is peer:

@@ -29,11 +29,7 @@ class BlockList(NamedTuple):
 
 
 class Planner:
-    """A `Pairing` whose target addresses are those at which this plane reaches the target's
-    buffers.
-
-    Pages with few blocks are planned in a faster way.
-    """
+    """A `Pairing` whose target addresses are those at which this plane reaches the target."""
 
     def __init__(
         self,
@@ -47,7 +43,6 @@ class Planner:
 
         Raises: LayoutError when the pools do not fit.
         """
-        self._given = (target, max_block_bytes, target_bases)
         self._pairing = Pairing(source, target, partly=True)
         self._max_block_bytes, self._target_bases = max_block_bytes, target_bases
         self.page_bytes, self.row_bytes = self._pairing.page_bytes, self._pairing.row_bytes
@@ -68,8 +63,12 @@ class Planner:
 
     def from_source(self, source: PoolLayout) -> Planner:
         """Return a planner like this one for another layout of the source."""
-        target, max_block_bytes, target_bases = self._given
-        return Planner(source, target, max_block_bytes=max_block_bytes, target_bases=target_bases)
+        return Planner(
+            source,
+            self._target,
+            max_block_bytes=self._max_block_bytes,
+            target_bases=self._target_bases,
+        )
 
     def check(self, source_pages: PageIndices, target_pages: PageIndices) -> None:
         """Check the two page lists of a write.
@@ -96,7 +95,6 @@ class Planner:
             raise LayoutError("a row is written onto a page")
 
     def bytes_of(self, source_pages: PageIndices) -> int:
-        """Return the size in bytes of a write of these pages and rows."""
         if not self._source.num_rows:
             return self.page_bytes * source_pages.size
         split = self._source.split(source_pages)
@@ -105,17 +103,12 @@ class Planner:
     def first_blocks(
         self, source_pages: PageIndices, target_pages: PageIndices
     ) -> BlockList | None:
-        """Return the blocks of a write of one page that has few; None for any other write: use
-        `blocks`.
-        """
+        """Return the blocks of a write of one page if there are few, otherwise None."""
         one = source_pages.size == 1 and source_pages[0] < self._source_pages
         return self.few_blocks(source_pages, target_pages) if one else None
 
     def few_blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList | None:
-        """Return all blocks, page by page, if there are at most `FEW_BLOCKS`; otherwise None.
-
-        Adjacent blocks are not joined.
-        """
+        """Return all blocks, unjoined, if there are at most `FEW_BLOCKS`; otherwise None."""
         if (
             not self._page
             or source_pages.size * len(self._page) > FEW_BLOCKS
@@ -149,10 +142,7 @@ class Planner:
 
 
 class PlannedRoute:
-    """The event loop's half of `protocols.ports.Route`.
-
-    A back end adds `begin` (see `write_thread.Work`) and `release`.
-    """
+    """The event loop's half of a `ports.Route`. A back end adds `begin` and `release`."""
 
     def __init__(self, thread: WriteThread, planner: Planner, siblings: set[Self]) -> None:
         """`siblings` holds the plane's open routes; the route removes itself when it closes."""
@@ -162,11 +152,6 @@ class PlannedRoute:
         self._siblings = siblings
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> ThreadWrite:
-        """Start a write; a tiny one may be done before the call returns.
-
-        Raises: LayoutError (no write was started), TransferError after the route or the plane
-        closed.
-        """
         if self.closed:
             raise TransferError("the route is closed; connect again to write to that peer")
         self.planner.check(source_pages, target_pages)
@@ -188,7 +173,6 @@ class PlannedRoute:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close the route; see `protocols.ports.Route`. Idempotent."""
         if not self.closed:
             self.closed = True
             self._siblings.discard(self)
@@ -217,8 +201,7 @@ class BlockQueue:
         self._few = planner.first_blocks(source_pages, target_pages)
         self.left_bytes = planner.bytes_of(source_pages)
         self._next = self._given = 0
-        # True if the blocks are small and many. `take_small` is then faster, for a back end that
-        # copies blocks without an engine.
+        # True if `take_small` is faster, for a back end that copies blocks without an engine.
         self.are_small = False
         if self._few is None:
             self._columns = Blocks(*planner.blocks(source_pages, target_pages))
@@ -241,10 +224,7 @@ class BlockQueue:
         )
 
     def take_small(self, max_bytes: int) -> Blocks:
-        """Return the next blocks of a queue whose blocks are small, as many as fit.
-
-        `max_bytes` must be above 0. The result has at least one block if any is left.
-        """
+        """Return the next blocks of a queue whose blocks are small. `max_bytes` must be above 0."""
         start, stop = self._advance(max_bytes, self._ends.size)
         return Blocks(*(column[start:stop] for column in self._columns))
 
@@ -260,3 +240,16 @@ class BlockQueue:
 
 
 _NOTHING = BlockList([], [], [])
+
+
+class PlannedJob:
+    """The common part of each `write_thread.WriteJob` that moves a write block by block."""
+
+    __slots__ = ("_blocks", "_write", "error", "landed_bytes", "outcome", "pause_s")
+
+    def __init__(self, route: PlannedRoute, write: Assignment) -> None:
+        self._write = write
+        self._blocks = BlockQueue(route.planner, write.source_pages, write.target_pages)
+        self.landed_bytes, self.error = 0, ""
+        self.outcome: WriteOutcome | None = None
+        self.pause_s = 0.0

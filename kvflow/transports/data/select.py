@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import MisuseError
@@ -13,7 +15,13 @@ from kvflow.transports.data.mori import MoriPlane, mori_library
 from kvflow.transports.data.nixl.library import nixl_library
 from kvflow.transports.data.nixl.plane import NixlPlane
 
-PLANES = ("local", "mooncake", "nixl", "ascend", "mori")
+_ENGINES: dict[str, Callable[[str, float | None, str], DataPlane]] = {
+    "mooncake": MooncakePlane,
+    "nixl": NixlPlane,
+    "ascend": AscendPlane,
+    "mori": MoriPlane,
+}
+PLANES = ("local", *_ENGINES)
 # These planes have no fence: pages that a lost writer left in doubt stay in quarantine.
 UNFENCED = ("ascend", "mori")
 
@@ -53,13 +61,7 @@ def open_plane(
     check_plane(name, device, host)
     if name == "local":
         return LocalPlane(pool_segment, rate_limit_bytes_per_s)
-    if name == "nixl":
-        return NixlPlane(host, rate_limit_bytes_per_s, device)
-    if name == "ascend":
-        return AscendPlane(host, rate_limit_bytes_per_s, device)
-    if name == "mori":
-        return MoriPlane(host, rate_limit_bytes_per_s, device)
-    return MooncakePlane(host, rate_limit_bytes_per_s, device)
+    return _ENGINES[name](host, rate_limit_bytes_per_s, device)
 
 
 def plane_for(

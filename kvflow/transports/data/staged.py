@@ -65,18 +65,11 @@ class StagedPlane:
         return self.inner.stalled_s
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
-        """Export the staging. Its layout takes the place of `layout`.
-
-        Raises: the errors of the inner plane.
-        """
+        """Export the staging, whose layout takes the place of `layout`."""
         return self.inner.export(self._staging.host.layout.served)
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> StagedRoute:
-        """Open a route, and take staging for it.
-
-        Raises: the errors of the inner plane; TransferError when no staging is left for another
-        route.
-        """
+        """Open a route, and take staging for it. Raises: TransferError also if none is left."""
         inner = await self.inner.connect(address, layout)
         try:
             if not isinstance(inner, PlannedRoute):
@@ -108,12 +101,11 @@ class StagedPlane:
             _log.warning("%s", remedy(self.name, after))
         if after.mean_bytes <= before.mean_bytes:
             return None
-        sizes = before.mean_bytes, after.mean_bytes
         _log.info(
             "slices of %d bytes are written over %s in blocks of %d, from staging",
-            sizes[0],
+            before.mean_bytes,
             self.name,
-            sizes[1],
+            after.mean_bytes,
         )
         inner.planner = inner.planner.from_source(gathered)
         return Pairing(self._staging.pool.layout.served, gathered, ("pool", "staging"))
@@ -156,10 +148,7 @@ class StagedRoute(PlannedRoute):
         siblings: set[StagedRoute],
         out: Pairing | None,
     ) -> None:
-        """`out` pairs the pool with the staging, if slices are gathered; otherwise it is None.
-
-        Raises: TransferError.
-        """
+        """`out` pairs the pool with the staging if slices are gathered; otherwise it is None."""
         super().__init__(inner.thread, planner, siblings)
         self.inner, self.staging, self.copying, self._out = inner, staging, copying, out
         layout = staging.host.layout
@@ -192,9 +181,7 @@ class StagedRoute(PlannedRoute):
         return StagedJob(self, write)
 
     def reserve(self, places: PageIndices) -> PageIndices | None:
-        """Return free staging for these places of the pool, in their order; None if too little is
-        free.
-        """
+        """Return free staging for these places, in their order; None if too little is free."""
         pool, host, free = self.staging.pool.layout, self.staging.host.layout, self.places
         in_rows = places >= pool.num_pages
         rows = int(in_rows.sum())
@@ -219,7 +206,6 @@ class StagedRoute(PlannedRoute):
         )
 
     def give_back(self, staged: PageIndices) -> None:
-        """Return staging to the free places of this route."""
         more = self.staging.host.layout.split(staged)
         both = zip(self.places, more, strict=True)
         self.places = Places(*(np.concatenate(indices, dtype=np.int32) for indices in both))
@@ -258,17 +244,15 @@ class StagedJob:
     """Implements `write_thread.WriteJob`: it copies out slices and writes them in order."""
 
     __slots__ = (
-        *(
-            "_at",
-            "_ended_bytes",
-            "_route",
-            "_slices",
-            "_worst",
-            "_write",
-            "error",
-            "landed_bytes",
-            "outcome",
-        ),
+        "_at",
+        "_ended_bytes",
+        "_route",
+        "_slices",
+        "_worst",
+        "_write",
+        "error",
+        "landed_bytes",
+        "outcome",
         "pause_s",
     )
 

@@ -20,7 +20,7 @@ from kvflow.protocols.ports import PlaneAddress
 from kvflow.transports.data.route import PlannedRoute, Planner
 from kvflow.transports.data.slices import are_tiny, remedy
 from kvflow.transports.data.write_thread import WriteThread
-from kvflow.transports.host.identity import is_seen_alive
+from kvflow.transports.host.identity import is_seen_alive, own_identity
 from kvflow.transports.host.inbound import InboundConnections, wait_ended
 from kvflow.transports.host.peer_process import PeerProcess
 
@@ -30,10 +30,7 @@ R = TypeVar("R", bound=PlannedRoute)
 
 
 class ThreadedPlane(Generic[R]):
-    """A base class for `protocols.ports.DataPlane`.
-
-    A back end adds `name`, `export`, `connect` and `fence`.
-    """
+    """A base class of data planes, which add `name`, `export`, `connect` and `fence`."""
 
     name = ""
     close_grace_s = float("inf")
@@ -47,8 +44,7 @@ class ThreadedPlane(Generic[R]):
         Raises: MisuseError for a rate that is not positive.
         """
         self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
-        # our own pool's layout, while peers can be connected to
-        self._layout: PoolLayout | None = None
+        self._layout: PoolLayout | None = None  # our own pool's, from `export` to `close`
         self._routes: set[R] = set()
 
     @property
@@ -64,16 +60,12 @@ class ThreadedPlane(Generic[R]):
         return is_seen_alive(writer.process)
 
     def _own_layout(self) -> PoolLayout:
-        """Return our pool's layout. Raises: LayoutError before `export`."""
         if self._layout is None:
             raise LayoutError("export our own pool before connecting to a peer's")
         return self._layout
 
     def _keep(self, route: R) -> R:
-        """Record a route as open.
-
-        Raises: TransferError when the plane closed while the route was opened.
-        """
+        """Record a route. Raises: TransferError when the plane closed in the meantime."""
         if self._thread.is_closing:
             route.close()
             raise TransferError(f"the {self.name} plane is closed")
@@ -81,10 +73,7 @@ class ThreadedPlane(Generic[R]):
         return route
 
     async def close(self) -> None:
-        """Cancel all writes, drain for at most `close_grace_s`, end the thread, release every peer.
-
-        Idempotent.
-        """
+        """Cancel all writes, drain for at most `close_grace_s`, release every peer. Idempotent."""
         try:
             await self._thread.close(self.close_grace_s)
         finally:
@@ -114,16 +103,23 @@ class EnginePlane(ThreadedPlane[R]):
         self._inbound = InboundConnections()
         self._opening = threading.Lock()  # guards `_layout` and the records of peers
         self._connecting = Threads(f"{self.name}-connect", self.connects)
-        self._looking, self._closing = (
-            Threads(f"{self.name}-fence", 1),
-            Threads(f"{self.name}-close", 1),
-        )
+        self._looking = Threads(f"{self.name}-fence", 1)
+        self._closing = Threads(f"{self.name}-close", 1)
+
+    def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
+        """Register the pool. Raises: LayoutError for a second one, or if the engine refuses it."""
+        layout.check()
+        if self._layout is not None:
+            raise LayoutError("a plane exports one pool")
+        locator = self._register_pool(layout)
+        self._layout = layout
+        return PlaneAddress(self.name, locator, own_identity()), layout
+
+    def _register_pool(self, layout: PoolLayout) -> str:
+        """Register the pool, and return its locator. Raises: LayoutError when that fails."""
+        raise NotImplementedError
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> R:
-        """Check that the peer answers, and open a route to it.
-
-        Raises: LayoutError (the pools do not fit), TransferError (no answer).
-        """
         ours = self._own_layout()
         self._check_address(address)
         layout.check()
@@ -154,17 +150,12 @@ class EnginePlane(ThreadedPlane[R]):
         raise NotImplementedError
 
     def _unprovable(self) -> str:
-        """Return the transports in use over which a writer's end cannot be observed; empty if there
-        are none.
-        """
+        """Name the transports in use over which a writer's end cannot be observed, if any."""
         raise NotImplementedError
 
     async def fence(self, writer: PlaneAddress) -> None:
         """Wait until the writer's process is dead and our engine closed every connection that may
         be its own.
-
-        Raises: TransferError for a writer that can never be observed (on another host, say, or over
-        a transport such as RDMA); OSError when it cannot be observed right now.
         """
         if over := self._unprovable():
             raise TransferError(f"over {over} the end of a writer's bytes cannot be observed")

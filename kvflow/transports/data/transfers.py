@@ -1,14 +1,13 @@
-"""Writes to one peer through an engine that takes lists of blocks.
-
-Each list is a transfer, and a few transfers are under way at a time.
-"""
+"""Writes to one peer through an engine that takes lists of blocks, a few at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-from kvflow.protocols.ports import WriteOutcome
-from kvflow.transports.data.route import BlockList, BlockQueue, PlannedRoute, Planner, outcome_of
+from kvflow.protocols.errors import KvflowError
+from kvflow.transports.data.route import BlockList, PlannedJob, PlannedRoute, Planner, outcome_of
 from kvflow.transports.data.write_thread import Assignment, WriteThread
 from kvflow.transports.host.peer_process import PeerProcess
 
@@ -18,6 +17,15 @@ WINDOW_BYTES = 16 << 20
 TRANSFER_BYTES = 4 << 20
 TRANSFER_BLOCKS = 1024
 _PAUSE_S = 0.0003  # seconds between checks of what is under way
+
+
+@contextmanager
+def raised_as(error_class: type[KvflowError], what: str) -> Iterator[None]:
+    """Raise any exception of the engine's library as `error_class`, with `what` as its context."""
+    try:
+        yield
+    except Exception as error:
+        raise error_class(f"{what}: {type(error).__name__}: {error}") from error
 
 
 class Transfer:
@@ -31,10 +39,9 @@ class Transfer:
 
 
 class Carrier(Protocol):
-    """An engine's connection to one peer.
+    """An engine's connection to one peer, used on the plane's thread.
 
-    Its methods are called on the plane's thread. If one raises, the write that it was called for
-    fails.
+    If a method raises, the write that it was called for fails.
     """
 
     @property
@@ -51,9 +58,7 @@ class Carrier(Protocol):
         """Update the status of a transfer."""
 
     def release(self, transfer: Transfer) -> None:
-        """Forget a transfer that ended. It raises if the transfer did not end, and is then called
-        again.
-        """
+        """Forget a transfer that ended. If it did not end, this raises, and is called again."""
 
     def failed(self) -> None:
         """Note that a transfer failed, after which sessions with this peer may be unusable."""
@@ -63,10 +68,7 @@ class Carrier(Protocol):
 
 
 class TransfersRoute(PlannedRoute):
-    """Implements `protocols.ports.Route`.
-
-    Each route has its own window, so a frozen peer does not hold up other routes.
-    """
+    """Implements `ports.Route` with its own window, so that a frozen peer holds up no other."""
 
     def __init__(
         self,
@@ -81,39 +83,26 @@ class TransfersRoute(PlannedRoute):
         self.jobs = self.bytes = 0  # counts under way; used by the plane's thread only
 
     def begin(self, write: Assignment) -> _TransfersJob:
-        return _TransfersJob(
-            self, write, BlockQueue(self.planner, write.source_pages, write.target_pages)
-        )
+        return _TransfersJob(self, write)
 
     def release(self) -> None:
         self.process.close()
         self.carrier.leave()
 
 
-class _TransfersJob:
+class _TransfersJob(PlannedJob):
     """Implements `write_thread.WriteJob`.
 
     If a call of the engine raises, that is an error like any other: the job still waits for the end
     of everything that it submitted.
     """
 
-    __slots__ = (
-        "_blocks",
-        "_route",
-        "_transfers",
-        "_write",
-        "error",
-        "landed_bytes",
-        "outcome",
-        "pause_s",
-    )
+    __slots__ = ("_route", "_transfers")
 
-    def __init__(self, route: TransfersRoute, write: Assignment, blocks: BlockQueue) -> None:
-        self._route, self._write, self._blocks = route, write, blocks
+    def __init__(self, route: TransfersRoute, write: Assignment) -> None:
+        super().__init__(route, write)
+        self._route = route
         self._transfers: list[Transfer] = []  # under way
-        self.landed_bytes, self.error = 0, ""
-        self.outcome: WriteOutcome | None = None
-        self.pause_s = 0.0
         route.jobs += 1
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
@@ -135,8 +124,7 @@ class _TransfersJob:
             and not self._write.cancelled
             and not self.error
         ):
-            # Within a machine, the engine writes by pid, and another process may soon have this
-            # one.
+            # Within a machine, the engine writes by pid, which another process may soon have.
             if route.process.is_gone:
                 self.error = (
                     f"process {route.process.identity.pid}, to which {route.carrier.name} "

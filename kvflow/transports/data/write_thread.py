@@ -89,9 +89,7 @@ class Assignment(Protocol):
 
 
 class Work(Protocol):
-    """Makes the job for a write. It is called on the plane's thread, because planning takes too
-    long for the event loop.
-    """
+    """Makes jobs for writes. The thread calls it, because planning takes too long for the loop."""
 
     def begin(self, write: ThreadWrite) -> WriteJob: ...
 
@@ -100,18 +98,17 @@ class ThreadWrite:
     """Implements `protocols.ports.Write`."""
 
     __slots__ = (
-        *(
-            "_cancelled",
-            "_landed_bytes",
-            "_thread",
-            "done",
-            "error",
-            "job",
-            "outcome",
-            "source_pages",
-            "target_pages",
-        ),
-        *("total_bytes", "work"),
+        "_cancelled",
+        "_landed_bytes",
+        "_thread",
+        "done",
+        "error",
+        "job",
+        "outcome",
+        "source_pages",
+        "target_pages",
+        "total_bytes",
+        "work",
     )
 
     def __init__(
@@ -152,9 +149,7 @@ class ThreadWrite:
         return self._cancelled
 
     def end(self) -> None:
-        """Drop the job, which has no block under way, and keep its byte count. Called on the
-        plane's thread.
-        """
+        """Drop the job, which has no block under way, and keep its byte count."""
         if self.job is not None:
             self._landed_bytes, self.job = self.job.landed_bytes, None
 
@@ -170,11 +165,7 @@ class ThreadWrite:
 
 
 class WriteThread:
-    """The thread of one plane.
-
-    The plane creates this object. The first connect starts the thread, which reports to that event
-    loop.
-    """
+    """The thread of one plane. The first connect starts it, and it reports to that event loop."""
 
     def __init__(
         self, name: str, rate_limit_bytes_per_s: float | None = None, slice_bytes: int = SLICE_BYTES
@@ -227,21 +218,17 @@ class WriteThread:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the thread last made progress while it has work; see
-        `protocols.ports.DataPlane`.
-        """
+        """Seconds since the thread last made progress, if it has work. See `ports.DataPlane`."""
         if self._thread is None or len(self._open) == len(self._ended):
             return 0.0
         return time.monotonic() - self._turned_at if self._thread.is_alive() else float("inf")
 
     @property
     def is_closing(self) -> bool:
-        """True once the thread takes no more writes."""
         return self._closing
 
     @property
     def open_writes(self) -> int:
-        """Number of writes whose end has not reached the event loop yet."""
         return len(self._open)
 
     def admit(self, size_bytes: int, blocks: int) -> bool:
@@ -322,8 +309,7 @@ class WriteThread:
         # `close` sets the flag before it wakes this thread, so the thread sees it.
         while active or not (self._closing and self._inbox.empty()):
             if self._collect(active, wait_s):
-                # Start again with the shortest pause: a write that was stopped may have little
-                # under way.
+                # A write that was stopped may have little under way: begin with the shortest pause.
                 wait_s = 0.0
             moved, pause_s = False, _LONGEST_WAIT_S
             now = time.monotonic()
@@ -349,8 +335,8 @@ class WriteThread:
     def _collect(self, active: deque[ThreadWrite], wait_s: float) -> bool:
         """Take the writes that arrived; return False if the queue was empty.
 
-        The call blocks while there is no work. It waits up to `wait_s` while every write waits for
-        a back end or a copy.
+        The call blocks while there is no work, and up to `wait_s` while every write waits for a
+        back end or a copy.
         """
         inbox, found = self._inbox, False
         try:
@@ -369,9 +355,8 @@ class WriteThread:
             return found
 
     def _turn(self, write: ThreadWrite) -> bool:
-        """Advance one write by one slice. A finished write has no job afterwards.
-
-        Return True if anything changed.
+        """Advance a write by one slice, and drop its job at its end; return True if anything
+        changed.
         """
         try:
             job = write.job
@@ -394,8 +379,7 @@ class WriteThread:
                 return submitted >= 0
             write.outcome, write.error = outcome, job.error
         except Exception as error:  # noqa: BLE001
-            # The thread serves other rooms too, so only this write fails. It ends unproven, and the
-            # exception is counted.
+            # The thread serves other rooms too, so only this write fails.
             self.surprises += 1
             write.outcome, write.error = WriteOutcome.UNPROVEN, f"{type(error).__name__}: {error}"
         write.end()
@@ -425,8 +409,7 @@ class WriteThread:
             if not write.done.done():
                 write.done.set_result(write.outcome)
         self._told = False
-        # More writes may be left, or one ended meanwhile: the thread may have seen `_told` and not
-        # woken the loop.
+        # The thread may have seen `_told` and not woken the loop for a write that just ended.
         if self._ended:
             self._told = True
             self.loop.call_soon(self._deliver)

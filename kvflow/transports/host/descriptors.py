@@ -6,9 +6,6 @@ import resource
 
 
 def descriptors_for(most: int) -> int:
-    """Return `most`, or half of the process's limit on descriptors if that is less.
-
-    The other half stays free for everything else.
-    """
+    """Return `most`, or half of this process's limit on descriptors if that is less."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if soft == resource.RLIM_INFINITY else min(most, soft // 2)

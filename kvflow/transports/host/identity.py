@@ -20,8 +20,7 @@ from typing import Self
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.ports import ProcessIdentity
 
-# Errors that a retry cannot cure. Any other error (no descriptors, no memory) is raised unchanged,
-# so that the caller tries again.
+# A retry cannot cure these errors. Any other one is raised unchanged, to be tried again.
 _NEVER = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM})
 
 
@@ -38,10 +37,7 @@ def own_identity() -> ProcessIdentity:
 
 
 def check_same_host(identity: ProcessIdentity) -> None:
-    """Check that `identity` belongs to this boot, and to our pid and time namespaces.
-
-    Raises: TransferError when it does not.
-    """
+    """Check that `identity` is of this boot and these namespaces. Raises: TransferError."""
     if (identity.boot_id, identity.pid_namespace) != (_boot_id(), _namespace("pid")):
         raise TransferError(
             f"process {identity.pid} is on another host or in another pid namespace: cannot be "
@@ -100,7 +96,6 @@ class DeathWatch:
 
     @property
     def dead(self) -> bool:
-        """True after the process ended."""
         return self.died.done() and not self.died.cancelled()
 
     def close(self) -> None:
@@ -132,10 +127,7 @@ class DeathWatch:
 
 
 def watch(identity: ProcessIdentity) -> DeathWatch:
-    """Return a watch on a process, for use in a block:
-
-    `async with watch(w) as death: await asyncio.shield(death.died)`
-    """
+    """Watch a process: `async with watch(w) as death: await asyncio.shield(death.died)`."""
     return DeathWatch(identity)
 
 
@@ -193,9 +185,7 @@ def _boot_id() -> str:
 
 
 def _namespace(kind: str) -> str:
-    """Return the name of this process's namespace of the given kind; empty if the kernel lacks that
-    kind.
-    """
+    """Return the name of this process's namespace of one kind; empty if the kernel lacks it."""
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except FileNotFoundError:

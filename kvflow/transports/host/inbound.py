@@ -52,11 +52,9 @@ _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 1.0
 
 @dataclass(slots=True)
 class _Connection:
-    """A connection that the engine accepted."""
-
     fd: int
     ends: Ends | None  # None after a reset, when the far end is unknown
-    is_local: bool  # it comes from an address of our own network namespace
+    is_local: bool  # the far end is in our own network namespace
     first_look: int  # number of the look that found it
     # Writers seen with this connection, each with the number of the first look at that writer.
     holders: dict[ProcessIdentity, int] = field(default_factory=dict)
@@ -69,8 +67,7 @@ class _Writer:
     fences: int = 0  # fences that await its death
     first_look: int = 0  # looks are counted from 1; 0 means that no look has succeeded yet
     last_look: int = 0
-    # Connections that may be this writer's, inode to descriptor. Set once after its death, when no
-    # connection waits to be accepted any more.
+    # Connections that may be its own, inode to descriptor. Set once after its death.
     suspects: dict[int, int] | None = None
 
 
@@ -92,16 +89,12 @@ class InboundConnections:
         self._others: set[int] = set()
 
     def add_ports(self, ports: set[int]) -> None:
-        """Add ports on which our engines listen."""
         with self._lock:
             self._ports |= ports
             self._others.clear()
 
     def watch(self, writer: ProcessIdentity) -> None:
-        """Begin to record, with each look, which connections are this writer's.
-
-        Each call needs a matching call of `forget`; the last one ends the watch.
-        """
+        """Record this writer's connections at each look, until `forget` was called as often."""
         with self._lock:
             self._writers.setdefault(writer, _Writer()).fences += 1
 
@@ -112,10 +105,7 @@ class InboundConnections:
                 del self._writers[writer]
 
     def look(self) -> None:
-        """Record the open connections, and which watched writers have them.
-
-        Raises: OSError when no descriptors are left to look with.
-        """
+        """Record open connections and their writers. Raises: OSError if no descriptor is left."""
         with self._lock:
             self._look()
 
@@ -124,8 +114,6 @@ class InboundConnections:
 
         The count includes connections that our engine did not accept yet. The writer must be
         watched.
-
-        Raises: OSError as `look` does.
         """
         with self._lock:
             writer = self._writers[dead_writer]
@@ -137,8 +125,7 @@ class InboundConnections:
                 }
                 self._look()
                 self._closed &= readable
-                # `_look` reads our descriptors after the table was read, so it finds what was
-                # accepted in between.
+                # `_look` read our descriptors after the table, so it found what was accepted since.
                 if pending := readable - self._connections.keys() - self._closed - self._others:
                     return len(pending)
                 writer.suspects = self._suspects(dead_writer)
@@ -185,8 +172,7 @@ class InboundConnections:
             if namespace not in far_ends:
                 far_ends[namespace] = self._far_ends(identity, here)
             held = sockets(identity.pid)
-            # Check again after the descriptors were read: the pid may belong to another process by
-            # now.
+            # Check again, because the pid may belong to another process by now.
             if not held or not is_alive(identity):
                 continue
             writer.first_look = writer.first_look or self._looks
@@ -197,9 +183,7 @@ class InboundConnections:
                     connection.holders.setdefault(identity, writer.first_look)
 
     def _far_ends(self, identity: ProcessIdentity, here: str) -> dict[Ends, int]:
-        """Return the far ends of our connections to a writer's network namespace, with their
-        inodes.
-        """
+        """Return the far ends of our connections to a writer's namespace, with their inodes."""
         is_here = identity.network_namespace == here
         # An address equal to ours, such as loopback, means another machine in another namespace.
         wanted = {
@@ -213,7 +197,6 @@ class InboundConnections:
         return {row.ends: row.inode for row in table if row.ends in wanted}
 
     def _find_accepted(self) -> None:
-        """Update `_connections` from our descriptors."""
         ours = self._own_sockets()
         self._others &= ours.keys()
         for inode in self._connections.keys() - ours.keys():
@@ -223,11 +206,10 @@ class InboundConnections:
             connection.fd = ours[inode]
         known = self._others | self._connections.keys()
         new = [(inode, fd) for inode, fd in ours.items() if inode not in known]
-        addresses = own_addresses() if new else set()
-        if new:
-            far_ends = {row.ends.reversed() for row in rows(ports=self._ports) if row.inode in ours}
-        else:
-            far_ends = set()
+        if not new:
+            return
+        addresses = own_addresses()
+        far_ends = {row.ends.reversed() for row in rows(ports=self._ports) if row.inode in ours}
         for inode, fd in new:
             found = self._inspect(inode, fd, addresses)
             if found is None or found.ends in far_ends:
@@ -255,8 +237,7 @@ class InboundConnections:
             try:
                 far_address, far_port = ours.getpeername()[:2]
             except OSError:
-                # The connection was reset. Our engine still has to read what arrived before, and to
-                # close it.
+                # After a reset our engine still has to read what arrived before, and to close it.
                 return _Connection(fd, None, True, self._looks)
             ends = Ends(encode_address(address), port, encode_address(far_address), far_port)
             is_local = ends.far_address in own or is_loopback(ends.far_address)
@@ -277,8 +258,6 @@ async def wait_ended(
 ) -> None:
     """Wait until the writer's process is dead and every connection that may be its own is closed.
 
-    There is no time limit.
-
     Raises: TransferError for a writer that can never be observed, OSError when it cannot be
     observed right now.
     """
@@ -286,8 +265,7 @@ async def wait_ended(
         inbound.watch(writer)
         try:
             while not death.dead:
-                # A look fails when no descriptor is left. The fence then knows less, and may only
-                # wait longer.
+                # A look fails when no descriptor is left. The fence may then only wait longer.
                 with suppress(OSError):
                     await looking.run(inbound.look)
                 await asyncio.wait([death.died], timeout=_LOOK_S)

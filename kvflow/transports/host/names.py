@@ -19,11 +19,7 @@ class HostNames:
         self._threads = Threads(f"{name}-names", LOOKUPS)
 
     async def addresses(self, host: str, within_s: float) -> list[str]:
-        """Return the IP addresses of a host, in the system's order; an IP address is returned
-        unchanged.
-
-        Raises: OSError, TimeoutError.
-        """
+        """Return a host's IP addresses in the system's order. Raises: OSError, TimeoutError."""
         with suppress(ValueError):
             ip_address(host.partition("%")[0])
             return [host]
@@ -38,8 +34,6 @@ class HostNames:
         """Connect as `asyncio.open_connection` does, but look up the host in our own threads.
 
         asyncio would use the threads that the whole loop shares.
-
-        Raises: OSError, TimeoutError.
         """
         error: OSError = OSError(f"{host} has no address")
         for address in await self.addresses(host, within_s):

@@ -43,7 +43,6 @@ class PeerProcess:
             raise TransferError(f"process {self.identity.pid} has ended")
 
     def close(self) -> None:
-        """Stop watching. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -56,10 +56,7 @@ class Row(NamedTuple):
 
 
 def rows(process: int | str = "self", ports: Collection[int] | None = None) -> Iterator[Row]:
-    """Yield the TCP sockets in the network namespace of a process.
-
-    `ports` limits them to sockets with one of these ports at either end.
-    """
+    """Yield the TCP sockets in a process's network namespace, optionally only those on `ports`."""
     words = None if ports is None else [f":{port:04X} " for port in ports]
     for table in (f"/proc/{process}/net/tcp", f"/proc/{process}/net/tcp6"):
         try:
@@ -79,10 +76,7 @@ def rows(process: int | str = "self", ports: Collection[int] | None = None) -> I
 
 
 def sockets(process: int | str = "self") -> dict[int, int]:
-    """Return the sockets of a process: inode to (one) descriptor.
-
-    The result is empty if the process ended, or if we may not inspect it.
-    """
+    """Map a process's socket inodes to descriptors; empty if it ended or may not be inspected."""
     found: dict[int, int] = {}
     folder = f"/proc/{process}/fd"
     try:
@@ -90,12 +84,11 @@ def sockets(process: int | str = "self") -> dict[int, int]:
         for name in names:
             try:
                 target = os.readlink(f"{folder}/{name}")
-            except FileNotFoundError:  # closed meanwhile
+            except FileNotFoundError:
                 continue
             if target.startswith("socket:["):
                 found[int(target[8:-1])] = int(name)
-        # A process that ends loses all descriptors at once. If it has none left now, the list may
-        # be incomplete.
+        # A process loses all descriptors at its end, and the list may then be incomplete.
         ended = not os.listdir(folder)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return {}
@@ -119,7 +112,7 @@ def borrow(fd: int, inode: int | None = None) -> Iterator[socket.socket | None]:
         return
     try:
         ours = socket.socket(fileno=duplicate)
-    except OSError:  # not a socket
+    except OSError:
         os.close(duplicate)
         yield None
         return
@@ -128,7 +121,6 @@ def borrow(fd: int, inode: int | None = None) -> Iterator[socket.socket | None]:
 
 
 def listening_ports() -> set[int]:
-    """Return the TCP ports that this process listens on."""
     ours = sockets()
     return {row.ends.port for row in rows() if row.is_listening and row.inode in ours}
 

@@ -19,16 +19,14 @@ from kvflow.transports.host.names import HostNames
 _PROBE = 3
 _REQUEST = bytes([_PROBE]) + b"{}"
 _MAX_ANSWER_BYTES = 4 << 10  # an answer has some 20 bytes in fact
-# The engine closes a connection that is silent for this long. If that happens, our own process was
-# held up, and the probe is repeated.
+# The engine closes a connection that is silent for this long. We then probe again.
 _PATIENCE_S = 5.0
 
 
 async def check_answers(session: str, names: HostNames, within_s: float) -> None:
     """Wait until the engine at `session` ("host:port") answers a probe.
 
-    Raises: TransferError when no process listens there, when the listener is not an engine, or when
-    no answer comes within `within_s`.
+    Raises: TransferError if no engine answers within `within_s`.
     """
     host, _, port = session.rpartition(":")
     clock = asyncio.get_running_loop().time
@@ -54,10 +52,6 @@ async def check_answers(session: str, names: HostNames, within_s: float) -> None
 
 
 async def _probe(host: str, port: int, names: HostNames, within_s: float) -> None:
-    """Send one probe and read its answer.
-
-    Raises: OSError, OverflowError (invalid port), EOFError (hung up), ValueError (another answer).
-    """
     reader, writer = await names.connect(host, port, within_s, limit=_MAX_ANSWER_BYTES)
     try:
         writer.write(len(_REQUEST).to_bytes(8, "little") + _REQUEST)

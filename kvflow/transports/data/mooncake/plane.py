@@ -54,15 +54,14 @@ from kvflow.transports.data.route import Planner
 from kvflow.transports.data.threaded import EnginePlane
 from kvflow.transports.host.address import bracketed
 from kvflow.transports.host.descriptors import descriptors_for
-from kvflow.transports.host.identity import check_same_host, own_identity
+from kvflow.transports.host.identity import check_same_host
 from kvflow.transports.host.names import HostNames
 from kvflow.transports.host.peer_process import PeerProcess
 from kvflow.transports.host.tcp_table import listening_ports, rows, sockets
 
 MAX_BLOCK_BYTES = 2 << 20
 MAX_REGIONS = 1024
-# An engine has two threads and five descriptors. Freeing one holds the GIL for a second, so engines
-# are never freed.
+# An engine has two threads and five descriptors. Freeing one would hold the GIL for a second.
 MAX_ENGINES = 8
 MAX_SESSIONS = 16_384
 # An engine serves one handshake at a time, and waits 5 s for a connection that stays silent.
@@ -71,10 +70,9 @@ _QUESTIONS = 256  # probes at a time, each with a descriptor
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
 # The engine reads these variables when it is imported. If a peer reaches the default limit of
 # queued transfers, writes to it hang for good. By default the engine gives up a peer that reads
-# nothing for 30 s. The blocks under way would then be unproven, and the peer's lent pages would
-# stay in quarantine until our process ends. But a migration of the machine, or a debugger, may
-# pause a peer for longer, and its blocks land when it continues. Until then, or until the kernel
-# drops the connection, our own pages wait too.
+# nothing for 30 s, and its lent pages would stay in quarantine. But a migration of the machine, or
+# a debugger, may pause a peer for longer, and its blocks land when it continues. Our own pages wait
+# until then.
 _ENVIRONMENT = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "600",
     "MC_TCP_STATUS_TIMEOUT_SEC": "600",
@@ -140,22 +138,15 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
                 counted[what] += getattr(route, what)
         return {**super().under_way, **counted}
 
-    def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
-        """Register every buffer (some 20 us per GiB).
-
-        Raises: LayoutError when the engine refuses one.
-        """
-        layout.check()
-        if self._layout is not None:
-            raise LayoutError("a plane exports one pool")
+    def _register_pool(self, layout: PoolLayout) -> str:
+        # Some 20 us per GiB.
         if len(layout.buffers) > MAX_REGIONS:
             raise LayoutError(
                 f"{len(layout.buffers)} buffers are more than {MAX_REGIONS} regions; use a "
                 "page-first pool"
             )
         self._register(self.engine, layout)
-        self._layout = layout
-        return PlaneAddress(self.name, self._session, own_identity()), layout
+        return self._session
 
     def _check_address(self, address: PlaneAddress) -> None:
         if (
@@ -184,7 +175,6 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         )
 
     async def _connect(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
-        """Return an engine with a session to the peer. Raises: TransferError."""
         async with self._asking:
             await check_answers(peer.locator, self._names, _ANSWER_S)
         try:
@@ -197,9 +187,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
             ) from None
 
     def _reach(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
-        """Open a session now, so that no later submit has to connect (up to 5 s), and return its
-        engine.
-        """
+        """Open a session now, so that no later submit has to connect (up to 5 s)."""
         _check_owner(peer)
         with self._opening:
             if self._layout is None:
@@ -212,10 +200,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         return engine
 
     def _probe(self, engine: Any, session: str, ours: int, theirs: int) -> bool:
-        """Write 0 bytes to the peer, and return True if the engine reports success. Blocks.
-
-        `ours` and `theirs` are addresses in the two pools.
-        """
+        """Return True if a write of 0 bytes from address `ours` to `theirs` succeeds. Blocks."""
         handle = engine.transfer_submit_write(session, ours, theirs, 0)
         return bool(handle) and engine.transfer_check_status(handle) == 1
 
@@ -306,8 +291,7 @@ def _check_owner(peer: PlaneAddress) -> None:
         return
     pid, port = peer.process.pid, int(peer.locator.rpartition(":")[2])
     try:
-        # The kernel returns the table in pieces, and a row may be missed when other sockets come or
-        # go. So it is read twice before a peer is refused.
+        # The kernel returns the table in pieces, and may miss a row, so a refusal takes two reads.
         for _ in range(2):
             held = sockets(pid)
             listening = {
@@ -335,8 +319,7 @@ def engine_class(host: str = "", *, force_tcp: bool) -> Any:
             f"host {host}: mooncake speaks {spoken} in this process (MC_USE_IPV6, read when it is "
             "loaded)"
         )
-    # Without this variable the engine uses RDMA if it finds a device, and then the fence proves
-    # nothing.
+    # Otherwise the engine uses an RDMA device if it finds one, and the fence proves nothing.
     if force_tcp:
         os.environ.setdefault("MC_FORCE_TCP", "1")
     for name, value in _ENVIRONMENT.items():

@@ -5,28 +5,23 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from kvflow.protocols.ports import WriteOutcome
 from kvflow.transports.data.mooncake.congestion import unpace_local_connections
-from kvflow.transports.data.route import BlockQueue, PlannedRoute, Planner, outcome_of
+from kvflow.transports.data.route import PlannedJob, PlannedRoute, Planner, outcome_of
 from kvflow.transports.data.write_thread import Assignment, WriteThread
 from kvflow.transports.host.peer_process import PeerProcess
 
 WINDOW_HANDLES = 128
 WINDOW_BYTES = 32 << 20
 _FIRST_UNPACE_BYTES, _LAST_UNPACE_BYTES = 4 << 20, 256 << 20
-# Pauses between two checks of a window. A check takes some 100 us of CPU, which the copying threads
-# lack if there are few cores. The pause is shorter only if the rest of the write can land sooner at
-# the best known speed. It is half as long once the write is stopped, because its pages wait for the
-# last block of one window.
+# Pauses between two checks of a window. A check takes some 100 us of CPU, which copying threads may
+# lack. The pause is shorter if the rest of the write can land sooner at the best known speed, and
+# half as long once the write is stopped, because its pages wait for one window.
 _TCP_PAUSE_S, _RDMA_PAUSE_S = 0.001, 0.0002
 _BEST_BYTES_PER_S = 8e9
 
 
 class MooncakeRoute(PlannedRoute):
-    """Implements `protocols.ports.Route`.
-
-    Each route has its own window, so a frozen peer does not hold up other routes.
-    """
+    """Implements `ports.Route` with its own window, so that a frozen peer holds up no other."""
 
     def __init__(
         self,
@@ -43,24 +38,20 @@ class MooncakeRoute(PlannedRoute):
         self.submit = engine.transfer_submit_write
         self.check = engine.transfer_check_status
         self.session, self.process = session, process
-        # counts under way; used by the plane's thread only
+        # Counts of what is under way. Only the plane's thread uses them.
         self.jobs = self.handles = self.bytes = 0
         self.pause_s = _TCP_PAUSE_S if over_tcp else _RDMA_PAUSE_S
         self._next_unpace = _FIRST_UNPACE_BYTES
-        # Bytes left to submit until connections are unpaced again. RDMA has no connections to
-        # unpace.
+        # Bytes to submit before connections are unpaced again. RDMA has no connections.
         self._until_unpace = 0 if over_tcp else float("inf")
 
     def begin(self, write: Assignment) -> _WindowJob:
-        return _WindowJob(
-            self, write, BlockQueue(self.planner, write.source_pages, write.target_pages)
-        )
+        return _WindowJob(self, write)
 
     def moved(self, submitted_bytes: int) -> None:
         """Count submitted bytes, and from time to time unpace new connections.
 
-        The engine opens connections while it works, so they are looked for often at first, and less
-        often later.
+        The engine opens connections while it works, most of them at first.
         """
         self._until_unpace -= submitted_bytes
         if self._until_unpace <= 0 and submitted_bytes:
@@ -69,37 +60,23 @@ class MooncakeRoute(PlannedRoute):
             self._next_unpace = min(2 * self._next_unpace, _LAST_UNPACE_BYTES)
 
     def release(self) -> None:
-        """Stop watching the process.
-
-        The engine has no call to drop its session, and keeps it (see `MooncakePlane._engine_for`).
-        """
+        """Stop watching the process. The engine keeps its session, which no call drops."""
         self.process.close()
 
 
-class _WindowJob:
+class _WindowJob(PlannedJob):
     """Implements `write_thread.WriteJob` with some handles of the route's window.
 
     If a call of the engine raises, that is an error like any other: the job still waits for the end
     of everything that it submitted, and frees every slot of the window.
     """
 
-    __slots__ = (
-        "_blocks",
-        "_handles",
-        "_route",
-        "_write",
-        "error",
-        "landed_bytes",
-        "outcome",
-        "pause_s",
-    )
+    __slots__ = ("_handles", "_route")
 
-    def __init__(self, route: MooncakeRoute, write: Assignment, blocks: BlockQueue) -> None:
-        self._route, self._write, self._blocks = route, write, blocks
+    def __init__(self, route: MooncakeRoute, write: Assignment) -> None:
+        super().__init__(route, write)
+        self._route = route
         self._handles: deque[tuple[int, int]] = deque()  # (handle, size), oldest first
-        self.landed_bytes, self.error = 0, ""
-        self.outcome: WriteOutcome | None = None
-        self.pause_s = 0.0
         route.jobs += 1
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:

@@ -15,12 +15,11 @@ from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.ports import ProcessIdentity
 from kvflow.transports.data.locators import is_name_of, unpack_locator
 from kvflow.transports.data.nixl.library import environment, nixl_library
-from kvflow.transports.data.transfers import Transfer
+from kvflow.transports.data.transfers import Transfer, raised_as
 from kvflow.transports.host.tcp_table import rows, sockets
 
 PROBE_BYTES = 8
-# Metadata begins with this text. The length of the agent's name (u64, little-endian) and the name
-# follow.
+# Metadata begins with this text, the length of the agent's name (u64, little-endian) and the name.
 _NAME_AT = b"nixlSerDes|Agent"
 
 
@@ -56,16 +55,10 @@ class Agent:
         """
         library = nixl_library()
         before = descriptors()
-        try:
-            with environment(host, device):
-                config = library.nixl_agent_config(
-                    enable_prog_thread=bool(device), backends=["UCX"]
-                )
-                self._agent = library.nixl_agent(name, config)
-        except Exception as error:
-            raise TransferError(
-                f"the nixl agent does not start: {type(error).__name__}: {error}"
-            ) from error
+        starting = raised_as(TransferError, "the nixl agent does not start")
+        with starting, environment(host, device):
+            config = library.nixl_agent_config(enable_prog_thread=bool(device), backends=["UCX"])
+            self._agent = library.nixl_agent(name, config)
         if "UCX" not in self._agent.backends:
             raise TransferError("the nixl agent does not start: this build of nixl has no UCX")
         self.name = name
@@ -82,14 +75,9 @@ class Agent:
 
     def register(self, regions: Iterable[tuple[int, int]]) -> None:
         """Register memory regions, each (address, size). Raises: LayoutError when NIXL refuses."""
-        with self._lock:
-            try:
-                described = [(address, size, 0, "") for address, size in regions]
-                self._registered.append(self._agent.register_memory(described, "DRAM"))
-            except Exception as error:
-                raise LayoutError(
-                    f"nixl cannot register the pool: {type(error).__name__}: {error}"
-                ) from error
+        with self._lock, raised_as(LayoutError, "nixl cannot register the pool"):
+            described = [(address, size, 0, "") for address, size in regions]
+            self._registered.append(self._agent.register_memory(described, "DRAM"))
 
     def metadata(self) -> bytes:
         """Return what another agent needs to write into the memory that was registered last."""
@@ -102,18 +90,13 @@ class Agent:
     def add(self, metadata: bytes) -> None:
         """Add another agent by its metadata.
 
-        If NIXL refuses the metadata, this agent may never accept another agent of the same (random)
+        If NIXL refuses the metadata, this agent may never accept another agent of that (random)
         name.
 
         Raises: TransferError.
         """
-        with self._lock:
-            try:
-                self._agent.add_remote_agent(metadata)
-            except Exception as error:
-                raise TransferError(
-                    f"nixl refuses the peer's metadata: {type(error).__name__}: {error}"
-                ) from error
+        with self._lock, raised_as(TransferError, "nixl refuses the peer's metadata"):
+            self._agent.add_remote_agent(metadata)
 
     def remove(self, peer: str) -> None:
         """Disconnect from a peer. Transfers under way to it end with an error."""
@@ -123,10 +106,7 @@ class Agent:
     def prepare(
         self, operation: str, peer: str, ours: list[int], theirs: list[int], sizes: list[int]
     ) -> Transfer:
-        """Return a transfer of blocks, without starting it.
-
-        Raises: whatever NIXL raises, also for blocks outside registered memory.
-        """
+        """Prepare a transfer. Raises: what NIXL raises, such as for unregistered memory."""
         here, there = self._described(ours, sizes), self._described(theirs, sizes)
         with self._lock:
             transfer = Transfer(
@@ -136,20 +116,13 @@ class Agent:
         return transfer
 
     def prepare_probe(self, peer: str, address: int) -> Transfer:
-        """Return a transfer that reads a few bytes of the peer's pool, and so is done once the peer
-        answers.
-
-        Raises: see `prepare`.
-        """
+        """Return a read of a few bytes of the peer's pool, which is done once the peer answers."""
         return self.prepare(
             "READ", peer, [ctypes.addressof(self._scratch)], [address], [PROBE_BYTES]
         )
 
     def post(self, transfer: Transfer) -> None:
-        """Start a transfer. Small copies within a machine end before the call returns.
-
-        Raises: whatever NIXL raises; some of the transfer may be under way even then.
-        """
+        """Start a transfer. If NIXL raises, some of the transfer may be under way."""
         with self._lock:
             transfer.status = self._agent.transfer(transfer.handle)
 
@@ -171,7 +144,6 @@ class Agent:
 
     @property
     def open_transfers(self) -> int:
-        """Number of transfers that are not released."""
         return len(self._open)
 
     @property
@@ -207,8 +179,7 @@ class Agent:
 def _watches_connections(fd: int) -> bool:
     """Return True for an epoll descriptor that is readable when a connection has work.
 
-    UCX has epoll descriptors of two kinds. The other kind wakes UCX's own thread, and watches a
-    pipe or the like.
+    UCX has others, which wake UCX's own thread. They watch a pipe or the like.
     """
     if _target(fd) != "anon_inode:[eventpoll]":
         return False
@@ -216,7 +187,6 @@ def _watches_connections(fd: int) -> bool:
 
 
 def watched(event_fd: int) -> set[int]:
-    """Return the descriptors that an epoll descriptor watches."""
     with suppress(OSError), open(f"/proc/self/fdinfo/{event_fd}", encoding="ascii") as file:
         return {int(line.split()[1]) for line in file if line.startswith("tfd:")}
     return set()
@@ -229,5 +199,4 @@ def _target(fd: int) -> str:
 
 
 def descriptors() -> set[tuple[int, str]]:
-    """Return the descriptors of this process, each with its target."""
     return {(fd, _target(fd)) for fd in map(int, os.listdir("/proc/self/fd"))}

@@ -19,9 +19,8 @@ from kvflow.protocols.errors import MisuseError
 
 # The first module chooses one of the others by the CUDA version that it finds.
 MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
-# UCX's transports without a device: those for which a fence can prove the end of a writer. Shared
-# memory queues (posix, sysv) are not among them: the reader may take a dead writer's last bytes
-# from a queue later, and nothing shows when.
+# UCX's transports without a device, as far as a fence can prove the end of a writer. A reader may
+# take a dead writer's last bytes from shared memory (posix, sysv) at any later time.
 PROVABLE = ("tcp", "cma", "self")
 # By default UCX logs to standard output, which belongs to the program.
 _LOGGING = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
@@ -65,10 +64,7 @@ def _load() -> Any:
 
 
 def transports() -> frozenset[str]:
-    """Return the transports that UCX may use between agents without a device.
-
-    The operator's choice (UCX_TLS) takes precedence.
-    """
+    """Return the transports that UCX may use without a device: the operator's UCX_TLS, or ours."""
     return frozenset(os.environ.get("UCX_TLS", ",".join(PROVABLE)).split(","))
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import time
 
-from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.errors import TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.transports.data.locators import new_name, pack_locator, regions_of
@@ -87,7 +87,7 @@ class NixlPlane(EnginePlane[TransfersRoute]):
         super().__init__(rate_limit_bytes_per_s)
         self._host, self._device = host, device
         self._inbound_agent = Agent(new_name(own_identity()), host, device)
-        # our own writes go through this agent
+        # Our own writes go through this agent.
         self.agent = Agent(new_name(own_identity()), host, device)
         self._inbound.add_ports(self._inbound_agent.ports)
         self._progress: ProgressThread | None = None
@@ -113,22 +113,13 @@ class NixlPlane(EnginePlane[TransfersRoute]):
             "notifications": sum(agent.kept_notifications for agent in both),
         }
 
-    def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
-        """Register the pool, and begin to serve peers.
-
-        Raises: LayoutError when NIXL refuses the memory, or when a locator cannot describe that
-        many buffers.
-        """
-        layout.check()
-        if self._layout is not None:
-            raise LayoutError("a plane exports one pool")
+    def _register_pool(self, layout: PoolLayout) -> str:
         regions = regions_of(layout)
         self._inbound_agent.register(regions)
         locator = pack_locator(self._inbound_agent.metadata())
         self.agent.register(regions)
-        self._layout = layout
         self._progress = ProgressThread(self._inbound_agent)
-        return PlaneAddress(self.name, locator, own_identity()), layout
+        return locator
 
     async def _open(
         self, address: PlaneAddress, layout: PoolLayout, planner: Planner, process: PeerProcess
@@ -143,17 +134,13 @@ class NixlPlane(EnginePlane[TransfersRoute]):
         except TimeoutError:
             raise TransferError(f"no connection with {name} within {_CONNECT_S:g} s") from None
         if process.is_gone:
-            # Check after the answer: if the process is still alive, no other process can have
-            # answered.
+            # If the process is still alive, no other process can have answered.
             self.leave(peer)
             process.check()
         return TransfersRoute(self._thread, planner, peer, process, self._routes)
 
     def reach(self, name: str, process: ProcessIdentity, metadata: bytes, address: int) -> Peer:
-        """Connect and wait for the peer's answer, so that no later write has to connect. Blocks.
-
-        Raises: TransferError.
-        """
+        """Connect and wait for an answer, so that no later write has to connect. Blocks."""
         with self._opening:
             if self._layout is None:
                 raise TransferError("the nixl plane is closed")
@@ -166,8 +153,7 @@ class NixlPlane(EnginePlane[TransfersRoute]):
             elif peer.metadata != metadata and peer.routes:
                 raise TransferError(f"nixl agent {name} is another one: its metadata differs")
             elif peer.metadata != metadata or peer.is_broken:
-                # The peer counts as broken until `add` succeeds. If it raises, the next call tries
-                # again.
+                # The peer counts as broken until `add` succeeds, so that the next call tries again.
                 peer.is_broken = True
                 self.agent.remove(name)
                 self.agent.add(metadata)
@@ -198,7 +184,6 @@ class NixlPlane(EnginePlane[TransfersRoute]):
             )
 
     def _ask(self, peer: Peer, address: int) -> None:
-        """Read a few bytes of the peer's pool to check that it answers. Raises: TransferError."""
         give_up_at_s = time.monotonic() + _ANSWER_S
         try:
             probe = self.agent.prepare_probe(peer.name, address)
@@ -237,7 +222,7 @@ class NixlPlane(EnginePlane[TransfersRoute]):
 
 
 def has_died(process: ProcessIdentity) -> bool:
-    """Return True if a process is known to be dead; False also for a process on another host."""
+    """Return True if a process is known to be dead; a process on another host never is."""
     try:
         return not is_alive(process)
     except TransferError:
