@@ -19,10 +19,7 @@ from kvflow.connectors.vllm.version import NAME, check_version, is_supported
 
 
 def register() -> None:
-    """Register the connector. vLLM calls this once in each of its processes.
-
-    The connector itself is loaded when vLLM asks for it.
-    """
+    """Register the connector. vLLM calls this in each of its processes."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     # Some processes load plugins more than once, and vLLM refuses to register a name twice.
@@ -36,8 +33,7 @@ def register() -> None:
         few_cores.install()
 
 
-# The attribute is computed on access: the import of this module must not load torch, and an
-# unsupported vLLM must fail only where the connector is used.
+# This import must not load torch, and an unsupported vLLM fails only where it is used.
 def __getattr__(name: str) -> Any:
     if name != NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,8 +37,7 @@ from kvflow.protocols.errors import MisuseError
 log = logging.getLogger("vllm.kvflow")
 KVConnectorMetadata.register(StepMeta)
 KVConnectorWorkerMetadata.register(StepNews)
-# Seconds for which a step without a model waits for news. While a request waits for kvflow, vLLM
-# would otherwise run such steps without a pause.
+# Wait of a step without a model. vLLM would otherwise run such steps without a pause.
 _IDLE_WAIT_S = 0.005
 
 
@@ -87,7 +86,6 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def _bootstrap_port(self) -> int:
-        """The registry port of this engine's rank 0."""
         return self._settings.port_of_engine(
             self._vllm_config.parallel_config.data_parallel_index, self._ranks
         )
@@ -171,8 +169,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
         is_target = self._kv_transfer_config.is_kv_consumer
-        # The "local" plane writes into the target's memory from another process, so the cache of a
-        # decode must be in a shared segment.
+        # Over the "local" plane, another process writes into the cache of a decode.
         if self._settings.transfer_backend == "local" and is_target:
             return shared_allocation(self._segments)
         return None

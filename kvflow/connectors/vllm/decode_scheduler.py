@@ -50,9 +50,7 @@ class DecodeScheduler:
     """Requests with `do_remote_prefill`, until their load ends or their blocks are proven free."""
 
     def __init__(self, block_size: int, workers: int) -> None:
-        """`workers` is the number of this engine's workers; each loads its part from prefill's
-        worker of the same number.
-        """
+        """`workers` counts our workers; each loads from prefill's worker of the same number."""
         self._block_size, self._workers = block_size, workers
         self._loads: dict[str, _Load] = {}
         self._quarantine: dict[str, _Quarantine] = {}
@@ -69,8 +67,7 @@ class DecodeScheduler:
         if request.prompt_token_ids is None:
             log.warning("request %s has embeddings for a prompt: it is computed here", name)
             return
-        # A room serves one prompt once. Further prompts for it come from N > 1, from several
-        # prompts in one request, or from a repeated request.
+        # A room serves one prompt once. Others for it come from N > 1, or from a repeated request.
         if params.room in self._used:
             log.info(
                 "request %s: room %d has been used before: its prompt is computed here",
@@ -140,24 +137,19 @@ class DecodeScheduler:
         self._next = StepMeta()
 
     def finished(self, request: Any) -> None:
-        """Note that vLLM ended the request. If its load still runs, vLLM keeps the blocks until the
-        load is reported as over.
-        """
+        """Note that vLLM ended the request. vLLM keeps the blocks of a load that still runs."""
         if self._loads.pop(request.request_id, None) is not None:
             self._next.abandoned.append(request.request_id)
 
     def update(self, news: StepNews, received: set[str]) -> None:
-        """Process the workers' news of a step. `received` names requests whose load is over at
-        every worker.
-        """
+        """Process the workers' news. `received` names requests whose load is over everywhere."""
         for name, workers in news.ready.items():
             if (load := self._loads.get(name)) is not None:
                 load.waits_for -= workers
         for name, workers in news.failures.items():
             load = self._loads.get(name)
             if load is not None:
-                # vLLM returns only one part of a request with an error, its trace headers. They
-                # carry the reason to the API server.
+                # vLLM returns the trace headers of a request with an error, and no other part.
                 headers = load.request.trace_headers or {}
                 load.request.trace_headers = {**headers, REASON: encode_reason(news.failed[name])}
                 self._hold(name, load.blocks, workers)
@@ -166,8 +158,7 @@ class DecodeScheduler:
             if found is not None:
                 found.left -= workers
                 if not found.left:
-                    # In reverse order, as vLLM itself frees a request's blocks: the end of a prompt
-                    # is then evicted first.
+                    # As in vLLM, the end of a prompt is freed, and so evicted, first.
                     self.block_pool.free_blocks(reversed(self._quarantine.pop(name).blocks))
         for name in received:
             self._loads.pop(name, None)

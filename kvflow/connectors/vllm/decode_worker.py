@@ -1,6 +1,4 @@
-"""Decode in a worker: it lends vLLM's blocks to prefill, and reports to vLLM which blocks landed,
-failed, or are proven free.
-"""
+"""Decode in a worker: it lends vLLM's blocks to prefill, and reports what became of them."""
 
 from __future__ import annotations
 
@@ -26,13 +24,12 @@ class _Target:
         self.request, self.workers = what.request, len(what.prefill)
         self.room: DecodeThreadRoom | None = None
         self.offer: Offer | None = None
-        self.cause: Cause | None = None  # why the load failed; the first cause stays
-        self.is_told = False  # the failure was reported to the scheduler side
-        # The scheduler side keeps the blocks, so the failure may be reported to vLLM.
-        self.is_held = False
-        self.is_abandoned = False  # vLLM ended the request, and waits for its blocks
-        self.is_released = False  # no write can reach the blocks any more
-        self.quarantined = 0  # how many of its blocks `quarantined_blocks` includes
+        self.cause: Cause | None = None  # first cause of the load's failure
+        self.is_told = False  # True after the failure was reported to the scheduler side
+        self.is_held = False  # True once that side keeps the blocks, and vLLM may be told
+        self.is_abandoned = False  # True if vLLM ended the request, and waits for its blocks
+        self.is_released = False  # True once no write can reach the blocks
+        self.quarantined = 0  # its share of `quarantined_blocks`
         self.opened_at_s = time.monotonic()
 
 
@@ -68,9 +65,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
         return bool(self._targets or self._received)
 
     def begin(self, meta: StepMeta) -> None:
-        """Prepare a step: open the rooms of new loads, lend their blocks, and end the loads of
-        requests that are over.
-        """
+        """Open the rooms of new loads, lend their blocks, and end the loads of ended requests."""
         with self._lock:
             for what in meta.targets:
                 self._open(what, meta.offers.pop(what.request, None))
@@ -87,9 +82,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                     self._abandon(target)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """Return the ids of requests for which vLLM need not wait any longer, and of those among
-        them that failed to load.
-        """
+        """Return the requests whose blocks vLLM need not wait for, and those that failed."""
         with self._lock:
             found = self._received, self._failed
             self._received, self._failed = set(), set()
@@ -136,7 +129,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
 
     def _offer(self, target: _Target, offer: Offer) -> None:
         self._lend(target, offer)
-        # The load already failed after its announcement, before it had blocks.
+        # The load may have failed before it had blocks.
         if target.cause is not None:
             self._tell(target)
             return
@@ -159,21 +152,17 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                 log.warning(
                     "request %s: its blocks do not come from prefill: %s", target.request, cause
                 )
-        # Without an offer, the scheduler side still waits for prefill. Let it take blocks first,
-        # because only a request that waits for blocks can fail in vLLM.
+        # Let the scheduler side take blocks: only a request that waits for blocks can fail in vLLM.
         if target.offer is None:
             self._ready(target, set(range(target.workers)))
         self._count(target)
         self._tell(target)
 
     def _ready(self, target: _Target, workers: set[int]) -> None:
-        """Report that the scheduler side need not wait for these workers before it takes blocks for
-        the request.
-        """
+        """Report that the request need not wait for these workers before it takes blocks."""
         self._news.ready[target.request] = self._news.ready.get(target.request, set()) | workers
 
     def _tell(self, target: _Target) -> None:
-        """Report a failed load to the scheduler side, if vLLM waits for its blocks."""
         if target.is_abandoned or target.offer is None or target.is_told or target.cause is None:
             return
         if not target.offer.is_waited_for:
@@ -226,10 +215,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             self._end(target)
 
     def _end(self, target: _Target) -> None:
-        """Finish a load that landed or is over on both sides.
-
-        If vLLM waits for the blocks, it may now continue with them.
-        """
+        """Finish a load that landed or is over. If vLLM waits for the blocks, it may use them."""
         if target.offer is not None and target.offer.is_waited_for:
             self._received.add(target.request)
         self._drop(target)

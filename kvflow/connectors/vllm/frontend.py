@@ -22,8 +22,7 @@ from kvflow.protocols.errors import Cause, Code, MisuseError
 
 _FURTHER_PROMPT = re.compile(r"cmpl-.*-[1-9][0-9]*", re.DOTALL)
 CLIENT_CLOSED_REQUEST = 499  # the client of the other leg left
-# The key of the reason in a request's trace headers, the one part of a request that vLLM returns
-# with an error.
+# The key of the reason in the trace headers, which vLLM returns with an error.
 REASON = "kvflow-failed"
 
 
@@ -37,18 +36,12 @@ def read_reason(text: str) -> Cause:
 
 
 def is_further_prompt(request_id: str) -> bool:
-    """Return True for a request that is not the first of a list of prompts.
-
-    The request's id, which vLLM's API server chooses, shows that.
-    """
+    """Return True for a prompt after the first of a list: vLLM's API server numbers their ids."""
     return _FURTHER_PROMPT.fullmatch(request_id) is not None
 
 
 def _status(cause: Cause) -> HTTPStatus:
-    """Return the HTTP status that answers a failure.
-
-    It is 502 instead of 499, which kvflow's own servers send and HTTPStatus does not define.
-    """
+    """Return the HTTP status for a failure. HTTPStatus has no 499, which becomes 502."""
     found = STATUS_OF_CODE.get(cause.code, 500)
     return HTTPStatus.BAD_GATEWAY if found == CLIENT_CLOSED_REQUEST else HTTPStatus(found)
 
@@ -67,7 +60,6 @@ def install() -> None:
 def _starting(init: Any) -> Any:
     @wraps(init)
     def started(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Check the settings before the engine starts. Raises: MisuseError if they are invalid."""
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector == NAME:
             Settings.read(transfer.kv_connector_extra_config)
@@ -106,17 +98,13 @@ def _checking(process_inputs: Any) -> Any:
 
 
 def _check_role(asked: object, transfer: Any) -> None:
-    if asked is None:
-        return
-    if isinstance(asked, ToDecode) and not transfer.is_kv_producer:
+    if isinstance(asked, ToDecode):
+        field, side, is_here = "do_remote_decode", "prefill", transfer.is_kv_producer
+    else:
+        field, side, is_here = "do_remote_prefill", "decode", transfer.is_kv_consumer
+    if asked is not None and not is_here:
         raise MisuseError(
-            "kv_transfer_params: do_remote_decode is for a prefill, and this is a "
-            f"{transfer.kv_role}"
-        )
-    if not isinstance(asked, ToDecode) and not transfer.is_kv_consumer:
-        raise MisuseError(
-            "kv_transfer_params: do_remote_prefill is for a decode, and this is a "
-            f"{transfer.kv_role}"
+            f"kv_transfer_params: {field} is for a {side}, and this is a {transfer.kv_role}"
         )
 
 
@@ -134,17 +122,11 @@ def _telling(process_outputs: Any) -> Any:
     @wraps(process_outputs)
     def telling(self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         for output in engine_core_outputs:
-            if output.finish_reason is not None:
-                text = (output.trace_headers or {}).get(REASON)
-            else:
-                text = None
-            state = self.request_states.get(output.request_id) if text else None
-            if (
-                text
-                and state is not None
-                and state.queue is not None
-                and str(output.finish_reason) == "error"
-            ):
+            text = (output.trace_headers or {}).get(REASON)
+            if text is None or str(output.finish_reason) != "error":
+                continue
+            state = self.request_states.get(output.request_id)
+            if state is not None and state.queue is not None:
                 state.queue.put(TransferError(read_reason(text)))
         return process_outputs(self, engine_core_outputs, *args, **kwargs)
 

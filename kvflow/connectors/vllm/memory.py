@@ -1,7 +1,4 @@
-"""vLLM's KV cache as a kvflow pool: one page per block.
-
-Only vLLM knows the layout inside a block.
-"""
+"""vLLM's KV cache as a kvflow pool, a page per block. Only vLLM knows the layout inside a block."""
 
 from __future__ import annotations
 
@@ -78,10 +75,9 @@ def shared_allocation(found: list[SharedSegment]) -> Generator[None]:
 
 
 class _InSegment(TorchFunctionMode):
-    """A mode in which the allocation of the KV cache returns a shared segment.
+    """A mode in which the KV cache is allocated in a shared segment.
 
-    vLLM allocates the whole cache as one `torch.zeros` of bytes (v1/worker/utils.py,
-    allocate_kv_cache).
+    vLLM allocates it as one `torch.zeros` of bytes (v1/worker/utils.py, allocate_kv_cache).
     """
 
     def __init__(self, found: list[SharedSegment]) -> None:
@@ -115,9 +111,7 @@ class Heads(NamedTuple):
     shards: int
 
     def part(self, heads: int, axis: int) -> dict[str, int]:
-        """Return this shard's part of a layer's cache, `heads` heads along `axis`, as fields of
-        `components.Part`.
-        """
+        """Return our part of a layer's cache, `heads` heads along `axis`, as fields of `Part`."""
         if not self.total:
             return {"replica": self.shard, "replicas": self.shards}
         copies = max(1, heads * self.shards // self.total)
@@ -148,7 +142,7 @@ def pool_over(
 
     Raises: LayoutError.
     """
-    # Layers that share a cache (cross-layer KV sharing) have the same bytes, which are moved once.
+    # Layers that share a cache have the same bytes, which are moved once.
     distinct: dict[int, str] = {}
     for name, cache in caches.items():
         distinct.setdefault(cache.data_ptr(), name)
@@ -172,11 +166,7 @@ def pool_over(
 
 
 def model_fingerprint(model_config: Any, cache_dtype: str) -> str:
-    """Return a text that identifies the model behind a KV cache.
-
-    It has the architecture and types in readable form, and the configuration and weights as
-    digests.
-    """
+    """Return a text that identifies a model by architecture, types, configuration and weights."""
     name = model_config.model
     config = model_config.hf_config.to_dict()
     what = (config.get("architectures") or ["?"])[0]

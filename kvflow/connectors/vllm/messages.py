@@ -83,8 +83,7 @@ class StepMeta:
     finished: dict[str, bool] = field(default_factory=dict)
     targets: list[OpenTarget] = field(default_factory=list)
     offers: dict[str, Offer] = field(default_factory=dict)
-    # decode: failed loads whose blocks the scheduler side keeps, with the workers that may now
-    # report the failure to vLLM
+    # decode: failed loads whose blocks are kept, with the workers that may now tell vLLM
     held: dict[str, set[int]] = field(default_factory=dict)
     # decode: requests that ended before their load did
     abandoned: list[str] = field(default_factory=list)
@@ -95,17 +94,15 @@ class StepMeta:
 class StepNews:
     """News from the workers to the scheduler side, besides the results that vLLM collects."""
 
-    # decode: by request, the workers for which the scheduler side need not wait any longer, because
-    # their part of prefill began, or never will
+    # decode: by request, the workers whose part of prefill began, or never will
     ready: dict[str, set[int]] = field(default_factory=dict)
-    # why each load failed; of several workers' causes, the first
+    # first cause of each failed load
     failed: dict[str, Cause] = field(default_factory=dict)
     failures: dict[str, set[int]] = field(default_factory=dict)  # workers at which the load failed
     # decode: workers of `failures` at which no write can reach the blocks any more
     released: dict[str, set[int]] = field(default_factory=dict)
 
     def aggregate(self, other: StepNews) -> StepNews:
-        """Return the combined news of two workers."""
         return StepNews(
             _joined(self.ready, other.ready),
             other.failed | self.failed,

@@ -33,18 +33,13 @@ _ADDRESS = re.compile(
 
 
 class ToDecode(msgspec.Struct, frozen=True):
-    """Prefill's leg.
-
-    If the proxy gives no room, one is drawn when the request arrives.
-    """
+    """Prefill's leg. If the proxy gives no room, one is drawn when the request arrives."""
 
     room: int | None
 
 
 class FromPrefill(msgspec.Struct, frozen=True):
-    """Decode's leg: where the blocks of the prompt come from. `port` is the registry port of
-    prefill's rank 0.
-    """
+    """Decode's leg: the source of its blocks. `port` is the registry port of prefill's rank 0."""
 
     room: int
     host: str
@@ -96,10 +91,7 @@ def read_params(params: object) -> ToDecode | FromPrefill | None:
 def prefill_answer(
     host: str, port: int, *, engine: str, workers: int, tensor_parallel: int
 ) -> dict[str, Any]:
-    """Return the part of prefill's answer that is the same for every request.
-
-    The room's number is added to it, and `read_params` reads the result at decode.
-    """
+    """Return the part of prefill's answer that all requests share. Each adds its room's number."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -134,7 +126,6 @@ def _checked(found: FromPrefill) -> FromPrefill:
 
 
 def _room(params: dict[str, Any]) -> int:
-    """Return the room's number, which for a `transfer_id` is a digest of it."""
     name = params.get(_TRANSFER)
     if params.get(ROOM) is not None or name is None:
         return _number(params, ROOM, 1, MAX_ROOM)
@@ -168,7 +159,7 @@ def _number(params: dict[str, Any], name: str, least: int, most: int) -> int:
 
 
 def _shown(value: object) -> str:
-    """Return a value as text for an error, shortened because it may be megabytes long."""
+    """Return a value as text for an error. It may be megabytes long, and is cut."""
     try:
         text = repr(value)
     # The integer has more digits than Python converts to text.

@@ -26,21 +26,19 @@ class PrefillScheduler:
     """Requests with `do_remote_decode`, from their arrival until vLLM ends them."""
 
     def __init__(self, block_size: int, answer: dict[str, Any]) -> None:
-        """`answer` is the part of the answers to decode that all requests share
-        (`params.prefill_answer`).
-        """
+        """`answer` is the part of its answers that all requests share (`params.prefill_answer`)."""
         self._block_size, self._answer = block_size, answer
         # Requests whose room the proxy chose. Their blocks are sent while the prompt is computed.
         self._streaming: dict[str, Any] = {}
         self._rooms: dict[str, int] = {}
         self._places: dict[str, int] = {}  # blocks reserved for each request that began
-        self._taken = 0  # sum of `_places`
+        self._taken = 0  # sum of the values of `_places`
         # True after a request could not begin in the step that vLLM is planning. Later requests
         # then do not begin either, so that they cannot overtake a large one forever.
         self._is_held_up = False
         self.num_blocks = 0  # blocks in vLLM's cache
         self._next = StepMeta()  # message to the workers for the next step
-        self.block_ids_of: Any = None  # vLLM's function from a request's id to its blocks, by group
+        self.block_ids_of: Any = None  # vLLM's function: the blocks of a request's id, by group
 
     def new_request(self, request: Any, params: ToDecode) -> None:
         name = request.request_id
@@ -55,16 +53,12 @@ class PrefillScheduler:
             self._open(request, params.room)
 
     def may_begin(self, request: Any) -> bool:
-        """Return True if there is space for the request's prompt, and reserve it.
-
-        vLLM calls this in the order of its queue.
-        """
+        """Return True if the prompt has space, and reserve it. vLLM asks in its queue's order."""
         name = request.request_id
         if name not in self._rooms or name in self._places:
             return True
         wanted = self._blocks_of(request)
-        # A request that would be alone always begins: otherwise a prompt as large as the cache
-        # could wait forever.
+        # A request that would be alone begins, because its prompt may be as large as the cache.
         if self._is_held_up or (self._places and self._taken + wanted > self.num_blocks):
             self._is_held_up = True
             return False
@@ -96,8 +90,7 @@ class PrefillScheduler:
         meta.finished = self._next.finished
         meta.begun = self._next.begun
         self._next, self._is_held_up = StepMeta(), False
-        # Requests that ended after the last step are included, because vLLM may have given their
-        # blocks to others.
+        # vLLM may have given the blocks of requests that just ended to others.
         mine = self._streaming.keys() | meta.finished.keys()
         meta.preempted = [name for name in output.preempted_req_ids or () if name in mine]
         for name, count in output.num_scheduled_tokens.items():
@@ -112,9 +105,7 @@ class PrefillScheduler:
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether vLLM must keep the request's blocks until they are reported as sent, and
-        the fields of its answer.
-        """
+        """Return whether vLLM keeps the blocks until they are sent, and fields for its answer."""
         name = request.request_id
         room, streams = self._rooms.pop(name, None), self._streaming.pop(name, None) is not None
         was_computed = request.status.name in _COMPUTED

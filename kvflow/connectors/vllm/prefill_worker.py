@@ -1,6 +1,4 @@
-"""Prefill in a worker: it sends blocks to decode as they are computed, and reports to vLLM when no
-write reads them any more.
-"""
+"""Prefill in a worker: it sends computed blocks, and reports when no write reads them any more."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ class _Source:
         self.blocks: Sequence[int] = ()
         self.is_all = False
         self.sent = 0  # blocks sent so far, including those that decode already had
-        self.is_over = False  # the request ended, and vLLM waits for its blocks
+        self.is_over = False  # True if the request ended, and vLLM waits for its blocks
         self.opened_at_s = time.monotonic()
 
 
@@ -55,9 +53,7 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         return bool(self._sources)
 
     def begin(self, meta: StepMeta) -> None:
-        """Prepare a step: open the rooms of its requests, and begin those that are certain to get
-        all of their blocks.
-        """
+        """Open the rooms of new requests, and begin those that are certain to get all blocks."""
         with self._lock:
             for what in meta.sources:
                 self._open(what)
@@ -78,8 +74,8 @@ class PrefillWorker(WorkerSide[PrefillThread]):
                 source = self._sources.get(name)
                 if source is None or source.room is None:
                     continue
-                # The blocks are dropped before the wait. Decode's half may arrive during it, and
-                # the blocks would then be sent.
+                # Drop the blocks first: decode's half may arrive during the wait, and have them
+                # sent.
                 blocks, source.blocks, source.is_all = source.blocks[: source.sent], (), False
             if not self.thread.wait_released(blocks, _PREEMPTION_S):
                 source.room.close(
@@ -97,7 +93,7 @@ class PrefillWorker(WorkerSide[PrefillThread]):
                     self._send(source)
 
     def finished(self, meta: StepMeta) -> set[str]:
-        """Return the ids of ended requests whose blocks vLLM may use again."""
+        """Return the ended requests whose blocks vLLM may use again."""
         with self._lock:
             for name, was_aborted in meta.finished.items():
                 source = self._sources.get(name)
@@ -126,8 +122,7 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         if room is None or not room.matched or room.last_sent or room.error is not None:
             return
         assert room.prefix_tokens is not None
-        # Rounded up: a prefix that covers the whole prompt may end inside a block, and then no
-        # block is sent.
+        # Rounded up: a prefix of the whole prompt may end inside a block, which is not sent.
         first = max(source.sent, -(-room.prefix_tokens // self._block_size))
         chunk = source.blocks[first:]
         if not chunk and not source.is_all:

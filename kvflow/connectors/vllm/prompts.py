@@ -1,6 +1,4 @@
-"""The prompt that both halves of a room must agree on, with everything that its KV cache depends
-on.
-"""
+"""The prompt of a room, on which both halves must agree, with all that its KV cache depends on."""
 
 from __future__ import annotations
 

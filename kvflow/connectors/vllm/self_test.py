@@ -1,6 +1,4 @@
-"""The self-test at every start: a block that is moved as peers move it must read back as vLLM wrote
-it.
-"""
+"""The self-test at every start: a block that was moved must read back as vLLM wrote it."""
 
 from __future__ import annotations
 
@@ -90,9 +88,7 @@ def _move(pool: PagedPool, source: int, target: int) -> None:
 
 
 def _settle(pool: PagedPool) -> None:
-    """Wait until the device finished all its work, because kvflow's copies are not ordered with
-    vLLM's.
-    """
+    """Wait for the device, because kvflow's copies are not ordered with vLLM's."""
     if not pool.on_host:
         import torch
 
@@ -100,7 +96,6 @@ def _settle(pool: PagedPool) -> None:
 
 
 def _pattern(cache: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return one block of random bytes, viewed in the type of the cache."""
     import torch
 
     size = cache[0].numel() * cache.element_size()

@@ -86,10 +86,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
     def port_of_engine(self, number: int, ranks: int) -> int:
-        """Return the registry port of rank 0 of data-parallel engine `number`.
-
-        Each engine before it has `ranks` workers, and each worker takes one port.
-        """
+        """Return the registry port of rank 0 of an engine. Each worker before it takes one port."""
         return self.bootstrap_port + number * ranks
 
     def check(self) -> None:
@@ -123,8 +120,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def timing(self) -> Timing:
-        # The two legs of a request may be sent at once and still arrive a whole model step apart. A
-        # half therefore waits as long as prefill keeps blocks.
+        # The two legs of a request may arrive a whole model step apart.
         return Timing(
             lost_after_s=self.lost_after_s,
             rendezvous_s=self.source_deadline_s,

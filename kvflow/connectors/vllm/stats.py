@@ -32,8 +32,7 @@ class KvflowStats(KVConnectorStats):  # type: ignore[misc]
             self.data[name] += other.data[name]
         for code, count in other.data["failed"].items():
             self.data["failed"][code] = self.data["failed"].get(code, 0) + count
-        # The number of blocks in quarantine is a level, not a count: the latest value replaces the
-        # earlier one.
+        # The number of blocks in quarantine is a level: the latest value replaces the earlier one.
         self.data["quarantine"].update(other.data["quarantine"])
         return self
 
@@ -64,29 +63,22 @@ class KvflowPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: Any,
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._seconds = {
-            way: self._per_engine(
-                self._histogram_cls(
-                    name=f"vllm:kvflow_{way}_seconds",
-                    documentation=(
-                        f"Time from the opening of a prompt's room until all of it was {way}."
-                    ),
-                    buckets=_SECONDS,
-                    labelnames=labelnames,
-                )
+        self._seconds, self._bytes = {}, {}
+        for way in WAYS:
+            until = f"Time from the opening of a prompt's room until all of it was {way}."
+            seconds = self._histogram_cls(
+                name=f"vllm:kvflow_{way}_seconds",
+                documentation=until,
+                buckets=_SECONDS,
+                labelnames=labelnames,
             )
-            for way in WAYS
-        }
-        self._bytes = {
-            way: self._per_engine(
-                self._counter_cls(
-                    name=f"vllm:kvflow_{way}_bytes",
-                    documentation=f"KV cache {way}.",
-                    labelnames=labelnames,
-                )
+            size = self._counter_cls(
+                name=f"vllm:kvflow_{way}_bytes",
+                documentation=f"KV cache {way}.",
+                labelnames=labelnames,
             )
-            for way in WAYS
-        }
+            self._seconds[way] = create_metric_per_engine(seconds, self.per_engine_labelvalues)
+            self._bytes[way] = create_metric_per_engine(size, self.per_engine_labelvalues)
         self._failed_family = self._counter_cls(
             name="vllm:kvflow_failed_prompts",
             documentation="Prompts whose blocks were not moved, by why.",
@@ -99,9 +91,6 @@ class KvflowPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             ),
             labelnames=[*labelnames, "worker"],
         )
-
-    def _per_engine(self, metric: Any) -> Any:
-        return create_metric_per_engine(metric, self.per_engine_labelvalues)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for way in WAYS:

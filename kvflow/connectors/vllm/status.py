@@ -60,10 +60,7 @@ class StatusServer:
         self._loop: LoopThread | None = None
 
     def start(self, host: str, port: int, api_key: str = "") -> int:
-        """Bind the port, serve, and return the port.
-
-        Raises: MisuseError (the port cannot be bound).
-        """
+        """Bind the port, serve, and return the port. Raises: MisuseError if it cannot be bound."""
         serving = serve_ranks(self._table, host, port, api_key, documents=self._documents)
         loop = LoopThread("kvflow-status")
         try:

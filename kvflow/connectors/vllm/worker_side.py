@@ -25,8 +25,7 @@ _POLL_S = 1.0
 class WorkerSide(Generic[T]):
     """One role in a worker.
 
-    A lock protects the records of its requests, because vLLM's thread and the follower both change
-    them.
+    A lock guards the records of its requests: vLLM's thread and the follower both change them.
     """
 
     def __init__(self, thread: T, stats: Transfers, wake: Callable[[], None]) -> None:
@@ -70,9 +69,7 @@ class WorkerSide(Generic[T]):
                 self._wake()
 
     def _expire(self) -> float:
-        """End what is overdue, and return how long the follower may wait for the next event, in
-        seconds.
-        """
+        """End what is overdue; return how many seconds the follower may wait for an event."""
         return _POLL_S
 
     def _handle(self, event: RoomEvent[Any]) -> None:

@@ -129,10 +129,10 @@ class WorkerSides:
         self._prefill.computed(meta)
 
     def finished(self, meta: StepMeta, wait_s: float) -> tuple[set[str], set[str], set[str]]:
-        """Return the ids of requests that are sent, of those that are received, and of the received
-        ones that failed to load.
+        """Return the ids of requests that were sent, that were received, and that failed to load.
 
-        While a transfer runs, it first waits up to `wait_s` for news.
+        Those that failed are also among the received ones. While a transfer runs, the call first
+        waits up to `wait_s` for news.
         """
         if wait_s and self._is_busy and not (meta.sources or meta.targets or meta.offers):
             self._wake.wait(wait_s)
@@ -160,23 +160,19 @@ class WorkerSides:
 
 
 def _names(model_config: Any, place: _Place) -> dict[str, Any]:
-    """Return the model name under which decodes find this worker, and its rank if it is joined."""
-    named: dict[str, Any] = {"model": _model_name(model_config)}
+    served = model_config.served_model_name
+    model = served[0] if isinstance(served, list) else served or model_config.model
+    named: dict[str, Any] = {"model": str(model)}
     if place.is_joined:
         named |= {"rank": place.rank, "world_size": place.ranks}
     return named
 
 
-def _model_name(model_config: Any) -> str:
-    served = model_config.served_model_name
-    return str(served[0] if isinstance(served, list) else served or model_config.model)
-
-
 class _Place(NamedTuple):
     """The position of this worker in its engine: number `rank` of `ranks`.
 
-    `is_joined` is True if this is one of several workers of a prefill whose decodes have one worker
-    each, which holds the parts of all.
+    `is_joined` is True for a prefill's worker if each of its decodes has one worker, with the parts
+    of all.
     """
 
     rank: int
@@ -204,8 +200,7 @@ def _pool(
     layout = (
         f"{next(iter(caches.values())).device.type} {cache.get_resolved_kv_cache_layout().name}"
     )
-    # Only the worker of the same number on the other side has the same part. Naming the worker
-    # makes its layout differ from all others.
+    # Only the worker of this number on the other side has the same part.
     if place.ranks > 1 and not place.is_joined:
         layout += f", worker {place.rank} of {place.ranks}"
     return pool_over(
@@ -225,7 +220,6 @@ def _heads(model_config: Any) -> Heads:
 
 
 def _options(settings: Settings, pages: ExternalPages) -> dict[str, Any]:
-    """Return the options that both nodes share."""
     return {
         "pages": pages,
         "host": settings.host,
