@@ -7,7 +7,7 @@ import ctypes
 import os
 import sys
 import threading
-from typing import ClassVar
+from functools import partial
 
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.layout import PoolLayout
@@ -17,38 +17,32 @@ from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeRoute, FakeW
 from kvflow.transports.data.local import LocalPlane
 
 
-class Early(FakeAdapter):
+class _OnFakes(FakeAdapter):
+    def __init__(self, plane: type[FakePlane]) -> None:
+        super().__init__()
+        self._plane = plane
+
+    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
+        return self._plane(self._network)
+
+
+class _Early(FakePlane):
     """Calls a write landed whose last page is not there."""
 
-    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
-        plane = super().open(pool, rate_bytes_per_s)
-        assert isinstance(plane, FakePlane)
-        plane.began = _lie  # type: ignore[method-assign]
-        return plane
+    def began(self, write: FakeWrite) -> None:
+        write.copy(write.total_bytes - write.page_bytes)
+        write.landed_bytes = write.total_bytes
+        write.end(WriteOutcome.LANDED)
 
 
-def _lie(write: FakeWrite) -> None:
-    write.copy(write.total_bytes - write.page_bytes)
-    write.landed_bytes = write.total_bytes
-    write.end(WriteOutcome.LANDED)
-
-
-class Elsewhere(FakeAdapter):
+class _Elsewhere(FakePlane):
     """Writes one byte more than it was told to."""
 
-    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
-        plane = super().open(pool, rate_bytes_per_s)
-        assert isinstance(plane, FakePlane)
-        plane.ended = _overrun  # type: ignore[method-assign]
-        return plane
-
-
-def _overrun(write: FakeWrite, outcome: WriteOutcome) -> None:
-    layout = write.peer._layout
-    assert layout is not None
-    ctypes.memset(
-        layout.buffers[0].address + int(write.target_pages[0] + 1) % layout.num_pages * 64, 0xEE, 1
-    )
+    def ended(self, write: FakeWrite, outcome: WriteOutcome) -> None:
+        layout = write.peer._layout
+        assert layout is not None
+        page = int(write.target_pages[0] + 1) % layout.num_pages
+        ctypes.memset(layout.buffers[0].address + page * 64, 0xEE, 1)
 
 
 class Undrained(FakeAdapter):
@@ -66,12 +60,12 @@ def _go_on(write: FakeWrite, outcome: WriteOutcome) -> None:
         asyncio.get_running_loop().call_later(0.1, write.copy, 1 << 20)
 
 
-class Credulous(NamedAdapter):
-    """Fences any writer that it is asked to."""
-
+class _OnLocal(NamedAdapter):
     def __init__(self) -> None:
         super().__init__("local")
 
+
+class Credulous(_OnLocal):
     def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
         return _Credulous(pool.segment, rate_bytes_per_s)
 
@@ -81,25 +75,13 @@ class _Credulous(LocalPlane):
         return
 
 
-class Dying(NamedAdapter):
+class Dying(_OnLocal):
     """Ends every process but that of the checks."""
-
-    def __init__(self) -> None:
-        super().__init__("local")
 
     def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
         if sys.argv[0].endswith("process.py"):
             os._exit(3)
         return super().open(pool, rate_bytes_per_s)
-
-
-class _OnFakes(FakeAdapter):
-    """Opens planes of a class of its own, in which one thing is wrong."""
-
-    plane: ClassVar[type[FakePlane]]
-
-    def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
-        return self.plane(self._network)
 
 
 class _Leaking(FakePlane):
@@ -108,13 +90,9 @@ class _Leaking(FakePlane):
         return await super().connect(address, layout)
 
 
-class Leaking(_OnFakes):
-    """Keeps a descriptor for each route."""
-
-    plane = _Leaking
-
-
 class _Trading(FakePlane):
+    """Keeps a thread for each route, and has a descriptor less."""
+
     def __init__(self, network: FakeNetwork) -> None:
         super().__init__(network)
         self._spare = [os.dup(0) for _ in range(200)]
@@ -132,32 +110,20 @@ class _Trading(FakePlane):
         await super().close()
 
 
-class Trading(_OnFakes):
-    """Keeps a thread for each route, and has a descriptor less."""
-
-    plane = _Trading
-
-
 class _Broken(FakePlane):
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
         raise ValueError("a bug of its own")
 
 
-class Broken(_OnFakes):
-    """Raises what no plane may."""
-
-    plane = _Broken
-
-
 class Forgetful(FakeAdapter):
-    """Never forgets a write."""
-
     def under_way(self, plane: DataPlane) -> dict[str, int]:
         assert isinstance(plane, FakePlane)
         return {"writes": len(plane.started)}
 
 
 class _Hanging(FakePlane):
+    """Does not end its writes when it is closed."""
+
     def began(self, write: FakeWrite) -> None:
         write.move(write.page_bytes)
 
@@ -165,29 +131,20 @@ class _Hanging(FakePlane):
         return
 
 
-class Hanging(_OnFakes):
-    """Does not end its writes when it is closed."""
-
-    plane = _Hanging
-
-
 class _Reopening(FakePlane):
+    """Writes through a route that was closed."""
+
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
         route = await super().connect(address, layout)
         route.close = lambda: None  # type: ignore[method-assign]
         return route
 
 
-class Reopening(_OnFakes):
-    """Writes through a route that was closed."""
-
-    plane = _Reopening
-
-
-class Mute(_OnFakes):
-    """Answers none of the three questions: they are not in this module's docstring."""
-
-    plane = _Hanging
+Early, Elsewhere = partial(_OnFakes, _Early), partial(_OnFakes, _Elsewhere)
+Leaking, Trading = partial(_OnFakes, _Leaking), partial(_OnFakes, _Trading)
+Broken, Hanging = partial(_OnFakes, _Broken), partial(_OnFakes, _Hanging)
+Reopening = partial(_OnFakes, _Reopening)
+Mute = Hanging  # the docstring of this module answers none of the three questions
 
 
 def _not_an_adapter() -> int:

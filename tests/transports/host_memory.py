@@ -1,6 +1,4 @@
-"""One-sided copies into other processes of this machine, as a NIC makes them: the target takes no
-part.
-"""
+"""One-sided copies into other processes of this machine, as a NIC makes them."""
 
 from __future__ import annotations
 
@@ -25,12 +23,10 @@ for _name in ("process_vm_writev", "process_vm_readv"):
 
 
 def write(pid: int, ours: int, theirs: int, size: int) -> None:
-    """Raises: OSError when the process has ended, or has nothing there."""
     _copy(_libc.process_vm_writev, pid, ours, theirs, size)
 
 
 def read(pid: int, ours: int, theirs: int, size: int) -> None:
-    """Raises: as `write`."""
     _copy(_libc.process_vm_readv, pid, ours, theirs, size)
 
 

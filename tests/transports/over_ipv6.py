@@ -1,7 +1,4 @@
-"""One room over ::1, in a process of its own: mooncake speaks one family of addresses in a process.
-
-python -m tests.transports.over_ipv6 local|mooncake
-"""
+"""One room over ::1, in a separate process: python -m tests.transports.over_ipv6 local|mooncake"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The calls of Mooncake's engine that the ascend plane makes, with the signatures it publishes
-(kvcache-ai/Mooncake 3b5a594), on host memory. A submit is carried out by threads of the engine and
-never ends within the call, as with the Ascend transport; what wants an NPU's context in its thread
-refuses without one."""
+"""The calls of Mooncake's engine that the ascend plane makes (kvcache-ai/Mooncake 3b5a594).
+
+Threads of the engine carry out a submit, on host memory, as with the Ascend transport.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ def _has_context() -> bool:
 
 
 class _State:
-    """What the engine's threads share with it; they end with the engine."""
-
     def __init__(self) -> None:
         self.memory: dict[int, int] = {}
         self.status: dict[int, int] = {}
@@ -50,10 +48,7 @@ class _State:
                 self.status[handle] = 1
 
     def reach(self, peer: str, address: int, size: int) -> int:
-        """The process behind a session.
-
-        Raises: OSError, also for memory that it has not registered.
-        """
+        """Return the process behind a session. Raises: OSError, also for unregistered memory."""
         known = self.peers.get(peer)
         if known is None or not _inside(known[1], address, size):
             host, _, port = peer.rpartition(":")
@@ -100,11 +95,8 @@ class TransferEngine:
     def initialize(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
     ) -> int:
-        if (metadata_server, protocol, device_name) != (
-            "P2PHANDSHAKE",
-            "ascend",
-            "",
-        ) or not _has_context():
+        asked = metadata_server, protocol, device_name
+        if asked != ("P2PHANDSHAKE", "ascend", "") or not _has_context():
             return -1
         self._listening = socket.create_server((local_hostname, 0))
         self._threads = [
@@ -172,15 +164,9 @@ def _inside(memory: dict[int, int], address: int, size: int) -> bool:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    (size,) = struct.unpack("<Q", _exactly(connection, 8))
-    return _exactly(connection, size)
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        part = connection.recv(size - len(received))
-        if not part:
-            raise OSError("hung up")
-        received += part
+    with connection.makefile("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        received = stream.read(size)
+    if not size or len(received) < size:
+        raise OSError("hung up")
     return received

@@ -16,6 +16,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Self
 
 import msgspec
 
@@ -87,34 +88,29 @@ class RdmaBackendConfig:
         self.enable_notification = enable_notification
 
 
-class EngineDesc(msgspec.Struct, frozen=True, array_like=True):
+class _Packed(msgspec.Struct, frozen=True, array_like=True):
+    def pack(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Self:
+        return msgspec.msgpack.decode(packed, type=cls)
+
+
+class EngineDesc(_Packed, frozen=True):
     key: str
     host: str
     port: int
     pid: int
 
-    def pack(self) -> bytes:
-        return msgspec.msgpack.encode(self)
 
-    @staticmethod
-    def unpack(packed: bytes) -> EngineDesc:
-        return msgspec.msgpack.decode(packed, type=EngineDesc)
-
-
-class MemoryDesc(msgspec.Struct, frozen=True, array_like=True):
+class MemoryDesc(_Packed, frozen=True):
     engine_key: str
     id: int
     device_id: int
     data: int
     size: int
     loc: int
-
-    def pack(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @staticmethod
-    def unpack(packed: bytes) -> MemoryDesc:
-        return msgspec.msgpack.decode(packed, type=MemoryDesc)
 
 
 class IOEngineSession:
@@ -137,9 +133,6 @@ class IOEngineSession:
         transfer_uid: int,
     ) -> TransferStatus:
         return self._start(host_memory.write, local_offsets, remote_offsets, sizes, transfer_uid)
-
-    def alive(self) -> bool:
-        return True
 
     def _start(
         self,

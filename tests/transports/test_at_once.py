@@ -1,6 +1,4 @@
-"""Tiny local writes, which are copied on the event loop: when they are, when not, and what stays
-true of them.
-"""
+"""Tiny local writes, which are copied on the event loop."""
 
 from __future__ import annotations
 
@@ -13,22 +11,19 @@ import numpy as np
 import pytest
 
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import PageIndices, build_layout
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.transports.data.local import LocalPlane, LocalRoute
 from kvflow.transports.data.route import FEW_BLOCKS
 from kvflow.transports.data.write_thread import AT_ONCE_BYTES
-from tests.transports.peer_process import end_of, pages, until
+from tests.transports.peer_process import end_of, local_planes, pages, until
 
 KIB = 1 << 10
 PAGES = 1024
 
 
 class PlanePair:
-    """Two pools and a route from the first into the second; `source` byte for byte random, `target`
-    zeros.
-    """
+    """Two pools, of random bytes and of zeros, and a route from the first into the second."""
 
     def __init__(self, source: PagedPool, target: PagedPool, plane: LocalPlane) -> None:
         self.source, self.target, self.plane = source, target, plane
@@ -54,23 +49,15 @@ async def pair(
         num_pages=PAGES,
         order=order,  # type: ignore[arg-type]
     )
-    source, target = PagedPool.allocate(layout, shared=False), PagedPool.allocate(layout)
-    for b in source.layout.buffers:
-        memory = np.ctypeslib.as_array((ctypes.c_uint8 * b.size_bytes).from_address(b.address))
-        memory[:] = np.random.default_rng(b.size_bytes).integers(
-            1, 256, b.size_bytes, dtype=np.uint8
-        )
-    planes = [LocalPlane(source.segment, rate), LocalPlane(target.segment)]
-    planes[0].export(source.layout)
-    opened = PlanePair(source, target, planes[0])
-    opened.route = await planes[0].connect(*planes[1].export(target.layout))
-    try:
+    async with local_planes(layout, rate) as (plane, receiver, source, target):
+        for b in source.layout.buffers:
+            memory = np.ctypeslib.as_array((ctypes.c_uint8 * b.size_bytes).from_address(b.address))
+            memory[:] = np.random.default_rng(b.size_bytes).integers(
+                1, 256, b.size_bytes, dtype=np.uint8
+            )
+        opened = PlanePair(source, target, plane)
+        opened.route = await plane.connect(*receiver.export(target.layout))
         yield opened
-    finally:
-        for plane in planes:
-            await plane.close()
-        source.close()
-        target.close()
 
 
 @pytest.mark.parametrize(
@@ -149,13 +136,3 @@ async def test_the_rate_limit_holds_for_tiny_writes_too() -> None:
         assert any(write.done.done() for write in writes[1:])
         # More than one slice of that rate.
         assert not p.route.write(pages(*range(16)), pages(*range(16))).done.done()
-
-
-async def test_what_may_not_be_written_is_not() -> None:
-    async with pair(4) as p:
-        with pytest.raises(LayoutError):
-            p.route.write(pages(0), pages(PAGES))
-        await p.plane.close()
-        with pytest.raises(TransferError, match="closed"):
-            p.route.write(pages(0), pages(0))
-        assert not p.landed_pages

@@ -1,6 +1,4 @@
-"""The suite itself: it finds planes that do not conform, and its command line says what was shown
-and what was not.
-"""
+"""The suite itself: it finds planes that do not conform, and its command line tells them."""
 
 from __future__ import annotations
 
@@ -51,10 +49,7 @@ async def test_a_plane_that_does_not_conform_is_found(
         ("carrier pigeon", "no plane 'carrier pigeon'; there are local"),
         ("no_such_module:Adapter", "No module named 'no_such_module'"),
         ("tests.transports.bad_planes:Nobody", "has no attribute 'Nobody'"),
-        (
-            "tests.transports.bad_planes:_not_an_adapter",
-            "makes a int, not a kvflow.testing.conformance.Adapter",
-        ),
+        ("tests.transports.bad_planes:_not_an_adapter", "makes a int, not a kvflow.testing"),
     ],
 )
 def test_a_plane_that_is_none_is_refused(text: str, why: str) -> None:
@@ -63,10 +58,7 @@ def test_a_plane_that_is_none_is_refused(text: str, why: str) -> None:
 
 
 def told(*arguments: str) -> tuple[int, str]:
-    """Exit status and stdout.
-
-    On stderr asyncio may say that a killed child was reaped before it looked.
-    """
+    """Exit status and stdout. On stderr asyncio may warn of a killed child."""
     ended = subprocess.run(
         [sys.executable, "-m", "kvflow.testing.conformance", *arguments],
         cwd=Path(__file__).parents[2],

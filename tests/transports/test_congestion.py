@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,32 +20,36 @@ def algorithm(connection: socket.socket) -> bytes:
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
-def test_local_connections_lose_a_paced_algorithm(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def connection(address: str) -> Iterator[tuple[socket.socket, socket.socket]]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with (
         socket.create_server((address, 0), family=family) as server,
         socket.create_connection(server.getsockname()[:2]) as near,
+        server.accept()[0] as far,
     ):
-        far, _ = server.accept()
-        with far:
-            # Whatever this machine's default is.
-            monkeypatch.setattr(congestion, "_PACED", algorithm(near))
-            monkeypatch.setattr(congestion, "_UNPACED", b"reno")
-            descriptors = len(os.listdir("/proc/self/fd"))
-            changed = congestion.unpace_local_connections()
-            assert algorithm(near) == algorithm(far) == b"reno"
-            assert changed >= 2
-            near.sendall(b"still open")
-            assert far.recv(64) == b"still open"
-            # What earlier tests have left may be closed.
-            assert len(os.listdir("/proc/self/fd")) <= descriptors
+        yield near, far
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def test_local_connections_lose_a_paced_algorithm(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connection(address) as (near, far):
+        # Whatever this machine's default is.
+        monkeypatch.setattr(congestion, "_PACED", algorithm(near))
+        monkeypatch.setattr(congestion, "_UNPACED", b"reno")
+        descriptors = len(os.listdir("/proc/self/fd"))
+        changed = congestion.unpace_local_connections()
+        assert algorithm(near) == algorithm(far) == b"reno"
+        assert changed >= 2
+        near.sendall(b"still open")
+        assert far.recv(64) == b"still open"
+        # What earlier tests have left may be closed.
+        assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_sockets_that_are_no_tcp_connections_are_let_be() -> None:
-    """An event loop wakes itself through a pair of them."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with here, there, socket.socket(socket.AF_INET, socket.SOCK_DGRAM):
         congestion.unpace_local_connections()
@@ -52,10 +58,7 @@ def test_sockets_that_are_no_tcp_connections_are_let_be() -> None:
 
 
 def test_other_algorithms_are_the_operators_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as near,
-    ):
+    with connection("127.0.0.1") as (near, _):
         before = algorithm(near)
         monkeypatch.setattr(congestion, "_PACED", b"another")
         monkeypatch.setattr(congestion, "_UNPACED", b"reno")

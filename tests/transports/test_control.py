@@ -1,6 +1,4 @@
-"""The control link over real ZMQ: delivery, bursts, what happens to frames that are none, restarts
-at one address.
-"""
+"""The control link over real ZMQ."""
 
 from __future__ import annotations
 
@@ -53,7 +51,6 @@ def router(ends: tuple[ZmqSocket, ZmqSocket]) -> ZmqSocket:
 
 @pytest.fixture
 def dealer(ends: tuple[ZmqSocket, ZmqSocket]) -> ZmqSocket:
-    """Connected to `router`, under the name FIVE."""
     return ends[1]
 
 
@@ -141,9 +138,7 @@ async def test_a_flood_leaves_the_loop_to_others(
 
 
 async def test_answers_while_sending_are_not_missed(router: ZmqSocket, dealer: ZmqSocket) -> None:
-    """The descriptor is edge-triggered and sends consume its edges: a thousand round trips would
-    stall on one miss.
-    """
+    """The descriptor is edge-triggered: a thousand round trips would stall on one miss."""
 
     async def echo() -> None:
         while True:
@@ -187,9 +182,7 @@ async def test_what_is_sent_at_once_waits_for_no_turn_of_the_loop(
     assert router.send(b"first", FIVE) and dealer._socket.poll(50) == 0, "it goes as this turn ends"
     assert router.send(b"abort", FIVE, at_once=True) and dealer._socket.poll(5_000)
     assert await take(dealer, 2) == [(b"", b"first"), (b"", b"abort")]
-    assert dealer.send(b"alone", at_once=True) and router._socket.poll(5_000), (
-        "with nothing before it"
-    )
+    assert dealer.send(b"alone", at_once=True) and router._socket.poll(5_000)
     assert await take(router, 1) == [(FIVE, b"alone")]
 
 
@@ -238,7 +231,6 @@ async def test_an_unknown_peer_among_known_ones_costs_no_frame_of_theirs(
 
 @pytest.fixture
 async def raw() -> AsyncIterator[zmq.Socket[bytes]]:
-    """A bare ROUTER, to see messages as they are."""
     made: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     yield made
     made.close(linger=0)
@@ -246,7 +238,6 @@ async def raw() -> AsyncIterator[zmq.Socket[bytes]]:
 
 @pytest.fixture
 async def ours(raw: zmq.Socket[bytes]) -> AsyncIterator[ZmqSocket]:
-    """A socket of ours that is connected to `raw`."""
     port = raw.bind_to_random_port("tcp://127.0.0.1")
     dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 5)
     yield dealer
@@ -357,8 +348,7 @@ async def test_a_port_that_is_taken_is_one_clear_line() -> None:
     with pytest.raises(MisuseError, match="control endpoint"):
         connect_dealer("tcp://nowhere:not-a-port", 5)
     router.close()
-    await until(lambda: rebound(port))
-    again, _ = BOUND.pop()
+    again = await bound_again(port)
     again.close()
     again.close()
 
@@ -397,8 +387,7 @@ async def test_a_dealer_finds_the_next_router_at_its_address() -> None:
     dealer.send(b"first")
     await take(router, 1)
     router.close()
-    await until(lambda: rebound(port))
-    router, _ = BOUND.pop()
+    router = await bound_again(port)
     heard = asyncio.ensure_future(take(router, 1))
     # The first ones may go into the dead connection.
     await until(lambda: dealer.send(b"again") and heard.done(), 10)
@@ -408,21 +397,17 @@ async def test_a_dealer_finds_the_next_router_at_its_address() -> None:
     router.close()
 
 
-BOUND: list[tuple[ZmqSocket, int]] = []
-
-
-def rebound(port: int) -> bool:
+async def bound_again(port: int) -> ZmqSocket:
     """ZMQ closes in the background: the address is free a moment later."""
-    try:
-        BOUND.append(bind_router("127.0.0.1", port))
-    except MisuseError:
-        return False
-    return True
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                return bind_router("127.0.0.1", port)[0]
+            except MisuseError:
+                await asyncio.sleep(0.01)
 
 
 class Nodes:
-    """A prefill and a decode over real ZMQ and a fake data plane."""
-
     def __init__(self) -> None:
         self.network = FakeNetwork()
         self.pools = [PagedPool.allocate(small_layout(), shared=False) for _ in range(2)]
@@ -453,7 +438,6 @@ class Nodes:
         return p.pool.pages.at_rest() and d.pool.pages.at_rest() and not rooms + errors
 
     async def one(self, room: int) -> bytes:
-        """A whole room of three pages."""
         source = self.prefill.room(room, range(12))
         async with await self.decode.room(room, [self.prefill.info], range(12)) as target:
             await source.matched()
@@ -515,24 +499,14 @@ async def test_a_prefill_that_restarts_at_the_same_port_over_zmq(n: Nodes) -> No
     old = n.prefill.info
     port = int(old.control.rsplit(":", 1)[1])
     n.prefill.shell.socket.close()  # the old life is cut off, but nobody saw it die
-    plane = FakePlane(n.network)
-    await until(lambda: rebound(port))
-    BOUND.pop()[0].close()
-    second = PrefillNode(n.pools[0], plane, port=port, timing=QUICK)
-    await until_started(second)
+    bound = await bound_again(port)
+    second = PrefillNode(
+        n.pools[0], FakePlane(n.network), bind=lambda *_: (bound, port), timing=QUICK
+    )
+    await second.start()
     await until(lambda: n.decode.shell.endpoint.link_to(old) is None)
     with pytest.raises(LostError):
         await n.decode.room(2, [old], range(12))
     first, n.prefill = n.prefill, second
     assert await n.one(3) == b"3"
     await first.close()
-
-
-async def until_started(node: PrefillNode) -> None:
-    """Its port is free a moment after the last one closed."""
-    async with asyncio.timeout(5):
-        while True:
-            try:
-                return await node.start()
-            except MisuseError:
-                await asyncio.sleep(0.01)

@@ -1,6 +1,4 @@
-"""The control key: who has it is served, who has not is cut off before a frame of his reaches our
-code.
-"""
+"""The control key: a peer without it is cut off before a frame of its own reaches our code."""
 
 from __future__ import annotations
 
@@ -38,8 +36,6 @@ def key(tmp_path: Path) -> ControlKey:
 
 
 class Keyed(Nodes):
-    """`Nodes` whose two ends have the keys they are given."""
-
     def __init__(self, prefill: ControlKey | None, decode: ControlKey | None) -> None:
         super().__init__()
         self.prefill = PrefillNode(
@@ -79,23 +75,17 @@ async def test_a_decode_that_is_not_let_in_hears_why(key: ControlKey, with_key: 
 
 
 async def test_no_frame_of_a_stranger_reaches_us(key: ControlKey) -> None:
-    strangers = {
-        "no key": None,
-        "another key": another(),
-        "our public half only": ControlKey(key.public, another().secret),
-    }
+    # The last one has our public half only.
+    strangers = [None, another(), ControlKey(key.public, another().secret)]
     async with Keyed(key, key) as n:
         control = n.prefill.info.control
-        sockets = [raw_dealer(control, stranger) for stranger in strangers.values()]
+        sockets = [raw_dealer(control, stranger) for stranger in strangers]
         frame = encode(Heartbeat(source=n.prefill.incarnation, target=Incarnation(77)))
         for socket in sockets:
             for _ in range(100):
                 socket.send(frame, zmq.NOBLOCK)
         # Each has failed its handshake before the room begins, and goes on trying during it.
-        refused = [
-            connect_dealer(control, 78 + i, stranger)
-            for i, stranger in enumerate(strangers.values())
-        ]
+        refused = [connect_dealer(control, 78 + i, their) for i, their in enumerate(strangers)]
         for dealer in refused:
             dealer.send(frame)
             await until(functools.partial(getattr, dealer, "lockout_reason"), 10)

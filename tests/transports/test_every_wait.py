@@ -1,6 +1,4 @@
-"""Every wait of a plane's close and connect is cancelled: once it has returned, nothing is copied
-any more (I12).
-"""
+"""Every wait of a plane's close and connect is cancelled, and nothing is copied later (I12)."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from kvflow.testing.cancellation import Steps
 from kvflow.transports.data.local import LocalPlane, _Copier
 from kvflow.transports.data.route import BlockList
 from kvflow.transports.data.write_thread import ThreadWrite
-from tests.transports.peer_process import until
+from tests.transports.peer_process import local_planes, until
 
 HOW = ["once", "late", "twice", "throughout"]
 LAYOUT = build_layout([("0.k", "uint8", (1 << 14,))], page_size=4, num_pages=64)  # 64 KiB a page
@@ -31,18 +29,9 @@ RATE_BYTES_PER_S = 8e6  # half a second for all of it
 
 @asynccontextmanager
 async def planes() -> AsyncIterator[tuple[LocalPlane, LocalPlane, PagedPool]]:
-    """A slow writer and its target in this process."""
-    pools = [PagedPool.allocate(LAYOUT) for _ in range(2)]
-    pools[0].tensor("0.k").fill_(7)
-    source, target = LocalPlane(pools[0].segment, RATE_BYTES_PER_S), LocalPlane(pools[1].segment)
-    source.export(pools[0].layout)
-    try:
-        yield source, target, pools[1]
-    finally:
-        await source.close()
-        await target.close()
-        for pool in pools:
-            pool.close()
+    async with local_planes(LAYOUT, RATE_BYTES_PER_S) as (source, target, ours, theirs):
+        ours.tensor("0.k").fill_(7)
+        yield source, target, theirs
 
 
 def plan(first: int, how: str) -> range:
@@ -88,9 +77,7 @@ async def test_every_wait_of_connect(how: str) -> None:
                 source.connect(*target.export(pool.layout)), *plan(first, how), after_s=after_s(how)
             )
             (found,) = await asyncio.gather(steps.task(), return_exceptions=True)
-            assert isinstance(found, asyncio.CancelledError) == (not source._routes), (
-                "a mapping nobody has"
-            )
+            assert isinstance(found, asyncio.CancelledError) == (not source._routes)
         if steps.waits <= first:
             break
     print(f"connecting a plane, {how}: {first} waits")

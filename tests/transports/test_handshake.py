@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -16,9 +18,7 @@ ANSWER = bytes([3]) + b"{}"
 
 
 class Listener:
-    """Hangs up on the first `silent` connections, as an engine does on those that say nothing, and
-    answers then.
-    """
+    """Hangs up on the first `silent` connections, as an engine does, and then answers."""
 
     def __init__(self, silent: int, after_s: float, answer: bytes = ANSWER) -> None:
         self.asked, self._silent, self._after_s, self._answer = 0, silent, after_s, answer
@@ -27,10 +27,14 @@ class Listener:
         self._idle.set()
 
     async def closed(self) -> None:
-        """Return when no connection is open."""
         await self._idle.wait()
 
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[str]:
+        async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as server:
+            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.asked += 1
         self._open += 1
         self._idle.clear()
@@ -57,8 +61,7 @@ async def test_only_who_hangs_up_late_is_asked_again(
     """A process that was held up for 5 s between connecting and asking was hung up on."""
     monkeypatch.setattr(handshake, "_PATIENCE_S", PATIENCE_S)
     listener = Listener(silent, after_s)
-    async with await asyncio.start_server(listener, "127.0.0.1", 0) as server:
-        session = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with listener.session() as session:
         asking = handshake.check_answers(session, HostNames("test"), 20.0)
         if answers:
             await asking
@@ -81,8 +84,7 @@ async def test_only_who_hangs_up_late_is_asked_again(
     ids=["of its kind alone", "long", "too long", "another", "empty"],
 )
 async def test_an_answer_is_short_and_of_its_kind(answer: bytes, is_engine: bool) -> None:
-    async with await asyncio.start_server(Listener(0, 0.0, answer), "127.0.0.1", 0) as server:
-        session = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with Listener(0, 0.0, answer).session() as session:
         asking = handshake.check_answers(session, HostNames("test"), 20.0)
         if is_engine:
             await asking
@@ -94,8 +96,7 @@ async def test_an_answer_is_short_and_of_its_kind(answer: bytes, is_engine: bool
 async def test_who_always_hangs_up_late_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "_PATIENCE_S", PATIENCE_S)
     listener, began_s = Listener(1 << 30, 2 * PATIENCE_S), time.monotonic()
-    async with await asyncio.start_server(listener, "127.0.0.1", 0) as server:
-        session = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with listener.session() as session:
         with pytest.raises(TransferError, match=f"{session} within 0.5 s"):
             await handshake.check_answers(session, HostNames("test"), 0.5)
         await listener.closed()

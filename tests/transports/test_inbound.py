@@ -1,6 +1,4 @@
-"""A dead writer's connections are told from those of living ones, and counted until our end is
-closed.
-"""
+"""A dead writer's connections count until our end is closed, and those of others do not."""
 
 from __future__ import annotations
 
@@ -50,8 +48,6 @@ for line in sys.stdin:
 
 
 class Writer:
-    """Another process that connects to a port of ours."""
-
     def __init__(self, address: str, port: int) -> None:
         pipe = subprocess.PIPE
         command = [sys.executable, "-c", WRITER, address, str(port)]
@@ -79,8 +75,6 @@ class Writer:
 
 
 class Engine:
-    """The test's own: it accepts and reads when the test does."""
-
     def __init__(self, family: socket.AddressFamily = socket.AF_INET) -> None:
         address = "0.0.0.0" if family == socket.AF_INET else "::"
         self.server = socket.create_server(
@@ -100,7 +94,7 @@ class Engine:
         return writer
 
     def connection(self, writer: Writer) -> socket.socket:
-        """A new one of that writer, with nine bytes to be read."""
+        """Accept a new one, with nine bytes to be read."""
         writer.do("c")
         accepted, _ = self.server.accept()
         writer.do("w")

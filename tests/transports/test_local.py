@@ -7,7 +7,6 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import AsyncIterator
 from typing import cast
 
 import msgspec
@@ -24,26 +23,21 @@ from kvflow.transports.data import local
 from kvflow.transports.data.local import LocalPlane
 from kvflow.transports.data.route import BlockList
 from kvflow.transports.data.write_thread import ThreadWrite
-from tests.transports.peer_process import NUM_PAGES, Peer, Side, end_of, pages, spawned
+from tests.transports.peer_process import (
+    NUM_PAGES,
+    Peer,
+    Side,
+    end_of,
+    local_planes,
+    pages,
+    spawned,
+)
 
-
-@pytest.fixture
-async def side() -> AsyncIterator[Side]:
-    opened = Side("local", "page_first", None)
-    yield opened
-    await opened.close()
-
-
-@pytest.fixture
-async def peer() -> AsyncIterator[Peer]:
-    async with spawned("local") as made:
-        yield made
+PLANE = "local"
 
 
 class Copies:
-    """Blocks of two bursts' size, copied by a clock that a test sets; how each was copied is
-    written down.
-    """
+    """A copier whose clock a test sets, and which notes how each block was copied."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.slow_s, self.cancelled = 0.0, 0.0, False
@@ -88,28 +82,21 @@ async def test_a_write_that_a_cancel_stops_in_its_last_slice_has_not_landed(
     layout = build_layout(
         [("k", "uint8", (local._BURST_BYTES,))], page_size=1, num_pages=3, order="page_first"
     )
-    pools = [PagedPool.allocate(layout), PagedPool.allocate(layout)]
-    planes = [LocalPlane(pool.segment) for pool in pools]
-    planes[0].export(pools[0].layout)
-    route = await planes[0].connect(*planes[1].export(pools[1].layout))
     copy, copies = local._copy_releasing_gil, itertools.count(1)
-
-    def and_cancel(*block: int) -> None:
-        copy(*block)
-        if next(copies) == copied:
-            write._cancelled = True
-            planes[0]._thread.wake()
-
-    monkeypatch.setattr(local, "_copy_releasing_gil", and_cancel)
     monkeypatch.setattr(local, "_LONG_S", 60.0)  # memory that is touched for the first time is slow
-    # Blocks of one page each.
-    write = route.write(np.array([0, 1, 2], np.int32), np.array([2, 1, 0], np.int32))
-    assert await write.done is (WriteOutcome.LANDED if copied == 3 else WriteOutcome.CANCELLED)
-    assert write.landed_bytes == copied * local._BURST_BYTES
-    for plane in planes:
-        await plane.close()
-    for pool in pools:
-        pool.close()
+    async with local_planes(layout) as (source, target, _, pool):
+        route = await source.connect(*target.export(pool.layout))
+
+        def and_cancel(*block: int) -> None:
+            copy(*block)
+            if next(copies) == copied:
+                write._cancelled = True
+                source._thread.wake()
+
+        monkeypatch.setattr(local, "_copy_releasing_gil", and_cancel)
+        write = route.write(pages(0, 1, 2), pages(2, 1, 0))  # blocks of one page each
+        assert await write.done is (WriteOutcome.LANDED if copied == 3 else WriteOutcome.CANCELLED)
+        assert write.landed_bytes == copied * local._BURST_BYTES
 
 
 def test_where_the_gil_is_long_in_coming_back_it_is_kept_for_a_while(

@@ -1,6 +1,4 @@
-"""What only mooncake has: writes that may outlive their error, a window, an engine with a life of
-its own.
-"""
+"""What only mooncake has: writes that outlive their error, and an engine with a life of its own."""
 
 from __future__ import annotations
 
@@ -10,40 +8,44 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
+from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import build_layout
-from kvflow.protocols.ports import DataPlane, PlaneAddress, Write, WriteOutcome
+from kvflow.protocols.ports import PlaneAddress, Write, WriteOutcome
 from kvflow.testing.conformance.bench import bytes_of, let_write
 from kvflow.testing.freezing import freeze
 from kvflow.transports.data.mooncake import plane as mooncake
 from kvflow.transports.data.mooncake.route import MooncakeRoute
 from kvflow.transports.data.write_thread import ThreadWrite
 from tests.soak import sized
-from tests.transports.peer_process import NUM_PAGES, Peer, Side, end_of, pages, spawned, until
+from tests.transports.peer_process import (
+    EVERYTHING,
+    Peer,
+    Side,
+    end_of,
+    kill_a_writer,
+    pages,
+    spawned,
+    until,
+    write_and_fork,
+)
 
 pytest.importorskip("mooncake")
 
-EVERYTHING = np.arange(NUM_PAGES, dtype=np.int32)
+PLANE = "mooncake"
 SCATTERED = EVERYTHING[::2].copy()  # no two pages are one block
 
 
-@pytest.fixture
-async def side() -> AsyncIterator[Side]:
-    made = Side("mooncake", "page_first", None)
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def peer() -> AsyncIterator[Peer]:
-    async with spawned("mooncake") as made:
-        yield made
+async def connected(side: Side, peer: Peer) -> MooncakeRoute:
+    route = await side.plane.connect(peer.address, peer.layout)
+    assert isinstance(route, MooncakeRoute)
+    assert await end_of(route.write(pages(0), pages(0))) is WriteOutcome.LANDED
+    return route
 
 
 async def test_a_write_to_a_receiver_that_is_killed_is_unproven() -> None:
@@ -63,9 +65,7 @@ async def test_a_write_to_a_receiver_that_is_killed_is_unproven() -> None:
 async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost(side: Side) -> None:
     side.fill(1)
     async with spawned("mooncake") as peer, spawned("mooncake") as other:
-        route = await side.plane.connect(peer.address, peer.layout)
-        assert isinstance(route, MooncakeRoute)
-        assert await end_of(route.write(pages(0), pages(0))) is WriteOutcome.LANDED
+        route = await connected(side, peer)
         await freeze(peer.process.pid)
         write = route.write(EVERYTHING, EVERYTHING)
         write.cancel()  # before it began, or with blocks under way: both are to be told truly
@@ -81,14 +81,8 @@ async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost(side
             await end_of(stuck, 0.5)
         assert _pause_s(stuck) == route.pause_s / 2  # it is looked at no more often
         peer.process.send_signal(signal.SIGCONT)
-        assert await end_of(stuck, 10) in (
-            WriteOutcome.CANCELLED,
-            WriteOutcome.LANDED,
-        )
-        assert await end_of(write, 10) in (
-            WriteOutcome.CANCELLED,
-            WriteOutcome.LANDED,
-        )
+        for each in (stuck, write):
+            assert await end_of(each, 10) in (WriteOutcome.CANCELLED, WriteOutcome.LANDED)
         landed = np.frombuffer(await bytes_of(peer, EVERYTHING), dtype=np.uint8)
         assert max(stuck.landed_bytes, side.pool.layout.page_bytes) == np.count_nonzero(landed)
 
@@ -99,12 +93,9 @@ async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost(side
 async def test_a_receiver_that_was_frozen_for_long_proves_its_pages_when_it_goes_on(
     side: Side, peer: Peer
 ) -> None:
-    """By itself the engine gives up after 30 s, and nobody could ever say where its blocks have
-    gone.
-    """
+    """By default the engine would give up after 30 s."""
     side.fill(1)
-    route = await side.plane.connect(peer.address, peer.layout)
-    assert await end_of(route.write(pages(0), pages(0))) is WriteOutcome.LANDED
+    route = await connected(side, peer)
     await freeze(peer.process.pid)
     write = route.write(EVERYTHING, EVERYTHING)
     with pytest.raises(TimeoutError):
@@ -130,23 +121,18 @@ def _pause_s(write: Write) -> float:
 
 
 async def test_a_plane_with_a_frozen_peer_closes_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
+    side: Side, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mooncake.MooncakePlane, "close_grace_s", 0.3)
-    side = Side("mooncake", "page_first", None)
-    async with spawned("mooncake") as peer:
-        route = await side.plane.connect(peer.address, peer.layout)
-        assert isinstance(route, MooncakeRoute)
-        assert await end_of(route.write(pages(0), pages(0))) is WriteOutcome.LANDED
-        await freeze(peer.process.pid)
-        write = route.write(EVERYTHING, EVERYTHING)
-        await until(lambda: _begun(write))
-        await until(lambda: under_way(side)["handles"] > 0)
-        assert under_way(side)["bytes"] > 0
-        assert under_way(side)["jobs"] == under_way(side)["writes"] == 1
-        await asyncio.wait_for(side.plane.close(), 5)
-        assert write.done.result() is WriteOutcome.UNPROVEN and "closed" in write.error
-    side.pool.close()
+    route = await connected(side, peer)
+    await freeze(peer.process.pid)
+    write = route.write(EVERYTHING, EVERYTHING)
+    await until(lambda: _begun(write))
+    await until(lambda: under_way(side)["handles"] > 0)
+    assert under_way(side)["bytes"] > 0
+    assert under_way(side)["jobs"] == under_way(side)["writes"] == 1
+    await asyncio.wait_for(side.plane.close(), 5)
+    assert write.done.result() is WriteOutcome.UNPROVEN and "closed" in write.error
 
 
 async def test_addresses_outside_the_receivers_pool_are_refused_by_it(
@@ -180,7 +166,6 @@ async def test_a_session_of_another_process_is_not_used_again(side: Side, peer: 
 
 
 def _elsewhere(address: PlaneAddress) -> PlaneAddress:
-    """The same session as a process of another host would have it, which cannot be observed."""
     identity = msgspec.structs.replace(address.process, boot_id="another boot")
     return msgspec.structs.replace(address, process=identity)
 
@@ -202,9 +187,7 @@ async def test_a_peer_of_another_host_is_reached_whatever_its_pid_means_here(
 async def test_a_route_to_a_dead_process_submits_nothing(side: Side) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     async with spawned("mooncake") as peer:
-        route = await side.plane.connect(peer.address, peer.layout)
-        assert isinstance(route, MooncakeRoute)
-        assert await end_of(route.write(pages(0), pages(0))) is WriteOutcome.LANDED
+        route = await connected(side, peer)
         submitted = _count_submits(route)
         peer.process.kill()
         await peer.process.wait()
@@ -221,9 +204,7 @@ async def test_a_route_to_a_dead_process_submits_nothing(side: Side) -> None:
 
 
 def _count_submits(route: MooncakeRoute, fail_at: int = -1) -> list[int]:
-    """The sizes of what this route submits from now on, with an engine that raises at one of the
-    calls.
-    """
+    """Note the sizes that this route submits; the engine raises at call `fail_at`."""
     submitted: list[int] = []
     submit = route.submit
 
@@ -310,22 +291,8 @@ def _burn(stop: threading.Event) -> None:
 
 async def _kill_a_forked_writer(side: Side, *prefix: str, host: str = "127.0.0.1") -> None:
     async with spawned("mooncake", prefix=prefix, host=host) as peer:
-        await peer.ask("fill", 8)
-        await let_write(peer, side)
-        for _ in range(4):  # then all of its connections are open, and its child inherits them
-            await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
-            assert (await peer.ask("done"))[0] == "landed"
-        await peer.ask("fork")
-        assert isinstance(side.plane, mooncake.MooncakePlane)
-        fence = asyncio.ensure_future(side.plane.fence(peer.address))
-        await until(lambda: _has_been_looked_at(side.plane, peer.address))
-        await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
-        peer.process.kill()
-        await asyncio.wait_for(fence, 20)
-        for column in side.memory:
-            column[:] = 0  # somebody else's now
-        await asyncio.sleep(0.3)  # what could still arrive would arrive now
-        assert side.landed_bytes() == 0
+        await write_and_fork(peer, side, 4)  # then all of its connections are open
+        await kill_a_writer(peer, side)
 
 
 @pytest.fixture
@@ -365,9 +332,6 @@ async def test_a_dead_writer_of_another_network_namespace_is_fenced(network_name
 
 
 async def test_pages_go_both_ways_between_two_hosts(network_namespace: str) -> None:
-    """Namespaces of processes and of networks, as two hosts have: neither sees the other's
-    processes.
-    """
     apart = ("ip", "netns", "exec", network_namespace, "unshare", "--pid", "--fork", "--mount-proc")
     side = Side("mooncake", "page_first", None, "10.213.77.1")
     side.fill(2)
@@ -385,12 +349,6 @@ async def test_pages_go_both_ways_between_two_hosts(network_namespace: str) -> N
     await side.close()
 
 
-def _has_been_looked_at(plane: DataPlane, writer: PlaneAddress) -> bool:
-    assert isinstance(plane, mooncake.MooncakePlane)
-    watched = plane._inbound._writers.get(writer.process)
-    return watched is not None and watched.last_look > 0
-
-
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:99999999", "a b:1", "127.0.0.1:1"])
 async def test_what_is_no_session_is_refused(address: str, side: Side) -> None:
     with pytest.raises(TransferError):
@@ -406,22 +364,6 @@ def test_more_regions_than_the_engine_can_take_are_refused() -> None:
     ]
     with pytest.raises(LayoutError, match="page-first"):
         plane.export(build_layout(streams, page_size=1, num_pages=1, order="layer_first"))
-
-
-def test_memory_is_registered_once() -> None:
-    side = Side("mooncake", "page_first", None)
-    with pytest.raises(LayoutError, match="one pool"):
-        side.plane.export(side.pool.layout)
-    side.pool.close()
-
-
-def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr("importlib.import_module", missing)
-    with pytest.raises(MisuseError, match=r"pip install 'kvflow\[mooncake\]'"):
-        mooncake.MooncakePlane()
 
 
 def test_the_engine_finds_its_settings_and_the_operators_stay(

@@ -1,12 +1,9 @@
-"""What only mori has, over a stub of its calls: descriptions of memory, sessions, statuses that the
-engine writes.
-"""
+"""What only mori has, over a stub of its calls."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
+from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import Order, build_layout
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.testing.conformance.peer import spawned
@@ -25,7 +22,6 @@ from kvflow.transports.data import locators
 from kvflow.transports.data.locators import pack_locator
 from kvflow.transports.data.mori import MAX_REGIONS, Description, MoriPlane, decode_description
 from kvflow.transports.data.route import BlockList
-from kvflow.transports.data.select import open_plane
 from kvflow.transports.data.transfers import Transfer, TransfersRoute
 from kvflow.transports.data.write_thread import ThreadWrite
 from tests.transports import stub_mori
@@ -39,12 +35,6 @@ EVERYTHING = np.arange(NUM_PAGES, dtype=np.int32)
 @pytest.fixture
 async def side() -> AsyncIterator[Side]:
     async with sides() as made:
-        yield made
-
-
-@pytest.fixture
-async def peer() -> AsyncIterator[Peer]:
-    async with spawned(PLANE) as made:
         yield made
 
 
@@ -195,7 +185,6 @@ async def test_a_plane_exports_one_pool(side: Side) -> None:
 async def test_mori_reads_the_device_while_its_backend_is_made(
     monkeypatch: pytest.MonkeyPatch, set_before: str | None, chosen: str
 ) -> None:
-    """What the operator has set stays."""
     monkeypatch.delenv("MORI_RDMA_DEVICES", raising=False)
     if set_before is not None:
         monkeypatch.setenv("MORI_RDMA_DEVICES", set_before)
@@ -272,9 +261,3 @@ async def test_memory_is_given_back_where_no_pool_was_exported(
     for _ in range(2):
         await plane.close()
         assert not plane._engine._memory
-
-
-@pytest.mark.skipif(importlib.util.find_spec("mori") is not None, reason="mori is installed")
-def test_a_missing_package_says_what_to_install() -> None:
-    with pytest.raises(MisuseError, match="pip install amd_mori"):
-        open_plane("mori", None)

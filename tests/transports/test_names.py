@@ -16,8 +16,6 @@ from kvflow.transports.host.names import LOOKUPS, HostNames
 
 
 class DeadServer:
-    """A resolver whose name server does not answer."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waiting, self.end = threading.Semaphore(0), threading.Event()
         self.asked: list[str] = []
@@ -33,11 +31,8 @@ class DeadServer:
 async def test_names_nobody_resolves_take_no_thread_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server, names, client = (
-        DeadServer(monkeypatch),
-        HostNames("test"),
-        RegistryClient(timeout_s=0.2),
-    )
+    server, names = DeadServer(monkeypatch), HostNames("test")
+    client = RegistryClient(timeout_s=0.2)
     try:
         asking: list[asyncio.Future[Any]] = []
         asking += [asyncio.ensure_future(client.resolve(f"host-{i}.invalid:80")) for i in range(20)]
@@ -45,9 +40,8 @@ async def test_names_nobody_resolves_take_no_thread_of_others(
             asyncio.ensure_future(check_answers(f"host-{i}:80", names, 0.2)) for i in range(20)
         ]
         for _ in range(2 * LOOKUPS):
-            assert await asyncio.to_thread(server.waiting.acquire, timeout=10), (
-                "the default threads are free"
-            )
+            # The default threads are free.
+            assert await asyncio.to_thread(server.waiting.acquire, timeout=10)
         found = await asyncio.gather(*asking, return_exceptions=True)
         assert [type(error) for error in found] == [LostError] * 20 + [TransferError] * 20
         assert len(server.asked) == 2 * LOOKUPS, "their threads hang, and no more are started"

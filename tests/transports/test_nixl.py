@@ -1,6 +1,4 @@
-"""What only nixl has: who copies, connections that outlive a transfer, two agents, what a dead
-writer leaves behind.
-"""
+"""What only nixl has: who copies, two agents, and connections that outlive a transfer."""
 
 from __future__ import annotations
 
@@ -10,15 +8,13 @@ import logging.config
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
-from kvflow.protocols.ports import PlaneAddress, WriteOutcome
+from kvflow.protocols.ports import WriteOutcome
 from kvflow.testing.conformance.bench import let_write
 from kvflow.testing.freezing import freeze
 from kvflow.transports.data import locators
@@ -28,14 +24,25 @@ from kvflow.transports.data.nixl import plane as nixl
 from kvflow.transports.data.nixl.agent import Agent, decode_metadata, watched
 from kvflow.transports.host.identity import own_identity
 from kvflow.transports.host.tcp_table import borrow, encode_address, rows
-from tests.transports.peer_process import NUM_PAGES, Peer, Side, end_of, pages, spawned, until
+from tests.transports.peer_process import (
+    EVERYTHING,
+    Peer,
+    Side,
+    check_no_late_byte,
+    end_of,
+    kill_a_writer,
+    pages,
+    spawned,
+    until,
+    write_and_fork,
+)
 
 pytestmark = pytest.mark.skipif(
     not (importlib.util.find_spec("nixl_cu12") or importlib.util.find_spec("nixl_cu13")),
     reason="no nixl",
 )
 
-EVERYTHING = np.arange(NUM_PAGES, dtype=np.int32)
+PLANE = "nixl"
 SCATTERED = EVERYTHING[::2].copy()  # no two pages are one block
 RATE = 4_000_000
 BY_THE_WRITER, BY_THE_RECEIVER = "tcp,cma,self", "tcp,self"  # who copies
@@ -52,26 +59,12 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", BY_THE_RECEIVER)
 
 
-@pytest.fixture
-async def side() -> AsyncIterator[Side]:
-    made = Side("nixl", "page_first", None)
-    yield made
-    await made.close()
-
-
-@pytest.fixture
-async def peer() -> AsyncIterator[Peer]:
-    async with spawned("nixl") as made:
-        yield made
-
-
 def plane_of(side: Side) -> nixl.NixlPlane:
     assert isinstance(side.plane, nixl.NixlPlane)
     return side.plane
 
 
 async def landed(side: Side, peer: Peer) -> int:
-    """Writes one page; how many bytes the peer has then."""
     route = await side.plane.connect(peer.address, peer.layout)
     assert await end_of(route.write(pages(0), pages(0))) is WriteOutcome.LANDED
     return int(await peer.ask("landed"))
@@ -115,10 +108,7 @@ async def test_over_tcp_nothing_is_called_landed_that_a_frozen_receiver_has_not_
             await end_of(write, 0.3)
         assert write.landed_bytes == 0
         peer.process.send_signal(signal.SIGCONT)
-        assert await end_of(write, 10) in (
-            WriteOutcome.CANCELLED,
-            WriteOutcome.LANDED,
-        )
+        assert await end_of(write, 10) in (WriteOutcome.CANCELLED, WriteOutcome.LANDED)
         assert write.landed_bytes == await peer.ask("landed")
 
 
@@ -141,9 +131,7 @@ async def test_over_tcp_a_write_outlives_its_error(over_tcp: None, side: Side, p
 
 
 async def _stranded(side: Side, peer: Peer) -> None:
-    """The peer writes; what it sends stays in the kernel,
-    because our agent is kept from looking.
-    """
+    """The peer writes, and the kernel keeps the bytes, because our agent cannot look."""
     await peer.ask("fill", 8)
     await let_write(peer, side)
     plane_of(side)._inbound_agent._lock.acquire()
@@ -156,7 +144,6 @@ async def _stranded(side: Side, peer: Peer) -> None:
 
 
 def _unread(inode: int) -> int:
-    """Bytes that a connection of ours holds."""
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with open(table, encoding="ascii") as file:
             for line in file.readlines()[1:]:
@@ -178,10 +165,7 @@ async def test_over_tcp_a_dead_writers_last_bytes_are_waited_for(
     plane_of(side)._inbound_agent._lock.release()
     await asyncio.wait_for(fence, 10)
     assert side.landed_bytes() > 0  # written by ourselves, after the writer's death
-    for column in side.memory:
-        column[:] = 0  # somebody else's now
-    await asyncio.sleep(0.3)  # what could still arrive would arrive now
-    assert side.landed_bytes() == 0
+    await check_no_late_byte(side)
 
 
 async def test_over_tcp_deregistered_memory_is_written_all_the_same(
@@ -199,25 +183,8 @@ async def test_a_dead_writers_child_does_not_keep_its_bytes_coming(
 ) -> None:
     for _ in range(3):
         async with spawned("nixl") as peer:
-            await peer.ask("fill", 8)
-            await let_write(peer, side)
-            await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
-            assert (await peer.ask("done"))[0] == "landed"
-            await peer.ask("fork")
-            fence = asyncio.ensure_future(side.plane.fence(peer.address))
-            await until(lambda: _has_been_looked_at(side, peer.address))
-            await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
-            peer.process.kill()
-            await asyncio.wait_for(fence, 20)
-            for column in side.memory:
-                column[:] = 0
-            await asyncio.sleep(0.3)
-            assert side.landed_bytes() == 0
-
-
-def _has_been_looked_at(side: Side, writer: PlaneAddress) -> bool:
-    watched = plane_of(side)._inbound._writers.get(writer.process)
-    return watched is not None and watched.last_look > 0
+            await write_and_fork(peer, side, 1)
+            await kill_a_writer(peer, side)
 
 
 async def test_both_ways_at_once_and_each_ones_death_is_seen(transports: str, side: Side) -> None:
@@ -245,39 +212,33 @@ async def test_both_ways_at_once_and_each_ones_death_is_seen(transports: str, si
 async def test_over_other_transports_no_fence_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,posix,cma")
     side = Side("nixl", "page_first", None)
-    with pytest.raises(
-        TransferError, match="over posix the end of a writer's bytes cannot be observed"
-    ):
+    with pytest.raises(TransferError, match="over posix the end of a writer's bytes cannot be"):
         await side.plane.fence(side.address)
     await side.close()
 
 
 async def test_a_plane_with_a_frozen_peer_closes_all_the_same(
-    over_tcp: None, monkeypatch: pytest.MonkeyPatch
+    over_tcp: None, side: Side, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl.NixlPlane, "close_grace_s", 0.3)
-    side = Side("nixl", "page_first", None)
-    async with spawned("nixl") as peer:
-        route = await side.plane.connect(peer.address, peer.layout)
-        await freeze(peer.process.pid)
-        write = route.write(EVERYTHING, EVERYTHING)
-        await until(lambda: plane_of(side).agent.open_transfers > 0)
-        await asyncio.wait_for(side.plane.close(), 5)
-        assert write.done.result() is WriteOutcome.UNPROVEN and "closed" in write.error
-    side.pool.close()
+    route = await side.plane.connect(peer.address, peer.layout)
+    await freeze(peer.process.pid)
+    write = route.write(EVERYTHING, EVERYTHING)
+    await until(lambda: plane_of(side).agent.open_transfers > 0)
+    await asyncio.wait_for(side.plane.close(), 5)
+    assert write.done.result() is WriteOutcome.UNPROVEN and "closed" in write.error
 
 
-async def test_a_frozen_peer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frozen_peer_is_not_waited_for_without_end(
+    side: Side, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nixl, "_ANSWER_S", 0.3)
-    side = Side("nixl", "page_first", None)
-    async with spawned("nixl") as peer:
-        await freeze(peer.process.pid)
-        with pytest.raises(TransferError, match="no answer"):
-            await side.plane.connect(peer.address, peer.layout)
-        peer.process.send_signal(signal.SIGCONT)
-        monkeypatch.undo()
-        assert await landed(side, peer) == 0  # our pages are empty
-    await side.close()
+    await freeze(peer.process.pid)
+    with pytest.raises(TransferError, match="no answer"):
+        await side.plane.connect(peer.address, peer.layout)
+    peer.process.send_signal(signal.SIGCONT)
+    monkeypatch.undo()
+    assert await landed(side, peer) == 0  # our pages are empty
 
 
 async def test_addresses_outside_the_receivers_pool_are_refused() -> None:
@@ -348,13 +309,6 @@ def test_more_buffers_than_a_locator_describes_are_refused(monkeypatch: pytest.M
         pack_locator(described)
 
 
-def test_memory_is_registered_once() -> None:
-    side = Side("nixl", "page_first", None)
-    with pytest.raises(LayoutError, match="one pool"):
-        side.plane.export(side.pool.layout)
-    asyncio.run(side.close())
-
-
 def test_an_agent_listens_at_its_hosts_interface_only() -> None:
     agent = Agent(new_name(own_identity()), "127.0.0.1", "")
     listening = [row for row in rows() if row.is_listening and row.ends.port in agent.ports]
@@ -393,15 +347,11 @@ async def test_what_nixl_cannot_ask_is_not_reached(monkeypatch: pytest.MonkeyPat
 
     side, other = (Side("nixl", "page_first", None) for _ in range(2))
     monkeypatch.setattr(plane_of(side).agent, "prepare_probe", refuse)
-    with pytest.raises(
-        TransferError, match=r"nixl cannot reach .*: RuntimeError: NIXL_ERR_BACKEND"
-    ):
+    with pytest.raises(TransferError, match=r"cannot reach .*: RuntimeError: NIXL_ERR_BACKEND"):
         await side.plane.connect(other.address, other.layout)
     monkeypatch.undo()
-    assert not nixl.has_died(own_identity())
-    assert not nixl.has_died(msgspec.structs.replace(own_identity(), boot_id="another host's")), (
-        "that is not known"
-    )
+    unknown = msgspec.structs.replace(own_identity(), boot_id="another host's")
+    assert not nixl.has_died(own_identity()) and not nixl.has_died(unknown)
     for each in (side, other):
         await each.close()
 
@@ -412,15 +362,6 @@ def test_what_the_library_lacks_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(library, "MODULES", ("lame_nixl",))
     with pytest.raises(MisuseError, match=r"nixl cannot be loaded .*no_such_dependency"):
         library.nixl_library()
-
-
-def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(name, name=name.partition(".")[0])
-
-    monkeypatch.setattr("importlib.import_module", missing)
-    with pytest.raises(MisuseError, match=r"nixl is not installed: pip install 'kvflow\[nixl\]'"):
-        nixl.NixlPlane()
 
 
 def test_loading_the_library_leaves_logging_alone() -> None:

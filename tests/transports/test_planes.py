@@ -1,6 +1,4 @@
-"""Every data plane conforms: the suite that ships, on each plane that does, in real processes where
-it has them.
-"""
+"""Every data plane conforms, in real processes where it has them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
-"""Rows travel with pages in one write, through every plan; a plan that forgets a stream, a scale or
-a row is found.
-"""
+"""Rows travel with pages in one write, through every plan."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ import pytest
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import Staging
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.layout import NO_PLACES, Order, Places
+from kvflow.protocols.pages.layout import NO_PLACES, Order, PageIndices, Places
 from kvflow.protocols.ports import DataPlane, WriteOutcome
 from kvflow.transports.data import staged
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
@@ -24,17 +21,13 @@ from kvflow.transports.data.route import BlockQueue, Planner
 from kvflow.transports.data.staged import StagedPlane
 from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, names_of
 from tests.memory.test_snapshot import forgetting
-from tests.transports.peer_process import end_of
+from tests.transports.peer_process import end_of, pages
 
 EVERY_NAME = [(kind, name) for kind in KINDS for name in names_of(kind)]
 
 
-def numbers(*indices: int) -> Any:
-    return np.array(indices, dtype=np.int32)
-
-
-def places(kind: str, pages: Any, rows: Any) -> Places:
-    return Places(pages, rows if has_rows(kind) else NO_PLACES)
+def places(kind: str, some: PageIndices, rows: PageIndices) -> Places:
+    return Places(some, rows if has_rows(kind) else NO_PLACES)
 
 
 @asynccontextmanager
@@ -60,7 +53,6 @@ async def planes(
 
 
 def pair_of(kind: str, orders: tuple[Order, Order], shared: bool) -> tuple[PagedPool, PagedPool]:
-    """Two pools with different bytes everywhere."""
     layouts = [
         layout_of(kind, 4, count, 5, order) for count, order in zip((8, 9), orders, strict=True)
     ]
@@ -76,9 +68,7 @@ def pair_of(kind: str, orders: tuple[Order, Order], shared: bool) -> tuple[Paged
 
 
 def moved_places(kind: str) -> tuple[Places, Places]:
-    return places(kind, numbers(7, 0, 3), numbers(4, 1)), places(
-        kind, numbers(1, 2, 8), numbers(0, 3)
-    )
+    return places(kind, pages(7, 0, 3), pages(4, 1)), places(kind, pages(1, 2, 8), pages(0, 3))
 
 
 ALL_ORDERS = [
@@ -98,11 +88,11 @@ async def test_pages_and_rows_of_every_kind_arrive(
     here, there = moved_places(kind)
     before, was = contents(kind, a), contents(kind, b)
     moved_bytes = 3 * a.layout.page_bytes + len(here.rows) * a.layout.row_bytes
-    wrong = [(numbers(13), numbers(9), "is outside 0"), (numbers(), numbers(), "no pages")]
+    wrong = [(pages(13), pages(9), "is outside 0"), (pages(), pages(), "no pages")]
     if has_rows(kind):  # 8 and 9 pages
         wrong += [
-            (numbers(8), numbers(8), "lists differ"),
-            (numbers(8, 0), numbers(0, 9), "a row is written onto a page"),
+            (pages(8), pages(8), "lists differ"),
+            (pages(8, 0), pages(0, 9), "a row is written onto a page"),
         ]
     async with planes(backend, a, b) as (source, target):
         source.export(a.layout)
@@ -120,7 +110,7 @@ async def test_pages_of_a_model_of_rows_alone_land_without_a_byte() -> None:
     a, b = pair_of("mamba", ("page_first", "page_first"), shared=True)
     async with planes("local", a, b) as (source, target):
         source.export(a.layout)
-        write = (await source.connect(*target.export(b.layout))).write(numbers(1, 2), numbers(0, 1))
+        write = (await source.connect(*target.export(b.layout))).write(pages(1, 2), pages(0, 1))
         assert await end_of(write) is WriteOutcome.LANDED and write.total_bytes == 0
 
 
@@ -143,9 +133,7 @@ def test_a_plan_that_forgets_a_name_is_found(kind: str, name: str) -> None:
 @pytest.mark.parametrize(("max_bytes", "max_blocks"), [(0, 8), (-1, 8), (1 << 20, 0)])
 def test_a_limit_of_nothing_gives_no_block(max_bytes: int, max_blocks: int) -> None:
     a, b = pair_of(next(iter(KINDS)), ("page_first", "layer_first"), shared=False)
-    blocks = BlockQueue(
-        Planner(a.layout, b.layout, max_block_bytes=100), numbers(1, 3), numbers(2, 5)
-    )
+    blocks = BlockQueue(Planner(a.layout, b.layout, max_block_bytes=100), pages(1, 3), pages(2, 5))
     whole = blocks.left_bytes
     assert blocks.take(max_bytes, max_blocks) == ([], [], [])
     assert blocks.left_bytes == whole == sum(blocks.take(1 << 20, 1 << 20).sizes)

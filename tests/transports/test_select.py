@@ -11,26 +11,39 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import MisuseError
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
+from kvflow.transports.data.nixl.library import MODULES
 from kvflow.transports.data.select import check_plane, open_plane, plane_for
 
 
 def test_the_name_of_a_plane_is_checked() -> None:
     assert open_plane("local", None).name == "local"
-    with pytest.raises(
-        MisuseError, match="no data plane 'carrier pigeon'; there are: local, mooncake, nixl"
-    ):
+    with pytest.raises(MisuseError, match="no data plane 'carrier pigeon'; there are: local, moon"):
         open_plane("carrier pigeon", None)
     with pytest.raises(MisuseError, match="rate limit"):
         open_plane("local", None, rate_limit_bytes_per_s=0)
 
 
-def test_what_a_plane_lacks_is_told_before_there_is_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_a_plane_does_not_use_is_refused() -> None:
     with pytest.raises(MisuseError, match="'mlx5_0': the local data plane has no use for one"):
         check_plane("local", "mlx5_0")
-    monkeypatch.setitem(sys.modules, "mori", None)
+
+
+@pytest.mark.parametrize(
+    ("plane", "modules", "text"),
+    [
+        ("mori", ("mori",), "mori is not installed: pip install amd_mori"),
+        ("mooncake", ("mooncake.engine",), r"pip install 'kvflow\[mooncake\]'"),
+        ("nixl", MODULES, r"nixl is not installed: pip install 'kvflow\[nixl\]'"),
+    ],
+)
+def test_a_missing_package_says_what_to_install_before_there_is_a_pool(
+    plane: str, modules: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
     own = PagedPool.wrap({"k": np.zeros((2, 4, 3), np.float32)}, page_size=4)
-    for ask in (lambda: check_plane("mori"), lambda: plane_for(own, "mori", receives=True)):
-        with pytest.raises(MisuseError, match="mori is not installed"):
+    for ask in (lambda: check_plane(plane), lambda: plane_for(own, plane, receives=True)):
+        with pytest.raises(MisuseError, match=text):
             ask()
 
 
@@ -38,8 +51,7 @@ def test_a_pool_that_receives_locally_lies_in_shared_memory() -> None:
     own = PagedPool.wrap({"k": np.zeros((2, 4, 3), np.float32)}, page_size=4)
     assert plane_for(own, "local", receives=False).name == "local"
     with pytest.raises(
-        MisuseError,
-        match=r"PagedPool of 2 pages.*private> is not in shared memory.*segment=segment",
+        MisuseError, match=r"of 2 pages.*private> is not in shared.*segment=segment"
     ):
         plane_for(own, "local", receives=True)
     segment = SharedSegment.create(4096)

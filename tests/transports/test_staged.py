@@ -1,6 +1,4 @@
-"""Writes that pass through staging: whole, bounded, and over when their copies are, however they
-end.
-"""
+"""Writes that pass through staging, however they end."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ PAGES = 64
 
 
 class Sides:
-    """A staged source and a target, page p of the source full of p + 1, and slices of two pages."""
+    """Page p of the source is full of p + 1, and a slice has two pages."""
 
     def __init__(self, pages: int = 6) -> None:
         layout = build_layout([("k", "uint8", (256,))], page_size=4, num_pages=PAGES)
@@ -92,7 +90,6 @@ async def test_many_writes_share_little_staging(sides: Sides) -> None:
 async def test_a_route_takes_three_slices_and_leaves_the_rest_to_others(
     staging_pages: int, slice_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one page: a slice holds no more, or the staging."""
     monkeypatch.setattr(staged, "SLICE_BYTES", slice_bytes)
     sides = Sides(staging_pages)
     routes = [await sides.connect() for _ in range(2)]
@@ -105,8 +102,6 @@ async def test_a_route_takes_three_slices_and_leaves_the_rest_to_others(
 
 
 class Part:
-    """Implements `write_thread.Assignment`: the first two pages."""
-
     def __init__(self, page_bytes: int) -> None:
         self.source_pages = self.target_pages = numbers(0, 1)
         self.total_bytes, self.cancelled = 2 * page_bytes, False
@@ -218,16 +213,11 @@ async def test_a_copy_that_fails_ends_its_write_drained_and_no_other(
 async def test_what_is_in_doubt_on_the_inner_plane_is_in_doubt(
     sides: Sides, raises: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second slice; what was copied for those behind it is not written."""
     begin, begun = LocalRoute.begin, [0]
 
     class Doubtful:
-        pause_s, landed_bytes, error, outcome = (
-            0.0,
-            0,
-            "a block ended with status -1",
-            WriteOutcome.UNPROVEN,
-        )
+        pause_s, landed_bytes = 0.0, 0
+        error, outcome = "a block ended with status -1", WriteOutcome.UNPROVEN
 
         def advance(self, max_bytes: int, cancelled: bool) -> int:
             return max_bytes
@@ -268,10 +258,7 @@ async def test_a_peer_that_takes_nothing_keeps_no_other_waiting(
     waiting = [stuck.write(numbers(), numbers()) for _ in range(4)]
     write = free.write(numbers(), numbers())
     assert await end_of(write) is WriteOutcome.LANDED
-    with pytest.raises(
-        TransferError,
-        match=r"no staging is left for another decode .*2 have some\): raise --staging",
-    ):
+    with pytest.raises(TransferError, match=r"no staging is left .*2 have some\): raise --staging"):
         await sides.connect()
     free.close()
     (await sides.connect()).close()

@@ -46,8 +46,6 @@ def test_that_no_descriptor_is_left_is_an_error() -> None:
 def test_a_process_that_has_ended_has_no_rows(
     gone: type[OSError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its namespace goes with it, at any moment of the look."""
-
     def missing(*_: object, **__: object) -> None:
         raise gone
 

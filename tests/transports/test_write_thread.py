@@ -22,8 +22,6 @@ LOG = list[tuple[str, int]]
 
 
 class Slices:
-    """A job of `left` bytes that writes down when it was served."""
-
     pause_s = 0.0
 
     def __init__(self, name: str, left: int, log: LOG, gate: list[bool]) -> None:
@@ -48,8 +46,6 @@ class Slices:
 
 
 class Works:
-    """Begins jobs in the order of their writes."""
-
     def __init__(self, thread: WriteThread) -> None:
         self.thread, self.log, self.gate = thread, LOG(), [True]
         self.jobs = dict[ThreadWrite, Slices]()
@@ -193,8 +189,6 @@ async def test_what_cannot_be_drained_in_time_ends_unproven(works: Works) -> Non
 
 
 class CountedThread(WriteThread):
-    """Counts how often it looks whether there is something to do."""
-
     looks = 0
 
     def _collect(self, active: deque[ThreadWrite], wait_s: float) -> bool:
@@ -242,8 +236,6 @@ async def test_where_no_thread_is_to_be_had_it_closes_all_the_same(
 
 
 class Hanging(Slices):
-    """A job that hangs in its first turn until it is let go."""
-
     def __init__(self, left: int) -> None:
         super().__init__("hanging", left, [], [True])
         self.hangs, self.go_on = threading.Event(), threading.Event()
@@ -255,7 +247,7 @@ class Hanging(Slices):
 
 
 class Frozen(Slices):
-    """A job whose peer is frozen: all it may have under way is, and none of it ends."""
+    """A job whose peer is frozen: nothing that is under way ends."""
 
     pause_s = 0.0005
     turns = 0
@@ -266,8 +258,6 @@ class Frozen(Slices):
 
 
 class Inbox(queue.SimpleQueue[Any]):
-    """Writes down how long its readers are ready to wait."""
-
     def __init__(self) -> None:
         self.waits: list[float | None] = []
 
@@ -295,7 +285,7 @@ async def test_a_thread_that_has_grown_patient_looks_as_often_as_at_first_after_
 
 
 class Paced(Slices):
-    """A job that follows a script: of each turn, what it submitted and how long it says to wait."""
+    """For each turn: what it submitted, and how long it says to wait."""
 
     def __init__(self, *turns: tuple[int, float]) -> None:
         super().__init__("paced", len(turns), [], [True])
@@ -309,19 +299,8 @@ class Paced(Slices):
 
 async def test_the_thread_waits_as_a_job_says_longer_each_time_that_nothing_has_moved() -> None:
     async with started(inbox=(inbox := Inbox())) as works:
-        write = works.submit(
-            Paced(
-                *[
-                    (-1, 0.0005),
-                    (-1, 0.0005),
-                    (10, 0.0005),
-                    (10, 0.0),
-                    (10, 0.0),
-                    (-1, 0.002),
-                    (10, 0.0),
-                ]
-            )
-        )
+        begin = (-1, 0.0005), (-1, 0.0005), (10, 0.0005)
+        write = works.submit(Paced(*begin, (10, 0.0), (10, 0.0), (-1, 0.002), (10, 0.0)))
         assert await end_of(write) is WriteOutcome.LANDED
         assert [wait for wait in inbox.waits if wait] == [0.0005, 0.00075, 0.0005, 0.002]
 
