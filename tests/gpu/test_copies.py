@@ -64,9 +64,7 @@ async def test_every_buffer_comes_back_and_no_neighbour_is_touched(kind: str, or
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("unit", [8, 1])
 def test_many_small_blocks_arrive_whole_and_alone(unit: int, pinned: bool) -> None:
-    """By the kernel where blocks are whole words and the host's side is pinned, else by a call for
-    each.
-    """
+    """The kernel copies whole words from pinned memory; otherwise each block is a call."""
     random = np.random.default_rng(5)
     pool = PagedPool.allocate(layout_of("mha", 16, 64, 0, "layer_first"), device="cuda")
     host = PagedPool.allocate(layout_of("mha", 16, 64, 0, "page_first"), shared=False)

@@ -19,9 +19,7 @@ Truth = dict[str, NDArray[Any]]
 
 
 class Whole(NamedTuple):
-    """A stream of the whole model: of layer `layer`, divided among shards along `axis`, or held by
-    each (None).
-    """
+    """A stream of layer `layer`, divided among shards along `axis`, or held by each (None)."""
 
     layer: int
     kind: StateKind
@@ -40,9 +38,7 @@ def latents(layers: int) -> list[Whole]:
 
 
 def everything(layers: int) -> list[Whole]:
-    """K/V heads, a scale per page, a state with heads, a ring that is split along its second axis,
-    one that is not.
-    """
+    """K/V heads, a scale per page, a state with heads, a ring split along axis 1, and index_k."""
     found = heads(layers, 8)
     for i in range(layers):
         found += [
@@ -57,9 +53,7 @@ def everything(layers: int) -> list[Whole]:
 def shard_of(
     streams: Sequence[Whole], shard: int, shards: int, stage: int = 0, stages: int = 1
 ) -> list[StateKind]:
-    """What one rank has: its layers, of each the heads that are its own, or the one it shares with
-    its neighbours.
-    """
+    """What one rank has: its layers, and of each its own heads or a shared one."""
     layers = 1 + max(s.layer for s in streams)
     mine = range(stage * layers // stages, (stage + 1) * layers // stages)
     return [_part(s, shard, shards) for s in streams if s.layer in mine]
@@ -94,7 +88,6 @@ def truth_of(streams: Sequence[Whole], tokens: int, seed: int) -> Truth:
 
 
 def _own(truth: Truth, c: Component) -> NDArray[Any]:
-    """The entries of one component, as its array has them."""
     entries = [slice(None)] * (len(c.shape) + 1)
     entries[1 + c.axis] = slice(c.start, c.end)
     found = truth[c.name][tuple(entries)]
@@ -109,9 +102,7 @@ def fill(pool: PagedPool, places: Places, truth: Truth) -> None:
 
 
 def check(pool: PagedPool, places: Places, truth: Truth) -> None:
-    """Every byte of the request is what it should be, in each copy,
-    and no other byte has changed.
-    """
+    """Every byte of the request is right, in each copy, and no other byte has changed."""
     for c in pool.layout.components:
         array = pool.array(c.name, start=c.start, replica=c.replica)
         assert (array[places[c.in_rows]] == _own(truth, c)).all(), c.label

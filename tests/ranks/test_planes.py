@@ -1,6 +1,4 @@
-"""Prefills and decodes of different widths, over each data plane: what lands where, and what an
-abort leaves.
-"""
+"""Prefills and decodes of different widths, over each data plane."""
 
 from __future__ import annotations
 
@@ -58,8 +56,6 @@ TOKENS = 30  # 8 pages, the last of them in part
 
 
 class Group(NamedTuple):
-    """The ranks of one prefill, and a decode."""
-
     prefills: list[PrefillNode]
     decode: DecodeNode
 
@@ -107,9 +103,9 @@ async def group(
     lands: bool = False,
     changed: Callable[[list[StateKind], int], list[StateKind]] | None = None,
 ) -> AsyncIterator[Group]:
-    """`prefill`: stages and shards of each; `rate` in bytes/s of each rank; `staged`: on both
-    sides; `gathers`: at prefill; `lands`: at decode, which knows prefill's shards; `changed`: what
-    a rank has instead."""
+    """`prefill`: stages, and shards of each. `staged` is on both sides, `gathers` at prefill,
+    `lands` at decode. `rate` is in bytes/s of each rank.
+    """
     stages, shards = prefill
     rows = any(s.kind.unit == "row" for s in streams)
     ranks = [(stage, shard) for stage in range(stages) for shard in range(shards)]
@@ -242,9 +238,6 @@ async def test_checksums_are_of_what_each_rank_has_sent(
 async def test_a_byte_that_changed_on_its_way_is_found_in_any_part_and_copy(
     copy: int, seed: int
 ) -> None:
-    """Of two ranks one has sent what it has, and the bytes of the other, or of one of their copies,
-    are not those.
-    """
     streams = [*heads(1, 4), *latents(1)]
     truth = truth_of(streams, TOKENS, seed)
     async with group("local", streams, (1, 2), 2, verify=True) as g:
@@ -290,9 +283,7 @@ async def test_an_abort_in_mid_transfer_leaves_no_late_byte(plane: str, seed: in
 
 
 async def test_staging_on_both_sides_brings_each_rank_by_itself(seed: int) -> None:
-    """At decode a rank's chunk is brought when it has landed,
-    whatever has become of the other's.
-    """
+    """Decode brings a rank's chunk when it landed, whatever became of the other's."""
     streams = everything(2)
     truth = truth_of(streams, TOKENS, seed)
     for verify in (False, True):
@@ -374,9 +365,6 @@ async def test_a_rank_that_says_more_than_it_sends_is_found_by_the_checksum(
 
 
 async def test_a_room_is_served_by_its_group_or_by_the_one_it_names() -> None:
-    """Two groups of a data-parallel prefill, of one rank each, and what their registry would say of
-    both.
-    """
     streams = heads(1, 2)
     asked: list[str] = []
     async with AsyncExitStack() as stack:
@@ -395,13 +383,8 @@ async def test_a_room_is_served_by_its_group_or_by_the_one_it_names() -> None:
         pool = pool_of(shard_of(streams, 0, 1), False, "page_first")
         stack.callback(pool.close)
         decode = await stack.enter_async_context(DecodeNode(pool, "local", resolve=resolve))
-        for room, dp_rank, served_by in (
-            (4, None, 0),
-            (5, None, 1),
-            (6, 1, 1),
-            (7, 0, 0),
-            (9, None, 1),
-        ):
+        cases = ((4, None, 0), (5, None, 1), (6, 1, 1), (7, 0, 0), (9, None, 1))
+        for room, dp_rank, served_by in cases:
             source = prefills[served_by].room(room, range(5))
             target = decode.room(room, "dp" if room != 9 else every, range(5), dp_rank=dp_rank)
             await target

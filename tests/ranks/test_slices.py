@@ -1,6 +1,4 @@
-"""Widths that differ, over planes that take a block at a time: slices pass through staging, in
-large blocks.
-"""
+"""Widths that differ, over planes that take a block at a time: slices pass through staging."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _tiny_for_local(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tiny for mooncake is so for local too, which takes no engine: the same code, in
-    little time.
-    """
+    """What is tiny for mooncake is so for local too: the same code, in little time."""
     monkeypatch.setitem(TINY_BELOW_BYTES, "local", TINY_BELOW_BYTES["mooncake"])
 
 
@@ -89,9 +85,7 @@ async def test_every_byte_lands_where_it_belongs_in_large_blocks(
 async def test_an_abort_in_mid_copy_leaves_no_late_byte(
     prefill: tuple[int, int], decode: int, side: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices are brought to the room's pages, or away from prefill's: the pages are free when that
-    has ended.
-    """
+    """The pages are free when the copies from or to them have ended."""
     streams, tokens = heads(2, 8), PAGES * PAGE_SIZE
     truth = truth_of(streams, tokens, seed)
     async with at_rest_afterwards("local", streams, prefill, decode, **{side: True}) as g:
@@ -139,9 +133,7 @@ async def test_what_would_be_tiny_is_said_and_what_to_do(
             assert all(in_slices(g))
             for node in g.prefills:
                 [route] = node.shell.routes.values()
-                assert isinstance(route, StagedRoute) and route._out is None, (
-                    "another order would gain nothing"
-                )
+                assert isinstance(route, StagedRoute) and route._out is None
         assert (
             "slices of 32 bytes are slow over local" in caplog.text
             and "--disaggregation-prefill-tp" in caplog.text

@@ -1,6 +1,4 @@
-"""What tests ask of vLLM servers, by either order of the legs, and what the servers say of
-themselves.
-"""
+"""What tests ask of vLLM servers, by either order of the legs."""
 
 from __future__ import annotations
 
@@ -37,7 +35,6 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Of an error."""
         error = self.body.get("error", self.body)
         return f"{self.status}: {error.get('message', error)}"
 
@@ -54,9 +51,7 @@ def random_prompt(rng: random.Random, length: int) -> Prompt:
 
 
 def random_prompts(rng: random.Random, count: int, longest: int) -> list[Prompt]:
-    """Of all lengths, those at the edges of blocks among them; a third of them shares a beginning
-    with others.
-    """
+    """Of all lengths, also at the edges of blocks; a third shares a beginning with others."""
     shared = random_prompt(rng, longest // 2)
     edges = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, longest]
     prompts = []
@@ -135,10 +130,7 @@ class BothLegs:
         self.decode = asyncio.create_task(ask(session, decode.url, prompt, count, second))
 
     async def answer(self) -> Answer:
-        """Decode's, when the other leg has ended, too.
-
-        Raises: CancelledError for one that was cancelled.
-        """
+        """Return decode's when the other leg has ended. Raises: CancelledError."""
         with suppress(asyncio.CancelledError, aiohttp.ClientError):
             await self.prefill
         return await self.decode
@@ -158,9 +150,7 @@ async def at_once(count: int, jobs: Sequence[Callable[[], Awaitable[T]]]) -> lis
 async def is_tie(
     session: aiohttp.ClientSession, single: Server, prompt: Prompt, a: list[int], b: list[int]
 ) -> bool:
-    """Whether two answers part where one vLLM gives both tokens the same log-probability, as far as
-    float32 goes.
-    """
+    """Return True where one vLLM gives both tokens the same log-probability, in float32."""
     if len(a) != len(b):
         return False
     where = next(n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)

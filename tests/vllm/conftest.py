@@ -1,6 +1,4 @@
-"""The servers that all tests here share, started once, and what they wrote beside a test that
-fails.
-"""
+"""The servers that all tests here share, started once."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ _FLEET = pytest.StashKey["Fleet"]()
 
 
 class Fleet(NamedTuple):
-    """The last three are of another model than the others; its prefill writes slowly, and can be
-    lost.
-    """
+    """The last three are of another model; its prefill writes slowly, and can be lost."""
 
     single: Server
     prefill: Server

@@ -99,12 +99,8 @@ class Run:
 
     async def one(self, number: int) -> Answer | None:
         """Its answer; None for one that was cut off."""
-        together, cut, moment = (
-            bool(number % 2),
-            self.cuts[number],
-            self._draw.random() * self.options.within_s,
-        )
-        if not cut:
+        together, moment = bool(number % 2), self._draw.random() * self.options.within_s
+        if not self.cuts[number]:
             return await (self._together if together else self._sequential)(self.prompts[number])
         with suppress(TimeoutError):
             async with asyncio.timeout(moment):

@@ -1,6 +1,4 @@
-"""`vllm serve` as processes that a test starts, freezes, kills, and ends by their ids, with what
-they wrote.
-"""
+"""`vllm serve` as processes that a test starts, freezes, kills, and ends by their ids."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ _ports = random.sample(range(20_000, 32_000), 1000)
 
 
 def _free_port() -> int:
-    """One that nothing is given by chance: connections, and vLLM itself, take theirs from 32768 on,
-    while it starts.
-    """
+    """Return a port below 32768, from where vLLM and connections take theirs by chance."""
     while True:
         port = _ports.pop()
         with socket.socket() as unused, suppress(OSError):
@@ -70,9 +66,7 @@ class Server:
         environment: dict[str, str] | None = None,
         **extra: Any,
     ) -> None:
-        """`words` are more of its command line, `policy` vLLM's `kv_load_failure_policy`, `extra`
-        kvflow's settings.
-        """
+        """`policy` is vLLM's `kv_load_failure_policy`, `extra` has kvflow's settings."""
         self.role, self.name, self.port = role, name or role, _free_port()
         self.bootstrap_port = _free_port()  # of a decode: its status port
         self.url = f"http://127.0.0.1:{self.port}"
@@ -118,10 +112,7 @@ class Server:
         return self._process
 
     def wait_up(self, deadline_s: float) -> None:
-        """Return when it serves; `deadline_s`: by the monotonic clock.
-
-        Raises: AssertionError with its log's end.
-        """
+        """Return when it serves. Raises: AssertionError with the end of its log."""
         while True:
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
@@ -159,10 +150,7 @@ class Server:
 
 
 def start_all(servers: Iterable[Server]) -> None:
-    """Return when all of them serve.
-
-    Raises: AssertionError with the end of the log of one that does not.
-    """
+    """Return when all serve. Raises: AssertionError with the end of a log."""
     servers, deadline_s = list(servers), time.monotonic() + START_S
     for server in servers:
         server.start()

@@ -1,6 +1,4 @@
-"""Which KV caches the connector moves, by vLLM's own classes: run in vLLM's environment, it prints
-why not, as JSON.
-"""
+"""Prints, in vLLM's environment and as JSON, why the connector does not move a kind of KV cache."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What does not fit together is refused, and whoever can mend it is told why: in the client's
-answer, or at start.
-"""
+"""What does not fit together is refused, and whoever can mend it is told why."""
 
 from __future__ import annotations
 
@@ -79,8 +77,6 @@ async def test_a_prefill_that_is_not_there_is_an_error_soon(session: Session, fl
 def test_a_vllm_that_cannot_serve_says_why(
     model_of: Callable[[int], Path], logs: Path, tmp_path: Path
 ) -> None:
-    """Another version than the connector is for; a port that is taken; settings that cannot be; an
-    attention backend that does not compute over what was loaded."""
     version = (
         "import sys, types\nsys.modules['vllm._version'] = types.ModuleType('vllm._version')\n"
     )
@@ -126,9 +122,7 @@ def test_a_vllm_that_cannot_serve_says_why(
 
 
 def test_only_what_is_full_attention_itself_is_moved(model_of: Callable[[int], Path]) -> None:
-    """By vLLM's own classes, in its environment: also those that derive from what is moved are
-    looked at.
-    """
+    """By vLLM's own classes, and those that derive from what is moved."""
     model_of(1)  # skips where there is no vLLM
     root = Path(__file__).parents[2]
     program = [str(VENV / "bin/python"), str(root / "tests/vllm/specs.py")]

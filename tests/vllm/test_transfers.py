@@ -1,6 +1,4 @@
-"""A prefill and a decode of vLLM with kvflow between them answer what one vLLM answers, whoever
-leaves meanwhile.
-"""
+"""A prefill and a decode of vLLM answer what one vLLM answers, whoever leaves meanwhile."""
 
 from __future__ import annotations
 
@@ -48,27 +46,15 @@ async def assert_same(
     for prompt, ours, answer in zip(prompts, got, answers, strict=True):
         if ours != answer.tokens:
             assert len(ours) == COUNT
-            assert await is_tie(session, fleet.single, prompt, ours, answer.tokens), (
-                len(prompt),
-                ours,
-                answer.tokens,
-            )
+            differ = len(prompt), ours, answer.tokens
+            assert await is_tie(session, fleet.single, prompt, ours, answer.tokens), differ
 
 
 @asynccontextmanager
 async def routed(fleet: Fleet, legs: str) -> AsyncIterator[str]:
     """URL of a router in front of the fast pair."""
-    words = [
-        "--engine",
-        "vllm",
-        "--legs",
-        legs,
-        "--prefill",
-        fleet.prefill.url,
-        "--decode",
-        fleet.decode.url,
-    ]
-    router = Child("router", "router", [*words, "--port", "0"], quiet=True)
+    words = f"--engine vllm --legs {legs} --port 0 --prefill {fleet.prefill.url}".split()
+    router = Child("router", "router", [*words, "--decode", fleet.decode.url], quiet=True)
     try:
         await router.start(os.environ, 60)
         yield router.url

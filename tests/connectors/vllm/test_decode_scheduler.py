@@ -1,6 +1,4 @@
-"""Decode in vLLM's scheduler: how much of a prompt is to travel, which rooms it knows, and which
-blocks it keeps.
-"""
+"""Decode in vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -33,8 +31,6 @@ def request(tokens: int, name: str = "a") -> Any:
 
 
 class Blocks:
-    """vLLM's block pool: who counts how often a block is used."""
-
     def __init__(self) -> None:
         self.blocks, self.touched = list(range(100)), list[int]()
 
@@ -83,9 +79,7 @@ def test_it_waits_until_every_worker_of_prefill_has_begun() -> None:
 
 
 def test_blocks_are_offered_once() -> None:
-    """vLLM tells of every block that a request gets,
-    also of those for what it computes by itself.
-    """
+    """vLLM also tells of blocks for what a request computes by itself."""
     made, asked = scheduler(), request(40)
     made.new_request(asked, PREFILL)
     offers = []
@@ -105,36 +99,23 @@ def test_a_prefill_for_decodes_of_another_size_is_not_waited_for() -> None:
     assert "prefill is for decodes of 3 workers" in str(meta.targets[0].refusal)
 
 
-def test_workers_that_fail_one_after_the_other_hold_the_same_blocks_once() -> None:
-    made, asked = scheduler(workers=2), request(40)
-    made.new_request(asked, PREFILL)
-    made.allocated(asked, ([5, 6, 7],), 40)
-    cause = Cause(Code.PEER_LOST, "prefill is gone")
-    for worker in (0, 1):
-        made.update(StepNews(failures={"a": {worker}}, failed={"a": cause}), set())
-    assert made.block_pool.touched == [5, 6, 7]
-    for worker, left in ((1, 3), (0, 0)):
-        made.update(StepNews(released={"a": {worker}}), set())
-        assert made.quarantined_blocks == len(made.block_pool.touched) == left
-
-
-def test_blocks_of_a_failed_load_are_kept_until_every_worker_has_released_them() -> None:
+@pytest.mark.parametrize("failures", [({0, 1},), ({0}, {1})], ids=["at once", "in turn"])
+def test_blocks_of_a_failed_load_are_kept_once_until_every_worker_has_released_them(
+    failures: tuple[set[int], ...],
+) -> None:
     made, asked = scheduler(workers=2), request(40)
     made.new_request(asked, PREFILL)
     made.allocated(asked, ([5, 6, 7],), 40)
     assert made.quarantined_blocks == 0
     cause = Cause(Code.PEER_LOST, "prefill is gone")
-    made.update(StepNews(failures={"a": {0, 1}}, failed={"a": cause}), {"a"})
+    for workers in failures:
+        received = {"a"} if workers is failures[-1] else set[str]()
+        made.update(StepNews(failures={"a": workers}, failed={"a": cause}), received)
     made.build_meta(meta := StepMeta())
-    assert (
-        made.quarantined_blocks == 3
-        and made.block_pool.touched == [5, 6, 7]
-        and meta.held == {"a": {0, 1}}
-    )
-    made.update(StepNews(released={"a": {0}}), set())
-    assert made.quarantined_blocks == 3
-    made.update(StepNews(released={"a": {1}}), set())
-    assert made.quarantined_blocks == 0 and made.block_pool.touched == []
+    assert made.block_pool.touched == [5, 6, 7] and meta.held == {"a": {0, 1}}
+    for worker, left in ((1, 3), (0, 0)):
+        made.update(StepNews(released={"a": {worker}}), set())
+        assert made.quarantined_blocks == len(made.block_pool.touched) == left
 
 
 def test_a_room_has_one_life_as_long_as_it_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,4 @@
-"""Decode in a worker: what becomes of a load at every moment of its life, and what is reported of
-it.
-"""
+"""A load at every moment of its life, in decode's worker."""
 
 from __future__ import annotations
 
@@ -32,15 +30,6 @@ def test_one_leg_after_the_other() -> None:
         assert moved is not None and moved["received_bytes"] == [3 * 64]
 
 
-def test_a_room_that_is_announced_first() -> None:
-    with pair() as each:
-        each.step_decode(targets=[each.target()])
-        each.send_all(3, 1, 2)
-        each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
-        each.ends("sent received")
-        each.assert_loaded()
-
-
 def test_an_announced_load_is_ready_when_its_prefill_has_begun() -> None:
     with pair(load_deadline_s=60) as each:
         each.step_decode(targets=[each.target(workers=2)])
@@ -54,6 +43,7 @@ def test_an_announced_load_is_ready_when_its_prefill_has_begun() -> None:
         each.step_prefill(computed={NAME: Computed([3, 1, 2], True)}, finished={NAME: False})
         each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
         each.ends("sent received")
+        each.assert_loaded()
 
 
 def test_an_announced_load_that_fails_at_one_worker_waits_for_none() -> None:
@@ -87,13 +77,8 @@ def test_a_deadline_is_that_of_blocks_that_are_lent() -> None:
 def test_what_decode_has_does_not_travel(
     prefix_tokens: int, blocks: list[int], is_announced: bool
 ) -> None:
-    offers = {NAME: Offer(blocks, prefix_tokens)}
     with pair() as each:
-        if is_announced:
-            each.step_decode(targets=[each.target()])
-            each.step_decode(offers=offers)
-        else:
-            each.step_decode(targets=[each.target()], offers=offers)
+        each.offer(Offer(blocks, prefix_tokens), is_announced=is_announced)
         each.send_all(3, 1, 2)
         each.ends("sent received" if blocks else "sent")
         assert list(each.target_pages[blocks]) == [2, 3][2 - len(blocks) :]
@@ -123,7 +108,6 @@ def test_it_is_over_at_once() -> None:
 
 
 def test_it_is_over_while_it_is_written() -> None:
-    """vLLM has its blocks back when nothing writes them, and no sooner."""
     with pair() as each:
         each.load_halfway()
         each.step_decode(abandoned=[NAME])
@@ -169,7 +153,7 @@ def test_it_fails_while_only_announced_and_is_over_or_has_all() -> None:
 
 def test_a_failure_of_what_is_not_waited_for_is_none() -> None:
     with pair() as each:
-        each.step_decode(targets=[each.target()], offers={NAME: Offer((), 10)})
+        each.offer(Offer((), 10), is_announced=False)
         fail_at_prefill(each)
         each.until_rest()
         assert not (each.decode.stats.take() or {"failed": {}})["failed"]
@@ -218,15 +202,9 @@ def test_held_blocks_are_released_when_nothing_writes_them(is_over: bool) -> Non
 @pytest.mark.parametrize("is_announced", [False, True])
 def test_what_is_refused_is_told_to_both_sides(is_announced: bool) -> None:
     refusal = Cause(Code.REFUSED, "prefill is for decodes of 2 workers")
-    offers = {NAME: Offer([9, 4, 7], 0)}
     with pair() as each:
         each.send_all(3, 1, 2)
-        targets = [each.target(refusal=refusal)]
-        if is_announced:
-            each.step_decode(targets=targets)
-            each.step_decode(offers=offers)
-        else:
-            each.step_decode(targets=targets, offers=offers)
+        each.offer(Offer([9, 4, 7], 0), is_announced=is_announced, refusal=refusal)
         each.hold()
         each.ends("sent received failed")
         assert each.causes == {NAME: refusal} and not each.target_pages.any()
@@ -236,8 +214,7 @@ def test_what_is_refused_is_told_to_both_sides(is_announced: bool) -> None:
 def test_what_a_node_will_not_take_fails(refusal: Cause | None) -> None:
     """A misuse is raised at once: also then vLLM hears of it, which waits for the blocks."""
     with pair() as each:
-        target = each.target(room=-1, refusal=refusal)
-        each.step_decode(targets=[target], offers={NAME: Offer([9, 4, 7], 0)})
+        each.offer(Offer([9, 4, 7], 0), is_announced=False, room=-1, refusal=refusal)
         each.hold()
         assert each.causes[NAME].code == Code.BAD_REQUEST and "room id -1" in each.causes[NAME].text
         each.ends("received failed")
@@ -245,8 +222,7 @@ def test_what_a_node_will_not_take_fails(refusal: Cause | None) -> None:
 
 def test_an_offer_that_does_not_fit_fails() -> None:
     with pair() as each:
-        each.step_decode(targets=[each.target()])
-        each.step_decode(offers={NAME: Offer([9], 0)})
+        each.offer(Offer([9], 0), is_announced=True)
         each.hold()
         each.ends("received failed")
         assert "1 pages given, its prompt needs 3" in each.causes[NAME].text
@@ -267,9 +243,7 @@ def test_a_room_that_is_in_use_fails() -> None:
 
 def test_a_prefill_that_is_closed() -> None:
     with pair(lost_after_s=0.8) as each:
-        each.step_prefill(sources=[each.source()])
-        each.load(9, 4, 7)
-        each.until(lambda: each.room().matched)
+        each.match()
         each.prefill.close()
         each.hold()
         each.ends("received failed")
@@ -277,9 +251,7 @@ def test_a_prefill_that_is_closed() -> None:
 
 
 def test_a_prefill_that_is_silent() -> None:
-    """Its loop stands still in the middle of a write, and so its link is lost; what it may write is
-    held for it.
-    """
+    """Its loop stands still in the middle of a write, and so its link is lost."""
     awake = threading.Event()
     with pair(lost_after_s=0.8) as each:
         each.load_halfway()

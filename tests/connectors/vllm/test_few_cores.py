@@ -1,6 +1,4 @@
-"""Pauses in the loops of vLLM's processes: where they are asked for,
-and as long as messages come.
-"""
+"""Pauses in the loops of vLLM's processes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Both sides of the connector, in scheduler and workers, against vLLM's rules: random arrivals,
-aborts, preemptions, frozen writers and deadlines over real nodes. What a run meets depends on its
-seed and on the machine's clock.
+"""Both sides of the connector against vLLM's rules, over real nodes, with random events.
 
-Where both pools are tight and no deadline helps, every request ends all the same: no two wait for
-each other.
+What a run meets depends on its seed and on the machine's clock.
 """
 
 from __future__ import annotations
@@ -18,18 +15,16 @@ from typing import Any
 import msgspec
 import pytest
 
-import kvflow
 from kvflow.connectors.vllm import prefill_worker
 from kvflow.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvflow.connectors.vllm.decode_worker import DecodeWorker
 from kvflow.connectors.vllm.params import ROOM, FromPrefill, ToDecode
 from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvflow.connectors.vllm.prefill_worker import PrefillWorker
-from kvflow.connectors.vllm.transfers import Transfers
 from kvflow.node.threads.rooms import PrefillThreadRoom
 from kvflow.protocols.limits import Timing
 from tests.connectors.vllm.vllm_rules import DecodeEngine, Engine, PrefillEngine, Request
-from tests.connectors.vllm.worker_pair import PAGE_SIZE, PAGES, Gate, GatedPlane, new_pool
+from tests.connectors.vllm.worker_pair import PAGE_SIZE, PAGES, Gate, new_decode, new_prefill
 
 REQUESTS, PATIENCE_S = 25, 20.0
 TIGHT = 8  # blocks of a pool in which two prompts have a place, or one
@@ -46,8 +41,6 @@ class Registries(FromPrefill, frozen=True):
 
 
 class Game:
-    """One run: `play` to the end of all requests, or to an assertion."""
-
     def __init__(
         self, seed: int, prefill: PrefillEngine, decode: DecodeEngine, gates: list[Gate], wake: Any
     ) -> None:
@@ -143,17 +136,13 @@ class Game:
         self._check_free()
 
     def _answer(self) -> None:
-        """Of prefill, to a proxy that posts the second leg then."""
         for name in self._sequential.keys() & self.prefill.ended.keys():
             target = self._sequential.pop(name)
             if (answer := self.prefill.answers.get(name)) is not None:
                 self.decode.add(target, self._address(answer[ROOM], is_computed=True))
 
     def _check_free(self) -> None:
-        """I2: nobody writes into what may be used again.
-
-        A preemption frees what may be read until its step runs.
-        """
+        """I2, except that a preemption frees what may be read until its step runs."""
         for engine in (self.decode,) if self.preempts else (self.prefill, self.decode):
             free = [block.block_id for block in engine.pool.free]
             for worker in engine.workers:
@@ -199,29 +188,15 @@ def game(
     timing = Timing(rendezvous_s=source_deadline_s, announced_s=source_deadline_s)
     wake, gates = threading.Event(), [Gate() for _ in range(workers)]
     with ExitStack() as stack:
-        sources: list[PrefillWorker] = []
-        targets: list[DecodeWorker] = []
-        for rank, gate in enumerate(gates):
-            prefill = kvflow.PrefillThread(
-                new_pool(1), GatedPlane(gate), registry_port=0, timing=timing
-            )
-            source = PrefillWorker(
-                prefill, Transfers(64, f"0.{rank}"), wake.set, source_deadline_s=source_deadline_s
-            )
-            source.start()
-            stack.callback(source.close)
-            sources.append(source)
-        for rank in range(workers):
-            decode = kvflow.DecodeThread(
-                new_pool(), "local", resolve=kvflow.RegistryClient().resolve, timing=timing
-            )
-            stats = Transfers(64, f"0.{rank}")
-            target = DecodeWorker(
-                decode, stats, wake.set, rank=rank, load_deadline_s=load_deadline_s
-            )
-            target.start()
-            stack.callback(target.close)
-            targets.append(target)
+        sources = [
+            new_prefill(rank, gate, wake, timing, source_deadline_s)
+            for rank, gate in enumerate(gates)
+        ]
+        targets = [new_decode(rank, wake, timing, load_deadline_s) for rank in range(workers)]
+        sides: list[PrefillWorker | DecodeWorker] = [*sources, *targets]
+        for side in sides:
+            side.start()
+            stack.callback(side.close)
         for gate in gates:
             stack.callback(gate.open.set)
         found = Game(
@@ -257,9 +232,7 @@ def test_vllms_rules_are_kept(
 
 @contextmanager
 def tight(seed: int, **more: Any) -> Iterator[Game]:
-    """All come at once, in any order, and no wait is cut off: a deadline is longer than the test is
-    patient.
-    """
+    """All come at once, in any order, and no deadline cuts off a wait."""
     with game(
         seed, pages=TIGHT, source_deadline_s=2 * PATIENCE_S, load_deadline_s=None, **more
     ) as found:
@@ -277,7 +250,6 @@ def test_no_two_requests_wait_for_each_other(
 
 
 def _decode_does_not_wait(patch: pytest.MonkeyPatch) -> None:
-    """Its blocks wait for a prefill that has not begun."""
     new_request = DecodeScheduler.new_request
     patch.setattr(
         DecodeScheduler,

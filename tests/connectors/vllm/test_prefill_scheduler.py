@@ -1,7 +1,4 @@
-"""Which request may begin at prefill, and what its scheduler side tells the workers.
-
-The rest: test_model.py.
-"""
+"""Which request may begin at prefill, and what the workers are told. The rest: test_model.py."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ def request(name: str, blocks: int = 1, status: str = "RUNNING") -> Any:
 
 
 def planned(side: PrefillScheduler) -> StepMeta:
-    """A step ends, in which vLLM has scheduled nothing of ours."""
     meta = StepMeta()
     side.build_meta(meta, SimpleNamespace(preempted_req_ids=None, num_scheduled_tokens={}))
     return meta
@@ -68,10 +64,8 @@ class TestPlaces:
 
     def test_a_request_that_is_not_ours_is_not_kept(self) -> None:
         side, _ = self.side()
-        assert side.finished(request("another's", 1, "FINISHED_LENGTH_CAPPED"), ([3],)) == (
-            False,
-            None,
-        )
+        anothers = request("another's", 1, "FINISHED_LENGTH_CAPPED")
+        assert side.finished(anothers, ([3],)) == (False, None)
         assert planned(side).computed == {}
 
     @pytest.mark.parametrize("streams", [False, True])
@@ -98,9 +92,8 @@ class TestPlaces:
         assert planned(side).begun == []
         for each in (*of.values(), sequential):
             side.allocated(each)
-        assert planned(side).begun == ["a"], (
-            "vLLM did not ask for the other: it counts, and is told at its end"
-        )
+        # vLLM did not ask for the other: it counts, and is told at its end.
+        assert planned(side).begun == ["a"]
         assert not side.may_begin(request_of(side, 2)), "4 and 4 and 1 of 10 are taken"
         of["unasked"].status.name = "FINISHED_LENGTH_CAPPED"
         side.finished(of["unasked"], ([0] * 4,))

@@ -24,9 +24,7 @@ def busy_sources(each: Pair) -> list[int]:
 
 def test_blocks_stream_as_they_are_computed() -> None:
     with pair() as each:
-        each.step_prefill(sources=[each.source()])
-        each.load(9, 4, 7)
-        each.until(lambda: each.room().matched)
+        each.match()
         each.step_prefill(computed=computed(3))
         each.until(lambda: each.target_pages[9] == 4)
         assert not each.received and each.room().left == 2
@@ -52,9 +50,8 @@ def test_what_was_computed_before_decode_came_is_sent_when_it_comes() -> None:
 def test_what_decode_had_is_neither_sent_nor_counted() -> None:
     with pair() as each:
         each.step_prefill(sources=[each.source()])
-        each.step_decode(targets=[each.target()])
         prefix = each.prefill.thread.pool.layout.page_size
-        each.step_decode(offers={NAME: Offer([4, 7], prefix)})
+        each.offer(Offer([4, 7], prefix), is_announced=True)
         each.until(lambda: each.room().matched)
         each.step_prefill(computed=computed(3, 1, 2, is_all=True), finished={NAME: False})
         each.ends("sent received")
@@ -87,9 +84,8 @@ def test_vllm_aborts_the_request(has_started: bool) -> None:
         each.step_prefill(finished={NAME: True})
         each.hold()
         each.ends("sent received failed")
-        assert not (each.prefill.stats.take() or {"failed": {}})["failed"], (
-            "a client that leaves is no failure"
-        )
+        # A client that leaves is no failure.
+        assert not (each.prefill.stats.take() or {"failed": {}})["failed"]
 
 
 def test_no_decode_comes_before_the_deadline() -> None:
@@ -153,9 +149,7 @@ def test_too_few_blocks_fail_the_room() -> None:
 
 def test_what_was_sent_before_a_preemption_is_not_sent_again() -> None:
     with pair() as each:
-        each.step_prefill(sources=[each.source()])
-        each.load(9, 4, 7)
-        each.until(lambda: each.room().matched)
+        each.match()
         each.step_prefill(computed=computed(3, 1))
         each.step_prefill(preempted=[NAME])
         assert not busy_sources(each) and each.room().error is None
@@ -170,9 +164,7 @@ def test_what_was_sent_before_a_preemption_is_not_sent_again() -> None:
 def test_a_write_that_outlasts_a_preemption_ends_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_worker, "_PREEMPTION_S", 0.02)
     with pair() as each:
-        each.step_prefill(sources=[each.source()])
-        each.load(9, 4, 7)
-        each.until(lambda: each.room().matched)
+        each.match()
         each.gate.open.clear()
         each.step_prefill(computed=computed(3, 1, 2, is_all=True))
         assert each.gate.reached.wait(20)
@@ -190,11 +182,8 @@ def test_decodes_half_comes_in_the_middle_of_a_preemption(monkeypatch: pytest.Mo
     """Blocks that are waited for must not be sent meanwhile."""
     with pair() as each:
         each.step_prefill(sources=[each.source()], computed=computed(3, 1, 2, is_all=True))
-        wait_released, handle, handled = (
-            each.prefill.thread.wait_released,
-            each.prefill._handle,
-            list[object](),
-        )
+        wait_released, handle = each.prefill.thread.wait_released, each.prefill._handle
+        handled: list[object] = []
 
         def waits(blocks: Sequence[int], timeout_s: float | None = None) -> bool:
             released = wait_released(blocks, timeout_s)

@@ -1,6 +1,4 @@
-"""What the two halves of a room inside vLLM must agree on before decode goes on from prefill's
-blocks.
-"""
+"""What the two halves of a room inside vLLM must agree on."""
 
 from __future__ import annotations
 
@@ -33,8 +31,6 @@ def test_another_adapter_or_other_media_make_another_prompt() -> None:
         ("x", ("cat",)),
     ]
     found = [prompt_of(request(*one)).tolist() for one in asked]
-    assert found == [prompt_of(request(*one)).tolist() for one in asked], (
-        "both halves compute the same"
-    )
+    assert found == [prompt_of(request(*one)).tolist() for one in asked]
     assert len({tuple(ids) for ids in [*found, [5, 6, 7]]}) == len(asked) + 1
     assert all(ids[1:] == [6, 7] for ids in found)

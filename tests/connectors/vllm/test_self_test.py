@@ -1,6 +1,4 @@
-"""The self-test at start: every layout that vLLM has passes it, and one that is described wrongly
-does not.
-"""
+"""The self-test at start, with layouts that are described rightly and wrongly."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ ORDERS = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3), "width first": (0, 3, 2, 1)}
 
 
 def cache_of(order: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """[blocks, heads, slots, width], whose dimensions lie in memory in that order; its bytes count
-    up.
-    """
+    """[blocks, heads, slots, width], whose bytes count up in memory in that order."""
     sizes = (BLOCKS, HEADS, SLOTS, WIDTH)
     shape = tuple(sizes[n] for n in order)
     size = BLOCKS * HEADS * SLOTS * WIDTH * dtype.itemsize
@@ -52,9 +48,7 @@ def test_layouts_that_are_described_as_they_are_pass(
         caches, pool_of(**{name: described(cache) for name, cache in caches.items()}), BLOCKS
     )
     for name, cache in caches.items():
-        assert torch.equal(cache.contiguous().clone().view(torch.uint8), before[name]), (
-            "every byte is put back"
-        )
+        assert torch.equal(cache.contiguous().clone().view(torch.uint8), before[name])
 
 
 def test_blocks_of_all_layers_in_one_piece_pass() -> None:
@@ -90,9 +84,7 @@ def test_a_layout_that_is_described_wrongly_is_refused(
 ) -> None:
     memory = torch.zeros(BLOCKS + 1, HEADS, SLOTS, WIDTH)
     right, wrong = cache_of((0, 1, 2, 3)), memory[:BLOCKS]
-    with pytest.raises(
-        LayoutError, match="does not read back as it was written, in wrong: "
-    ) as raised:
+    with pytest.raises(LayoutError, match="not read back as it was written, in wrong: ") as raised:
         check_moves(
             {"right": right, "wrong": wrong}, pool_of(right=right, wrong=plant(wrong)), BLOCKS
         )
@@ -101,18 +93,13 @@ def test_a_layout_that_is_described_wrongly_is_refused(
 
 def test_a_layer_that_is_left_out_is_named() -> None:
     caches = {f"layer.{n}": cache_of((0, 1, 2, 3)) for n in range(6)}
-    with pytest.raises(
-        LayoutError, match="in layer.1, layer.2, layer.3 and 2 more".replace(".", r"\.")
-    ):
+    with pytest.raises(LayoutError, match=r"in layer\.1, layer\.2, layer\.3 and 2 more"):
         check_moves(caches, pool_of(**{"layer.0": caches["layer.0"]}), BLOCKS)
 
 
 def test_the_first_dimension_is_that_of_blocks() -> None:
     cache = cache_of((0, 1, 2, 3))
-    with pytest.raises(
-        LayoutError,
-        match=r"KV cache of k, \(8, 2, 4, 6\): its first dimension is not vLLM's 4 blocks",
-    ):
+    with pytest.raises(LayoutError, match=r"k, \(8, 2, 4, 6\): its first .* not vLLM's 4 blocks"):
         check_moves({"k": cache}, pool_of(k=cache), 4)
 
 

@@ -1,6 +1,4 @@
-"""What a worker answers over HTTP, over real nodes, asked by a client of its own kind and by
-that of the tests.
-"""
+"""What a worker answers over HTTP, over real nodes."""
 
 from __future__ import annotations
 
@@ -29,7 +27,6 @@ def each() -> Iterator[Pair]:
 
 @asynccontextmanager
 async def served(each: Pair, *roles: str, api_key: str = "") -> AsyncIterator[Client]:
-    """The status server of a worker with these roles."""
     prefill = each.prefill.thread if "prefill" in roles else None
     server = StatusServer(
         prefill, each.decode.thread if "decode" in roles else None, engine="e-1", dp_rank=2

@@ -1,7 +1,4 @@
-"""Which vLLM the connector is for.
-
-A module stands in for vLLM: nothing of it is asked but its version.
-"""
+"""Which vLLM the connector is for: a module with a version stands in for it."""
 
 from __future__ import annotations
 

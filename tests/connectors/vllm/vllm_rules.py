@@ -1,7 +1,7 @@
-"""A stand-in for vLLM's engine that keeps its rules where connectors are concerned: a pool with
-reference counts, blocks kept for transfers, the outputs of several workers made one, and steps that
-are planned before the last one's output is known. The rules are those of vLLM 0.32
-(v1/core/sched/scheduler.py)."""
+"""A stand-in for vLLM's engine that keeps its rules where connectors are concerned.
+
+The rules are those of vLLM 0.32 (v1/core/sched/scheduler.py).
+"""
 
 from __future__ import annotations
 
@@ -96,9 +96,7 @@ class Step:
 
 
 class Engine:
-    """One of either role; `scheduler` is the connector's side there, `workers` those in the
-    workers.
-    """
+    """`scheduler` is the connector's side in the scheduler, `workers` those in the workers."""
 
     def __init__(self, scheduler: Any, workers: Sequence[Any], pages: int = PAGES) -> None:
         self.scheduler, self.workers, self.pool = scheduler, workers, BlockPool(pages)
@@ -148,13 +146,6 @@ class Engine:
             return False
         self._process(self.steps.popleft())
         return True
-
-    def write(self, request: Request, first: int, end: int, into: Sequence[int]) -> None:
-        """What the model does with tokens `first`..`end` at every worker."""
-        for worker in self.workers:
-            cache = worker.thread.pool.array("k")
-            for token in range(first, end):
-                cache[into[token // PAGE_SIZE], token % PAGE_SIZE] = request.content[token]
 
     def check_content(self, request: Request) -> None:
         where = np.array(request.block_ids)
@@ -262,11 +253,7 @@ class PrefillEngine(Engine):
         worker.begin(told)
         for name, (_, end) in step.ends.items():  # also of requests that were aborted meanwhile
             if (request := self.requests.get(name)) is not None:
-                cache = worker.thread.pool.array("k")
-                for token in range(end - step.counts[name], end):
-                    cache[blocks[name][token // PAGE_SIZE], token % PAGE_SIZE] = request.content[
-                        token
-                    ]
+                _write(worker, request, range(end - step.counts[name], end), blocks[name])
         worker.computed(told)
         return worker.finished(told)
 
@@ -316,18 +303,13 @@ class DecodeEngine(Engine):
         self.scheduler.build_meta(meta)
         self.steps.append(Step(pickle.dumps(meta)))
 
-    def abort(self, name: str) -> None:
-        request = self.requests.get(name)
-        if request is not None and not request.is_finished:
-            self._finish(request, Status.FINISHED_ABORTED)
-
-    def _finish(self, request: Request, status: Status) -> None:
-        delay, name = False, request.request_id
+    def finish(self, request: Request, status: Status, delay: bool = False) -> Any:
+        name = request.request_id
         if request.status is Status.WAITING_FOR_REMOTE_KVS:
             delay = name not in self._received
             self._received.discard(name)
             self._failed.discard(name)
-        self.finish(request, status, delay)
+        return super().finish(request, status, delay)
 
     def _promote(self, request: Request) -> None:
         name = request.request_id
@@ -353,7 +335,8 @@ class DecodeEngine(Engine):
             return False
         request.blocks = blocks
         self.scheduler.allocated(request, (request.block_ids,), external)
-        self.write(request, 0, tokens - external, request.block_ids)
+        for worker in self.workers:
+            _write(worker, request, range(tokens - external), request.block_ids)
         request.status = Status.WAITING_FOR_REMOTE_KVS if external else Status.RUNNING
         return True
 
@@ -381,7 +364,7 @@ class DecodeEngine(Engine):
                 self._failed.add(name)
             else:
                 assert request.trace_headers, "its client is not told why"
-                self._finish(request, Status.FINISHED_ERROR)
+                self.finish(request, Status.FINISHED_ERROR)
         news = [output[2] for output in step.outputs if output[2] is not None]
         told = news[0] if news else StepNews()
         for more in news[1:]:
@@ -393,6 +376,13 @@ class DecodeEngine(Engine):
                 self._received.add(name)
             else:
                 self.free(request)
+
+
+def _write(worker: Any, request: Request, tokens: range, into: Sequence[int]) -> None:
+    """What the model does with these tokens at one worker."""
+    cache = worker.thread.pool.array("k")
+    for token in tokens:
+        cache[into[token // PAGE_SIZE], token % PAGE_SIZE] = request.content[token]
 
 
 def _all_told(outputs: Sequence[set[str]], remaining: Counter[str]) -> set[str]:

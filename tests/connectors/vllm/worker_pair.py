@@ -1,6 +1,4 @@
-"""The worker sides of one prefill and one decode, over real nodes, stepped as vLLM's worker steps
-them.
-"""
+"""The worker sides of one prefill and one decode, stepped as vLLM steps them."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ NAME, ROOM = "request", 7
 
 
 class Gate:
-    """What stands between a prefill and its writes: while it is shut, none ends, and none can be
-    cancelled.
-    """
+    """While it is shut, no write of a prefill ends, and none can be cancelled."""
 
     def __init__(self) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
@@ -73,9 +69,24 @@ def new_pool(first: int = 0, page_bytes: int = 64) -> kvflow.PagedPool:
     return pool
 
 
-class Pair:
-    """Counts what the sides report, request by request."""
+def new_prefill(
+    rank: int, gate: Gate, wake: threading.Event, timing: Timing, deadline_s: float
+) -> PrefillWorker:
+    thread = kvflow.PrefillThread(new_pool(1), GatedPlane(gate), registry_port=0, timing=timing)
+    stats = Transfers(64, f"0.{rank}")
+    return PrefillWorker(thread, stats, wake.set, source_deadline_s=deadline_s)
 
+
+def new_decode(
+    rank: int, wake: threading.Event, timing: Timing, deadline_s: float | None
+) -> DecodeWorker:
+    resolve = kvflow.RegistryClient().resolve
+    thread = kvflow.DecodeThread(new_pool(), "local", resolve=resolve, timing=timing)
+    stats = Transfers(64, f"0.{rank}")
+    return DecodeWorker(thread, stats, wake.set, rank=rank, load_deadline_s=deadline_s)
+
+
+class Pair:
     def __init__(
         self, prefill: PrefillWorker, decode: DecodeWorker, wake: threading.Event, gate: Gate
     ) -> None:
@@ -128,9 +139,7 @@ class Pair:
         self.step_decode()
 
     def ends(self, told: str, **others: str) -> None:
-        """Both come to rest, and have reported a request once by each counter that is named, and
-        by no other one. A failure was told of before.
-        """
+        """Both come to rest; the named counters counted each request once, and no other did."""
         self.until_rest()
         words = {name: set(said.split()) for name, said in {NAME: told, **others}.items()}
         for counter in ("sent", "received", "failed", "failures"):
@@ -142,8 +151,12 @@ class Pair:
         """Blocks 9, 4 and 7 hold what 3, 1 and 2 hold, and no other one holds anything."""
         assert list(self.target_pages[[9, 4, 7]]) == [4, 2, 3] and self.target_pages.sum() == 9
 
+    def match(self) -> None:
+        self.step_prefill(sources=[self.source()])
+        self.load(9, 4, 7)
+        self.until(lambda: self.room().matched)
+
     def load_halfway(self) -> None:
-        """Blocks are being written, and the gate is shut."""
         self.gate.open.clear()
         self.send_all(3, 1, 2)
         self.load(9, 4, 7)
@@ -151,7 +164,6 @@ class Pair:
 
     @property
     def lent(self) -> list[int]:
-        """Blocks of decode that may be written."""
         return sorted(self.decode.thread.pages.busy(range(PAGES)))
 
     def pass_deadline(self) -> None:
@@ -173,19 +185,24 @@ class Pair:
     ) -> OpenTarget:
         return OpenTarget(name, room, [self.prefill.thread.registry] * workers, PROMPT, refusal)
 
-    def send_all(self, *blocks: int, was_aborted: bool = False) -> None:
+    def send_all(self, *blocks: int) -> None:
         """A sequential prefill's request is over."""
         computed = {NAME: Computed(blocks, True)}
-        self.step_prefill(sources=[self.source()], computed=computed, finished={NAME: was_aborted})
+        self.step_prefill(sources=[self.source()], computed=computed, finished={NAME: False})
 
-    def load(self, *blocks: int, prefix_tokens: int = 0) -> None:
-        offer = Offer(blocks, prefix_tokens)
-        self.step_decode(targets=[self.target()], offers={NAME: offer})
+    def load(self, *blocks: int) -> None:
+        self.offer(Offer(blocks, 0), is_announced=False)
+
+    def offer(self, offer: Offer, *, is_announced: bool, **target: Any) -> None:
+        targets, offers = [self.target(**target)], {NAME: offer}
+        if is_announced:
+            self.step_decode(targets=targets)
+            self.step_decode(offers=offers)
+        else:
+            self.step_decode(targets=targets, offers=offers)
 
     def hold(self) -> None:
-        """Decode fails, tells so, and is told that its blocks are held:
-        vLLM hears of the failure.
-        """
+        """Decode fails, and learns that its blocks are held: vLLM hears of the failure."""
         self.until(lambda: self.failures[NAME])
         assert not self.received[NAME], "vLLM was told before anybody held the blocks"
         self.step_decode(held={NAME: {0}})
@@ -214,28 +231,15 @@ def pair(
     load_deadline_s: float | None = None,
     lost_after_s: float = 60.0,
 ) -> Iterator[Pair]:
-    """Prefill's page p holds p + 1.
+    """Prefill's page p holds p + 1. At the end both are at rest.
 
-    At the end both are at rest, and each request was reported at most once.
-
-    Sides that get no CPU for `lost_after_s` take each other for lost, and then a request fails:
-    only a test of that has a short one."""
-    source, target, wake, gate = new_pool(1), new_pool(), threading.Event(), Gate()
+    Sides that get no CPU for `lost_after_s` take each other for lost: only a test of that has a
+    short one.
+    """
+    wake, gate = threading.Event(), Gate()
     timing = Timing(lost_after_s=lost_after_s, heartbeat_s=min(1.0, lost_after_s / 4))
-    prefill = PrefillWorker(
-        kvflow.PrefillThread(source, GatedPlane(gate), registry_port=0, timing=timing),
-        Transfers(64, "0.0"),
-        wake.set,
-        source_deadline_s=source_deadline_s,
-    )
-    resolve = kvflow.RegistryClient().resolve
-    decode = DecodeWorker(
-        kvflow.DecodeThread(target, "local", resolve=resolve, timing=timing),
-        Transfers(64, "0.0"),
-        wake.set,
-        rank=0,
-        load_deadline_s=load_deadline_s,
-    )
+    prefill = new_prefill(0, gate, wake, timing, source_deadline_s)
+    decode = new_decode(0, wake, timing, load_deadline_s)
     prefill.start()
     decode.start()
     found = Pair(prefill, decode, wake, gate)
