@@ -77,7 +77,7 @@ class Stages:
         return client
 
     def offer(self, room: int = 7, decode: Decode | None = None) -> DecodeJob:
-        job = DecodeJob(room, TOKENS, DIGEST, 0, self.rules.rooms.issue)
+        job = DecodeJob(room, TOKENS, DIGEST, self.rules.rooms.issue, 0)
         (decode or self.decode).begin(job)
         return job
 

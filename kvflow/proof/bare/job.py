@@ -6,6 +6,7 @@ Both legs of a request have the same room, and normally the same prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from kvflow.proof.sim.variety import PAGE_SIZE
@@ -15,24 +16,19 @@ Issue = Callable[[int, Cause], Cause]
 """A function that records the cause given to a room, by the room's id, and returns it."""
 
 
+@dataclass(eq=False)
 class _Job:
-    def __init__(
-        self,
-        room: int,
-        tokens: int,
-        digest: bytes,
-        rows: int,
-        deadline_s: float | None,
-        refused: bool,
-        issue: Issue,
-    ) -> None:
-        """`rows` is the number of rows of every request, 0 or 1."""
-        self.room, self.tokens, self.digest, self.rows = room, tokens, digest, rows
-        self.deadline_s, self.refused = deadline_s, refused
-        self.succeeded = False
-        self.at: Any = None
-        self.error: Cause | None = None  # the cause, if no room was opened
-        self._issue = issue
+    room: int
+    tokens: int
+    digest: bytes
+    issue: Issue
+    _: KW_ONLY
+    rows: int = 0  # 0 or 1, the same for every request
+    deadline_s: float | None = None
+    refused: bool = False
+    succeeded: bool = field(default=False, init=False)
+    at: Any = field(default=None, init=False)  # the `Room` or `Leg`, once a room is open
+    error: Cause | None = field(default=None, init=False)  # the cause, if no room was opened
 
     @property
     def num_pages(self) -> int:
@@ -44,59 +40,36 @@ class _Job:
 
     def cause(self, code: Code, text: str) -> Cause:
         """Return a cause that names its room, so that the oracle can verify who receives it."""
-        return self._issue(self.room, Cause(code, f"{text} #{self.room}"))
+        return self.issue(self.room, Cause(code, f"{text} #{self.room}"))
 
 
+@dataclass(eq=False)
 class DecodeJob(_Job):
-    def __init__(
-        self,
-        room: int,
-        tokens: int,
-        digest: bytes,
-        group: int,
-        issue: Issue,
-        *,
-        rows: int = 0,
-        deadline_s: float | None = None,
-        refused: bool = False,
-        prefix_pages: int = 0,
-        announces: bool = True,
-        offers_after_s: float | None = None,
-        waits: bool = False,
-        kept_s: float = 0.0,
-    ) -> None:
-        super().__init__(room, tokens, digest, rows, deadline_s, refused, issue)
-        self.group = group
-        self.prefix_pages = min(prefix_pages, self.num_pages)
-        self.announces, self.offers_after_s, self.kept_s = announces, offers_after_s, kept_s
-        # Decode holds the pages back until prefill begins the room, or until `offers_after_s`.
-        self.waits = waits
+    group: int
+    _: KW_ONLY
+    prefix_pages: int = 0
+    announces: bool = True
+    offers_after_s: float | None = None
+    # Decode holds the pages back until prefill begins the room, or until `offers_after_s`.
+    waits: bool = False
+    kept_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.prefix_pages = min(self.prefix_pages, self.num_pages)
 
     @property
     def tokens_left(self) -> int:
         return max(0, self.tokens - self.prefix_pages * PAGE_SIZE)
 
 
+@dataclass(eq=False)
 class PrefillJob(_Job):
-    def __init__(
-        self,
-        room: int,
-        tokens: int,
-        digest: bytes,
-        chunks: tuple[int, ...],
-        issue: Issue,
-        *,
-        rows: int = 0,
-        deadline_s: float | None = None,
-        refused: bool = False,
-        fails_at: int | None = None,
-        rendezvous_s: float | None = None,
-        begins_after_s: float | None = None,
-    ) -> None:
-        super().__init__(room, tokens, digest, rows, deadline_s, refused, issue)
-        self.chunks, self.fails_at, self.rendezvous_s = chunks, fails_at, rendezvous_s
-        # None: the job takes no turn, and prefill never sends Begun.
-        self.begins_after_s = begins_after_s
+    chunks: tuple[int, ...]
+    _: KW_ONLY
+    fails_at: int | None = None
+    rendezvous_s: float | None = None
+    # None: the job takes no turn, and prefill never sends Begun.
+    begins_after_s: float | None = None
 
     def chunks_after(self, prefix_pages: int) -> list[int]:
         """Return the sizes of the chunks to send if decode already has the first `prefix_pages`.

@@ -66,8 +66,8 @@ class Run(Course):
                     request.room,
                     len(request.decode_prompt),
                     digest,
-                    request.group,
                     issue,
+                    request.group,
                     rows=self.rows,
                     deadline_s=leg.deadline_s,
                     refused=request.decode_refused,
@@ -87,8 +87,8 @@ class Run(Course):
                 request.room,
                 len(request.prompt),
                 digest,
-                tuple(request.chunks),
                 self.world.rules.rooms.issue,
+                tuple(request.chunks),
                 rows=self.rows,
                 deadline_s=leg.deadline_s,
                 refused=request.refused,
@@ -132,7 +132,7 @@ class Run(Course):
             self.probe_room += 1
             digest = self.probe_room.to_bytes(32, "little")
             job = DecodeJob(
-                self.probe_room, PAGE_SIZE, digest, group, world.rules.rooms.issue, rows=self.rows
+                self.probe_room, PAGE_SIZE, digest, world.rules.rooms.issue, group, rows=self.rows
             )
             self.clock.later(visit.comes_after_s, guest, guest.begin, job)
 
@@ -195,7 +195,7 @@ class Run(Course):
         digest = room.to_bytes(32, "little")
         jobs = self.good_room_at_prefill(room, PROBE_TOKENS, digest, prefills)
         issue = self.world.rules.rooms.issue
-        job = DecodeJob(room, PROBE_TOKENS, digest, group, issue, rows=self.rows)
+        job = DecodeJob(room, PROBE_TOKENS, digest, issue, group, rows=self.rows)
         decode.begin(job)
         return [*jobs, (decode, job)]
 
@@ -205,7 +205,7 @@ class Run(Course):
         jobs: list[tuple[Node, Any]] = []
         issue = self.world.rules.rooms.issue
         for node in prefills:
-            job = PrefillJob(room, tokens, digest, PROBE_CHUNKS, issue, rows=self.rows)
+            job = PrefillJob(room, tokens, digest, issue, PROBE_CHUNKS, rows=self.rows)
             jobs.append((node, job))
             node.begin(job)
         return jobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from kvflow.proof.bare.job import Issue, PrefillJob
@@ -31,29 +32,25 @@ class StageJob(PrefillJob):
     key: TicketKey
 
 
+@dataclass(eq=False)
 class Client:
     """The client of one request, which asks the leader and expects one answer."""
 
-    def __init__(
-        self,
-        number: int,
-        room: int,
-        tokens: int,
-        digest: bytes,
-        chunks: tuple[int, ...],
-        issue: Issue,
-        broken: Callable[[str, str], None],
-        *,
-        group: int = 0,
-        rows: int = 0,
-        fate: Fate = NO_FATE,
-    ) -> None:
-        self.number, self.room = number, room
-        self.tokens, self.digest, self.chunks = tokens, digest, chunks
-        self.group, self.rows, self.fate = group, rows, fate
-        self.ticket: Ticket | None = None
-        self.asked = self.told = self.succeeded = False
-        self._issue, self._broken = issue, broken
+    number: int
+    room: int
+    tokens: int
+    digest: bytes
+    chunks: tuple[int, ...]
+    issue: Issue
+    broken: Callable[[str, str], None]
+    _: KW_ONLY
+    group: int = 0
+    rows: int = 0
+    fate: Fate = NO_FATE
+    ticket: Ticket | None = field(default=None, init=False)
+    asked: bool = field(default=False, init=False)
+    told: bool = field(default=False, init=False)
+    succeeded: bool = field(default=False, init=False)
 
     @property
     def request(self) -> bytes:
@@ -63,11 +60,11 @@ class Client:
         """Accept the answer to the request; a second answer is a violation."""
         if self.told:
             text = f"the client of room {self.room} is told two endings, the second: {cause}"
-            self._broken("once", text)
+            self.broken("once", text)
         self.told, self.succeeded = True, cause is None
 
     def cause(self, code: Code, text: str) -> Cause:
-        return self._issue(self.room, Cause(code, f"{text} #{self.room}"))
+        return self.issue(self.room, Cause(code, f"{text} #{self.room}"))
 
     def job(self, rank: int, key: TicketKey) -> StageJob:
         fate = self.fate
@@ -75,8 +72,8 @@ class Client:
             self.room,
             self.tokens,
             self.digest,
+            self.issue,
             self.chunks,
-            self._issue,
             rows=self.rows,
             deadline_s=fate.deadline_s,
             refused=fate.refused_at == rank,

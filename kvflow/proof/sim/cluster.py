@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvflow.memory.pool import PagedPool
@@ -38,25 +39,21 @@ from kvflow.transports.data.fake import FakeNetwork
 Engine = DecodeThreadEngine | PrefillThreadEngine
 
 
+@dataclass(eq=False)
 class Member:
     """One process of one node. Dead members stay in `Cluster.members`."""
 
-    def __init__(
-        self,
-        name: str,
-        process: Process,
-        node: PrefillNode | DecodeNode,
-        plane: PacedPlane,
-        seen: Seen,
-        group: int,
-    ) -> None:
-        self.name, self.process, self.node = name, process, node
-        self.plane, self.seen, self.group = plane, seen, group
-        self.tasks: list[asyncio.Task[None]] = []
-        self.snapshots: Snapshots | None = None  # None at a prefill
-        self.cache: Any = None  # a `cached.NodeCache`, if nodes have caches
-        self.engine: Engine | None = None  # engine without an event loop, if the node has one
-        self.leaving = False
+    name: str
+    process: Process
+    node: PrefillNode | DecodeNode
+    plane: PacedPlane
+    seen: Seen
+    group: int
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    snapshots: Snapshots | None = None  # None at a prefill
+    cache: Any = None  # a `cached.NodeCache`, if nodes have caches
+    engine: Engine | None = None  # engine without an event loop, if the node has one
+    leaving: bool = False
 
     @property
     def is_prefill(self) -> bool:
