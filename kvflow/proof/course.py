@@ -136,7 +136,6 @@ class Course:
         self.struck(node, accident._replace(kind=kind))
 
     def enough_without(self, gone: Any) -> bool:
-        """Return True if a complete prefill group and a decode remain without the node `gone`."""
         left = Counter(
             node.group if node.is_prefill else "decode"
             for node in self.places

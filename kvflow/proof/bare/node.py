@@ -57,7 +57,6 @@ class Scene:
         return [found[rank] for rank in sorted(found)]
 
     def living(self, kind: type[Any]) -> list[Any]:
-        """Return the living nodes of a kind, except those that leave or lost their address."""
         return [
             node
             for node in self.nodes.values()

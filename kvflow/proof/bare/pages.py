@@ -77,7 +77,6 @@ class DecodePages(Pages):
         self.cells: list[dict[int, Content]] = [{} for _ in self.owners]
 
     def keep(self, pages: list[int], lease: Lease) -> Hashable:
-        """Pass the pages of a landed room to its user, and return the user's name."""
         user = ("user", *lease)
         self.check(pages, lease, "kept")
         self.moved(pages, user)

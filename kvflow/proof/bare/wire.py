@@ -173,7 +173,6 @@ class Wire:
 
 
 def parsed(frame: bytes, to_prefill: bool) -> Message | None:
-    """Return the message in a frame, or None if the bytes are not a message."""
     try:
         return parse_at_prefill(frame) if to_prefill else parse_at_decode(frame)
     except WireError:

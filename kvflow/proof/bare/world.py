@@ -36,7 +36,6 @@ class World(Scene):
         return heir
 
     def _incarnation(self) -> Incarnation:
-        """Draw an incarnation from the seed, not from the system."""
         return Incarnation(self.rng.getrandbits(63) | 1)
 
     def everyone(self) -> list[Node]:
@@ -118,5 +117,4 @@ class World(Scene):
 
 
 def _end_of(node: Node) -> str | int:
-    """Return the name that all links of a node share."""
     return node.control if isinstance(node, Prefill) else node.incarnation

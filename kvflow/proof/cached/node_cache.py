@@ -33,8 +33,6 @@ _STORE_BYTES = 16 << 20
 
 
 class CachePlan(NamedTuple):
-    """Cache settings of one place, which stay the same across restarts."""
-
     policy: str
     write_policy: Any
     host_pages: int  # 0: no host tier
@@ -132,7 +130,6 @@ class NodeCache:
     # --- the subscriber
 
     def notify(self) -> None:
-        """Schedule the subscriber for a later turn of the loop, as a publisher would."""
         if not self._heard:
             self._heard = True
             self._oracle.loop.call_soon(self._hear)

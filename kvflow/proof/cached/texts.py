@@ -59,7 +59,6 @@ class Library:
         return self.after(begins[:kept])
 
     def after(self, begins: list[int]) -> list[int]:
-        """Return a prompt that continues `begins`, cut to the longest allowed length."""
         rng = self._rng
         more = rng.choice((0, rng.randint(1, PAGE_SIZE), rng.randint(1, self._most)))
         prompt = (begins + self._fresh(more))[: self._most] or self._fresh(1)

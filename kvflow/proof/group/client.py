@@ -57,7 +57,6 @@ class Client:
         return self.number.to_bytes(4, "big")
 
     def tell(self, cause: Cause | None) -> None:
-        """Accept the answer to the request; a second answer is a violation."""
         if self.told:
             text = f"the client of room {self.room} is told two endings, the second: {cause}"
             self.broken("once", text)

@@ -153,7 +153,6 @@ class Agreement:
                 self.broken("order", f"{text}, not {self._decided[key]}")
 
     def given(self, cause: Cause) -> Cause:
-        """Record that the group ends a room of one rank with this cause, and return it."""
         self.group_causes.add(cause)
         return cause
 

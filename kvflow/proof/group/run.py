@@ -30,7 +30,6 @@ ABORTS = 0.35
 
 
 def storm(rng: random.Random, faults: Faults, shapes: Sequence[Shape]) -> tuple[Scenario, Twists]:
-    """Draw the scenario of bare endpoints, with more requests that end early."""
     scenario, twists = draw_all(rng, faults, shapes)
     requests = [_stormy(rng, request) for request in scenario.requests]
     again = [

@@ -24,16 +24,14 @@ class Rules(Judge):
 
     @property
     def sides(self) -> Mapping[int, Side]:
-        """All nodes of the run, dead ones included, by incarnation."""
         return self.rooms.sides
 
     def left(
         self, source: Side, control: str, parted: Iterable[int], linked: Iterable[Side]
     ) -> None:
-        """Verify a prefill that shut down cleanly.
+        """Verify a prefill that shut down while the decodes `linked` counted it as linked.
 
-        The decodes `parted` acknowledged its goodbye or sent their own. The decodes `linked` still
-        count it as linked.
+        The decodes `parted` acknowledged its goodbye or sent their own.
         """
         self.transfers.parted(source.incarnation, parted)
         self.rooms.has_left(source, control, linked)

@@ -245,7 +245,6 @@ def promises_of(target: int, record: DecodeRoomRecord) -> list[Promise]:
 
 
 def is_linked(peers: Iterable[PrefillPeer], source: int) -> bool:
-    """Return True if one of a decode's `peers` is the prefill `source`, with its link up."""
     return any(peer.key.incarnation == source and peer.phase is LinkPhase.UP for peer in peers)
 
 

@@ -53,7 +53,6 @@ class Home:
             owners[place] = owner
 
     def moved(self, places: Iterable[int], owner: Hashable) -> None:
-        """Record a new owner, such as the user of a room that landed, a cache or a quarantine."""
         reachable = self.may_be_written(owner)
         for place in places:
             self.owners[place] = owner

@@ -20,8 +20,6 @@ Doubts = dict[LeaseId, int]
 
 
 class AtPrefill(NamedTuple):
-    """State of a living prefill in which something may be left over."""
-
     side: Side
     core: PrefillCore
     handles: int  # rooms that its engine holds
@@ -31,8 +29,6 @@ class AtPrefill(NamedTuple):
 
 
 class AtDecode(NamedTuple):
-    """State of a living decode in which something may be left over."""
-
     side: Side
     core: DecodeCore
     handles: Collection[int]  # grants of rooms that its shell holds
@@ -120,7 +116,6 @@ def _out(name: str, out: Mapping[Hashable, int], lent: Doubts) -> Iterator[str]:
 def _earlier(
     name: str, loans: Iterable[UnprovenLoan], rules: Rules, lent: Doubts, *, doubts: bool
 ) -> Iterator[str]:
-    """Yield a line for every loan of an earlier node over the pool that should have ended."""
     for loan in loans:
         source = rules.sides[loan.incarnation]
         if doubts and (source.alive or rules.now_s() < source.proven_at_s + FENCE_SLACK_S):
@@ -131,7 +126,6 @@ def _earlier(
 
 
 def _doubtful(key: Promise, rules: Rules) -> bool:
-    """Return True if proof for a loan may rightly be missing."""
     source = rules.sides[key[0]]
     if rules.transfers.settled(key):
         return False

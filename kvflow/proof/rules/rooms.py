@@ -51,7 +51,6 @@ class Rooms(BothSides):
     # --- what the world does to a room
 
     def issue(self, room: int, cause: Cause) -> Cause:
-        """Record a cause with which the driver may end this room, and return it."""
         self._causes.setdefault(room, set()).add(cause)
         return cause
 
@@ -106,7 +105,6 @@ class Rooms(BothSides):
         self._told_begun.add(record)
 
     def has_begun(self, target: int, record: DecodeRoomRecord) -> bool:
-        """Return True if every rank has a place for the room, and knows of this decode."""
         return all(self.prefills.get(key) in self._begun for key in promises_of(target, record))
 
     def told_at_decode(self, target: int, record: DecodeRoomRecord, cause: Cause | None) -> None:

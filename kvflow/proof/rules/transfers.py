@@ -115,7 +115,6 @@ class Transfers:
         del write.targets[write.next :]
 
     def died(self, source: int) -> None:
-        """Record that the data plane of a node copies no more bytes."""
         self.frozen = {write for write in self.frozen if write.key[0] != source}
         for key, writes in self.writes.items():
             if key[0] == source:

@@ -118,7 +118,6 @@ class Cluster:
         return Named("prefill" if how == WORD else self.every_rank(), dp_rank)
 
     async def _resolve(self, _: str) -> Sequence[RankInfo]:
-        """Return the data-parallel prefill's ranks after a delay, as a registry would."""
         rng = self.loop.rng
         span_s = DELAY_S if self.faults.on and rng.random() < 0.2 else THREAD_S
         await asyncio.sleep(rng.uniform(*span_s))
@@ -354,7 +353,6 @@ class Cluster:
                 member.snapshots.unmap()
 
     def _incarnation(self) -> int:
-        """Draw an incarnation from the seed, not from the system."""
         return self.loop.rng.getrandbits(63) | 1
 
     def _parts(
@@ -405,6 +403,5 @@ class Cluster:
 
 
 def _end_of(member: Member) -> str | bytes:
-    """Return the name that all links of a node share."""
     node = member.node
     return node.control if isinstance(node, PrefillNode) else routing_id(node.incarnation)

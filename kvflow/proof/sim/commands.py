@@ -161,7 +161,6 @@ def _list_worlds(
 def _print(
     data: object, columns: Sequence[str], rows: Iterable[Sequence[str]], as_json: bool
 ) -> None:
-    """Print a table, or the data as one JSON object."""
     if as_json:
         typer.echo(json.dumps(data))
         return

@@ -24,14 +24,11 @@ Prefill = str | Sequence[RankInfo]
 
 
 class DpGroup(NamedTuple):
-    """Number of a group within its prefill, and the number of groups."""
-
     dp_rank: int = 0
     dp_size: int = 1
 
 
 def dp_groups_of(groups: Sequence[int]) -> dict[int, DpGroup]:
-    """Return the `DpGroup` of each group of one prefill. `groups` is in the order of `dp_rank`."""
     return {group: DpGroup(dp_rank, len(groups)) for dp_rank, group in enumerate(groups)}
 
 
@@ -142,8 +139,7 @@ class DpGroups:
         self._homes.setdefault((node.incarnation, room), set()).update(groups)
 
     def _expect_told(self, node: DecodeNode, room: int, groups: set[int]) -> None:
-        """Schedule a check that decode notifies the groups to which it is linked, after the time
-        that a registry takes.
+        """Schedule a check that decode notifies the groups to which it is linked.
 
         A group is skipped if decode also considers an earlier incarnation of one of its ranks
         usable, because decode may notify that one instead.

@@ -223,7 +223,6 @@ class Run(Course):
                 self.loop.later(switch.back_after_s, self._switch, switch)
 
     def _schedule_elsewhere(self, request: Request, place: int, group: int) -> None:
-        """Schedule a request between the node at `place`, which switched roles, and another one."""
         if isinstance(self.places[place].node, PrefillNode):
             decodes = [n for n, m in enumerate(self.places) if isinstance(m.node, DecodeNode)]
             self._schedule(request, (place,), group, decodes[request.room % len(decodes)])

@@ -34,8 +34,6 @@ Moment = tuple[float, str]
 
 
 class Leg(NamedTuple):
-    """One side of a request: its beginning, an early end, and a deadline."""
-
     at_s: float
     ends: Moment | None = None
     deadline_s: float | None = None
@@ -76,11 +74,10 @@ class Accident(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """Switch of roles: a node shuts down cleanly, and one of the other role takes over its pool.
+    """Switch of roles: a node shuts down, and one of the other role takes over its pool.
 
-    `node` has the meaning it has in `Accident`. The times of `requests`, which are for the other
-    role, and `back_after_s` count from the start of that role. Without `back_after_s`, the node
-    does not switch back.
+    The times of `requests`, which are for the other role, and `back_after_s` count from the start
+    of that role. Without `back_after_s`, the node does not switch back.
     """
 
     at_s: float
@@ -349,7 +346,6 @@ def _retracted(rng: random.Random, request: Request, leg: Leg) -> list[Request]:
 
 
 def draw_chunks(rng: random.Random, pages: int) -> list[int]:
-    """Draw the number of pages in each chunk of a prompt."""
     chunks: list[int] = []
     while pages:
         chunks.append(rng.randint(1, min(pages, 3)))

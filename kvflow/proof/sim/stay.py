@@ -50,7 +50,6 @@ GOOD = Stay((Act(RETRACT, 0.0, squats=AS_MANY), Act(STEP, 0.0)))
 
 
 def draw_stay(rng: random.Random) -> Stay | None:
-    """Draw a stay, or None for a request that only keeps its places."""
     if rng.random() < 0.4:
         return None
     kinds = rng.choices((STEP, GROW, RETRACT, DROP), (4, 2, 4, 1), k=rng.randint(1, 5))

@@ -50,7 +50,6 @@ def swapped_item(table: dict[Any, Any], key: object, replacement: object) -> Ite
 def swapped_cells(
     table: Table[Any, Any, Any], cells: Mapping[tuple[Any, Any], Any]
 ) -> Iterator[None]:
-    """Replace cells (phase, kind) of a machine's table while the context lasts."""
     originals = {key: table.cell(*key) for key in cells}
     for (phase, kind), cell in cells.items():
         table.put(phase, kind, cell)

@@ -187,7 +187,6 @@ class Acts:
                     self._decode_sums((number, check.rank, check.message.seq), may)
 
     def _decode_sums(self, where: tuple[GrantId, int, int], may: May) -> None:
-        """Add the ways in which the computation of a checksum may end."""
         summed = DecodeSide.summed
         may(f"finds the checksum of {where} good", summed, *where, SUM, fair=True)
         if self.world.bounds.verify:

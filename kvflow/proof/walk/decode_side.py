@@ -427,7 +427,6 @@ _OVER = Grant(Ownership(PagePhase.FREED), told=True, ended=True)
 
 
 def _place(key: c.PeerKey) -> tuple[int, int]:
-    """Return the rank and the life of a peer."""
     return key.incarnation % 100 - 1, life_of(key.incarnation)
 
 

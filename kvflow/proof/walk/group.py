@@ -246,7 +246,6 @@ class GroupWorld:
         return state
 
     def _bad(self, state: State) -> State:
-        """Record that every open request may fail from now on."""
         keys = {room.key for room in state.rooms}
         if state.leader is not None:
             leader: GroupLeader = _seen(state.leader)
@@ -288,7 +287,6 @@ class GroupWorld:
         )
 
     def _restart_leader(self, state: State) -> State:
-        """Start the process of rank 0 again, with a new leader at the address of the dead one."""
         leader = GroupLeader(SECOND_LEADER_LIFE, self.bounds.ranks, now=0.0)
         after = self._restart(state._replace(leader=self._kept(leader)), 0)
         return after._replace(mourned=(False,) * self.bounds.ranks)

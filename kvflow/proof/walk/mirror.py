@@ -64,7 +64,6 @@ def _other(info: Any) -> Any:
 
 
 def _key(key: PeerKey) -> PeerKey:
-    """Return the key of the other rank in the same life."""
     rank = key.incarnation % 100 - 1
     control = key.control.replace(f"prefill-{rank}", f"prefill-{1 - rank}")
     return PeerKey(key.incarnation + 1 - 2 * rank, control)  # type: ignore[arg-type]

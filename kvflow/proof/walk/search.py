@@ -77,8 +77,6 @@ class Faults:
 
 
 class Found(NamedTuple):
-    """A violation: the broken invariant, and a shortest path to it in words."""
-
     broken: str
     path: list[str]
 

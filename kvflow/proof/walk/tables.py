@@ -185,7 +185,6 @@ class Tables:
         )
 
     def _cannot_know(self, prefill: Prefill) -> bool:
-        """Return True if this rank cannot prove what became of its writes."""
         return prefill.doubts or prefill.named or (prefill.gone and not self.bounds.fences)
 
     # --- what can happen
@@ -398,7 +397,6 @@ def _each(question: Callable[[Decode, int], int]) -> list[Callable[[Decode], int
 
 
 def _home(decode: Decode) -> int:
-    """Return a bit for each grant whose pages are free or the user's."""
     return sum(1 << n for n, grant in enumerate(decode.grants, 1) if grant.home)
 
 
