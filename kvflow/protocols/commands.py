@@ -69,9 +69,7 @@ class WatchEarlierWriter(msgspec.Struct, frozen=True):
 
 
 class StopEarlierWatch(msgspec.Struct, frozen=True):
-    """End the watch of this writer, if any, and notify the other nodes over the pool: its loans
-    ended.
-    """
+    """End the watch of this writer, if any, and notify other nodes over the pool of its end."""
 
     writer: int
     incarnation: Incarnation
@@ -218,9 +216,7 @@ class CancelWrite(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoomMatched(msgspec.Struct, frozen=True, gc=False):
-    """Report that decode's half arrived, and that decode has the first `prefix_tokens` of the
-    prompt.
-    """
+    """Report that decode's half arrived. Decode has the first `prefix_tokens` of the prompt."""
 
     serial: int
     prefix_tokens: int

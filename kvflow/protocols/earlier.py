@@ -129,9 +129,7 @@ class EarlierLoans:
             self._outbox.append(FreePages(grant))
 
     def _drop_if_idle(self, writer: EarlierWriter) -> None:
-        """Forget a writer. If another node closed meanwhile and left more loans to it, end those
-        first.
-        """
+        """Forget a writer, unless another node closed meanwhile and left more loans to it."""
         if self._ledger.owes(writer):
             self._end(writer)
             return

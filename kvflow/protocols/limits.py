@@ -50,9 +50,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on what a node remembers, on what one request may ask for, and on the pages that wait
-    for proof.
-    """
+    """Limits on what a node remembers, what a request may ask for, and what may wait for proof."""
 
     closed_grants: int = 65_536  # ended grants that prefill remembers per decode
     # Hand-overs that decodes may still request again, in bytes over all decodes.

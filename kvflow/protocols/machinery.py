@@ -260,9 +260,7 @@ class Deadlines(Generic[K]):
 
 
 class Line(NamedTuple):
-    """One line of a story, at a time on the node's clock. `text` holds details beyond the event, if
-    any.
-    """
+    """One line of a story, at a time on the node's clock, with details beyond the event's name."""
 
     at_s: float
     what: str

@@ -128,9 +128,7 @@ class Observer(Protocol):
         """Count the rooms in `ended`, and clear the list."""
 
     def message_dropped(self, why: str) -> None:
-        """Count a message without effect: "malformed", "foreign" (another peer's) or "stale" (too
-        late).
-        """
+        """Count a message without effect: "malformed", "foreign" (of another peer) or "stale"."""
 
 
 class Write(Protocol):
@@ -157,15 +155,11 @@ class Write(Protocol):
         """
 
     def cancel(self) -> None:
-        """Submit no more blocks; `done` resolves when those already submitted end. Idempotent,
-        returns at once.
-        """
+        """Submit no more blocks; `done` resolves when the others end. Idempotent."""
 
 
 class Route(Protocol):
-    """A checked pairing of our pool with the pool of one incarnation of a peer, over one data
-    plane.
-    """
+    """A checked pairing of our pool with the pool of one incarnation of a peer."""
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> Write:
         """Start copying our `source_pages` onto the peer's `target_pages` (same length, int32 [n],
@@ -245,15 +239,11 @@ class ChecksumTask(Protocol):
 
     @property
     def error(self) -> str:
-        """The reason why there is no checksum, valid once `done` resolved; empty after a
-        cancellation.
-        """
+        """The reason why there is no checksum, once `done` resolved; empty if it was cancelled."""
 
     @property
     def released(self) -> Pending[None]:
-        """Resolves when the task no longer reads the pages: with `done`, or later if a thread
-        hangs.
-        """
+        """Resolves when the task no longer reads the pages, which may be later than `done`."""
 
     def cancel(self) -> None:
         """Request an early stop. Idempotent, returns at once."""
@@ -392,9 +382,7 @@ class Quarantine(Protocol):
         """Return the loans among `loans` that are still open."""
 
     def check(self, pages: PageIndices) -> None:
-        """Check that no writer of an earlier node may still write into `pages`.
-        Raises: OwnershipError.
-        """
+        """Check that no earlier writer may still write into `pages`. Raises: OwnershipError."""
 
     def join(self, heir: Heir, store: PageStore) -> list[UnprovenLoan]:
         """Register a node that runs over the pool and hands out pages of `store`. Returns the loans

@@ -35,9 +35,7 @@ class Waits(msgspec.Struct, frozen=True):
 
 
 class Waiting(Generic[K]):
-    """Waiting keys in order of arrival, each with the number of pages that it wants. Each call
-    costs O(distinct sizes).
-    """
+    """Waiting keys in order of arrival, each with its pages. Calls cost O(distinct sizes)."""
 
     def __init__(self) -> None:
         self._sizes: dict[K, int] = {}

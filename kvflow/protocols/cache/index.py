@@ -207,9 +207,7 @@ class PrefixIndex:
         self._residents.states.unlock(node)
 
     def evict_states(self, count: int) -> Freed:
-        """Free `count` states in the order of the policy; fewer if the rest is locked. Their pages
-        stay cached.
-        """
+        """Free `count` states in the order of the policy, or all that are not locked."""
         return Freed(states=self._residents.states.evict(count))
 
     def insert_stored(
@@ -286,9 +284,7 @@ class PrefixIndex:
             self._residents.pin(node)
 
     def unlock(self, node: Node) -> Freed:
-        """Release one lock, and return the flushed pages that only this lock still held.
-        Raises: MisuseError.
-        """
+        """Release one lock, and return flushed pages that it held last. Raises: MisuseError."""
         if not node.locks or node.locks == node.state_locks:
             raise MisuseError("cannot unlock a prefix that is not locked, or whose state is")
         node.locks -= 1
@@ -300,9 +296,7 @@ class PrefixIndex:
         return gathered.freed()
 
     def missing(self, end: Node, source: Tier, target: Tier) -> int:
-        """Return how many pages a write of the prefix that ends with `end` can copy at most.
-        Raises: MisuseError.
-        """
+        """Return how many pages up to `end` a write can copy. Raises: MisuseError."""
         return self._writes.missing(end, source, target)
 
     def begin_write(

@@ -1,6 +1,4 @@
-"""The nodes in each tier, and the order in which they leave it. An eviction costs O(log n) per
-node.
-"""
+"""The nodes in each tier, and the order in which they leave it, at O(log n) per node."""
 
 from __future__ import annotations
 

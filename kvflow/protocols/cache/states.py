@@ -25,9 +25,7 @@ class States:
         self._pushed = self.count = self.num_evicted = 0
 
     def put(self, node: Node, state: int) -> bool:
-        """Store `state` at the end of `node`. Returns False and stores nothing if the node has a
-        state or was flushed.
-        """
+        """Store `state`. Returns False if the node has a state or was flushed."""
         if node.state is not None or node.detached:
             return False
         node.state = state

@@ -1,6 +1,4 @@
-"""Copies of cached pages between tiers. Splits do not affect them: pages are named by run and
-offset.
-"""
+"""Copies of cached pages between tiers. They name runs and offsets, which splits do not change."""
 
 from __future__ import annotations
 

@@ -281,9 +281,7 @@ class DecodeCore(Core):
     def expire(
         self, timer: Timer, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
     ) -> None:
-        """Act on a timer that is due, and add questions for prefill about rooms to `beliefs`, by
-        peer.
-        """
+        """Act on a timer that is due. Questions for prefill are added to `beliefs`, by peer."""
         if timer.kind == "link":
             self.link_due(self.links.peers[timer.key], now)
         elif timer.kind == "repeat":

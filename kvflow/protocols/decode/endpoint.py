@@ -236,9 +236,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
     # --- links
 
     def receive(self, key: PeerKey, frame: bytes, now: float) -> None:
-        """Handle a frame from one prefill; a malformed or foreign frame is counted and dropped
-        (I7).
-        """
+        """Handle a frame from one prefill; malformed and foreign ones are dropped (I7)."""
         core = self.core
         message = parsed(_MESSAGES, frame)
         if message is None:
@@ -335,9 +333,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         return [peer for peer in parting if peer.received_at_s > since_s]
 
     def close(self, now: float) -> None:
-        """Close every link. Rooms that wait for proof end; their loans stay in the ledger, in
-        doubt.
-        """
+        """Close every link. Rooms that wait for proof end, and their loans stay in doubt."""
         self.leave(now)
         self._closed = True
         for peer in list(self.peers):

@@ -202,9 +202,7 @@ class DecodeLinks:
     def registered(
         self, peer: PrefillPeer, message: Registered
     ) -> tuple[LinkKind | None, Cause | None]:
-        """Translate an answer to Register into a link event and its cause; None if the answer is to
-        an older Register.
-        """
+        """Return the link event that an answer means, and its cause; None for a stale answer."""
         at = f"prefill at {peer.info.control}"
         if message.source != peer.key.incarnation:
             return LinkKind.REPLACED, Cause(

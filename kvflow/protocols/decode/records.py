@@ -69,9 +69,7 @@ class ChunkCheck:
 
 @dataclass(slots=True, eq=False, repr=False)
 class DecodeRoomRecord:
-    """Everything the endpoint knows about one open room (I5). Callers may read it, also after the
-    room ended.
-    """
+    """Everything the endpoint knows about one open room (I5). Callers may read it."""
 
     lease: Lease[PrefillPeer]
     peers: tuple[PrefillPeer, ...]

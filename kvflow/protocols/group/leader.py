@@ -215,9 +215,7 @@ class GroupLeader(Endpoint[LeaderOutput]):
     # --- members
 
     def receive(self, peer_id: bytes, frame: bytes, now: float) -> None:
-        """Handle a frame from the member with this routing id; a bad one is counted and dropped
-        (I7).
-        """
+        """Handle a frame from the member `peer_id`; a bad one is counted and dropped (I7)."""
         message = parsed(_MESSAGES, frame)
         if message is None or peer_id != routing_id(message.member):
             self.dropped += 1
@@ -310,9 +308,7 @@ class GroupLeader(Endpoint[LeaderOutput]):
     def _refuse(
         self, member: Incarnation, refusal: str, leader: Incarnation | None = None, session: int = 0
     ) -> None:
-        """End a member's session, perhaps with an earlier leader at this address, or refuse to
-        begin one.
-        """
+        """End a member's session, or refuse to begin one."""
         about = leader or self.incarnation
         self._send(
             member, wire.Joined(leader=about, member=member, session=session, refusal=refusal)

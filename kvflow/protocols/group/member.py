@@ -41,9 +41,7 @@ class SendToLeader(msgspec.Struct, frozen=True, gc=False):
 
 
 class OpenRoom(msgspec.Struct, frozen=True, gc=False):
-    """Open this rank's half of the room. If that fails, refuse decode's half, and call `failed` and
-    `released`.
-    """
+    """Open this rank's half; if that fails, refuse decode's, and call `failed` and `released`."""
 
     key: TicketKey
     room: RoomId
@@ -180,9 +178,7 @@ class GroupMember(Endpoint[MemberOutput]):
         self._feed(key, MemberKind.LANDED)
 
     def failed(self, key: TicketKey, cause: Cause) -> None:
-        """Report that the room ended here without success, so that it ends on every rank;
-        `released` follows.
-        """
+        """Report that the room failed here, so that it ends on every rank; `released` follows."""
         self._feed(key, MemberKind.FAILED, cause)
 
     def released(self, key: TicketKey) -> None:
@@ -340,10 +336,9 @@ class GroupMember(Endpoint[MemberOutput]):
         self.outbox.append(SendToLeader(encode(message)))
 
     def vote(self, record: TicketRecord, vote: Vote) -> None:
-        """Send a vote, unless the session with the request's leader ended: the request then fails
-        anyway.
-        """
+        """Send a vote, unless the session with the request's leader ended."""
         session = self.session
+        # The request fails anyway when its session is over.
         if session is None or session.leader != record.key.leader:
             return
         message = wire.RankVote(

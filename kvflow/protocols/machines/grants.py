@@ -199,9 +199,7 @@ class GrantTable(Generic[R]):
             self._enter(grant, P.BELOW_DOUBTFUL)
 
     def feed(self, grant: GrantId, kind: GrantKind) -> tuple[GrantCommand, ...]:
-        """Feed one event to a grant, and return the commands to run. Only `remember_doubts` also
-        changes phases.
-        """
+        """Feed one event to a grant, and return the commands to run."""
         before = self._phases.get(grant)
         # Most grants arrive in ascending order. A grant above all those seen is unknown, so the
         # settled ranges need not be searched.

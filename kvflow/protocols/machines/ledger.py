@@ -20,15 +20,13 @@ S = TypeVar("S", bound=Hashable)
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lease(Generic[S]):
-    """The pages of one room, lent to every rank under one grant. They become free once the room and
-    all of its loans end.
-    """
+    """The pages of one room, lent to every rank under one grant."""
 
     grant: GrantId
     room: RoomId
     num_pages: int = 0
     loans: dict[S, LoanPhase] = field(default_factory=dict)  # open loans by source
-    room_ended: bool = False
+    room_ended: bool = False  # the pages are free once all loans ended, too
     cause: Cause | None = None  # set when the loans are recalled
     recalled_at_s: float = 0.0
     # True once a recalled loan is in doubt, or its Abort stays unanswered for too long.
@@ -96,9 +94,7 @@ class Ledger(Generic[S]):
         self._count += 1
 
     def inherit(self, lease: Lease[S], sources: Iterable[S], cause: Cause) -> None:
-        """Add the loans of a room of an earlier node over the pool: in doubt, with pages in
-        quarantine.
-        """
+        """Add the loans of an earlier node's room: in doubt, with pages in quarantine."""
         for source in sources:
             self.open(lease, source)
             lease.loans[source] = LoanPhase.DOUBTFUL

@@ -64,9 +64,8 @@ class Rendezvous(Generic[S]):
         return next(iter(self.announced.items()), None)
 
     def record_outcome(self, room: RoomId, side: Side, cause: Cause, forget_at_s: float) -> None:
-        """Keep the cause with which `side` ended until the other side arrives, unless that ended
-        before.
-        """
+        """Keep the cause with which `side` ended until the other side arrives."""
+        # If the other side ended before, neither has to be told.
         if self.take(room, side) is None:
             self._outcomes[room] = Outcome(side, cause, forget_at_s)
             if len(self._outcomes) > self._limit:
@@ -78,8 +77,8 @@ class Rendezvous(Generic[S]):
         return outcome is not None and outcome.side is side
 
     def take(self, room: RoomId, side: Side) -> Cause | None:
-        """Remove the outcome of `room` when `side` arrives. Returns the cause with which the other
-        side ended, or None.
+        """Return the cause with which the other side ended, when `side` arrives; None if it did
+        not.
         """
         # If `side` itself ended before, this is a new room with the same id.
         outcome = self._outcomes.pop(room, None)

@@ -191,9 +191,7 @@ def _check_part(c: Component) -> None:
 
 
 def check_together(components: Sequence[Component]) -> None:
-    """Check that components with one name are distinct parts or copies of one larger component.
-    Raises: LayoutError.
-    """
+    """Check the parts and copies that components of one name are. Raises: LayoutError."""
     # Most pools have only different names; then there is no group to check.
     if len({c.name for c in components}) == len(components):
         return

@@ -135,9 +135,7 @@ def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
 
 
 def first_few(found: list[str]) -> list[str]:
-    """Return the first differences, and the number of the others: two models may differ in every
-    layer.
-    """
+    """Return the first differences, and how many more there are: models have many layers."""
     more = len(found) - MAX_SHOWN
     return found if more <= 0 else [*found[:MAX_SHOWN], f"and {more} more"]
 

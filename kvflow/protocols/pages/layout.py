@@ -131,9 +131,7 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
         return Places(indices[~in_rows], indices[in_rows] - np.int32(self.num_pages))
 
     def room_bytes(self, count: int) -> int:
-        """Return the bytes of a room that lends `count` places, the last a row if the pool has
-        rows.
-        """
+        """Return the bytes of a room of `count` places, the last a row if the pool has rows."""
         rows = bool(self.num_rows and count)
         return (count - rows) * self.page_bytes + rows * self.row_bytes
 

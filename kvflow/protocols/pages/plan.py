@@ -1,6 +1,4 @@
-"""Plans that turn lists of pages and rows into block copies, without a Python loop per page and
-layer.
-"""
+"""Plans that turn lists of pages and rows into block copies, without a Python loop per page."""
 
 from __future__ import annotations
 
@@ -128,9 +126,7 @@ def _check_lists(
 def _blocks(
     s: _Segments, source_list: PageIndices, target_list: PageIndices, moved: Addresses | None
 ) -> Blocks:
-    """Plan blocks for `s`. `moved` (int64 [target buffers]) is added to the addresses in the
-    layout.
-    """
+    """Plan blocks for `s`. `moved` (int64 [target buffers]) is added to the addresses."""
     source, target = source_list.astype(np.int64), target_list.astype(np.int64)
     target_base = s.target_base if moved is None else s.target_base + moved[s.target_buffer]
     lengths = np.ones(source.size, dtype=np.int64)
@@ -171,9 +167,7 @@ class _Stretch(NamedTuple):
 def _stretches(
     source: PoolLayout, target: PoolLayout, only: Spans | None, in_rows: bool
 ) -> list[_Stretch]:
-    """Return the stretches to copy in every page, or row, merged where they are adjacent on both
-    sides.
-    """
+    """Return the stretches to copy, merged where they are adjacent on both sides."""
     found: list[_Stretch] = []
     if source.tag:
         every = _opaque_stretches(source, target, in_rows)

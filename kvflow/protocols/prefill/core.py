@@ -86,9 +86,7 @@ class PrefillCore(PrefillPeers):
         return record
 
     def set_deadline(self, record: PrefillRoomRecord) -> None:
-        """Set the timer of a room. Its expiry checks the deadline again, so a later one needs no
-        call.
-        """
+        """Set the timer of a room. A later deadline needs no call: the expiry checks it."""
         self.deadlines.set(Timer("room", record.room), record.due_at_s)
 
     def bind(self, record: PrefillRoomRecord, peer: DecodePeer, grant: GrantId) -> None:

@@ -137,9 +137,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         self.core.tell_begun(record)
 
     def refuse_room(self, room: int, cause: Cause, now: float) -> None:
-        """Refuse decode's half of a room whose engine's half will never arrive, now or when it
-        comes.
-        """
+        """Refuse decode's half of a room, now or when it comes: the engine's will not."""
         core, number = self.core, room_id(room)
         record = core.rooms.get(number)
         announced = core.announced(number, now)

@@ -48,9 +48,7 @@ class Chunk:
 
 @dataclass(slots=True, eq=False, repr=False)
 class PrefillRoomRecord:
-    """Everything the endpoint knows about one open room (I5). Callers may read it, also after the
-    room ended.
-    """
+    """Everything the endpoint knows about one open room (I5). Callers may read it."""
 
     serial: int  # unique, unlike a room id, which may be used again
     room: RoomId
@@ -124,9 +122,7 @@ def pinned_pages(
     peer: DecodePeer | None = None,
     until_s: float = float("inf"),
 ) -> int:
-    """Count our pages that writes of rooms cancelled by `until_s` still read, for one decode or
-    all.
-    """
+    """Count our pages that writes of rooms cancelled by `until_s` still read."""
     return sum(
         chunk.num_pages
         for record, chunk in writes

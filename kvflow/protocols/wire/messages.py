@@ -170,9 +170,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True
 
 
 class AbortAck(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=7):
-    """prefill -> decode: no write of this grant runs any more. `drained` is True if every submitted
-    write landed.
-    """
+    """prefill -> decode: no write of this grant runs. If `drained`, every submitted one landed."""
 
     room: Room
     grant: Grant

@@ -99,9 +99,7 @@ def groups_to_tell(
 
 
 def check_ranks(ranks: Sequence[RankInfo]) -> None:
-    """Check that `ranks` are every rank of one group, each once. Raises: PeerError naming the
-    fault.
-    """
+    """Check that `ranks` are every rank of one group, each once. Raises: PeerError."""
     first, size = ranks[0], ranks[0].world_size
     if len(ranks) != size:
         given = "1 rank is" if len(ranks) == 1 else f"{len(ranks)} ranks are"
