@@ -311,9 +311,7 @@ SILENT = Cause(Code.PEER_LOST, f"{AT} was silent for 5 s")
 
 
 class LoneDecode:
-    """A decode that one or two prefill ranks may know. Of a message, methods return (peer,
-    message).
-    """
+    """A decode that one or two prefill ranks may know. Messages it sends are (peer, message)."""
 
     def __init__(
         self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None, **more: Any

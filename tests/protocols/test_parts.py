@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -365,29 +364,3 @@ def test_parts_that_agree_are_planned_as_if_they_were_all(order: Order) -> None:
     )
     assert all((a == b).all() for a, b in zip(plain, parted, strict=True))
     assert len(plain.sizes) == (2 if order == "page_first" else 12)
-
-
-def test_planning_takes_milliseconds() -> None:
-    """Printed, not asserted: run with -s."""
-    layers = [StateKind(f"{i}.{x}", "bfloat16", (8, 128)) for i in range(32) for x in "kv"]
-    pages = np.random.default_rng(0).permutation(1024).astype(np.int32)
-    mine = [kind._replace(shape=(4, 128), whole=8) for kind in layers]
-    theirs = [
-        kind._replace(shape=(2, 128), start=2 * i, whole=8) for i in range(4) for kind in layers
-    ]
-    for name, source, target in (("whole to whole", layers, layers), ("TP 2 to 4", mine, theirs)):
-        for order in ORDERS:
-            pools = [
-                build_layout(kinds, page_size=16, num_pages=1024, order=order)
-                for kinds in (source, target)
-            ]
-            pairing, took_s = Pairing(*pools, partly=True), []
-            for _ in range(5):
-                begun_at_s = time.perf_counter()
-                blocks = pairing.blocks(pages, pages[::-1], max_block_bytes=4 << 20)
-                took_s.append(time.perf_counter() - begun_at_s)
-            print(
-                f"planning 1,024 pages x 32 layers, {name}, {order}: {1e3 * min(took_s):.1f} ms, "
-                f"{blocks.sizes.size} blocks of {blocks.sizes.min()} to {blocks.sizes.max()} bytes"
-            )
-            assert blocks.total_bytes == 1024 * pools[0].page_bytes

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import msgspec
 from hypothesis import strategies as st
 
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.pages.components import Buffer, Component
+from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PoolLayout, build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.protocols.wire import messages as wire
@@ -63,65 +65,43 @@ layouts = st.builds(
     st.lists(buffers, max_size=2).map(tuple),
 )
 beliefs = st.builds(wire.Belief, rooms, ids, seqs)
-packed = st.binary(max_size=64)
-digests = st.binary(min_size=32, max_size=32)
-lives: dict[str, Any] = {"source": ids, "target": ids}
-header: dict[str, Any] = {"room": rooms, "grant": ids, **lives}
-
-to_prefill: dict[type, st.SearchStrategy[wire.Message]] = {
-    wire.Register: st.builds(
-        wire.Register,
-        wire_version=numbers,
-        layout=layouts,
-        address=addresses,
-        fresh_from=counts,
-        **lives,
-    ),
-    wire.Announce: st.builds(wire.Announce, **header),
-    wire.Bootstrap: st.builds(
-        wire.Bootstrap,
-        pages=packed,
-        prompt_tokens=counts,
-        prompt_digest=digests,
-        prefix_tokens=counts,
-        **header,
-    ),
-    wire.Abort: st.builds(wire.Abort, cause=causes, **header),
-    wire.Resync: st.builds(wire.Resync, rooms=st.lists(beliefs, max_size=5).map(tuple), **lives),
-    wire.Heartbeat: st.builds(
-        wire.Heartbeat,
-        settled_below=counts,
-        settled=st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
-        **lives,
-    ),
-    wire.Goodbye: st.builds(wire.Goodbye, unproven=st.lists(ids, max_size=5).map(tuple), **lives),
-    wire.GoodbyeAck: st.builds(wire.GoodbyeAck, **lives),
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "address": addresses,
+    "asked": rooms,
+    "cause": causes,
+    "checksum": st.binary(max_size=32),
+    "drained": st.booleans(),
+    "fresh_from": counts,
+    "grant": ids,
+    "handoff": st.binary(max_size=64),
+    "last": st.booleans(),
+    "layout": layouts,
+    "pages": st.binary(max_size=64),
+    "prefix_tokens": counts,
+    "prompt_digest": st.binary(min_size=32, max_size=32),
+    "prompt_tokens": counts,
+    "rank": ranks,
+    "refusal": texts,
+    "room": rooms,
+    "rooms": st.lists(beliefs, max_size=5).map(tuple),
+    "seq": seqs,
+    "served": st.lists(st.builds(Served, texts, counts, counts), max_size=2).map(tuple),
+    "settled": st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
+    "settled_below": counts,
+    "source": ids,
+    "target": ids,
+    "unproven": st.lists(ids, max_size=5).map(tuple),
+    "wire_version": numbers,
 }
-to_decode: dict[type, st.SearchStrategy[wire.Message]] = {
-    wire.Registered: st.builds(
-        wire.Registered,
-        wire_version=st.integers(0, 99),
-        rank=ranks,
-        refusal=texts,
-        address=st.none() | addresses,
-        asked=rooms,
-        **lives,
-    ),
-    wire.Begun: st.builds(wire.Begun, rank=ranks, **header),
-    wire.ChunkDone: st.builds(
-        wire.ChunkDone,
-        rank=ranks,
-        seq=seqs,
-        pages=counts,
-        last=st.booleans(),
-        handoff=st.binary(max_size=64),
-        checksum=st.binary(max_size=32),
-        **header,
-    ),
-    wire.RoomFailed: st.builds(wire.RoomFailed, rank=ranks, cause=causes, **header),
-    wire.AbortAck: st.builds(wire.AbortAck, rank=ranks, drained=st.booleans(), **header),
-    wire.Resync: to_prefill[wire.Resync],
-    wire.Heartbeat: to_prefill[wire.Heartbeat],
-    wire.Goodbye: to_prefill[wire.Goodbye],
-    wire.GoodbyeAck: to_prefill[wire.GoodbyeAck],
+
+
+def made(kind: type, **others: st.SearchStrategy[Any]) -> st.SearchStrategy[wire.Message]:
+    names = [field.name for field in msgspec.structs.fields(kind)]
+    return st.builds(kind, **{name: (FIELDS | others)[name] for name in names})
+
+
+to_prefill = {kind: made(kind) for kind in get_args(wire.ToPrefill)}
+to_decode = {kind: made(kind) for kind in get_args(wire.ToDecode)} | {
+    wire.ChunkDone: made(wire.ChunkDone, pages=counts),
+    wire.Registered: made(wire.Registered, address=st.none() | addresses),
 }

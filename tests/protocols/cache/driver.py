@@ -183,9 +183,7 @@ class Driver:
         self.give_back(tier, pages)
 
     def evict_copied(self, count: int, wanted: int) -> None:
-        """As write_back does: what the host has goes, and copies of up to `wanted` other pages
-        begin.
-        """
+        """As write_back does: what the host has goes, and copies of `wanted` others begin."""
         pages = self.oracle.pages
         freed, ends = self.index.evict_copied(count)
         assert not freed.host.size

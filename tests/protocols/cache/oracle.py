@@ -223,9 +223,7 @@ class Oracle:
         return [key for key in found if all(key[:length] in found for length in range(3, len(key)))]
 
     def pinned(self) -> int:
-        """Pages on the device, or under way to it, at or above one that is locked, read or written
-        there.
-        """
+        """Pages on the device, or under way to it, at or above one in use there."""
         used = [
             k
             for k, p in self.pages.items()
