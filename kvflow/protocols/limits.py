@@ -12,7 +12,7 @@ LEAST_WAIT_S = 0.001
 
 
 def check_time(name: str, value_s: float, least_s: float = 0) -> float:
-    """Return a number of seconds that a user passes.
+    """Check a number of seconds that a user passes, and return it.
 
     Raises: MisuseError if it is not a number, NaN, or outside its limits, which the error names.
     """

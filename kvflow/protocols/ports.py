@@ -94,7 +94,8 @@ class UnprovenLoan(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False
 
     # None if the writer sent no address. Only an operator can then end the loan.
     writer: PlaneAddress | None
-    incarnation: int  # the writer's, as are `control` and `rank`
+    # The incarnation, the control endpoint and the rank of the writer.
+    incarnation: int
     control: str
     rank: int
     room: int

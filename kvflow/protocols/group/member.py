@@ -41,7 +41,7 @@ class SendToLeader(msgspec.Struct, frozen=True, gc=False):
 
 
 class OpenRoom(msgspec.Struct, frozen=True, gc=False):
-    """Open this rank's half; if that fails, refuse decode's, and call `failed` and `released`."""
+    """Open this rank's half. If that fails, refuse decode's, and call `failed` and `released`."""
 
     key: TicketKey
     room: RoomId

@@ -20,7 +20,7 @@ class RunPhase(IntEnum):
 
 class RunKind(IntEnum):
     GIVEN = 0  # a caller inserts pages that hold the tokens of the run
-    BEGIN = 1  # a copy into this tier begins
+    BEGIN = 1
     ACK = 2
     FAIL = 3  # the copy ended in an error: the bytes in its pages are unknown
     EVICT = 4

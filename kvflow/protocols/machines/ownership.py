@@ -37,7 +37,7 @@ class PageKind(IntEnum):
     TAKE = 0  # the store allocated the pages, or holds the caller's own
     LEND = 1
     USE = 2  # a thread begins to sum or copy them
-    LAND = 3  # the room succeeded
+    LAND = 3
     KEEP = 4
     CLOSE = 5  # the room's user closed the room after its success
     QUARANTINE = 6  # the room ended before its loans did

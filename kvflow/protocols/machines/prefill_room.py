@@ -16,7 +16,7 @@ class PrefillPhase(IntEnum):
     ANNOUNCED = 1  # the engine's half arrived, and decode announced that it will offer pages
     BOOTSTRAPPED = 2  # decode offered pages; the engine's half did not arrive yet
     WAITING_FOR_INPUT = 3  # both halves arrived, and no write runs
-    TRANSFERRING = 4  # writes run
+    TRANSFERRING = 4
     DRAINING = 5  # ended, and the writes that still run are awaited
     SUCCESS = 6
     FAILED = 7  # ended by this side while no write ran
