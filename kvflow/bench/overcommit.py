@@ -34,6 +34,7 @@ from kvflow.serve.demo_model import DEMO_MODEL_DIR
 PAGE_SIZE = 16
 ROOMY, SAFE, OVER = "all fit", "safe mode", "over-committed"
 COUNTERS = ("retracts", "resumes", "recomputes")
+STEPS = "decode_steps"
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ async def _load(
         names = list(servers)
         # The order alternates, so that no server always runs first.
         for name in names[:: 1 if turn % 2 else -1]:
-            steps = await _counter(session, servers[name], "decode_steps")
+            steps = (await _counters(session, servers[name]))[STEPS]
             begun = time.perf_counter()
             got = await _answers(session, servers[name], bodies)
             seconds = time.perf_counter() - begun
@@ -137,8 +138,8 @@ async def _load(
                     "never full"
                 )
             if turn >= 0:
-                steps = await _counter(session, servers[name], "decode_steps") - steps
-                seen[name].append(_Turn(seconds, int(steps)))
+                steps = (await _counters(session, servers[name]))[STEPS] - steps
+                seen[name].append(_Turn(seconds, steps))
     after = await _counters(session, servers[OVER])
     # Prefill, not decode, computes the first token of each answer.
     decoded = sum(len(tokens) - 1 for tokens in want)
@@ -155,7 +156,7 @@ async def _load(
     return (
         found
         | {"tokens": sum(map(len, want))}
-        | {name: int(after[name] - before[name]) for name in COUNTERS}
+        | {name: after[name] - before[name] for name in COUNTERS}
     )
 
 
@@ -207,13 +208,7 @@ def _stopping(body: dict[str, Any], tokens: list[int], dice: random.Random) -> d
     return {**body, "sampling_params": {**body["sampling_params"], **stop}}
 
 
-async def _counters(session: aiohttp.ClientSession, server: Server) -> dict[str, float]:
-    return {name: await _counter(session, server, name) for name in COUNTERS}
-
-
-async def _counter(session: aiohttp.ClientSession, server: Server, name: str) -> float:
+async def _counters(session: aiohttp.ClientSession, server: Server) -> dict[str, int]:
     async with session.get(f"{server.urls['decode']}/metrics") as answer:
-        lines = (await answer.text()).splitlines()
-    return float(
-        next(line for line in lines if line.startswith(f"kvflow_{name}_total")).rpartition(" ")[2]
-    )
+        samples = dict(line.rsplit(" ", 1) for line in (await answer.text()).splitlines())
+    return {name: int(float(samples[f"kvflow_{name}_total"])) for name in (*COUNTERS, STEPS)}

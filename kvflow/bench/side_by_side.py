@@ -10,8 +10,9 @@ turns.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -32,42 +33,24 @@ Figures = dict[str, float]
 Turns = list[dict[str, Figures]]
 """Figures of each run by its name, turn by turn."""
 Measure = Callable[[WorkerPair], Awaitable[Figures]]
-OpenAll = Callable[[Trees], AbstractAsyncContextManager[dict[str, WorkerPair]]]
 
 
 async def rooms_by_turns(
     trees: Trees, planes: tuple[str, ...], turns: int, say: Say, options: Options | None = None
 ) -> Turns:
     """Measure rooms/s, latency and CPU per room in interleaved turns."""
-    seen: Turns = [{name: {} for name in trees} for _ in range(turns)]
-    for plane in planes:
-        cases = {
-            f"{plane} {at_once}": partial(_rooms, at_once=at_once, count=n)
-            for at_once, n in ROOMS.items()
-        }
-        await _by_turns(
-            partial(_pairs, plane, options or {}, order="page_first", **rooms.SHAPE),
-            trees,
-            cases,
-            seen,
-            say,
-        )
-    return seen
+    cases = {str(n): partial(_rooms, at_once=n, count=count) for n, count in ROOMS.items()}
+    return await _by_turns(trees, planes, turns, say, options or {}, cases, rooms.SHAPE)
 
 
 async def transfers_by_turns(
     trees: Trees, planes: tuple[str, ...], turns: int, say: Say, options: Options | None = None
 ) -> Turns:
     """Measure goodput through rooms. Every run, A/A included, needs 2.3 GiB of memory."""
-    seen: Turns = [{name: {} for name in trees} for _ in range(turns)]
+    cases = {str(case): partial(_goodput, case=case) for case in CASES}
     pages = max(case.pages * case.rooms for case in CASES) + transfer.SPARE_PAGES
-    for plane in planes:
-        cases = {f"{plane} {case}": partial(_goodput, case=case) for case in CASES}
-        open_all = partial(
-            _pairs, plane, options or {}, order="page_first", pages=pages, **transfer.SHAPE
-        )
-        await _by_turns(open_all, trees, cases, seen, say)
-    return seen
+    shape = {**transfer.SHAPE, "pages": pages}
+    return await _by_turns(trees, planes, turns, say, options or {}, cases, shape)
 
 
 async def _rooms(pair: WorkerPair, *, at_once: int, count: int) -> Figures:
@@ -80,22 +63,29 @@ async def _goodput(pair: WorkerPair, *, case: transfer.Case) -> Figures:
 
 
 async def _by_turns(
-    open_all: OpenAll, trees: Trees, cases: Mapping[str, Measure], seen: Turns, say: Say
-) -> None:
-    """Fill `seen`, turn by turn, with the figures of every case."""
-    for life, first in enumerate(range(0, len(seen), LIFE_TURNS)):
-        async with open_all({name: trees[name] for name in _order(list(trees), life)}) as opened:
-            for title, measure in cases.items():
+    trees: Trees,
+    planes: tuple[str, ...],
+    turns: int,
+    say: Say,
+    options: Options,
+    cases: Mapping[str, Measure],
+    shape: Mapping[str, int],
+) -> Turns:
+    seen: Turns = [{name: {} for name in trees} for _ in range(turns)]
+    for plane, first in itertools.product(planes, range(0, turns, LIFE_TURNS)):
+        last = min(first + LIFE_TURNS, turns)
+        order = {name: trees[name] for name in _order(list(trees), first // LIFE_TURNS)}
+        async with _pairs(plane, options, order, **shape) as opened:
+            for case, measure in cases.items():
                 # One measurement of each case that does not count warms its processes up.
                 for pair in opened.values():
                     await measure(pair)
-                for turn in range(first, min(first + LIFE_TURNS, len(seen))):
+                for turn in range(first, last):
                     for name in _order(list(opened), turn):
-                        found = await measure(opened[name])
-                        seen[turn][name] |= {
-                            f"{title} {figure}": value for figure, value in found.items()
-                        }
-        say(f"{', '.join(cases)}: {min(first + LIFE_TURNS, len(seen))} of {len(seen)} turns")
+                        for figure, value in (await measure(opened[name])).items():
+                            seen[turn][name][f"{plane} {case} {figure}"] = value
+        say(f"{plane}, {', '.join(cases)}: {last} of {turns} turns")
+    return seen
 
 
 def _order(names: list[str], turn: int) -> list[str]:
@@ -111,6 +101,7 @@ async def _pairs(
     async with AsyncExitStack() as stack:
         opened: dict[str, WorkerPair] = {}
         for name, tree in trees.items():
-            pair = await WorkerPair.open(plane, WORKER, tree, **shape, **options.get(name, {}))
+            more = {"order": "page_first", **shape, **options.get(name, {})}
+            pair = await WorkerPair.open(plane, WORKER, tree, **more)
             opened[name] = await stack.enter_async_context(pair)
         yield opened

@@ -102,23 +102,17 @@ def test_any_text_survives_cuts_at_any_place(text: str, ascii_only: bool, step: 
     assert (found.a, found.b) == ([text, [1, 2, 3]], text)
 
 
+LONG_TEXT = b'{"text": "' + b"a" * LARGE_BYTES
+LONG_IDS = b'{"input_ids": [' + b"1," * LARGE_BYTES
+
+
 @pytest.mark.parametrize(
     "raw",
     [
-        b'{"text": "' + b"a" * LARGE_BYTES,
-        b'{"text": "' + b"a" * LARGE_BYTES + b"\\",
-        b'{"text": "' + b"a" * LARGE_BYTES + b'\n"}',
-        b'{"text": "' + b"a" * LARGE_BYTES + b'\\ud83d"}',
-        b'{"text": "' + b"\xa0" * LARGE_BYTES + b'"}',
-        b'{"text": "' + b"\\x" * LARGE_BYTES + b'"}',
-        b'{"input_ids": [' + b"1," * LARGE_BYTES + b"]}",
-        b'{"input_ids": [' + b"1," * LARGE_BYTES + b",1]}",
-        b'{"input_ids": [' + b"1," * LARGE_BYTES + b"1.5]}",
-        b'{"input_ids": [' + b"1," * LARGE_BYTES + b"-1]}",
-        b'{"input_ids": [' + b"1," * LARGE_BYTES + b"1",
-        b"[" * LARGE_BYTES,
-        b"]" * LARGE_BYTES,
-        b"nope" * LARGE_BYTES,
+        *(LONG_TEXT + end for end in (b"", b"\\", b'\n"}', b'\\ud83d"}')),
+        *(b'{"text": "' + odd * LARGE_BYTES + b'"}' for odd in (b"\xa0", b"\\x")),
+        *(LONG_IDS + end for end in (b"]}", b",1]}", b"1.5]}", b"-1]}", b"1")),
+        *(odd * LARGE_BYTES for odd in (b"[", b"]", b"nope")),
     ],
     ids=range(14),
 )
