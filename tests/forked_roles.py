@@ -1,12 +1,13 @@
-"""Prefills and decodes for tests, forked from a process that has imported what they import.
+"""Roles for tests, forked from a process that has imported what they import.
 
 A role imports torch and transformers for four to five seconds of CPU, and the tests start hundreds
 of them. `python -m tests.forked_roles DESCRIPTOR` imports once and forks for each request; what
 runs from there on is `python -m kvflow.cli`, with the arguments, the environment and the
 descriptors that `Child` would have given it. A forked role forks the other ranks of its worker in
-the same way. Routers and roles whose environment is not the tests' own are started as ever, and so
-is all that starts from a command (test_cli_parity.py, test_killed.py, tests/demo,
-tests/test_printed.py).
+the same way. Roles whose environment is not the tests' own are started as ever, and so is all that
+starts from a command (test_cli_parity.py, test_killed.py, tests/test_printed.py).
+
+PYTEST_PLANTED in its environment names a module that a forked role imports first: a bug.
 
 The kernel kills a role when the process ends that started it. For a forked one that is this
 process, so this one does so when the connection of the request closes.
@@ -40,6 +41,7 @@ ROOT = Path(__file__).parents[1]
 # read their environment when they are imported.
 PRELOADED = (
     "kvflow.serve.launch.roles",
+    "kvflow.serve.launch.router",
     "kvflow.serve.launch.group",
     "kvflow.serve.launch.shards",
     "kvflow.serve.engine.model.load",
@@ -69,9 +71,10 @@ class Nursery:
     def may_fork(self, role: str, arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
         """Return whether a forked role is what a started one would be."""
         return (
-            role in ("prefill", "decode", "prefill-rank", "decode-rank")
+            role in ("prefill", "decode", "prefill-rank", "decode-rank", "router")
             and "--threads" not in arguments
-            and _of_others(environment) == _of_others(self._environment)
+            # A router has no need of this environment, and is not changed by it.
+            and _of_others(copying_environment(environment)) == _of_others(self._environment)
         )
 
     def connect(self) -> socket.socket:
@@ -294,6 +297,8 @@ def main() -> NoReturn:
     words = _Forking(listener).next_role()
     _fork_all(Nursery(path))
     sys.argv = ["kvflow.cli", *words]
+    if planted := os.environ.get("PYTEST_PLANTED"):
+        importlib.import_module(planted)
     runpy.run_module("kvflow.cli", run_name="__main__", alter_sys=True)
     sys.exit()
 

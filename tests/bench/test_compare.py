@@ -9,7 +9,7 @@ import pytest
 from kvflow.bench import side_by_side, transfer
 from kvflow.bench.compare import bench_compare, flatten, table
 from kvflow.bench.guards import bench_guards
-from kvflow.bench.transfer import Case
+from kvflow.bench.transfer import Case, bench_transfer
 from kvflow.protocols.errors import MisuseError
 
 ROOT = str(Path(__file__).parents[2])
@@ -84,13 +84,29 @@ async def test_options_that_would_be_ignored_are_refused() -> None:
         await bench_compare([ROOT], ("local",), ["rooms", "--rounds", "1"], 1, print)
 
 
+SMALL_SHAPE = {"layers": 2, "heads": 1, "dim": 8, "page_size": 16}
+
+
+@pytest.mark.slow
+async def test_goodput_is_measured_beside_that_of_the_bare_plane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer, "CASES", (Case(128, 2),))
+    monkeypatch.setattr(transfer, "SHAPE", SMALL_SHAPE)
+    said: list[str] = []
+    report = await bench_transfer(("local",), ("page_first",), 2, None, False, said.append)
+    found = report["local page_first"]["128 pages x 2"]
+    assert found["pairs"] == 2 and len(said) == 1
+    assert min(found[figure]["q1"] for figure in ("ratio", "rooms_gb_s", "raw_gb_s")) > 0
+
+
 @pytest.mark.slow
 async def test_what_guards_cost_is_measured_beside_plain_rooms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(side_by_side, "ROOMS", {4: 40})
     monkeypatch.setattr(side_by_side, "CASES", (Case(2, 1),))
-    monkeypatch.setattr(transfer, "SHAPE", {"layers": 2, "heads": 1, "dim": 8, "page_size": 16})
+    monkeypatch.setattr(transfer, "SHAPE", SMALL_SHAPE)
     report = await bench_guards(("local",), 1, print)
     rows = {(row["figure"], row["tree"]) for row in report["table"]}
     assert {"key", "verify"} == {tree for _, tree in rows}

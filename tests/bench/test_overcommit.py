@@ -6,9 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from kvflow.bench import overcommit
 from kvflow.bench.fixed_cost import LAYERS, build_fixed_cost_model
-from kvflow.bench.overcommit import _ratio, _step_cost, _Turn
+from kvflow.bench.overcommit import (
+    COUNTERS,
+    OvercommitPlan,
+    _ratio,
+    _step_cost,
+    _Turn,
+    bench_overcommit,
+)
 from kvflow.serve.engine.model.load import load_model
+from tests.bench.fleets import serving
 
 
 def test_the_cost_of_a_step_and_of_a_row() -> None:
@@ -32,3 +41,18 @@ def test_the_fixed_cost_model_is_the_same_each_time_and_can_be_served(tmp_path: 
         weights.append((tmp_path / name / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
     assert len(load_model(str(tmp_path / "one"), "float32").streams) == 2 * LAYERS
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("fleets")
+async def test_three_servers_give_the_same_answers_at_their_own_rates(
+    forked_roles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overcommit, "serving", serving)
+    said: list[str] = []
+    report = await bench_overcommit(OvercommitPlan(requests=6, new_tokens=24, turns=1), said.append)
+    assert report["pages"] < report["worst_pages"] and len(said) == 3
+    for load in ("early ends", "no early ends"):
+        found = report[load]
+        assert found["ratio"]["min"] > 0 < found["bound"]["min"]
+        assert 0 < found["tokens"] <= 6 * 24 and set(COUNTERS) <= found.keys()

@@ -7,13 +7,19 @@ import json
 
 import pytest
 
+from kvflow.bench import serve
 from kvflow.bench.serve import HERE, ServePlan, bench_serve
 from kvflow.bench.stream_client import Stream, StreamFailedError, unchunked
+from tests.bench.fleets import serving
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("fleets")
 @pytest.mark.parametrize("api", ["generate", pytest.param("completions", marks=pytest.mark.soak)])
-async def test_tokens_per_second_are_of_the_same_tokens_as_stocks(api: str) -> None:
+async def test_tokens_per_second_are_of_the_same_tokens_as_stocks(
+    api: str, forked_roles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "serving", serving)
     said: list[str] = []
     plan = ServePlan(api=api, clients=(3,), new_tokens=12, turns=1, streams=4, stream_tokens=20)
     report = await bench_serve(plan, said.append)

@@ -20,12 +20,14 @@ from typing import Any
 
 import pytest
 
+from kvflow.serve.launch.child import Child, ChildEndedError
 from kvflow.serve.launch.process import PARENT_PID
 from tests.serve.engine.pair import prompt_of
 
 NEW = 16
 START_S, STOP_S, REQUEST_S, HOME_S = 90.0, 20.0, 60.0, 10.0
 PAGE_SIZE, CHUNK = 16, 40
+Tiny = Callable[[str], Path]
 LENGTHS = (1, 15, 16, 17, 32, 39, 40, 41, 47, 48, 49, 87, 112, 160, 5, 23)
 
 
@@ -89,7 +91,7 @@ pytestmark = pytest.mark.xdist_group("cli")  # one `kvflow up` for the module
 
 
 @pytest.fixture(scope="module")
-def up(tiny: Callable[[str], Path]) -> Iterator[Running]:
+def up(tiny: Tiny) -> Iterator[Running]:
     running = Running(tiny("llama"))
     try:
         running.wait_until_up()
@@ -184,56 +186,17 @@ def test_both_legs_without_a_router_equal_generate(
 
 
 @pytest.mark.slow
-def test_a_model_with_states_equals_generate(
-    tiny: Callable[[str], Path], expected: Callable[[str, list[int], int], list[int]]
-) -> None:
-    """More requests than rows: those without one wait."""
-    running = Running(tiny("falcon_h1"), "--max-running-requests 4")
-    try:
-        running.wait_until_up()
-        prompts = [prompt_of(length, length) for length in LENGTHS]
-        with ThreadPoolExecutor(len(prompts)) as clients:
-            answers = clients.map(
-                lambda p: call(f"{running.urls['router']}/generate", body_of(p)), prompts
-            )
-            found = [output_ids(answer, False) for answer in answers]
-        assert found == [expected("falcon_h1", prompt, NEW) for prompt in prompts]
-        check_home(running)
-        assert running.stop() == 0, running.last_words()
-    finally:
-        running.kill()
-
-
-@pytest.mark.slow
-def test_unsupported_models_are_refused_with_one_line_and_status_2(
-    tiny: Callable[[str], Path],
-) -> None:
-    commands = {"prefill": "--disaggregation-bootstrap-port 0", "decode": ""}
-    started = {
-        role: cli(
-            role,
-            "--model-path",
-            str(tiny("minimax")),
-            "--port",
-            "0",
-            *more.split(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for role, more in commands.items()
-    }
-    try:
-        for role, process in started.items():
-            _, errors = process.communicate(timeout=START_S)
-            lines = [line for line in errors.decode().splitlines() if line.strip()]
-            assert process.returncode == 2, lines
-            assert [line for line in lines if line.startswith(f"kvflow {role}: error: ")] == lines[
-                -1:
-            ]
-            assert "minimax' cannot be probed: MiniMax uses cache of its own" in lines[-1]
-            assert not any("Traceback" in line for line in lines)
-    finally:
-        for process in started.values():
-            process.kill()
-            process.wait()
+async def test_unsupported_models_are_refused_with_one_line_and_status_2(tiny: Tiny) -> None:
+    path = str(tiny("minimax"))
+    for role, more in (("prefill", ("--disaggregation-bootstrap-port", "0")), ("decode", ())):
+        words = ["--model-path", path, "--port", "0", *more]
+        child = Child(role, role, words, quiet=True)
+        with pytest.raises(ChildEndedError) as ended:
+            await child.start(os.environ, START_S)
+        assert ended.value.status == 2
+        lines = [line for line in child.last_lines if line.strip()]
+        assert [
+            n for n, line in enumerate(lines) if line.startswith(f"kvflow {role}: error: ")
+        ] == [len(lines) - 1]
+        assert "minimax' cannot be probed: MiniMax uses cache of its own" in lines[-1]
+        assert not any("Traceback" in line for line in lines)

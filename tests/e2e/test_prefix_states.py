@@ -1,9 +1,10 @@
-"""`kvflow up --prefix-cache` with a model that keeps a state for each request:
-turns go on from it.
+"""`kvflow up` with models that keep a state for each request: who has no row waits for one, and
+with `--prefix-cache` turns go on from it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.fleet import all_home, ask, running
+from tests.e2e.test_cli_parity import CHUNK, LENGTHS, PAGE_SIZE
 from tests.e2e.test_prefix import say
 from tests.serve.engine.pair import prompt_of
 
@@ -57,3 +59,17 @@ async def test_a_conversation_goes_on_from_its_last_state(
         for url in urls:
             found_now = (await ask(session, f"{url}/server_info"))["prefix_cache"]
             assert not (found_now["pages"] or found_now["states"])
+
+
+async def test_more_requests_than_rows_wait_for_one(
+    tiny: Callable[[str], Path], expected: Callable[[str, list[int], int], list[int]]
+) -> None:
+    sizes = {"page_size": PAGE_SIZE, "chunked_prefill_size": CHUNK, "max_running_requests": 4}
+    async with (
+        running(model_path=str(tiny("falcon_h1")), **sizes) as fleet,
+        aiohttp.ClientSession() as session,
+    ):
+        prompts = [prompt_of(length, length) for length in LENGTHS]
+        turns = await asyncio.gather(*(say(session, fleet.url, p, NEW) for p in prompts))
+        assert [turn.tokens for turn in turns] == [expected("falcon_h1", p, NEW) for p in prompts]
+        assert await all_home(session, *(c.url for c in (*fleet.prefills, *fleet.decodes)))

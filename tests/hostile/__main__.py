@@ -14,6 +14,8 @@ import sys
 
 import uvloop
 
+from tests.forked_roles import Nursery, forking
+
 COMMANDS = ("wire", "lies", "http", "strays", "endings", "errors", "storm")
 
 
@@ -32,7 +34,10 @@ def main() -> int:
             )
     given = vars(parser.parse_args())
     module = importlib.import_module(f"tests.hostile.{given.pop('command')}")
-    report = uvloop.run(module.run(**given))
+    nursery = Nursery()
+    with forking(nursery):
+        report = uvloop.run(module.run(**given))
+    nursery.close()
     broken = module.faults(report)
     print(json.dumps({**report, "faults": broken}))
     return 1 if broken else 0

@@ -96,9 +96,6 @@ async def run(failures: int = 500, seed: int = 0) -> Report:
     """That many failures, `LANES` at once."""
     rng = random.Random(seed)
     seen: list[Seen] = []
-    planted = os.pathsep.join(
-        (str(Path(__file__).parent / "planted"), os.environ.get("PYTHONPATH", ""))
-    )
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "kvflow.toml"
         config.write_text(
@@ -113,7 +110,7 @@ async def run(failures: int = 500, seed: int = 0) -> Report:
         }
         patience = aiohttp.ClientTimeout(total=60)
         async with AsyncExitStack() as stack:
-            stack.enter_context(patch.dict(os.environ, PYTHONPATH=planted))
+            stack.enter_context(patch.dict(os.environ, PYTEST_PLANTED="tests.hostile.planted"))
             settings = resolve("up", given, env={})
             fleet = await stack.enter_async_context(Fleet(settings, given, str(config), quiet=True))
             session = await stack.enter_async_context(aiohttp.ClientSession(timeout=patience))

@@ -1,5 +1,5 @@
-"""On a prefill's PYTHONPATH: its model step raises for prompts that begin with token 7, once some
-pages have left.
+"""In a forked prefill (PYTEST_PLANTED): its model step raises for prompts that begin with token 7,
+once some pages have left.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-if "prefill" in sys.orig_argv:
+if sys.argv[1] == "prefill":
     from kvflow.serve.engine.scheduler.prefill_steps import PrefillSteps
 
     step = PrefillSteps._step
