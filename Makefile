@@ -47,7 +47,7 @@ slow: setup
 
 # The slow tests at full size, and more planes, families and victims: hours. A workflow runs it every week.
 soak: setup
-	KVFLOW_SOAK=1 $(BIN)/python -m pytest -n $(SLOW_WORKERS) --dist loadgroup --durations=25 --durations-min=5 \
+	TEST_SOAK=1 $(BIN)/python -m pytest -n $(SLOW_WORKERS) --dist loadgroup --durations=25 --durations-min=5 \
 	    -m "slow and not gpu and not vllm" $(ARGS)
 
 # `vllm serve` runs in an environment of its own: its pins are not ours.

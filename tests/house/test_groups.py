@@ -1,11 +1,17 @@
-"""Tests of one `xdist_group` run in one process: several start fleets, or share a build."""
+"""Tests of one `xdist_group` run in one process: several start fleets, or share a build. And what
+`make` sets reaches their roles.
+"""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+from kvflow.serve.config.sources import unknown_variables
+
+ROOT = Path(__file__).parents[2]
 MODULE = """
 import os
 import pytest
@@ -46,3 +52,8 @@ def test_a_group_stays_in_one_process(tmp_path: Path) -> None:
     workers = seen.read_text().split()
     assert len(workers) == 10
     assert len(set(workers)) == 1
+
+
+def test_make_sets_no_variable_that_a_role_refuses() -> None:
+    set_there = re.findall(r"\b(KVFLOW_\w+)=", (ROOT / "Makefile").read_text())
+    assert unknown_variables(dict.fromkeys(set_there, "1")) == []
