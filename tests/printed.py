@@ -47,12 +47,12 @@ NOT_RUN = {
 # What follows the printed options, the last of a kind counts: all that the long commands do takes
 # half an hour.
 LESS = {
-    "make demo": 'ARGS="--requests 4 --new-tokens 16"',
-    "kvflow sim --seeds": "--seeds 0:40",
-    "kvflow sim --bare": "--seeds 0:300",
-    "kvflow sim --cache": "--seeds 0:20",
-    "kvflow sim --group": "--seeds 0:60",
-    "kvflow sim --exhaust": "--bounds eviction",
+    "make demo": 'ARGS="--transfer-backend local --requests 4 --new-tokens 16"',
+    "kvflow sim --seeds": "--seeds 0:4",
+    "kvflow sim --bare": "--seeds 0:20",
+    "kvflow sim --cache": "--seeds 0:2",
+    "kvflow sim --group": "--seeds 0:4",
+    "kvflow sim --exhaust": "--bounds small-own-pages",
     "kvflow bench transfer": "--transfer-backend local --pairs 2",
     "kvflow bench rooms": "--transfer-backend local --rounds 1",
     "kvflow bench group": "--ranks 1,2 --rounds 1 --requests 50",
@@ -130,7 +130,6 @@ def steps() -> list[Step]:
     return [
         _demo(),
         install(),
-        install(TWO_MACHINES),
         *_served(),
         _two_machines(),
         _configured(),
@@ -161,12 +160,18 @@ def _demo() -> Step:
     return Step("make demo", f"{command} {less_of(command)}", (command,), 1800)
 
 
-def install(page: str = QUICKSTART) -> Step:
-    """The block of a page that installs kvflow; a command is found there after."""
-    (block,) = (block for block in blocks_of(page) if "pip install" in block)
-    return Step(
-        f"{page}: install", f"{block}cd / && kvflow --help", tuple(commands_of(block)[1:]), 1800
-    )
+def install() -> Step:
+    """The blocks of two pages that install kvflow into one environment, and a command there."""
+    first, second = [
+        block
+        for page in (QUICKSTART, TWO_MACHINES)
+        for block in blocks_of(page)
+        if "pip install" in block
+    ]
+    made, others = first.splitlines()[0], second.splitlines(keepends=True)[1:]
+    assert second.startswith(made), "another environment"
+    commands = (*commands_of(first)[1:], *commands_of(second)[1:])
+    return Step("install", f"{first}{''.join(others)}cd / && kvflow --help", commands, 1800)
 
 
 def _served() -> list[Step]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import typer.main
 
+from kvflow.bench.commands import app as bench
+from kvflow.cli import app
+from kvflow.proof.sim.commands import app as sim
 from tests import printed
 from tests.printed import Step
 from tests.shells import ROOT, Checkout, has_namespaces, set_up, with_packages_of_this_environment
@@ -16,15 +21,17 @@ from tests.shells import ROOT, Checkout, has_namespaces, set_up, with_packages_o
 STEPS = printed.steps()
 SERVED = [step for step in STEPS if step.is_alone and step.name != printed.TWO_MACHINES]
 (TWO_MACHINES,) = [step for step in STEPS if step.name == printed.TWO_MACHINES]
-INSTALLS = [step for step in STEPS if step.name.endswith(": install")]
-LONG = [
-    step
-    for step in STEPS
-    if step.name.startswith(("make", "kvflow")) and "--seed 7" not in step.name
-]
-QUICK = [step for step in STEPS if step not in (*SERVED, TWO_MACHINES, *INSTALLS, *LONG)]
+INSTALL = printed.install()
+DEMO, *_ = STEPS
+LONG = [step for step in STEPS if step.name.startswith("kvflow") and "--seed 7" not in step.name]
+QUICK = [step for step in STEPS if step not in (DEMO, *SERVED, TWO_MACHINES, INSTALL, *LONG)]
+# Tests in tests/bench run what these measure, small; the servers are those of TWO_MACHINES.
+OF_A_SOAK = (
+    *(f"kvflow bench {name}" for name in ("abort", "cache", "group", "offload", "overcommit")),
+    *("kvflow bench transfer", "two machines"),
+)
 # The build tool and the packages are those of this environment; nothing is downloaded.
-OFFLINE = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1"}
+OFFLINE = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1", "PIP_NO_COMPILE": "1"}
 processes = pytest.mark.xdist_group("printed")
 
 
@@ -34,18 +41,20 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 
 @pytest.fixture(scope="module")
-def installed(checkout: Checkout) -> Iterator[Checkout]:
-    done = _installed(checkout, printed.install(printed.TWO_MACHINES))
-    assert done.returncode == 0, done.stderr
-    yield checkout
-
-
-def _installed(checkout: Checkout, step: Step) -> subprocess.CompletedProcess[str]:
-    return checkout.shell(with_packages_of_this_environment(step.script), step.timeout_s, **OFFLINE)
+def installed(checkout: Checkout) -> subprocess.CompletedProcess[str]:
+    script = with_packages_of_this_environment(INSTALL.script)
+    return checkout.shell(script, INSTALL.timeout_s, **OFFLINE)
 
 
 def named(step: Step) -> str:
     return step.name
+
+
+def chosen(steps: list[Step]) -> list[Any]:
+    return [
+        pytest.param(step, marks=pytest.mark.soak if step.name.startswith(OF_A_SOAK) else ())
+        for step in steps
+    ]
 
 
 def succeeded(step: Step, checkout: Checkout) -> str:
@@ -94,10 +103,23 @@ def test_quick_commands(step: Step, checkout: Checkout) -> None:
     succeeded(step, checkout)
 
 
+@pytest.mark.parametrize(
+    "command", [one for step in STEPS for one in step.commands if one.startswith("kvflow ")]
+)
+def test_every_option_of_a_printed_command_is_read(command: str) -> None:
+    _, name, *words = shlex.split(command.replace("\\\n", "").removesuffix("&"))
+    found: Any = typer.main.get_command({"bench": bench, "sim": sim}.get(name, app))
+    if name == "bench":
+        name, *words = words
+    if name != "sim":
+        found = found.commands[name]
+    assert found.make_context(name, words)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @processes
-@pytest.mark.parametrize("step", LONG, ids=named)
+@pytest.mark.parametrize("step", chosen(LONG), ids=named)
 def test_long_commands_with_less_to_do(step: Step, checkout: Checkout) -> None:
     succeeded(step, checkout)
 
@@ -105,18 +127,39 @@ def test_long_commands_with_less_to_do(step: Step, checkout: Checkout) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @processes
-def test_the_quickstart_installs_a_command(checkout: Checkout) -> None:
-    step = printed.install()
-    done = _installed(checkout, step)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert done.stdout.count("Successfully installed kvflow") == len(step.commands)
-    assert "Usage: kvflow" in done.stdout
+def test_the_demo_draws_its_rooms(checkout: Checkout) -> None:
+    """What a pipe sees: figures, and one room of each end in 80 columns."""
+    out = succeeded(DEMO, checkout)
+    assert re.search(r"tokens/s: [\d,]+ alone, [\d,]+ with 2 at once", out)
+    lines = out.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("comparing"))
+    assert max(map(len, lines[first:])) <= 80
+    good, aborted = out.split("from both sides:")[1:]
+    # Whichever leg sees first that its client is gone tells the other.
+    ends = "◀─── drained" if "◀─── drained" in aborted else "◀──── failed"
+    for drawn, parts in (
+        (good, ("◀═══ 32 pages ═══", "-> success")),
+        (aborted, ("╳═══ 32 pages ═══", ends)),
+    ):
+        times = [float(at) for at in re.findall(r"^ +(\d+\.\d) ", drawn, re.MULTILINE)]
+        assert len(times) > 5 and times == sorted(times)
+        assert all(part in drawn for part in parts), drawn
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @processes
-@pytest.mark.parametrize("step", SERVED, ids=named)
+def test_the_pages_install_a_command(installed: subprocess.CompletedProcess[str]) -> None:
+    assert installed.returncode == 0, f"{installed.stdout}\n{installed.stderr}"
+    count = sum("pip install" in command for command in INSTALL.commands)
+    assert installed.stdout.count("Successfully installed kvflow") == count
+    assert "Usage: kvflow" in installed.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@processes
+@pytest.mark.parametrize("step", chosen(SERVED), ids=named)
 def test_servers_answer_the_printed_request(step: Step, checkout: Checkout) -> None:
     out = succeeded(step, checkout)
     if "curl" in step.commands[0]:
@@ -126,10 +169,11 @@ def test_servers_answer_the_printed_request(step: Step, checkout: Checkout) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @processes
-def test_two_machines(installed: Checkout) -> None:
+def test_two_machines(checkout: Checkout, installed: subprocess.CompletedProcess[str]) -> None:
+    assert installed.returncode == 0, installed.stderr
     if not has_namespaces():
         pytest.skip("no network namespace can be made here, and two addresses need one")
-    out = succeeded(TWO_MACHINES, installed)
+    out = succeeded(TWO_MACHINES, checkout)
     answers = [
         json.loads(line)
         for line in re.sub(r"\}\{", "}\n{", out).splitlines()
