@@ -346,7 +346,7 @@ class PrefillShell(Shell):
     async def part(self) -> None:
         """Send goodbye to every decode, and wait at most two heartbeat intervals for the answers.
 
-        Call it once, after `drain`. If writes still run then, close the data plane first.
+        Call it once, after `drain`. Writes that still run must be ended by closing the data plane.
         """
         await self.wait_while(lambda: bool(self.endpoint.rooms), 2 * self.timing.heartbeat_s)
         self.endpoint.part(self.now())

@@ -241,7 +241,7 @@ class DecodeRoom:
         self.prefix_tokens: int | None = None
         self.grant = GrantId(0)
         self.record: DecodeRoomRecord | None = None
-        # The cause of an end before the room reached the endpoint.
+        # The reason why the room never reached the endpoint.
         self.refused: Cause | None = None
         self.when_begun: Answer[bool] = Answer()
         self.when_opened: Answer[None] = Answer()
@@ -437,7 +437,7 @@ class PrefillRoom:
         # Tasks that serve all requests log about this room, and read the request's id here.
         self.request_id = CURRENT.get().request_id
         self.writes: dict[int, Write] = {}
-        self.landed_before = 0  # landed bytes of ended writes
+        self.landed_before = 0  # bytes that landed in writes that ended
         # `readers` counts late checksums, whose threads still read the room's pages.
         self.over, self.readers = False, 0
         self.when_matched: Answer[int] = Answer()

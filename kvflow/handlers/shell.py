@@ -99,7 +99,7 @@ class Shell:
         self.runners: dict[type, Callable[[Any], None]] = {}
         self.timing, self.counts, self.now = timing, counts, now
         self._loop = asyncio.get_running_loop()
-        # Tasks and timers serve all requests, so their log lines must not name a request.
+        # Tasks and timers serve all requests, so their log lines must not name one.
         self._context = contextvars.copy_context()
         self._timer: asyncio.Handle | None = None
         self._fires_at_s = 0.0
@@ -189,7 +189,7 @@ class Shell:
         if self._timer is not None:
             self._timer.cancel()
         wait_s = 0.0 if at_s == float("-inf") else max(at_s - self.now(), TICK_GRAIN_S)
-        # A late timer reveals a stalled event loop, so one fires in each heartbeat interval.
+        # Wake at least once per heartbeat: a late timer is how a stalled event loop is noticed.
         wait_s = min(wait_s, self.timing.heartbeat_s)
         self._due_at_s = at_s
         self._fires_at_s = self._loop.time() + wait_s

@@ -112,7 +112,9 @@ class PoolQuarantine:
         try:
             store.withhold(np.concatenate([lease.pages for lease in fresh]))
         except Exception as error:  # noqa: BLE001
-            # The store is smaller, or has a bug. `check` refuses the pages that it cannot withhold.
+            # The store has fewer pages than the pool, or it is a custom store with a bug. It
+            # withholds the leases that it can. `check` still refuses the pages of the others, so
+            # the error is only logged.
             if len(fresh) > 1:
                 for lease in fresh:
                     self._withhold(store, (lease,))

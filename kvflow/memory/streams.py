@@ -200,7 +200,7 @@ def _kind(value: object) -> str:
 
 
 def _stream(name: str, array: Array) -> Stream:
-    # A caller that passes a tensor has loaded torch, so it is not imported here.
+    # Torch need not be imported: a caller that passes a tensor has loaded it.
     torch = sys.modules.get("torch")
     if isinstance(array, np.ndarray):
         return _of_numpy(name, array)

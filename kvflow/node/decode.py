@@ -335,7 +335,7 @@ class DecodeNode(Node[DecodeShell]):
         return group_for(await self._ask(prefill), room, dp_rank)
 
     async def _ask(self, prefill: str) -> Sequence[RankInfo]:
-        """Resolve a name, once for all rooms that wait for it."""
+        """Resolve a name, once for all rooms that wait for the same name."""
         task = self._asking.get(prefill)
         if task is None:
             task = self._asking[prefill] = asyncio.ensure_future(self._answer(prefill))

@@ -181,7 +181,8 @@ class PrefillNode(Node[PrefillShell]):
     def unavailable_reason(self) -> str:
         """Reason why this node cannot serve; empty if it can.
 
-        A quarantine above its limit is one reason: prompts need the pages that it keeps.
+        One reason is a quarantine above its limit, because prompts are computed in the remaining
+        pages.
         """
         endpoint = self.shell.endpoint
         endpoint.note_stall(self.plane.stalled_s)

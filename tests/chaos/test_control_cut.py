@@ -19,9 +19,13 @@ from tests.chaos.station import TIMING
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 ROOMS, LANES, PAGES = 160, 16, 8
-# No plane takes part in what is cut, so one of them meets all of it.
 OTHERS = ("mooncake", "nixl", "nixl over TCP")
-LOST = [("local", "stall"), ("local", "swallow"), ("local", "restart"), ("mooncake", "swallow")]
+# No plane takes part in what is cut, so one of them meets all of it.
+on_planes = pytest.mark.parametrize(
+    "plane",
+    ["local", *(pytest.param(plane, marks=pytest.mark.soak) for plane in OTHERS)],
+    indirect=True,
+)
 RATE = 40_000_000
 
 
@@ -37,11 +41,7 @@ def port_of(ranks: list[object]) -> int:
     return int(rank_from_json(ranks[0]).control.rsplit(":", 1)[1])
 
 
-@pytest.mark.parametrize(
-    "plane",
-    ["local", *(pytest.param(plane, marks=pytest.mark.soak) for plane in OTHERS)],
-    indirect=True,
-)
+@on_planes
 @pytest.mark.parametrize("longest_s", [0.3, 2.0], ids=["within patience", "longer than patience"])
 async def test_rooms_end_whatever_the_link_does(plane: str, longest_s: float, seed: int) -> None:
     chance = random.Random(seed)
@@ -80,19 +80,8 @@ async def test_rooms_end_whatever_the_link_does(plane: str, longest_s: float, se
         }
 
 
-@pytest.mark.parametrize(
-    ("plane", "fault"),
-    [
-        *LOST,
-        *(
-            pytest.param(plane, fault, marks=pytest.mark.soak)
-            for plane in OTHERS
-            for fault in ("stall", "swallow", "restart")
-            if (plane, fault) not in LOST
-        ),
-    ],
-    indirect=["plane"],
-)
+@on_planes
+@pytest.mark.parametrize("fault", ["stall", "swallow", "restart"])
 async def test_an_abort_whose_message_is_lost(plane: str, fault: str) -> None:
     """The pages wait for the answer, however long it takes, and prefill goes on writing into them
     meanwhile.

@@ -58,6 +58,12 @@ async def test_a_killed_receiver(plane: str) -> None:
             await asyncio.gather(prefill.settled(), successor.settled())
 
 
+# Mooncake has its writers' connections to tell apart.
+@pytest.mark.parametrize(
+    "plane",
+    ["mooncake", *(pytest.param(plane, marks=pytest.mark.soak) for plane in ("local", "nixl"))],
+    indirect=True,
+)
 async def test_both_sides_in_turn_while_rooms_run(plane: str, seed: int) -> None:
     """Two prefills feed one decode; one of them is killed: the other's rooms do not notice."""
     async with pair(plane, RATE) as (prefill, decode), station("prefill", plane, []) as other:

@@ -20,6 +20,7 @@ import pytest
 
 from tests.chaos.machines import Line, Machine, two_machines, unavailable_reason
 from tests.chaos.pair import Station, begin, in_the_middle, quarantined, station, until
+from tests.soak import sized
 
 pytest.importorskip("mooncake.engine")
 pytestmark = [
@@ -34,7 +35,7 @@ pytestmark = [
 MEETING = {"rendezvous_s": 10.0, "register_s": 20.0}
 PATIENT = {**MEETING, "lost_after_s": 10.0}
 IMPATIENT = {**MEETING, "lost_after_s": 2.0}
-ROOMS, LANES, PAGES = 120, 8, 8
+ROOMS, LANES, PAGES = sized(40, 120), 8, 8
 
 
 @asynccontextmanager

@@ -25,6 +25,7 @@ from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from tests.chaos.machines import Line, Machine, two_machines, unavailable_reason
 from tests.chaos.pair import until
 from tests.e2e.fleet import ask, is_home, running
+from tests.soak import sized
 
 pytest.importorskip("mooncake.engine")
 pytestmark = [
@@ -35,6 +36,7 @@ pytestmark = [
 ]
 
 ROUTER, START_S, STOP_S = "http://127.0.0.1:8000", 120.0, 20.0
+EACH = sized(4, 12)  # requests of each client of the storm
 MODEL = ("--model-path", str(DEMO_MODEL_DIR), "--dtype", "float32", "--num-pages", "512")
 PLANE = ("--disaggregation-transfer-backend", "mooncake")
 PROMPTS = [*DEMO_PROMPTS[:4], " ".join(DEMO_PROMPTS), " ".join(DEMO_PROMPTS * 6)]
@@ -144,50 +146,25 @@ async def single_machine() -> list[list[int]]:
         return found
 
 
-async def test_tokens_are_those_of_one_machine_and_an_abort_storm_leaves_nothing(seed: int) -> None:
-    chance = random.Random(seed)
+async def test_an_abort_storm_and_a_line_that_is_cut_for_longer_than_patience(seed: int) -> None:
+    """Tokens are those of one machine; nothing is left of clients that leave.
+
+    While the line is cut, requests end with an error of their own, or wait for it, and the same
+    processes serve as before: nobody is restarted or declared dead. TCP sends again later and
+    later, so what was on its way may take as long as the cut.
+    """
     expected = await single_machine()
-    async with roles(seed) as pair:
+    # With the cache, pages of a prompt that was served before do not travel, and nothing is cut.
+    slow, uncached = ("--transfer-rate-limit", "8000000"), ("--prefix-cache", "off")
+    async with roles(seed, *slow, of_both=uncached) as pair:
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             status, answer = await pair.generate(prompt)
             assert status == 200, answer
             assert answer["output_ids"] == tokens
-        ended: Counter[str] = Counter()
-
-        async def lane(count: int) -> None:
-            for _ in range(count):
-                which = chance.randrange(len(PROMPTS))
-                asking = asyncio.create_task(pair.generate(PROMPTS[which]))
-                if chance.random() < 0.5:
-                    await asyncio.wait([asking], timeout=chance.uniform(0, 0.5))
-                    asking.cancel()
-                    await asyncio.wait([asking])
-                    if asking.cancelled():
-                        ended["left"] += 1
-                        continue
-                status, answer = await asking
-                assert status == 200, answer
-                assert answer["output_ids"] == expected[which]
-                ended["ended"] += 1
-
-        async with asyncio.timeout(240):
-            await asyncio.gather(*(lane(12) for _ in range(8)))
-        print(f"seed {seed}: {dict(ended)}, {await pair.line.counts()}")
-        assert ended["left"] and ended["ended"]
+        await abort_storm(pair, expected, random.Random(seed))
         await until(pair.is_home)
 
-
-async def test_a_line_that_is_cut_for_longer_than_patience(seed: int) -> None:
-    """Requests end with an error of their own, or wait for a line, and the same processes serve as
-    before: nobody is restarted or declared dead. TCP sends again later and later, so what was on
-    its way may take as long as the cut."""
-    # With the cache, pages of a prompt that was served before do not travel, and nothing is cut.
-    slow, uncached = ("--transfer-rate-limit", "8000000"), ("--prefix-cache", "off")
-    async with roles(seed, *slow, of_both=uncached) as pair:
-        long = PROMPTS[-1]
-        status, reference = await pair.generate(long)
-        assert status == 200, reference
-        asking = [asyncio.create_task(pair.generate(long)) for _ in range(4)]
+        asking = [asyncio.create_task(pair.generate(PROMPTS[-1])) for _ in range(4)]
         await until(pair.is_transferring)
         await pair.line.cut()
         await until(pair.holds_quarantine)
@@ -197,10 +174,36 @@ async def test_a_line_that_is_cut_for_longer_than_patience(seed: int) -> None:
         for status, answer in answers:
             assert status in (200, 502, 503, 504), answer
             if status == 200:
-                assert answer["output_ids"] == reference["output_ids"]
+                assert answer["output_ids"] == expected[-1]
 
         async def serves() -> bool:
-            return (await pair.generate(long))[0] == 200
+            return (await pair.generate(PROMPTS[-1]))[0] == 200
 
         await until(serves, within_s=60)
         await until(pair.is_home, within_s=120)
+
+
+async def abort_storm(pair: Roles, expected: list[list[int]], chance: random.Random) -> None:
+    """Half of the clients leave."""
+    ended: Counter[str] = Counter()
+
+    async def lane() -> None:
+        for _ in range(EACH):
+            which = chance.randrange(len(PROMPTS))
+            asking = asyncio.create_task(pair.generate(PROMPTS[which]))
+            if chance.random() < 0.5:
+                await asyncio.wait([asking], timeout=chance.uniform(0, 0.5))
+                asking.cancel()
+                await asyncio.wait([asking])
+                if asking.cancelled():
+                    ended["left"] += 1
+                    continue
+            status, answer = await asking
+            assert status == 200, answer
+            assert answer["output_ids"] == expected[which]
+            ended["ended"] += 1
+
+    async with asyncio.timeout(240):
+        await asyncio.gather(*(lane() for _ in range(8)))
+    print(f"{dict(ended)}, {await pair.line.counts()}")
+    assert ended["left"] and ended["ended"]

@@ -54,7 +54,7 @@ class Case(NamedTuple):
     limit_s: float = 1.0
 
 
-BRIEF: Mapping[str, Any] = {"rendezvous_s": 5.0}  # the default
+BRIEF: Mapping[str, Any] = {"rendezvous_s": 1.0}
 SLOW: Mapping[str, Any] = {"transfer_rate_limit": 1 << 17}
 # Hundred and some.
 POOL_TOO_SMALL = "prompt tokens in the KV pool (--num-pages, --pool-bytes): asked for 3"
@@ -71,9 +71,9 @@ CASES = (
     Case("prefill's pool too small", POOL_TOO_SMALL, prefill={"num_pages": 8}),
     Case("decode draining", "shutting down", victim="decode", fault="draining"),
     Case("prefill draining", "shutting down", victim="prefill", fault="draining"),
-    Case("decode gone", "nothing more came for 5", BRIEF, NONE, "decode", "gone", 6.0),
+    Case("decode gone", "nothing more came for 1", BRIEF, NONE, "decode", "gone", 2.0),
     Case("prefill gone", "onnect", victim="prefill", fault="gone"),
-    Case("decode killed", "died", {**SLOW, **BRIEF}, NONE, "decode", "killed", 6.0),
+    Case("decode killed", "died", {**SLOW, **BRIEF}, NONE, "decode", "killed", 2.0),
     Case("prefill killed", "died", SLOW, NONE, "prefill", "killed"),
 )
 

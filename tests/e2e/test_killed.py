@@ -136,7 +136,7 @@ WITH_STORE = ("--prefix-cache", "lru", "--cache-host-bytes", str(1 << 24), "--l3
 @pytest.mark.parametrize(
     ("number", "more"),
     [
-        pytest.param(signal.SIGINT, (), marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, (), marks=(pytest.mark.slow, pytest.mark.soak)),
         pytest.param(signal.SIGTERM, WITH_STORE, marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, (), marks=pytest.mark.slow),
     ],
@@ -144,24 +144,13 @@ WITH_STORE = ("--prefix-cache", "lru", "--cache-host-bytes", str(1 << 24), "--l3
 async def test_up_leaves_no_orphan(number: signal.Signals, more: tuple[str, ...]) -> None:
     if more:
         pytest.importorskip("mooncake")
-    command = (
-        sys.executable,
-        "-m",
-        "kvflow.cli",
-        "up",
-        "--port",
-        "0",
-        "--num-pages",
-        "64",
-        "--decode-workers",
-        "2",
-    )
+    command = (sys.executable, "-m", "kvflow.cli", "up", "--port", "0", "--num-pages", "64")
     process = await asyncio.create_subprocess_exec(
         *command, *more, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     assert process.stdout is not None
     async with asyncio.timeout(60):
-        lines = [(await process.stdout.readline()).decode() for _ in range(5 if more else 4)]
+        lines = [(await process.stdout.readline()).decode() for _ in range(4 if more else 3)]
         descriptors = [os.pidfd_open(int(line.split()[-1])) for line in lines]
         process.send_signal(number)
         status = await process.wait()

@@ -23,8 +23,9 @@ import zmq.asyncio
 from tests.e2e.fleet import all_home, ask, running
 from tests.protocols.cache.decoders import VllmKVEventBatch, apply
 from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain
+from tests.soak import sized
 
-USERS, TURNS, PAGE_SIZE = 16, 8, 16
+USERS, TURNS, PAGE_SIZE = sized(8, 16), sized(5, 8), 16
 
 
 class Turn:
@@ -102,7 +103,10 @@ async def test_a_turn_costs_what_is_new_in_it(seed: int) -> None:
                 )
         # A pool that holds half of the conversations, and host memory that holds all of them.
         async with running(
-            num_pages=140, page_size=PAGE_SIZE, prefix_cache="lru", cache_host_bytes=1 << 26
+            num_pages=sized(56, 140),
+            page_size=PAGE_SIZE,
+            prefix_cache="lru",
+            cache_host_bytes=1 << 26,
         ) as fleet:
             tiered = await chats(fleet.url, seed)
             urls = [child.url for child in (*fleet.prefills, *fleet.decodes)]

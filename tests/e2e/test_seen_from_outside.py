@@ -50,7 +50,10 @@ async def generate(session: aiohttp.ClientSession, url: str, **changes: Any) -> 
 
 
 async def test_every_name_is_there_and_moves_with_requests() -> None:
-    async with running(sglang_metrics=True) as fleet, aiohttp.ClientSession() as session:
+    async with (
+        running(sglang_metrics=True, rendezvous_s=2.0) as fleet,
+        aiohttp.ClientSession() as session,
+    ):
         assert fleet.router is not None
         prefill, decode, router = fleet.prefills[0], fleet.decodes[0], fleet.router
         for number in range(6):

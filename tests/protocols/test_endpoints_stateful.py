@@ -41,6 +41,7 @@ from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import Incarnation, Rank
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
+from tests.soak import sized
 
 PAGES, TOKENS, DIGEST, CONTROL = 2, 8, b"d" * 32, "tcp://prefill:1"
 LAYOUT = build_layout([("k", "uint8", (8,))], page_size=4, num_pages=16)
@@ -444,5 +445,6 @@ def test_a_planted_bug_is_found(plant: str) -> None:
 @pytest.mark.timeout(900)
 def test_they_do_so_in_longer_lives() -> None:
     run_state_machine_as_test(
-        Joined, settings=settings(max_examples=700, stateful_step_count=120, **SETTINGS)
+        Joined,
+        settings=settings(max_examples=sized(80, 700), stateful_step_count=120, **SETTINGS),
     )

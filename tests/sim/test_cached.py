@@ -7,6 +7,7 @@ import pytest
 from kvflow.proof.cached.disk import ON_DISKS
 from kvflow.proof.sim.report import simulate_many
 from kvflow.proof.simulators import Choice
+from tests.soak import sized
 
 
 def test_a_few_seeds_without_a_plant_break_nothing() -> None:
@@ -18,7 +19,8 @@ def test_a_few_seeds_without_a_plant_break_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_more_seeds_in_processes() -> None:
-    report = simulate_many(range(100, 180), jobs=2, choice=Choice(cache=True))
+    seeds = range(100, sized(140, 180))
+    report = simulate_many(seeds, jobs=2, choice=Choice(cache=True))
     assert not report["first_violations"]
     counts, faults = report["endings"], report["faults"]
     for what in ("saved", "loaded", "stored", "fetched", "evicted"):

@@ -15,6 +15,8 @@ from tests.soak import sized
 PLANES = ("local", "mooncake", "nixl", "fake")
 STUBS = ("tests.transports.stub_planes:Mori", "tests.transports.stub_planes:Ascend")
 ROOMS, MANY_ROOMS = 300, sized(1_200, 3_000)
+# Of which thousands run without a soak; `ROOMS` of each run in every test run.
+OFTEN = {("local", "rooms"), ("mooncake", "staged rooms")}
 BY_NAME = {check.name: check for check in CHECKS}
 # Of planes over stubs, what is about their own calls.
 OWN = ("questions", "landed", "killed receiver", "at rest")
@@ -69,8 +71,14 @@ async def test_and_in_all_else(plane: str, check: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["rooms", "staged rooms"])
-@pytest.mark.parametrize("plane", PLANES)
+@pytest.mark.parametrize(
+    ("plane", "check"),
+    [
+        pytest.param(plane, check, marks=() if (plane, check) in OFTEN else pytest.mark.soak)
+        for plane in PLANES
+        for check in ("rooms", "staged rooms")
+    ],
+)
 async def test_nothing_is_left_of_thousands_of_rooms(plane: str, check: str, seed: int) -> None:
     await run(BY_NAME[check], bench_of(plane, seed, MANY_ROOMS))
 

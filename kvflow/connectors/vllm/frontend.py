@@ -21,7 +21,7 @@ from kvflow.http.errors import STATUS_OF_CODE
 from kvflow.protocols.errors import Cause, Code, MisuseError
 
 _FURTHER_PROMPT = re.compile(r"cmpl-.*-[1-9][0-9]*", re.DOTALL)
-CLIENT_CLOSED_REQUEST = 499  # kvflow's status where the client of the other leg left
+CLIENT_CLOSED_REQUEST = 499  # the client of the other leg left
 # The key of the reason in the trace headers, which vLLM returns with an error.
 REASON = "kvflow-failed"
 

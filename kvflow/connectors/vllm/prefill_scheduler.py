@@ -38,7 +38,7 @@ class PrefillScheduler:
         self._is_held_up = False
         self.num_blocks = 0  # blocks in vLLM's cache
         self._next = StepMeta()  # message to the workers for the next step
-        self.block_ids_of: Any = None  # vLLM's function from a request's id to its blocks, by group
+        self.block_ids_of: Any = None  # vLLM's function: the blocks of a request's id, by group
 
     def new_request(self, request: Any, params: ToDecode) -> None:
         name = request.request_id

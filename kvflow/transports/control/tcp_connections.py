@@ -229,7 +229,7 @@ class TcpConnections:
         for _ in range(min(LOOK_WORK, len(found.left))):
             descriptor = found.left.popleft()
             if (connection := self.open.get(descriptor)) is None:
-                continue  # closed in the meantime
+                continue  # closed meanwhile
             received = self._received(descriptor)
             if received is None:
                 # The connection is closed, but the monitor did not report it yet.
@@ -277,7 +277,7 @@ class TcpConnections:
                 if self._is_ours(tcp):
                     tcp.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # closed in the meantime
+            return  # closed meanwhile
         self.cut += 1
         log.warning(
             "connection from %s:%d is cut, with %d bytes: %s",
@@ -289,7 +289,7 @@ class TcpConnections:
         self._tell_cut()
 
     def _received(self, descriptor: int) -> int | None:
-        """Return the bytes received so far; None if the descriptor is no connection of ours."""
+        """Return the bytes received so far; None if the descriptor is no longer one of ours."""
         try:
             # Only query the socket: ZMQ may close it, and another file may get its number.
             tcp = socket.socket(

@@ -70,7 +70,7 @@ class ZmqSocket:
         return self._outgoing.send(frame, peer) if at_once else self._outgoing.add(frame, peer)
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
-        """Wait for some frames of a message. The loop runs after every `BURST_FRAMES` frames."""
+        """Wait for some frames of one message. The loop runs after every `BURST_FRAMES` frames."""
         if self._burst >= BURST_FRAMES:
             self._burst = 0
             await asyncio.sleep(0)

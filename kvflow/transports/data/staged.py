@@ -69,7 +69,7 @@ class StagedPlane:
         return self.inner.export(self._staging.host.layout.served)
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> StagedRoute:
-        """Open a route, and take staging for it. Raises: TransferError if none is left."""
+        """Open a route, and take staging for it. Raises: TransferError also if none is left."""
         inner = await self.inner.connect(address, layout)
         try:
             if not isinstance(inner, PlannedRoute):
@@ -313,7 +313,7 @@ class StagedJob:
         return begun
 
     def _write_on(self, part: _Slice, max_bytes: int, stopped: bool) -> int:
-        """Advance a slice that was copied out, as `WriteJob.advance` does; drop it at its end."""
+        """Advance a slice that was copied out, see `WriteJob.advance`; drop it when it ends."""
         if part.job is None and (not self._was_copied(part) or stopped):
             self._end(part, 0, WriteOutcome.CANCELLED)
             return 0

@@ -32,8 +32,8 @@ from kvflow.protocols.ports import WriteOutcome
 
 SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove; a cancel, or another room, waits that long
 AT_ONCE_BYTES = 64 << 10  # largest write done on the event loop: some 10 us of memmove
-_TURN_BYTES = 4 * AT_ONCE_BYTES  # limit on the bytes that one turn of the event loop writes
-_BLOCK_COST_BYTES = 4 << 10  # least that a block counts against that limit
+_TURN_BYTES = 4 * AT_ONCE_BYTES  # limit on what is written on the event loop in one turn of it
+_BLOCK_COST_BYTES = 4 << 10  # a block counts against that limit with at least this many bytes
 _LIMITED_SLICE_S = 0.005
 _TOLD_AT_ONCE = 8
 _SMALLEST_SLICE = 4 << 10
@@ -193,7 +193,7 @@ class WriteThread:
         self._told = False  # True from a wake-up of the loop until it runs
         self._open: set[ThreadWrite] = set()  # used by the event loop only
         self._closing = False
-        self._turned_at = 0.0  # time of a write's last turn, or of new work for an idle thread
+        self._turned_at = 0.0  # when a write last had its turn, or work reached an idle thread
         self._next_slice_at = 0.0
         self._abandon_at = float("inf")
         self._turn_bytes = 0  # bytes written on the event loop in its current turn

@@ -65,7 +65,7 @@ class _Writer:
     """A writer whose death at least one fence awaits."""
 
     fences: int = 0  # fences that await its death
-    first_look: int = 0  # number of the first look that succeeded, from 1; 0 before it
+    first_look: int = 0  # looks are counted from 1; 0 means that no look has succeeded yet
     last_look: int = 0
     # Connections that may be its own, inode to descriptor. Set once after its death.
     suspects: dict[int, int] | None = None
@@ -94,7 +94,7 @@ class InboundConnections:
             self._others.clear()
 
     def watch(self, writer: ProcessIdentity) -> None:
-        """Record this writer's connections at each look, until as many calls of `forget`."""
+        """Record this writer's connections at each look, until `forget` was called as often."""
         with self._lock:
             self._writers.setdefault(writer, _Writer()).fences += 1
 

@@ -18,7 +18,7 @@ from kvflow.transports.host.names import HostNames
 
 _PROBE = 3
 _REQUEST = bytes([_PROBE]) + b"{}"
-_MAX_ANSWER_BYTES = 4 << 10  # real answers have some 20 bytes
+_MAX_ANSWER_BYTES = 4 << 10  # an answer has some 20 bytes in fact
 # The engine closes a connection that is silent for this long. We then probe again.
 _PATIENCE_S = 5.0
 
