@@ -164,7 +164,8 @@ class Station(Worker):
     async def rewrite(self, *, word: int) -> dict[str, Any]:
         """Prefill's next use of its source pages; nothing is done while a write still holds one."""
         if not (held := self.node.pool.pages.held_pages):
-            self.canary.fill(np.uint64(word))
+            pages = np.arange(self.node.pool.pages.num_pages, dtype=np.int32)
+            self.canary.mark(pages, np.uint64(word), whole=True)
         return {"held": held}
 
     async def under_way(self) -> dict[str, Any]:
