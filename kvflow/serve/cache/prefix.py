@@ -1,5 +1,4 @@
-"""The prefix cache of one engine: prompts with the same beginning share pages of the engine's pool,
-and of host memory behind it.
+"""The prefix cache of one engine: prompts with the same beginning share pages.
 
 The cache owns these pages (I1). A request that reads them holds a `Prefix`, a lock that eviction
 respects. Pages are evicted only when a request finds too few free ones, so an idle pool may be full

@@ -1,5 +1,4 @@
-"""Cache events over ZMQ: a PUB socket, and a ROUTER that sends batches again to a subscriber that
-missed them.
+"""Cache events over ZMQ: a PUB socket, and a ROUTER that replays batches to subscribers.
 
 PUB sends [topic, seq, payload]. A subscriber requests a replay from a DEALER with [b"", seq]. The
 answer is one message [b"", topic, seq, payload] for each batch from that number on, and [b"", b"",
@@ -7,9 +6,9 @@ answer is one message [b"", topic, seq, payload] for each batch from that number
 everything that is cached, in place of the batches since `seq`. Numbers are 64 bits, big-endian.
 `protocols.cache.stream` describes the answer when the requested batches are no longer kept.
 
-**Events are prompts**: they contain the salts and the token ids of all cached pages, and every
-client that can connect can read them. So the default address is on the loopback, and with a key
-(CURVE, `kvflow keygen`) only clients that have it can connect.
+**Events are prompts**: they contain the salts and the token ids of all cached pages, for every
+client that can connect. So the default address is on the loopback, and with a key (CURVE, `kvflow
+keygen`) only clients that have it can connect.
 
 The publisher never waits for a subscriber. PUB drops batches that a slow subscriber does not take,
 and the number of the next batch reveals the gap. If there are no events, an empty batch is sent

@@ -1,5 +1,4 @@
-"""Copies of cached pages between device, host and storage: when each copy begins, and what happens
-when it ends.
+"""Copies of cached pages between device, host and storage: their beginnings and their ends.
 
 A copy names a run of pages (`protocols.cache.writes`), so splits, evictions and flushes of the
 index do not disturb it. Its pages are freed only when the copy no longer reads or writes them,
@@ -8,11 +7,11 @@ which takes long if a store hangs.
 Pages that wait for a copy cannot be evicted. So at most three quarters of a tier may wait. Further
 pages are counted and stay in their tier until they are used again.
 
-**write_back.** Pages leave the device only when a request needs room, and only after they were
-copied to the host. `make_way` first frees pages that the host already has, in the order of the
-policy. It then begins to copy other pages, each with all pages before it in its prompt, so that a
-parent is copied before its child. The request that needs pages has to ask again. Pages that cannot
-be copied (the copy failed, or the host is full of pages in use) are evicted without a copy.
+**write_back.** Pages leave the device only when a request needs room. `make_way` first frees pages
+that the host already has, in the order of the policy. It then begins to copy other pages, each with
+all pages before it in its prompt, so that a parent is copied before its child. The request has to
+ask again. Pages that cannot be copied (the copy failed, or the host is full of pages in use) are
+evicted without a copy.
 
 **A store loses pages**: it evicts them, or the process that held them dies. So before more pages of
 a prompt are stored, the store is asked for those that the index lists as stored. From the first

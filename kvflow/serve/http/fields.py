@@ -87,11 +87,6 @@ def _letters(cell: str) -> str:
 TABLE = dict(_tables())
 
 
-def names_of(standing: str, body: str) -> frozenset[str]:
-    """Return the names of the `WORKS`, `REFUSED` or `HARMLESS` fields in a body."""
-    return frozenset(field.name for field in TABLE[standing] if body in field.bodies)
-
-
 def refused_in(body: str) -> dict[str, Field]:
     """Return the fields that are refused in a body, by name."""
     return {field.name: field for field in TABLE[REFUSED] if body in field.bodies}

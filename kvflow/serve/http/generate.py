@@ -34,7 +34,7 @@ from kvflow.telemetry.requests import CURRENT
 class _Grown:
     """The part of a choice's answer that every event repeats. Each token is encoded only once."""
 
-    def __init__(self, token_text: Callable[[int], str | None]) -> None:
+    def __init__(self, token_text: Callable[[int], str] | None) -> None:
         self._token_text = token_text
         self.text = GrowingText()
         self.ids = GrowingArray()
@@ -68,11 +68,7 @@ class _Grown:
         return [self._named(*one) for one in logprobs]
 
     def _named(self, token_id: int, logprob: float | None) -> list[Any]:
-        return [logprob, token_id, self._token_text(token_id)]
-
-
-def _no_text(_: int) -> None:
-    return None
+        return [logprob, token_id, self._token_text and self._token_text(token_id)]
 
 
 class GenerateCall:
@@ -107,7 +103,7 @@ class GenerateCall:
         self._requests = generation_requests(
             body, prompts, params, choices, pipeline.request_limits
         )
-        token_text = pipeline.tokenizer.token_text if body.return_text_in_logprobs else _no_text
+        token_text = pipeline.tokenizer.token_text if body.return_text_in_logprobs else None
         self._grown = [_Grown(token_text) for _ in self._requests]
         return self._requests
 

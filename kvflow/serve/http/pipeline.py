@@ -1,14 +1,12 @@
 """The path of every completion request through a role: admission, generation, tokens and cleanup.
 
-A `CompletionCall` is what differs between the routes: how they read a body and write an answer. The
-rest is here.
+A `CompletionCall` is what differs between the routes: how they read a body and write an answer.
 
 Guarantees for a router: an error before the first byte of the answer is an HTTP status. A stream
 sends its headers with the first token or, at decode, after `headers_after_s` without one. Until the
-first token, only empty lines (or comments) follow the headers. So if the first event of a stream is
-`{"error": {"code": ...}}`, the stream produced no token. It is then equivalent to an answer with
-the status of that code (`errors.STATUS_OF_CODE`), and a router that would retry that status on
-another pair may retry this request too.
+first token, only empty lines (or comments) follow. So if the first event of a stream is `{"error":
+{"code": ...}}`, the stream produced no token. It is then equivalent to an answer with the status of
+that code (`errors.STATUS_OF_CODE`), and a router may retry it on another pair like that one.
 """
 
 from __future__ import annotations

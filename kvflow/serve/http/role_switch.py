@@ -1,11 +1,10 @@
-"""POST /switch_role: turn a prefill into a decode or the other way round, without loading its model
-or allocating its pool again.
+"""POST /switch_role: exchange prefill and decode without loading the model or pool again.
 
 A worker can switch only at rest: no request runs, no page is lent, and no write reads a page. With
 `drain_timeout_s`, the worker first refuses new requests and waits for rest, at most that long. A
-switch never ends a running request. The new role starts beside the old one, which serves no
-requests meanwhile. If the start fails, the old role continues unchanged. /health answers 503 until
-the old role is closed, so that routers choose other workers.
+switch never ends a running request. The new role starts beside the old one. If the start fails, the
+old role continues unchanged. /health answers 503 until the old role is closed, so that routers
+choose other workers.
 """
 
 from __future__ import annotations

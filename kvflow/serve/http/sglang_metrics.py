@@ -1,16 +1,14 @@
 """Metrics with the names, labels and buckets that dashboards of SGLang 0.5 read.
 
-A worker with several ranks has samples for each rank, by `tp_rank` and `pp_rank`. Ranks other than
-the first have only the figures that they send to it: those of their pools, rooms and caches. Of
-HiCache's names, only those exist that kvflow's cache can fill: tokens on the host and in storage,
-and tokens moved between them. HiCache's durations and bandwidths are not measured.
+Ranks other than the first have only the figures that they send to it: those of their pools, rooms
+and caches. HiCache's durations and bandwidths are not measured.
 
 A help text such as "See kvflow_retracts." names the metric of kvflow that describes the measure.
 `cache_hit_rate` is the share of all prompt tokens since the start; SGLang's is that of its last
 batch. `num_used_tokens` excludes cached pages that no request reads, as in SGLang.
 `num_retracted_reqs` counts requests that are retracted now; SGLang's counts those of its last log
-interval. `mamba_usage` is about state rows, which not every model has. Milliseconds, MB and GB are
-SGLang's units: MB is 2**20 and GB 2**30 bytes.
+interval. `mamba_usage` is about state rows, which not every model has. MB is 2**20 and GB 2**30
+bytes.
 """
 
 from __future__ import annotations

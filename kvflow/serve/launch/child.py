@@ -117,26 +117,16 @@ class Child:
         """Send SIGTERM, and SIGKILL after `timeout_s`. Return the exit status."""
         if self._process is None:
             return 0
-        if self.process.returncode is None:
-            self._signal(signal.SIGTERM)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self.process.wait()
-            except TimeoutError:
-                _log.warning("%s did not end within %g s of SIGTERM: killed", self.name, timeout_s)
-                self.kill()
-                await self.process.wait()
+        if not await end_process(self.process, timeout_s):
+            _log.warning("%s did not end within %g s of SIGTERM: killed", self.name, timeout_s)
         await all_read(self._reading)
         return self.process.returncode or 0
 
     def kill(self) -> None:
         """Send SIGKILL. A `stop` that waits then returns."""
         if self._process is not None:
-            self._signal(signal.SIGKILL)
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     async def _ended(self) -> ChildEndedError:
         status = await self.process.wait()
@@ -164,6 +154,21 @@ async def start_role(role: str, arguments: Iterable[str], **how: Any) -> asyncio
     return await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "kvflow.cli", role, *arguments, **how
     )
+
+
+async def end_process(process: asyncio.subprocess.Process, timeout_s: float) -> bool:
+    """Send SIGTERM, and SIGKILL after `timeout_s`. Return False if that was necessary."""
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        async with asyncio.timeout(timeout_s):
+            await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        return False
+    return True
 
 
 async def all_read(reading: asyncio.Task[None] | None) -> None:

@@ -66,7 +66,7 @@ def findings() -> Iterator[Finding]:
     yield _mooncake_wheels()
     for name, package in LIBRARIES:
         yield _library(name, package)
-    yield _mooncake()
+    yield _data_plane("mooncake", mooncake_unavailable_reason(), "can be loaded")
     yield _mooncake_store()
     yield _nixl()
     yield _plane("ascend")
@@ -223,10 +223,9 @@ def _library(name: str, package: str) -> Finding:
     )
 
 
-def _mooncake() -> Finding:
-    reason = mooncake_unavailable_reason()
+def _data_plane(name: str, reason: str | None, detail: str, advice: str = "") -> Finding:
     return Finding(
-        "mooncake data plane", reason is None, reason or "can be loaded", False, reason or ""
+        f"{name} data plane", reason is None, reason or detail, False, advice or reason or ""
     )
 
 
@@ -244,23 +243,14 @@ def _mooncake_store() -> Finding:
 
 
 def _nixl() -> Finding:
-    reason = nixl_unavailable_reason()
     found = [f"{name} {version}" for name, version in _versions(NIXL_WHEELS).items()]
-    return Finding(
-        "nixl data plane",
-        reason is None,
-        reason or f"can be loaded ({', '.join(found)})",
-        False,
-        reason or "",
-    )
+    return _data_plane("nixl", nixl_unavailable_reason(), f"can be loaded ({', '.join(found)})")
 
 
 def _plane(name: str) -> Finding:
-    reason = plane_unavailable_reason(name)
-    detail = reason or "nothing is missing; it has never run on its hardware"
-    return Finding(
-        f"{name} data plane", reason is None, detail, False, f"{name} is for its vendor's machines"
-    )
+    detail = "nothing is missing; it has never run on its hardware"
+    advice = f"{name} is for its vendor's machines"
+    return _data_plane(name, plane_unavailable_reason(name), detail, advice)
 
 
 def _versions(distributions: Iterable[str]) -> dict[str, str]:

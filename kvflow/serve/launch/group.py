@@ -112,8 +112,9 @@ class _FirstRank:
         self._world_size = spec.stages * spec.shards
         self._complete = asyncio.Event()
         self._steps: StepLeader | None = None
-        self._engine: PrefillEngine | None = None
-        self._group: PrefillGroup | None = None
+        # `start` sets these before the steps call anything here.
+        self._engine: PrefillEngine
+        self._group: PrefillGroup
 
     async def start(
         self,
@@ -215,25 +216,20 @@ class _FirstRank:
         )
 
     def _opened(self, rank: int, ticket: int) -> None:
-        if self._group is not None:
-            self._group.opened_at(rank, ticket)
+        self._group.opened_at(rank, ticket)
 
     def _first_token(self, ticket: int, token: TokenOut) -> None:
-        if self._group is not None:
-            self._group.first_token(ticket, token)
+        self._group.first_token(ticket, token)
 
     def _agreed(self, ticket: int, tokens: int) -> None:
-        if self._group is not None:
-            self._group.agreed(ticket, tokens)
+        self._group.agreed(ticket, tokens)
 
     def _broken(self, cause: Cause) -> None:
-        if self._group is not None:
-            self._group.broken(cause)
+        self._group.broken(cause)
 
     def _ready(self) -> None:
         self._complete.set()
-        if self._engine is not None:
-            self._engine.wake()
+        self._engine.wake()
 
 
 def _hello(spec: PrefillRankSpec, life: Incarnation, rank: _Rank) -> wire.Hello:

@@ -1,9 +1,7 @@
-"""The `mooncake_master` of `kvflow up --l3 mooncake`: one process on a free port of the loopback,
-for this fleet only.
+"""The `mooncake_master` of `kvflow up --l3 mooncake`: one process on the loopback for one fleet.
 
-It ends with the fleet, even if the supervisor is killed by kill -9. If it ends early, it is started
-again on the same port, where the workers find it. The stored pages are lost then, but the workers
-continue to serve.
+It ends with the fleet, even after kill -9. If it ends early, it is started again on the same port,
+where the workers find it. The stored pages are lost then, but the workers continue to serve.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from collections import deque
 from pathlib import Path
 
 from kvflow.protocols.errors import MisuseError
-from kvflow.serve.launch.child import KEPT_LINES, ChildEndedError, all_read
+from kvflow.serve.launch.child import KEPT_LINES, ChildEndedError, all_read, end_process
 
 NAME = "mooncake_master"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
@@ -91,18 +89,9 @@ class MooncakeMaster:
         await self._end()
 
     async def _end(self) -> None:
-        process = self._process
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-        await all_read(self._reading)
+        if self._process is not None:
+            await end_process(self._process, STOP_TIMEOUT_S)
+            await all_read(self._reading)
 
     async def _keep(self, ports: tuple[int, int]) -> None:
         pause_s = FIRST_PAUSE_S

@@ -1,9 +1,8 @@
 """`kvflow up`: a router, prefills and decodes as processes of this machine, which end together.
 
-The kernel chooses the ports of the workers, which announce them through a pipe. The kernel kills
-the children when this process ends, even by kill -9 (`process.die_with_parent`), and they have no
-named shared memory that would be left behind. Unless a control key is given, they share a new one,
-which is not stored in any file.
+The kernel chooses the ports of the workers, which announce them through a pipe. It kills the
+children when this process ends, even by kill -9 (`process.die_with_parent`). Unless a control key
+is given, they share a new one, which is not stored in any file.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -30,7 +28,7 @@ def layout_of() -> PoolLayout:
 
 
 class Bench:
-    """A pool whose pages say which tokens they were computed for."""
+    """A pool whose pages say which tokens they were computed for. Its block closes its store."""
 
     def __init__(
         self,
@@ -94,6 +92,11 @@ class Bench:
     async def settled(self) -> None:
         await until(lambda: not self.cache.busy)
 
+    async def ran(self, *pages: int, namespace: Namespace = ANY) -> None:
+        """One request, and all copies that it begins."""
+        self.run(*pages, namespace=namespace)
+        await self.settled()
+
     async def only_on_host(self, *pages: int) -> None:
         """A prompt that was computed, and that the device has lost."""
         saved = self.cache.stats().saved_pages
@@ -134,20 +137,14 @@ class Bench:
         host = self.host is None or (self.host.pages.at_rest() and not self.host.pages.owned())
         return self.pool.pages.free_pages == PAGES and not self.pool.pages.owned() and host
 
+    async def __aenter__(self) -> Self:
+        return self
 
-@asynccontextmanager
-async def bench(
-    host_pages: int = 0,
-    write_policy: WritePolicy = "write_through",
-    store: Storage | None = None,
-    *,
-    events: bool = False,
-) -> AsyncIterator[Bench]:
-    made = Bench(host_pages, write_policy, store, events=events)
-    try:
-        yield made
-        await made.settled()
-        await until(made.home)  # calls to a store that were cancelled may still run
-    finally:
-        await made.cache.close()
-        made.pool.close()
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                await self.settled()
+                await until(self.home)  # calls to a store that were cancelled may still run
+        finally:
+            await self.cache.close()
+            self.pool.close()

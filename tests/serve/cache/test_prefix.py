@@ -23,12 +23,12 @@ from kvflow.serve.cache.prefix import Prefix, PrefixCache
 from kvflow.serve.cache.states import StateStore
 from kvflow.serve.cache.tiers import OWNER
 from tests.memory.gate import CopyGate
-from tests.serve.cache.prefix_bench import PAGE_SIZE, PAGES, bench
+from tests.serve.cache.prefix_bench import PAGE_SIZE, PAGES, Bench
 from tests.serve.engine.pair import until
 
 
 async def test_whoever_needs_pages_gets_those_that_nobody_reads() -> None:
-    async with bench() as b:
+    async with Bench() as b:
         b.run(1, 2, 3, 4)
         b.run(1, 2, 5)
         assert b.pool.pages.owned() == {OWNER: 5} and b.pool.pages.at_rest()
@@ -49,7 +49,7 @@ async def test_whoever_needs_pages_gets_those_that_nobody_reads() -> None:
 
 
 async def test_a_prompt_is_cached_in_whole_pages_and_once() -> None:
-    async with bench() as b:
+    async with Bench() as b:
         tokens = np.append(b.tokens(1, 2), 7)
         prefix = b.cache.match(tokens)
         own = b.pool.pages.take(3, "request")
@@ -64,7 +64,7 @@ async def test_a_prompt_is_cached_in_whole_pages_and_once() -> None:
 
 
 async def test_what_prompts_have_asked_for_and_found_is_counted() -> None:
-    async with bench() as b:
+    async with Bench() as b:
         for prompt in ((1, 2, 3), (1, 2, 4), (1, 2, 4, 5)):
             b.run(*prompt)
         stats = b.cache.stats()
@@ -75,14 +75,14 @@ async def test_what_prompts_have_asked_for_and_found_is_counted() -> None:
 
 
 async def test_namespaces_are_apart() -> None:
-    async with bench() as b:
+    async with Bench() as b:
         b.run(1, 2, namespace=Namespace("a"))
         assert b.found(1, 2, namespace=Namespace("b")) == 0
         assert b.run(1, 2, namespace=Namespace("a")).pages.size == 2
 
 
 async def test_what_the_device_has_lost_is_loaded_from_the_host() -> None:
-    async with bench(host_pages=8) as b:
+    async with Bench(host_pages=8) as b:
         b.run(1, 2, 3, 4)
         b.run(1, 2, 5)
         await until(lambda: b.cache.stats().saved_pages == 5)
@@ -99,9 +99,8 @@ async def test_what_the_device_has_lost_is_loaded_from_the_host() -> None:
 async def test_where_there_is_nothing_to_load_that_is_no_failure(
     host_pages: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with bench(host_pages) as b:
-        b.run(1, 2)
-        await b.settled()
+    async with Bench(host_pages) as b:
+        await b.ran(1, 2)
         for prompt, found in (((1, 2, 3), 2), ((4, 5), 0)):
             tokens = b.tokens(*prompt)
             (prefix := await b.cache.load(tokens)).release()
@@ -112,7 +111,7 @@ async def test_where_there_is_nothing_to_load_that_is_no_failure(
 
 
 async def test_selective_write_through_waits_for_a_second_prompt() -> None:
-    async with bench(8, "write_through_selective") as b:
+    async with Bench(8, "write_through_selective") as b:
         b.run(1, 2, 3)
         assert not b.cache.stats().host_pages
         b.run(1, 2, 4)
@@ -121,17 +120,16 @@ async def test_selective_write_through_waits_for_a_second_prompt() -> None:
 
 
 async def test_a_full_host_tier_takes_what_was_used_last() -> None:
-    async with bench(host_pages=4) as b:
+    async with Bench(host_pages=4) as b:
         for first in (10, 20, 30):
-            b.run(first, first + 1, first + 2)
-            await b.settled()
+            await b.ran(first, first + 1, first + 2)
         assert b.cache.stats().host_pages == 4 and not b.cache.stats().unsaved_pages
         b.evict_all()
         assert await b.loaded(30, 31, 32) == 3
 
 
 async def test_a_close_begins_no_further_slice_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with bench(host_pages=8) as b:
+    async with Bench(host_pages=8) as b:
         assert b.host is not None
         monkeypatch.setattr(b.host, "_slice_bytes", b.pool.layout.page_bytes)
         gate = CopyGate(monkeypatch)
@@ -150,7 +148,7 @@ async def test_a_copy_that_is_cut_off_leaves_nothing_behind(
     how: str, loading: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pages come home when the thread has ended, not before; what it copied is not read."""
-    async with bench(host_pages=8) as b:
+    async with Bench(host_pages=8) as b:
         if loading:
             await b.only_on_host(1, 2, 3)
         gate = CopyGate(monkeypatch, fails_at=1 if how == "fail" else 0)
@@ -235,7 +233,7 @@ async def test_any_order_of_requests_copies_and_ends(
         copy(blocks)
 
     monkeypatch.setattr(HostCopier, "copy", staticmethod(failing))
-    async with bench(30, write_policy) as b:
+    async with Bench(30, write_policy) as b:
         held: list[tuple[Prefix, tuple[int, ...]]] = []
         loads: list[asyncio.Task[int]] = []
 
@@ -272,7 +270,7 @@ async def test_any_order_of_requests_copies_and_ends(
 
 
 async def test_a_prompt_is_counted_once_however_often_it_looks() -> None:
-    async with bench(8, "write_through_selective") as b:
+    async with Bench(8, "write_through_selective") as b:
         b.run(1, 2)
         for looks in range(5):
             prefix = b.cache.match(b.tokens(1, 2, 3))
@@ -288,7 +286,7 @@ async def test_a_prompt_is_counted_once_however_often_it_looks() -> None:
 
 
 async def test_prompts_wait_for_what_another_one_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with bench(host_pages=8) as b:
+    async with Bench(host_pages=8) as b:
         await b.only_on_host(1, 2, 3)
         gate = CopyGate(monkeypatch)
         loads = [asyncio.ensure_future(b.cache.load(b.tokens(1, 2, 3, n))) for n in range(3)]
@@ -304,7 +302,7 @@ async def test_prompts_wait_for_what_another_one_loads(monkeypatch: pytest.Monke
 
 async def test_pages_are_promised_again_as_the_copy_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever counts what is available in that turn of the loop must not find them twice."""
-    async with bench(host_pages=8) as b:
+    async with Bench(host_pages=8) as b:
         await b.only_on_host(1, 2, 3)
         taken: list[int] = []
         honest = b.cache._free
@@ -325,7 +323,7 @@ async def test_pages_are_promised_again_as_the_copy_ends(monkeypatch: pytest.Mon
 
 
 async def test_a_cache_that_cannot_load_has_not_got_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with bench(host_pages=8) as b:
+    async with Bench(host_pages=8) as b:
         await b.only_on_host(1, 2, 3)
         with monkeypatch.context() as broken:
             broken.setattr(b.cache._index, "arrives", lambda end: 1 // 0)
@@ -334,7 +332,7 @@ async def test_a_cache_that_cannot_load_has_not_got_it(monkeypatch: pytest.Monke
 
 async def test_a_cache_goes_on_giving_pages_when_the_one_before_it_closes() -> None:
     """As a worker has two while it exchanges its role."""
-    async with bench() as b:
+    async with Bench() as b:
         b.run(1, 2, 3)
         other = PrefixCache(b.pool.pages, 2)
         assert b.pool.pages.available_pages == PAGES
@@ -350,7 +348,7 @@ async def test_a_cache_goes_on_giving_pages_when_the_one_before_it_closes() -> N
 @pytest.mark.parametrize("how", ["copies have not begun", "a copy begins", "it is cancelled"])
 async def test_a_cache_that_closes_ends_its_copies(how: str) -> None:
     """The task of a copy that begins meanwhile would do nothing at all if it were cancelled."""
-    async with bench(host_pages=6) as b:
+    async with Bench(host_pages=6) as b:
         if how != "a copy begins":
             b.run(1, 2, 3)
             assert b.copies
@@ -369,7 +367,7 @@ async def test_what_host_pages_follow_can_be_evicted_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first pages failed to be copied; those that a later prompt added were copied."""
-    async with bench(host_pages=6) as b:
+    async with Bench(host_pages=6) as b:
         assert b.host is not None
         honest, fail = b.host.copy, asyncio.Event()
 

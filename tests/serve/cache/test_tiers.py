@@ -23,7 +23,7 @@ from kvflow.serve.cache.storage.identity import identity_of
 from kvflow.serve.cache.storage.port import Result
 from tests.memory.gate import CopyGate
 from tests.protocols.cache.subscriber import Subscriber
-from tests.serve.cache.prefix_bench import PAGE_SIZE, PAGES, Bench, bench, layout_of
+from tests.serve.cache.prefix_bench import PAGE_SIZE, PAGES, Bench, layout_of
 from tests.serve.cache.storage.files import QUICK, FaultyDisk, pages_in
 from tests.serve.engine.pair import until
 
@@ -45,28 +45,25 @@ async def stored(
     write_policy: WritePolicy = "write_through",
 ) -> AsyncIterator[Bench]:
     """One life of a process over this directory."""
-    async with bench(host_pages, write_policy, await opened(path, disk, limits)) as made:
+    async with Bench(host_pages, write_policy, await opened(path, disk, limits)) as made:
         yield made
 
 
 async def lived(path: Path, *pages: int) -> None:
     """An earlier life of the process, which stored this prompt."""
     async with stored(path) as b:
-        b.run(*pages)
-        await b.settled()
+        await b.ran(*pages)
 
 
 async def test_what_was_stored_is_there_in_the_next_life(tmp_path: Path) -> None:
     async with stored(tmp_path) as b:
         b.run(1, 2, 3, 4)
-        b.run(1, 2, 5, namespace=Namespace("salted"))
-        await b.settled()
+        await b.ran(1, 2, 5, namespace=Namespace("salted"))
         assert b.cache.stats().stored_pages == 7 == len(pages_in(tmp_path))
     async with stored(tmp_path) as b:
         assert await b.loaded(1, 2, 3, 9) == 3
         assert b.cache.stats().fetched_pages == 3
-        b.run(1, 2, 3, 9)
-        await b.settled()
+        await b.ran(1, 2, 3, 9)
         assert b.cache.stats().stored_pages == 1, "what came from storage is not stored again"
         assert await b.loaded(1, 2, 3, 4) == 4, "what follows on pages that are here"
         assert await b.loaded(1, 2, 5, namespace=Namespace("salted")) == 3
@@ -80,8 +77,7 @@ async def test_a_hole_is_seen_and_heals(tmp_path: Path) -> None:
     victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     async with stored(tmp_path) as b:
         assert await b.loaded(1, 2, 3, 4) < 4, "a damaged page was read"
-        b.run(1, 2, 3, 4)
-        await b.settled()
+        await b.ran(1, 2, 3, 4)
     async with stored(tmp_path) as b:
         assert await b.loaded(1, 2, 3, 4) == 4
 
@@ -92,19 +88,16 @@ async def test_a_store_that_fails_is_done_without_and_used_again(
 ) -> None:
     disk = FaultyDisk()
     async with stored(tmp_path, disk) as b:
-        b.run(1, 2)
-        await b.settled()
+        await b.ran(1, 2)
         disk.fails[fails] = errno.EIO
         b.run(1, 2, 3, 4)
-        b.run(5, 6)
-        await b.settled()
+        await b.ran(5, 6)
         b.evict_all()
         assert await b.loaded(1, 2, 3, 4) == 4, "the host has it"
         disk.fails.clear()
         await until(lambda: b.storage.writable and b.storage.readable)
         b.run(1, 2, 3, 4, 7)
-        b.run(5, 6)
-        await b.settled()
+        await b.ran(5, 6)
         assert len(pages_in(tmp_path)) == 7, (
             "what could not be stored is stored when it is used again"
         )
@@ -117,8 +110,7 @@ async def test_a_store_that_is_left_alone_is_asked_for_nothing(tmp_path: Path) -
     async with stored(tmp_path, disk, msgspec.structs.replace(QUICK, failures=2)) as b:
         disk.fails["write"] = errno.EIO
         for prompt in ((1, 2), (3, 4), (5, 6)):
-            b.run(*prompt)
-            await b.settled()
+            await b.ran(*prompt)
         stats, store = b.cache.stats(), b.storage
         assert (store.writable, store.counts.refused, store.counts.not_stored) == (False, 0, 4)
         assert (stats.saved_pages, stats.failed_copies) == (6, 2)
@@ -177,24 +169,20 @@ async def test_what_the_store_has_lost_is_stored_again(tmp_path: Path) -> None:
     layout = layout_of()
     file_bytes = 4096
     backend = FileBackend(str(tmp_path), identity_of(layout), layout.page_bytes, 6 * file_bytes)
-    async with bench(20, store=await GuardedStorage.open(backend, QUICK), events=True) as b:
+    async with Bench(20, store=await GuardedStorage.open(backend, QUICK), events=True) as b:
         subscriber = Subscriber()
         for prompt in ((1, 2, 3, 4), (5, 6, 7, 8)):
-            b.run(*prompt)
-            await b.settled()
+            await b.ran(*prompt)
         assert len(pages_in(tmp_path)) == 6
         subscriber.replay(b.cache.take_events())
         assert len(subscriber.content()[Tier.STORAGE]) == 8, "nobody has noticed"
-        b.run(1, 2, 3, 4, 9)
-        await b.settled()
+        await b.ran(1, 2, 3, 4, 9)
         assert b.cache.stats().lost_pages == 4
         subscriber.replay(b.cache.take_events())
         assert len(subscriber.content()[Tier.STORAGE]) == 4 + 5
-        b.run(5, 6, 7, 8, 1)
-        await b.settled()
+        await b.ran(5, 6, 7, 8, 1)
         assert b.cache.stats().lost_pages == 8, "it is asked each time"
-        b.run(1, 2, 3, 4, 9)
-        await b.settled()
+        await b.ran(1, 2, 3, 4, 9)
     async with stored(tmp_path) as b:
         assert await b.loaded(1, 2, 3, 4, 9) == 5
 
@@ -203,8 +191,7 @@ async def test_what_the_store_has_lost_is_stored_again(tmp_path: Path) -> None:
 async def test_a_store_that_cannot_say_has_lost_nothing(tmp_path: Path, how: str) -> None:
     limits = msgspec.structs.replace(QUICK, waiting=1)
     async with stored(tmp_path, limits=limits) as b:
-        b.run(1, 2, 3)
-        await b.settled()
+        await b.ran(1, 2, 3)
         store, go, asked = b.storage, threading.Event(), list[asyncio.Task[int]]()
         backend: Any = store._backend
         if how == "fail":
@@ -213,8 +200,7 @@ async def test_a_store_that_cannot_say_has_lost_nothing(tmp_path: Path, how: str
             backend.exists = lambda keys: [Result.DONE] * len(keys) if go.wait(20) else []
             asked = [asyncio.ensure_future(store.exists_prefix([bytes(32)])) for _ in range(2)]
             await asyncio.sleep(0)
-        b.run(1, 2, 3, 4)
-        await b.settled()
+        await b.ran(1, 2, 3, 4)
         go.set()
         counts = b.cache.stats()
         assert (counts.lost_pages, counts.stored_pages, len(pages_in(tmp_path))) == (0, 4, 4)
@@ -225,8 +211,7 @@ async def test_a_store_that_cannot_say_has_lost_nothing(tmp_path: Path, how: str
 
 async def test_what_has_gone_before_the_store_is_asked_is_not_asked_for(tmp_path: Path) -> None:
     async with stored(tmp_path) as b:
-        b.run(1, 2, 3)
-        await b.settled()
+        await b.ran(1, 2, 3)
         b.run(1, 2, 3)
         [asking] = b.copies
         b.evict_all()
@@ -234,8 +219,7 @@ async def test_what_has_gone_before_the_store_is_asked_is_not_asked_for(tmp_path
         b.cache._tiers._room(20)
         assert not b.cache.stats().host_pages
         await asking
-        b.run(1, 2, 3)
-        await b.settled()
+        await b.ran(1, 2, 3)
         assert await b.loaded(1, 2, 3) == 3
 
 
@@ -264,8 +248,7 @@ async def test_no_more_than_a_share_waits_for_a_copy(
         )
         disk.go_on()
         await b.settled()
-        b.run(*range(50, 54))
-        await b.settled()
+        await b.ran(*range(50, 54))
         assert len(pages_in(tmp_path)) == 17, "what is left out is written when it is used again"
 
 
@@ -289,7 +272,7 @@ async def test_who_does_not_wait_takes_what_has_come(tmp_path: Path) -> None:
     layout, disk = layout_of(), OneByOne()
     backend = FileBackend(str(tmp_path), identity_of(layout), layout.page_bytes, 1 << 20, disk=disk)
     backend.pages_at_once = 1
-    async with bench(20, store=await GuardedStorage.open(backend, QUICK)) as b:
+    async with Bench(20, store=await GuardedStorage.open(backend, QUICK)) as b:
         fetching = asyncio.ensure_future(b.cache.fetch(b.tokens(1, 2, 3, 4, 5)))
         await disk.waited()
         await until(lambda: b.cache.stats().storage.read == 0)  # type: ignore[union-attr]

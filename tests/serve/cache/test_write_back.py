@@ -10,7 +10,7 @@ from kvflow.protocols.cache.events import Tier
 from kvflow.serve.cache.tiers import OWNER
 from tests.memory.gate import CopyGate
 from tests.protocols.cache.subscriber import Subscriber
-from tests.serve.cache.prefix_bench import PAGES, Bench, bench
+from tests.serve.cache.prefix_bench import PAGES, Bench
 from tests.serve.engine.pair import until
 
 
@@ -22,7 +22,7 @@ async def made_free(b: Bench, count: int) -> None:
 async def test_nothing_is_copied_before_pages_are_needed_and_nothing_goes_before_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with bench(16, "write_back") as b:
+    async with Bench(16, "write_back") as b:
         b.run(1, 2, 3, 4)
         b.run(1, 2, 5, 6)
         b.run(7, 8, 9)
@@ -50,7 +50,7 @@ async def test_nothing_is_copied_before_pages_are_needed_and_nothing_goes_before
 async def test_no_more_is_copied_than_is_needed_beside_what_goes_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with bench(16, "write_back") as b:
+    async with Bench(16, "write_back") as b:
         b.run(1, 2, 3, 4)
         b.cache.evict(PAGES)
         await b.settled()
@@ -70,7 +70,7 @@ async def test_pages_leave_beside_each_other_but_for_a_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What waits for its copy cannot be evicted: so a quarter does not wait."""
-    async with bench(16, "write_back") as b:
+    async with Bench(16, "write_back") as b:
         for page in range(PAGES):
             b.run(page)
         gate = CopyGate(monkeypatch)
@@ -81,7 +81,7 @@ async def test_pages_leave_beside_each_other_but_for_a_share(
 
 
 async def test_a_parent_is_told_of_before_its_child_in_every_tier() -> None:
-    async with bench(16, "write_back", events=True) as b:
+    async with Bench(16, "write_back", events=True) as b:
         subscriber = Subscriber()  # it refuses a child without its parent
         for last in range(4, 8):
             b.run(1, 2, 3, last)
@@ -99,7 +99,7 @@ async def test_a_parent_is_told_of_before_its_child_in_every_tier() -> None:
 async def test_a_copy_that_is_cut_off_keeps_nobody_waiting(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with bench(16, "write_back") as b:
+    async with Bench(16, "write_back") as b:
         b.run(1, 2, 3)
         gate = CopyGate(monkeypatch, fails_at=1 if how == "fail" else 0)
         assert b.pool.pages.reclaim(PAGES) == PAGES - 3
@@ -123,7 +123,7 @@ async def test_a_copy_that_is_cut_off_keeps_nobody_waiting(
 
 
 async def test_what_the_host_cannot_take_is_given_up() -> None:
-    async with bench(2, "write_back") as b:
+    async with Bench(2, "write_back") as b:
         b.run(1, 2, 3, 4, 5)
         await made_free(b, PAGES)
         assert b.cache.stats().unsaved_pages == 3
@@ -131,7 +131,7 @@ async def test_what_the_host_cannot_take_is_given_up() -> None:
 
 
 async def test_a_prompt_that_is_loaded_waits_for_what_leaves() -> None:
-    async with bench(30, "write_back") as b:
+    async with Bench(30, "write_back") as b:
         b.run(*range(1, 9))
         await made_free(b, PAGES)
         b.run(*range(20, 20 + PAGES))
@@ -144,7 +144,7 @@ async def test_a_prompt_that_is_loaded_waits_for_what_leaves() -> None:
 async def test_who_reads_a_page_keeps_it_while_it_is_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with bench(16, "write_back") as b:
+    async with Bench(16, "write_back") as b:
         b.run(1, 2, 3)
         gate = CopyGate(monkeypatch)
         b.pool.pages.reclaim(PAGES)
@@ -162,7 +162,7 @@ async def test_a_page_that_is_on_the_device_alone_goes_with_what_follows_it_on_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where more copies have failed than pages could be given up."""
-    async with bench(30, "write_back") as b:
+    async with Bench(30, "write_back") as b:
         b.run(21, 22, 23)
         with monkeypatch.context() as patch:
             gate = CopyGate(patch, fails_at=1)

@@ -43,7 +43,7 @@ def made_call(kind: str, stream: bool) -> CompletionCall:
         call = GenerateCall(
             GenerateRequest(text="", return_logprob=True, top_logprobs_num=20, stream=stream)
         )
-        call._grown = [_Grown(lambda _: None)]
+        call._grown = [_Grown(None)]
     call._requests = [REQUEST]
     return call  # type: ignore[no-any-return]
 

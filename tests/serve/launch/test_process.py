@@ -128,12 +128,8 @@ async def test_a_port_somebody_else_listened_on_first_is_one_line_too() -> None:
     second = bound_socket("127.0.0.1", port, "--port")
     async with listening_on(web.Application(), first):
         with pytest.raises(MisuseError, match=f"port {port} .* is in use"):
-            await _serve_at_once(second)
-
-
-async def _serve_at_once(made: socket.socket) -> None:
-    async with listening_on(web.Application(), made):
-        pass
+            async with listening_on(web.Application(), second):
+                pass
 
 
 def test_an_address_that_is_not_ours_is_one_line() -> None:

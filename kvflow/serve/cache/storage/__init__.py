@@ -1,18 +1,15 @@
-"""The third tier: pages in a store outside this process's memory, under the digests of their
-prefixes.
+"""The third tier: pages in a store outside this process, under the digests of their prefixes.
 
 A *backend* (`port.Backend`) is blocking code over one store: `file` uses a directory, `mooncake` a
 Mooncake Store. `guarded.GuardedStorage` wraps a backend as the `port.Storage` that the tiers use:
-asynchronous batch calls, bounded in number and time, in separate threads. The end of each call can
-be awaited, and reading and writing have a circuit breaker each. An error of a store never becomes
-an error of a request: a page that cannot be written counts as not stored, and one that cannot be
-read as absent.
+asynchronous batch calls, bounded in number and time, in separate threads. An error of a store never
+becomes an error of a request: a page that cannot be written counts as not stored, and one that
+cannot be read as absent.
 
 **Identity.** A key is the digest of a page's prefix (`protocols.cache.hashes`). It does not depend
 on the model or on the layout of the bytes, but the identity of the store does (`identity`). Every
-record contains both, with the length and a checksum of its bytes (`record`). A record whose header
-differs from the expected one counts as absent.
+record contains both, with the length and a checksum of its bytes (`record`). A record with another
+header counts as absent.
 
-**Holes.** Keys are independent of each other. A missing page does not hide those that follow it,
-and the next write-through stores it again.
+**Holes.** A missing page does not hide those that follow it, and is stored again later.
 """

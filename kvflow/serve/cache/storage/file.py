@@ -5,22 +5,19 @@
     DIRECTORY/<identity>/3f/<key>.<number>          a page: the header of `record`, then its bytes
 
 **A torn write is never read back.** A file is written under `writing/` and renamed when it is
-complete. So a process that is killed at any moment leaves either a whole page or no page. The next
-start removes the files under `writing/`. Damage by a crash of the machine or by the medium is found
-when a file is read: if its header, key, identity, length or checksum is wrong, the file is removed
-and the page counts as absent.
+complete. So a process that is killed leaves whole pages, and files under `writing/` that the next
+start removes. Damage by a crash of the machine or by the medium is found when a file is read: if
+its header or checksum is wrong, the file is removed and the page counts as absent.
 
-**fsync** is off by default: the bytes survive the process anyway, the checksum finds a page that a
-crash of the machine tore, and a cache may lose pages. The price is that an error of the medium
-during the kernel's write-back shows only at the next read, not at the write. With `sync`, each file
-is synced before its rename, and its folder after it, so that a page reported as stored survives a
+**fsync** is off by default: the bytes survive the process anyway, and a cache may lose pages. An
+error of the medium during the kernel's write-back then shows only at the next read. With `sync`,
+each file is synced before its rename, and its folder after it, so that a stored page survives a
 crash of the machine. That costs 1 to 7 ms per page on a virtual disk, instead of 0.1 ms.
 
-**One process.** The list of files, their order of use and their total size are in the memory of one
-process. A second process would evict files that the first one lists, and neither would keep to the
-capacity. So a lock excludes it, and the kernel releases the lock when its owner ends. Ranks and
-roles of one machine that hold different parts of a model have different identities, so they can
-share DIRECTORY. Each has its own capacity.
+**One process** has the list of files, their order of use and their total size in its memory. A
+second one would evict files that the first one lists, so a lock excludes it. The kernel releases
+the lock when its owner ends. Ranks and roles that hold different parts of a model have different
+identities, so they can share DIRECTORY. Each has its own capacity.
 
 The order of use survives a restart: a read sets the modification time of the file.
 """

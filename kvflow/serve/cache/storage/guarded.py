@@ -108,12 +108,10 @@ class GuardedStorage:
         return sum(lane.hung for lane in (self._puts, self._gets, self._lookups))
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:
-        self._check(keys)
         self._check_buffers(keys, buffers, writable=False)
         return self._puts.start(keys, buffers)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:
-        self._check(keys)
         self._check_buffers(keys, buffers, writable=True)
         return self._gets.start(keys, buffers)
 
@@ -166,6 +164,7 @@ class GuardedStorage:
     def _check_buffers(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], *, writable: bool
     ) -> None:
+        self._check(keys)
         if len(keys) != len(buffers):
             raise MisuseError(f"{len(keys)} keys and {len(buffers)} buffers")
         for buffer in buffers:

@@ -1,17 +1,15 @@
-"""Pages in a Mooncake Store: memory that the processes of a cluster lend to each other. A master
-keeps the location of each page.
+"""Pages in a Mooncake Store: memory that the processes of a cluster lend to each other.
 
-Every call blocks, for a long time if the store has trouble, so all of this runs in the threads of
-`guarded`. Measured with 0.3.13 (TCP, loopback):
+A master keeps the location of each page. Every call blocks, for a long time if the store has
+trouble, so all of this runs in the threads of `guarded`. Measured with 0.3.13 (TCP, loopback):
 
-- If the master was killed, the first call fails at once or after 4.3 s, and each later one after
-  4.3 s. If the master is frozen, a call waits until it continues. The GIL is released in both
-  cases. When a master is back, the client reconnects within half a second. The stored pages are
-  gone, and there is no room until clients lend their memory again (after about 1 s).
+- If the master was killed, each call fails after up to 4.3 s. If it is frozen, a call waits until
+  it continues. The GIL is released in both cases. When a master is back, the client reconnects
+  within half a second. The stored pages are gone, and there is no room until clients lend their
+  memory again (after about 1 s).
 
-- `setup` without a master waits for 90 s and **holds the GIL**, which stops the whole process. So
-  a child process tries it first, and this process sets up its client only if that worked. This
-  takes 50 to 100 ms, once. `close` holds the GIL for 2 s.
+- `setup` without a master waits for 90 s and **holds the GIL**, which stops the whole process. So a
+  child process tries it first, which takes 50 to 100 ms, once. `close` holds the GIL for 2 s.
 
 - A second put of a key has no effect and reports success. So damaged pages are removed when they
   are found.
@@ -22,10 +20,9 @@ Every call blocks, for a long time if the store has trouble, so all of this runs
 **Mooncake's engine never accesses the caller's buffers.** After an error, a transfer may continue
 although its call returned, and the engine does not report its end. So records pass through memory
 of this backend that is never freed. A page is first copied from this memory to the caller's buffer,
-and then verified (`record`). Late bytes therefore cannot reach a verified page, and a page whose
-bytes changed before the copy fails the check. The checksum also protects against an expired lease,
-against memory that the store gave to another page meanwhile, and against a process that died during
-its put.
+and then verified (`record`). So late bytes cannot reach a verified page. The checksum also protects
+against an expired lease, against memory that the store gave to another page meanwhile, and against
+a process that died during its put.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from queue import Empty, SimpleQueue
@@ -149,20 +146,10 @@ class MooncakeBackend:
             client.close()
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
-        client = self._ready()
-        return [
-            result
-            for part in self._batches(keys)
-            for result in self._put(client, keys[part], buffers[part])
-        ]
+        return self._in_batches(self._put, keys, buffers)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
-        client = self._ready()
-        return [
-            result
-            for part in self._batches(keys)
-            for result in self._get(client, keys[part], buffers[part])
-        ]
+        return self._in_batches(self._get, keys, buffers)
 
     def exists(self, keys: Sequence[bytes]) -> list[Result]:
         codes = self._ready().batch_is_exist(self._names(keys))
@@ -233,8 +220,17 @@ class MooncakeBackend:
     def _names(self, keys: Sequence[bytes]) -> list[str]:
         return [self._prefix + key.hex() for key in keys]
 
-    def _batches(self, keys: Sequence[bytes]) -> Iterator[slice]:
-        return (slice(start, start + self._batch) for start in range(0, len(keys), self._batch))
+    def _in_batches(
+        self,
+        call: Callable[[Any, Sequence[bytes], Sequence[memoryview]], list[Result]],
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+    ) -> list[Result]:
+        client, results = self._ready(), list[Result]()
+        for start in range(0, len(keys), self._batch):
+            batch = slice(start, start + self._batch)
+            results += call(client, keys[batch], buffers[batch])
+        return results
 
     def _places(self, memory: NDArray[np.uint8], count: int) -> tuple[list[int], list[int]]:
         size = self._record_bytes
