@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
-from kvflow.serve.http.fields import BODIES, HARMLESS, REFUSED, TABLE, WORKS, names_of
+from kvflow.serve.http.fields import HARMLESS, REFUSED, TABLE, WORKS
 from kvflow.serve.launch.supervisor import Fleet
 from tests.e2e.fleet import all_home, running
 
@@ -517,7 +517,8 @@ async def _groups(on: Service, body: str, name: str) -> None:
 
 
 def test_every_field_that_works_has_a_check() -> None:
-    assert set(CHECKS) == {(body, name) for body in BODIES for name in names_of(WORKS, body)}
+    works = {(body, field.name) for field in TABLE[WORKS] for body in field.bodies}
+    assert set(CHECKS) == works
 
 
 @in_one_loop
