@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
-from kvflow.serve.http.fields import HARMLESS, REFUSED, TABLE, WORKS
+from kvflow.serve.http.fields import BODIES, HARMLESS, REFUSED, TABLE, WORKS
 from kvflow.serve.launch.supervisor import Fleet
 from tests.e2e.fleet import all_home, running
 
