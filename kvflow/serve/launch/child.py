@@ -126,7 +126,7 @@ class Child:
         """Send SIGKILL. A `stop` that waits then returns."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                self._process.send_signal(signal.SIGKILL)
 
     async def _ended(self) -> ChildEndedError:
         status = await self.process.wait()
@@ -160,12 +160,12 @@ async def end_process(process: asyncio.subprocess.Process, timeout_s: float) -> 
     """Send SIGTERM, and SIGKILL after `timeout_s`. Return False if that was necessary."""
     try:
         with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(timeout_s):
             await process.wait()
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
-            process.kill()
+            process.send_signal(signal.SIGKILL)
         await process.wait()
         return False
     return True
