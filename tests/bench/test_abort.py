@@ -36,10 +36,8 @@ async def test_no_byte_comes_late(plane: str, seed: int) -> None:
     assert report["foreign_bytes"] == report["pages_hit"] == report["aborts_hit"] == 0
     # An abort that came outside of the middle is not counted, yet its pages are looked at like the
     # others'.
-    assert (
-        report["marked_pages_checked"] >= (TIMES - 1) * PAGES
-        and report["whole_pages_checked"] >= PAGES
-    )
+    assert report["marked_pages_checked"] >= (TIMES - 1) * PAGES
+    assert report["whole_pages_checked"] >= PAGES
     assert report["bytes_after_abort"]["max"] <= report["window_bytes"]
     assert report["left"]["prefill"]["rooms"] == report["left"]["decode"]["rooms"] == 0
 
@@ -52,19 +50,9 @@ async def test_pages_given_back_early_are_found_out(plane: str, seed: int) -> No
 
 
 def test_ratios_are_to_the_bare_window_and_to_the_bare_stop() -> None:
-    row = {
-        "moved": 0.5,
-        "seconds": 0.006,
-        "window_s": 0.002,
-        "stop_s": 0.003,
-        "drain_s": 0.004,
-        "bytes_after": 7.0,
-    }
+    times = {"seconds": 0.006, "window_s": 0.002, "stop_s": 0.003, "drain_s": 0.004}
+    row = {"moved": 0.5, "bytes_after": 7.0, **times}
     found = figures([row, {**row, "seconds": 0.02}, {**row, "stop_s": 0.01}], 8)
-    assert (
-        found["abort_to_reusable_windows"]["median"] == 3.0
-        and found["abort_to_reusable_windows"]["max"] == 10.0
-    )
-    assert (
-        found["abort_to_reusable_stops"]["median"] == found["abort_to_reusable_stops"]["max"] == 2.0
-    )
+    windows, stops = found["abort_to_reusable_windows"], found["abort_to_reusable_stops"]
+    assert (windows["median"], windows["max"]) == (3.0, 10.0)
+    assert (stops["median"], stops["max"]) == (2.0, 2.0)

@@ -74,9 +74,8 @@ def test_events_are_recorded_where_they_are_asked_for() -> None:
     ("capacity_tokens", "rate"), [(8_192, 0.2015), (65_536, 0.6859), (1_000_000, 0.7636)]
 )
 def test_the_hit_rate_of_a_trace_that_is_kept(capacity_tokens: int, rate: float) -> None:
-    assert replay(read_trace(SMALL), 64, capacity_tokens // 64)["hit_rate"] == pytest.approx(
-        rate, abs=5e-5
-    )
+    seen = replay(read_trace(SMALL), 64, capacity_tokens // 64)
+    assert seen["hit_rate"] == pytest.approx(rate, abs=5e-5)
 
 
 def test_a_prompt_longer_than_the_cache_is_cached_in_its_beginning() -> None:
@@ -185,19 +184,11 @@ async def test_figures_are_medians_of_all_rounds(monkeypatch: pytest.MonkeyPatch
     for part, calls in report["parts_us"].items():
         assert 0 < calls["p50"] <= calls["p99"]
         assert 0 < calls["calls"] < 20 if part == "evict" else calls["calls"] == 20
-    assert (
-        min(
-            report[figure] for figure in ("us_per_request", "evict_us", "deep_match_us", "hit_rate")
-        )
-        > 0
-    )
+    for figure in ("us_per_request", "evict_us", "deep_match_us", "hit_rate"):
+        assert report[figure] > 0
     assert "ratio" not in report
-    assert middle(
-        [{"a": 1.0, "b": {"c": 3}}, {"a": 5.0, "b": {"c": 4}}, {"a": 2.0, "b": {"c": 9}}]
-    ) == {
-        "a": 2.0,
-        "b": {"c": 4},
-    }
+    rounds = [{"a": a, "b": {"c": c}} for a, c in ((1.0, 3), (5.0, 4), (2.0, 9))]
+    assert middle(rounds) == {"a": 2.0, "b": {"c": 4}}
 
 
 def test_one_json_object_is_printed(
@@ -213,9 +204,7 @@ async def test_the_curve_is_drawn_beside_the_papers(tmp_path: Path) -> None:
     plot = tmp_path / "curve.svg"
     report = await capacity_curve("synthetic", read_trace(SMALL), plot, lambda _: None)
     rows = report["table"]
-    assert [row["capacity_tokens"] for row in rows] == [
-        int(millions * 1e6) for millions in MILLIONS
-    ]
+    assert [row["capacity_tokens"] for row in rows] == [int(n * 1e6) for n in MILLIONS]
     assert [row["index"] for row in rows] == sorted(row["index"] for row in rows)
     assert {row["capacity_tokens"] / 1e6: row["paper"] for row in rows if "paper" in row} == PAPER
     assert all(row["holds"] == (row["off"] <= 0.01) for row in rows if "paper" in row)
@@ -244,12 +233,8 @@ def test_the_curve_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_plain_lru_of_whole_blocks_by_hand() -> None:
-    prompts = [
-        Prompt(1024, [0, 1]),
-        Prompt(1024, [0, 1]),
-        Prompt(1535, [2, 3, 4]),
-        Prompt(1024, [0, 1]),
-    ]
+    first = Prompt(1024, [0, 1])
+    prompts = [first, first, Prompt(1535, [2, 3, 4]), first]
     # Of 8 whole blocks the second prompt finds both; of 3 places the third takes two, and leaves
     # block 1 alone.
     assert block_lru(prompts, 4) == 4 / 8

@@ -152,9 +152,8 @@ async def test_a_worker_that_joins_again_and_again_is_for_debugging(
 ) -> None:
     await front.get("/workers")
     await front.refused(403, "/workers", {"url": "http://127.0.0.1:1"})
-    assert [line["level"] for line in lines.access("/workers")] == ["DEBUG", "INFO"], (
-        "what is refused is no poll"
-    )
+    levels = [line["level"] for line in lines.access("/workers")]
+    assert levels == ["DEBUG", "INFO"], "what is refused is no poll"
 
 
 HOSTILE = [

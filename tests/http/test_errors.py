@@ -31,10 +31,8 @@ TYPES = {
 @pytest.mark.parametrize("status", TYPES)
 def test_a_status_has_its_type_and_says_when_to_come_back(status: int) -> None:
     answer = Failure(status, "some_code", "why", "field").response()
-    assert isinstance(answer.body, bytes) and (answer.status, answer.content_type) == (
-        status,
-        "application/json",
-    )
+    assert (answer.status, answer.content_type) == (status, "application/json")
+    assert isinstance(answer.body, bytes)
     error: Any = msgspec.json.decode(answer.body)["error"]
     assert error == {"type": TYPES[status], "code": "some_code", "param": "field", "message": "why"}
     assert answer.headers.get("Retry-After") == ("1" if status in (429, 503) else None)

@@ -419,9 +419,8 @@ async def test_no_turn_of_the_loop_hashes_more_than_a_piece(
     ids = list(range(1 << 15))
     found = await block_hashes(PromptFields(input_ids=ids), [size], None)
     assert found[size] == [hashes_of(ids, size)]
-    assert (
-        max(size for size, _ in turns) <= 1 << 16 and max(blocks for _, blocks in turns) <= 1 << 10
-    )
+    assert max(size for size, _ in turns) <= 1 << 16
+    assert max(blocks for _, blocks in turns) <= 1 << 10
 
 
 async def test_several_prompts_have_blocks_of_their_own() -> None:
@@ -536,9 +535,7 @@ async def test_a_new_router_finds_what_workers_have(
     assert first.cache.feed is not None and second.cache.feed is not None
     blocks = first.cache.feed.blocks, second.cache.feed.blocks
     await until(lambda: (len(blocks[0]), len(blocks[1])) == (3, 0))
-    assert await ask([*prompt, 5, 6]) == [1, 0, 0, 1], (
-        "what was evicted is not there, whatever it was sent before"
-    )
+    assert await ask([*prompt, 5, 6]) == [1, 0, 0, 1], "what was evicted is not there"
     assert not any(one._expected for one in blocks)
 
     text = await front.metrics()

@@ -347,9 +347,7 @@ async def test_a_worker_that_stays_down_is_logged_again_for_another_reason(
         lines = [text.partition("is down: ")[2] for text in caplog.messages if "is down" in text]
         assert [line.rpartition(": ")[2] for line in lines] == [pages, stopped]
         front.worker(decode).mark_lost("connection reset by peer", 0.0)
-        assert stopped in front.worker(decode).reason, (
-            "requests of before it was down say less than a check"
-        )
+        assert stopped in front.worker(decode).reason, "a lost request says less than a check"
 
 
 Started = Callable[..., Awaitable[Role]]

@@ -71,9 +71,8 @@ async def front() -> AsyncIterator[Pairs]:
 
 async def test_a_conversation_stays_where_its_turns_before_are(front: Pairs) -> None:
     homes = [await front.ask(prompt) for prompt in (FIRST, SECOND, THIRD)]
-    assert len({home[0] for home in homes}) == len({home[1] for home in homes}) == 2, (
-        "new ones go to the least loaded"
-    )
+    for used in zip(*homes, strict=True):
+        assert len(set(used)) == 2, "new ones go to the least loaded"
     for turn in range(1, 5):
         for prompt, home in ((FIRST, homes[0]), (THIRD, homes[2]), (SECOND, homes[1])):
             assert await front.ask([*prompt, *range(4 * turn)]) == home
@@ -87,9 +86,7 @@ async def test_prefill_and_decode_are_chosen_each_by_its_own_memory(front: Pairs
     for one in front.router.workers.of("prefill"):
         one.cache.forget()
     found = [await front.ask(FIRST) for _ in range(3)]
-    assert found == [(1 - prefill, decode)] * 3, (
-        "the prefill that was sent less; from then on the same"
-    )
+    assert found == [(1 - prefill, decode)] * 3, "the prefill that was sent less, and it again"
 
 
 @pytest.mark.parametrize("salt", ["cache_salt", "extra_key"])
@@ -200,9 +197,8 @@ def test_among_equals_the_least_loaded() -> None:
     assert first_of(Policy(), [worker(3, prompt), worker(2, prompt), worker(0, [1])], prompt) == 1
     assert first_of(Policy(), [worker(3, [7]), worker(2), worker(4)], prompt) == 1
     assert first_of(Policy("least_loaded"), [worker(3, prompt), worker(2)], prompt) == 1
-    assert (
-        first_of(Policy("round_robin"), [worker(0, prompt, turn=5), worker(9, turn=4)], prompt) == 1
-    )
+    turns = [worker(0, prompt, turn=5), worker(9, turn=4)]
+    assert first_of(Policy("round_robin"), turns, prompt) == 1
 
 
 INFO: dict[str, Any] = {

@@ -50,10 +50,8 @@ async def test_the_next_turn_of_a_chat_goes_on_where_this_one_ends(
     # What clients send back of an answer has its fields in any order.
     answer = {"content": words(seed + 2, characters), "refusal": None, "role": "assistant"}
     following = [*first, answer, said("user", [{"type": "text", "text": "and?"}])]
-    before, after = (
-        await chain_of({"messages": first}),
-        await chain_of({"messages": following, "temperature": 0}),
-    )
+    before = await chain_of({"messages": first})
+    after = await chain_of({"messages": following, "temperature": 0})
     assert before and after[: len(before)] == before and len(after) > len(before)
     assert len(set(after)) == len(after)
     turned = [{name: message[name] for name in reversed(message)} for message in following]
@@ -66,12 +64,8 @@ async def test_the_next_turn_of_token_ids_goes_on_where_this_one_ends(name: str,
     dice = random.Random(seed)
     ids = [dice.randrange(1 << 31) for _ in range(20_000)]
     chains = [await chain_of({name: ids[:n]}) for n in (15, 16, 500, 20_000)]
-    assert [len(chain) for chain in chains] == [
-        0,
-        1,
-        31,
-        FINE_CHUNKS + (80_000 - 65_536) // COARSE_BYTES,
-    ]
+    coarse = (80_000 - 65_536) // COARSE_BYTES
+    assert [len(chain) for chain in chains] == [0, 1, 31, FINE_CHUNKS + coarse]
     assert all(chains[-1][: len(chain)] == chain for chain in chains)
 
 
@@ -80,9 +74,7 @@ async def test_text_is_cut_into_chunks_of_bytes(seed: int) -> None:
     whole = await chain_of({"text": text})
     extra = len(text.encode()) - FINE_CHUNKS * FINE_BYTES
     assert len(whole) == FINE_CHUNKS + extra // COARSE_BYTES
-    assert await chain_of({"prompt": text}) == whole, (
-        "it is the same prompt, whichever route takes it"
-    )
+    assert await chain_of({"prompt": text}) == whole, "the same prompt by another route"
     other = await chain_of({"text": text[:30_000] + "?" + text[30_001:]})
     same = sum(a == b for a, b in zip(whole, other, strict=True))
     assert same == len(text[:30_000].encode()) // FINE_BYTES
@@ -243,6 +235,5 @@ def test_what_is_known_was_sent_and_fits(
             found = prefixes.matched([prompt])
             assert found == begins if complete else found <= begins
             # What is known of a prompt is its beginning, so that a search by halves finds its end.
-            assert all(
-                prefixes.matched([prompt[:n]]) == min(n, found) for n in range(len(prompt) + 1)
-            )
+            for n in range(len(prompt) + 1):
+                assert prefixes.matched([prompt[:n]]) == min(n, found)
