@@ -18,6 +18,7 @@ from tests.serve.engine.pair import (
     EnginePair,
     Watched,
     greedy,
+    poison,
     poisoned_pool,
     prompt_of,
     sequence_of,
@@ -89,10 +90,20 @@ async def test_everybody_is_retracted_in_mid_decode(
     family: str, host_pages: int, loaded: Loaded, generated: Generated
 ) -> None:
     async with EnginePair(loaded(family), host_pages=host_pages, chunk_tokens=CHUNK) as pair:
-        steps = Watched(pair.decode._runner)
-        # The burst ends with this step.
-        steps.before = lambda: pair.decode.retract_all() if len(steps.steps) == 4 else None
-        outs = await pair.together(PROMPTS, greedy(NEW))
+        engine, steps = pair.decode, Watched(pair.decode._runner)
+
+        def retract() -> None:
+            if len(steps.steps) == 4:
+                engine._budget._most = 0  # all stay away for now
+                engine.retract_all()
+
+        steps.before = retract
+        running = asyncio.create_task(pair.together(PROMPTS, greedy(NEW)))
+        await until(lambda: engine.retraction.retracted_now == 8 and pair.target.places.at_rest())
+        poison(pair.target.pool)
+        engine._budget._most = 256
+        engine._budget.grant()
+        outs = await running
         report = pair.decode.retraction
         assert (report.resumes, report.recomputes) == ((8, 0) if host_pages else (0, 8))
     for prompt, found in zip(PROMPTS, outs, strict=True):
