@@ -75,7 +75,6 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights and of the pool."""
         found: torch.device = self.model.device
         return found
 

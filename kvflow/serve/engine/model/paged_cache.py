@@ -168,7 +168,6 @@ class StateRows:
             )
 
     def scatter(self, rows: torch.Tensor) -> None:
-        """Copy the states of all layers back to `rows`, int64 [batch]."""
         for states, i, pool in self._parts:
             found = states[i]
             assert found is not None

@@ -63,12 +63,10 @@ Layers = tuple[LayerStreams | None, ...]
 
 
 def kinds_of(layers: Layers) -> list[StateKind]:
-    """Return the streams of all layers, as `build_layout` takes them."""
     return [kind for layer in layers if layer for kind in layer.kinds]
 
 
 def have_rows(layers: Layers) -> bool:
-    """Return True if a request needs a row of the pool."""
     return any(kind.unit == ROW for kind in kinds_of(layers))
 
 

@@ -201,7 +201,6 @@ class DecodeRings(Rings):
         self.show(0)
 
     def show(self, at: int) -> None:
-        """Move on to the step that is `at` steps after the first."""
         self.batches = [batch.later(at) for batch in self._plan]
         self.write_slots, self.new_at = self._slots[at], self._new_at[at]
         if self._filling:

@@ -92,7 +92,6 @@ def choose_fit(model: Any, layers: Layers, name: str, requested: str, rings: Rin
 
 
 def _candidates(layers: Layers, requested: str, rings: RingChoice) -> list[tuple[Mode, Layers]]:
-    """Return the modes to try, best first, each with the streams of the layers in that mode."""
     modes: list[Mode] = ["packed", "pad"]
     found = [(mode, layers) for mode in modes if requested in (mode, "auto")]
     if rings == "never":

@@ -82,11 +82,9 @@ class Sequence:
 
     @property
     def prompt_pages(self) -> int:
-        """The number of pages that the whole prompt needs."""
         return -(-self.prompt_length // self.page_size)
 
     def pages_missing(self, tokens: int) -> int:
-        """Return how many more pages the first `tokens` tokens need."""
         return max(0, -(-tokens // self.page_size) - self.page_count)
 
     def append(self, token_id: int) -> None:

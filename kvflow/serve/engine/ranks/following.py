@@ -146,7 +146,6 @@ class StepFollower:
             self._socket.send(wire.encode(wire.Opened(ticket=ticket)))
 
     def started(self, ticket: int) -> None:
-        """Record that the group starts a request."""
         if found := self.requests.get(ticket):
             found.started = True
             self._send_computed(found)
@@ -157,7 +156,6 @@ class StepFollower:
             self._send_computed(found)
 
     def _send_computed(self, found: Followed) -> None:
-        """Send the pages that were computed before the request was allowed to send."""
         if found.request is not None and found.may_send:
             found.request.sent_pages = found.room.prefix_tokens // self.steps.layout.page_size
             self._send(found.request)

@@ -222,7 +222,6 @@ class PrefillGroup:
             self._engine.may_begin(asked.computing)
 
     def first_token(self, ticket: int, token: TokenOut) -> None:
-        """Record the first token, from the rank that chooses it."""
         asked = self._asked.get(ticket)
         if asked is None or asked.computing is None:
             return
@@ -232,7 +231,6 @@ class PrefillGroup:
             asked.token.set_result(token)
 
     def agreed(self, ticket: int, tokens: int) -> None:
-        """Record that all ranks have the first `tokens` tokens of a request's prompt cached."""
         asked = self._asked.get(ticket)
         if asked is not None and asked.computing is not None:
             self._engine.agreed(asked.computing, tokens)

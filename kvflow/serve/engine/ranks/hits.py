@@ -61,7 +61,6 @@ class HitVotes:
         return Agreed(question.ticket, question.tokens)
 
     def drop(self, ticket: int) -> None:
-        """Drop the question about a ticket. Idempotent."""
         if (number := self._numbers.pop(ticket, None)) is not None:
             del self._questions[number]
 

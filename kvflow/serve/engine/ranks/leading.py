@@ -179,7 +179,6 @@ class StepLeader:
     # --- ranks
 
     def lost(self, rank: int, why: str) -> None:
-        """Record that the process of a rank ended."""
         found = self._hellos.pop(rank, None)
         self.statuses.pop(rank, None)
         if found is not None:

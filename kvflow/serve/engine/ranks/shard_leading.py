@@ -126,7 +126,6 @@ class ShardLeader:
 
     @property
     def sequences(self) -> int:
-        """The number of sequences that the other shards know now."""
         return len(self._told)
 
     def lost(self, number: int, why: str) -> None:

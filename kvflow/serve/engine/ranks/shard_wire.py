@@ -116,7 +116,6 @@ class ShardLink:
         self._connection = Connection(end.dup().detach())
 
     def fileno(self) -> int:
-        """Return the descriptor to poll for messages."""
         return self._connection.fileno()
 
     def send(self, message: ToFirstShard | ToOtherShards) -> None:

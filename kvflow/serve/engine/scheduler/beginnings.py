@@ -33,7 +33,6 @@ class Beginnings:
         return bool(self._short)
 
     def placed(self, request: PrefillRequest) -> None:
-        """Begin a request that took its places, or first ask the other ranks."""
         if self._lockstep is None or not request.cached_tokens:
             self._begin(request)
             return

@@ -101,7 +101,6 @@ class Admission:
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def took(self, pages: int) -> None:
-        """Record that the request took `pages` of the promised pages, and its row."""
         self.taken = min(self.total, self.taken + pages)
         self.row_taken = True
 

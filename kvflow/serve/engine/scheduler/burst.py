@@ -100,7 +100,6 @@ class DecodeRequest:
 
     @property
     def tokens_left(self) -> int:
-        """The number of tokens that the request may still generate."""
         return self.limit - self.generated
 
     @property
@@ -109,7 +108,6 @@ class DecodeRequest:
         return self.generated < self.protected_until
 
     def pages_missing(self, steps: int) -> int:
-        """Return how many more pages the request's next `steps` tokens need."""
         s = self.sequence
         return s.pages_missing(s.length - 1 + min(steps, self.tokens_left))
 
@@ -141,7 +139,6 @@ class DecodeRequest:
         return Row(s, new, int(s.computed + new == s.length))
 
     def token_out(self, choice: Choice, eos_ids: frozenset[int]) -> TokenOut:
-        """Return the token that was appended last, in the form that the reader receives."""
         reason, matched = finish(choice.token_id, self.generated, self.limit, self.params, eos_ids)
         return TokenOut(*choice[:3], reason, matched, choice.asked_logprobs)
 
@@ -235,7 +232,6 @@ class Burst:
         return tokens
 
     def _rows(self, batch: list[DecodeRequest]) -> tuple[list[Row], list[DecodeRequest]]:
-        """Return the rows of a step, and the requests that receive a token from it."""
         left = RECOMPUTED_PER_STEP
         rows: list[Row] = []
         chosen: list[DecodeRequest] = []

@@ -315,7 +315,6 @@ class DecodeEngine(EngineLoop):
     async def _admit_landed(
         self, room: DecodeRoomPort, prompt: Prompt, limit: int, prefix: Prefix | None, priority: int
     ) -> Admission:
-        """Wait for a promise of pages, for a prompt that landed without an admission."""
         total = self.limits.worst_pages(prompt, limit) - (
             0 if prefix is None else prefix.pages.size
         )
@@ -493,7 +492,6 @@ class DecodeEngine(EngineLoop):
         return not (self._wake.is_set() or self._paused or self._closing)
 
     def _deliver(self, steps: list[Tokens]) -> None:
-        """Free the pages of requests that ended, then pass the tokens to their readers."""
         self.steps += len(steps)
         self._ratio.stepped(len(steps))
         idle = not self._outgoing

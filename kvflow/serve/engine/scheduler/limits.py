@@ -151,7 +151,6 @@ class EngineLimits:
             )
 
     def scores_bytes(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Return the size of a prompt's log-probabilities in the hand-over."""
         if params.prompt_logprobs_from is None:
             return 0
         top = min(params.logprobs or 0, self._vocabulary)

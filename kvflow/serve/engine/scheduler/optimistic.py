@@ -75,13 +75,11 @@ class OptimisticStarts(Generic[R]):
             bisect.insort_right(self._waiting, request, key=urgency)
 
     def began(self, request: R) -> None:
-        """Record that the first request took its places."""
         self._waiting.remove(request)
         self._holding[id(request)] = request
         self._starts += 1
 
     def holds(self, request: R) -> bool:
-        """Return True for a request that has places and is not matched."""
         return id(request) in self._holding
 
     def matched(self, request: R) -> bool:

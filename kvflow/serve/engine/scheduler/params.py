@@ -177,7 +177,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def adjusts(self) -> bool:
-        """True if the request changes the logits before a token is chosen."""
         return bool(
             self.min_new_tokens
             or self.frequency_penalty
@@ -188,7 +187,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def ending_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
-        """Return the token ids that end the request."""
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
 
     @property

@@ -176,7 +176,6 @@ class PrefillEngine(EngineLoop):
             room.close()
 
     async def _match(self, request: PrefillRequest, into: PageIndices | None) -> int:
-        """Fetch pages while waiting for decode's half; return how many tokens it has."""
         cache, s, matched = self.cache, request.sequence, request.room.matched()
         if cache is None or not cache.has_host or into is not None:
             return await matched
@@ -236,7 +235,6 @@ class PrefillEngine(EngineLoop):
             self._beginnings.flushed(self._placed.values())
 
     def _begins(self, request: PrefillRequest) -> None:
-        """Let steps name a request that has its places, and send its cached pages."""
         if (
             request.cached_tokens
             and id(request) in self._running
@@ -272,7 +270,6 @@ class PrefillEngine(EngineLoop):
         return request
 
     def _enqueue(self, request: PrefillRequest, into: PageIndices | None) -> None:
-        """Queue a request whose room is matched, unless it already has places."""
         if into is not None:
             request.sequence.add(self.steps.layout.split(into))
             self._running[id(request)] = request
@@ -414,7 +411,6 @@ class PrefillEngine(EngineLoop):
         return np.concatenate([request.prefix.pages, *(s.pages[: s.shared] for s in matched)])
 
     def _preempt(self, requests: list[PrefillRequest]) -> None:
-        """Take the places of early requests away, here and on the other ranks."""
         for request in requests:
             del self._running[id(request)], self._placed[id(request)]
             self._beginnings.forget(request)
@@ -444,7 +440,6 @@ class PrefillEngine(EngineLoop):
         return missing, missing_rows, request.sequence.prompt_pages + taken - pages
 
     def _pick(self) -> tuple[list[Row], list[PrefillRequest]]:
-        """Return the rows of one step, and their requests."""
         left, to_score = self._max_tokens, scoring.TOKENS_PER_STEP
         rows: list[Row] = []
         requests: list[PrefillRequest] = []
@@ -475,7 +470,6 @@ class PrefillEngine(EngineLoop):
         return rows, requests
 
     def _send(self, request: PrefillRequest) -> None:
-        """Send the full pages of a request, and report its first token if this rank chose it."""
         steps, choice = self.steps, request.choice
         try:
             steps.send(request)

@@ -82,7 +82,6 @@ class PromptStates:
         return count
 
     def _next_end(self, request: CachedRequest) -> int:
-        """Return the next position at which the prompt must be divided, or its end."""
         s = request.sequence
         last = self._last(request)
         branch = 0 if request.prefix is None else request.prefix.branch_pages * self._page_size

@@ -125,7 +125,6 @@ class PrefillRequest:
 
     @property
     def most_cached(self) -> int:
-        """The number of tokens that the cache may supply at most."""
         most = most_cached(self.sequence.prompt_length, self.params, self.fewest_tokens)
         return most if self.agreed is None else min(most, self.agreed)
 
@@ -281,7 +280,6 @@ class PrefillSteps:
         self._give_back(request, request.start_again())
 
     def chunk(self, request: PrefillRequest, most: int) -> int:
-        """Return how many tokens of a prompt to compute next, about `most`."""
         if self._states is not None and request.prefix is not None:
             return self._states.chunk(request, most, self._chunk)
         return self._chunk(request.sequence.prompt_length - request.sequence.computed, most)
@@ -380,7 +378,6 @@ class PrefillSteps:
         return handoff.encode()
 
     def token_out(self, request: PrefillRequest, choice: Choice) -> TokenOut:
-        """Return the first token in the form that the caller receives."""
         params = request.params
         reason, matched = finish(choice.token_id, 1, params.max_new_tokens, params, self._eos_ids)
         asked, hidden = choice.asked_logprobs, request.hidden_states

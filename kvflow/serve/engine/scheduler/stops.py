@@ -75,7 +75,6 @@ class StopStrings(tuple[str, ...]):
         return self._next[state][character]
 
     def complete(self, state: int) -> bool:
-        """Return True if the text ends with a stop string."""
         return self._complete[state]
 
     def held(self, state: int) -> int:

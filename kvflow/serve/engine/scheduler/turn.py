@@ -70,7 +70,6 @@ class Loads:
         return id(request) in self._running
 
     def stop(self, request: PrefillRequest) -> None:
-        """Stop loading for a request. Idempotent."""
         if (task := self._running.pop(id(request), None)) is not None:
             task.cancel()
 

@@ -64,7 +64,6 @@ class Neighbours:
         self._aborted = self._broken = False
 
     def lead(self, followers: Followers) -> None:
-        """Announce every step to `followers` from now on."""
         self._followers = followers
 
     def rest(self) -> None:

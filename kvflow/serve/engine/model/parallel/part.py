@@ -59,7 +59,6 @@ class ModelPart:
         return self.stage == self.stages - 1
 
     def layers(self, count: int) -> range:
-        """Return the indices of this part's layers in a model with `count` layers."""
         return range(self.stage * count // self.stages, (self.stage + 1) * count // self.stages)
 
     def __str__(self) -> str:

@@ -102,7 +102,6 @@ def without_tied(model: Any, plan: dict[str, str]) -> dict[str, str]:
 
 
 def _split_attention(model: Any, plan: dict[str, str]) -> list[Any]:
-    """Return the attention modules whose K and V are split by heads."""
     found = [
         name.rpartition(".")[0]
         for name, style in plan.items()
