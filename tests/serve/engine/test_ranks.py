@@ -182,7 +182,7 @@ class LoneGroup:
         )
         nothing: Any = None
         self.group = PrefillGroup(nothing, nothing, engine, nothing)
-        self.asked = self.group._asked[1] = _Asked(nothing, [1], SamplingParams(), ANY, 2)
+        self.asked = self.group._asked[1] = _Asked(nothing, [1], SamplingParams(), ANY, {0, 1})
 
     async def opened(self, first: TokenOut | KvflowError | None) -> None:
         room: Any = SimpleNamespace(close=self.closed.append)

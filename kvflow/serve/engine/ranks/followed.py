@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvflow.protocols.cache.hashes import Namespace
@@ -21,6 +22,7 @@ class FollowedRoom(PrefillRoomPort, Protocol):
     def ended(self) -> bool: ...
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Followed:
     """One request of the group at this rank.
 
@@ -28,14 +30,13 @@ class Followed:
     it is set while the request holds a cached prefix.
     """
 
-    __slots__ = ("kept", "namespace", "params", "prompt", "request", "room", "started")
-
-    def __init__(
-        self, room: FollowedRoom, prompt: Prompt, params: SamplingParams, namespace: Namespace
-    ) -> None:
-        self.room, self.prompt, self.params, self.namespace = room, prompt, params, namespace
-        self.started = self.kept = False
-        self.request: PrefillRequest | None = None
+    room: FollowedRoom
+    prompt: Prompt
+    params: SamplingParams
+    namespace: Namespace
+    started: bool = False
+    kept: bool = False
+    request: PrefillRequest | None = None
 
     @property
     def may_send(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest
 log = logging.getLogger("kvflow.serve.engine")
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Asked:
     """One request of a client.
 
@@ -32,30 +34,16 @@ class _Asked:
     it. `unopened` are the ranks that did not report yet that it is open there.
     """
 
-    __slots__ = (
-        "computing",
-        "group",
-        "namespace",
-        "params",
-        "prompt",
-        "started",
-        "token",
-        "unopened",
+    group: GroupRequest
+    prompt: Prompt
+    params: SamplingParams
+    namespace: Namespace
+    unopened: set[int]
+    computing: PrefillRequest | None = None
+    started: bool = False
+    token: asyncio.Future[TokenOut] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-
-    def __init__(
-        self,
-        group: GroupRequest,
-        prompt: Prompt,
-        params: SamplingParams,
-        namespace: Namespace,
-        world_size: int,
-    ) -> None:
-        self.group, self.prompt, self.params, self.namespace = group, prompt, params, namespace
-        self.unopened = set(range(world_size))
-        self.computing: PrefillRequest | None = None
-        self.started = False
-        self.token: asyncio.Future[TokenOut] = asyncio.get_running_loop().create_future()
 
 
 class PrefillGroup:
@@ -131,7 +119,7 @@ class PrefillGroup:
         )
         opened = self._leader.open(room, wire.encode(request))
         asked = self._asked[opened.ticket] = _Asked(
-            opened, prompt, params, namespace, self._leader.leader.world_size
+            opened, prompt, params, namespace, set(range(self._leader.leader.world_size))
         )
         on_open(opened)
         serving = asyncio.create_task(self._serve(asked), name=f"kvflow-group-{opened.ticket}")

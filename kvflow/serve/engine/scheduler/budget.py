@@ -15,6 +15,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.page_waiter import PageWaiter
@@ -70,6 +71,7 @@ class Shortage:
         return max(0.0, self._since_s + STUCK_S - now)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Admission:
     """A promise of pages to one request, and of a row if the pool has rows.
 
@@ -77,28 +79,21 @@ class Admission:
     `release` is idempotent.
     """
 
-    __slots__ = (
-        "_budget",
-        "away",
-        "base",
-        "covered",
-        "granted",
-        "number",
-        "priority",
-        "row_taken",
-        "taken",
-        "total",
+    _budget: PageBudget
+    total: int
+    taken: int
+    base: int
+    priority: int
+    number: int
+    away: bool = False  # True after it ran and was retracted
+    row_taken: bool = field(init=False)
+    covered: int = 0
+    granted: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
-    def __init__(
-        self, budget: PageBudget, total: int, taken: int, base: int, priority: int, number: int
-    ) -> None:
-        self._budget, self.total, self.taken, self.base = budget, total, taken, base
-        self.priority, self.number = priority, number
-        self.away = False  # True after it ran and was retracted
-        self.row_taken = bool(taken)
-        self.covered = 0
-        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def __post_init__(self) -> None:
+        self.row_taken = bool(self.taken)
 
     def took(self, pages: int) -> None:
         self.taken = min(self.total, self.taken + pages)

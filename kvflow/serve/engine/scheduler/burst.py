@@ -10,6 +10,7 @@ import asyncio
 import contextvars
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
@@ -35,64 +36,38 @@ DELIVER_EVERY_S = 0.01
 RECOMPUTED_PER_STEP = 512
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DecodeRequest:
     """One request of a decode engine.
 
     `tokens` carries its tokens, or the error that ended it, to its reader. The request keeps
     prefill's hand-over (I9), so there is no shared slot that a later hand-over could fill.
-    `resident` owns its places in the pool, or its host memory.
+    `resident` owns its places in the pool, or its host memory. `prefix` holds the cached pages with
+    which it begins. They belong to the cache, and remain locked while the request is retracted.
     """
 
-    __slots__ = (
-        "adjustments",
-        "admission",
-        "context",
-        "delivered",
-        "handoff",
-        "limit",
-        "move",
-        "number",
-        "params",
-        "prefix",
-        "protected_until",
-        "resident",
-        "seed",
-        "sequence",
-        "settled",
-        "tokens",
-    )
+    number: int
+    sequence: Sequence
+    resident: Resident
+    params: SamplingParams
+    limit: int
+    admission: Admission
+    adjustments: Adjustments | None
+    handoff: HandOff
+    prefix: Prefix | None = None
+    seed: int = field(init=False)
+    # Moves run in the reader's context, so that their log lines name the request.
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    move: asyncio.Task[None] | None = None  # runs while the request is retracted
+    protected_until: int = 0
+    delivered: int = 0  # tokens delivered so far
+    # The number of tokens whose state is certain to be in the pages, even while a step runs.
+    settled: int = field(init=False)
+    tokens: asyncio.Queue[TokenOut | KvflowError] = field(default_factory=asyncio.Queue)
 
-    def __init__(
-        self,
-        number: int,
-        sequence: Sequence,
-        resident: Resident,
-        params: SamplingParams,
-        limit: int,
-        admission: Admission,
-        adjustments: Adjustments | None,
-        handoff: HandOff,
-        prefix: Prefix | None = None,
-    ) -> None:
-        """`prefix` holds the cached pages with which the request begins. They belong to the cache,
-        and remain locked while the request is retracted.
-        """
-        self.number = number
-        self.sequence = sequence
-        self.params = params
-        self.limit = limit
-        self.admission = admission
-        self.resident, self.handoff, self.prefix = resident, handoff, prefix
-        self.adjustments = adjustments
-        self.seed = params.seed_or_random()
-        # Moves run in the reader's context, so that their log lines name the request.
-        self.context = contextvars.copy_context()
-        self.move: asyncio.Task[None] | None = None  # runs while the request is retracted
-        self.protected_until = 0
-        self.delivered = 0  # tokens delivered so far
-        # The number of tokens whose state is certain to be in the pages, even while a step runs.
-        self.settled = sequence.computed
-        self.tokens: asyncio.Queue[TokenOut | KvflowError] = asyncio.Queue()
+    def __post_init__(self) -> None:
+        self.seed = self.params.seed_or_random()
+        self.settled = self.sequence.computed
 
     @property
     def generated(self) -> int:

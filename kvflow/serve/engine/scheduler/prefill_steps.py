@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 
 import torch
@@ -46,67 +47,49 @@ def most_cached(prompt_length: int, params: SamplingParams, fewest_tokens: int =
     return most if start is None else min(start, most)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PrefillRequest:
     """One prompt in the engine.
 
     `first` resolves to the first token once this rank knows it, or to None if the room ends first.
+    `ticket` is the request's number in a group; `namespace` holds its cached prefixes.
+    `fewest_tokens` is the smallest number of tokens that the model computes at once.
     """
 
-    __slots__ = (
-        "agreed",
-        "cached_tokens",
-        "choice",
-        "draw",
-        "early_token",
-        "fewest_tokens",
-        "first",
-        "has_begun",
-        "hidden_states",
-        "is_asking",
-        "namespace",
-        "params",
-        "prefix",
-        "queued_at_s",
-        "room",
-        "scorer",
-        "sent_pages",
-        "sequence",
-        "states",
-        "ticket",
+    sequence: Sequence
+    room: PrefillRoomPort
+    params: SamplingParams
+    eos_ids: InitVar[frozenset[int]]
+    _: KW_ONLY
+    ticket: int = 0
+    namespace: Namespace = ANY
+    fewest_tokens: int = 1
+    sent_pages: int = 0  # includes the pages that decode already has
+    # The number of tokens that every rank has cached, once the ranks agree on it.
+    agreed: int | None = None
+    # True while the request has places, but no step may name it until the ranks agree.
+    is_asking: bool = False
+    # The locked cached pages with which the request begins; None while none are locked.
+    prefix: Prefix | None = None
+    # Slots of the state store that the request owns, by the tokens that each state covers.
+    states: dict[int, int] = field(default_factory=dict)
+    cached_tokens: int = 0  # tokens of the prompt that the cache had
+    queued_at_s: float = field(default_factory=time.perf_counter)
+    draw: Draw = field(init=False)
+    first: asyncio.Future[TokenOut | None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    scorer: PromptScorer | None = field(init=False)
+    hidden_states: PackedArray | None = field(init=False)  # at the last token of the prompt
+    has_begun: bool = field(init=False)  # True once a step named it
+    choice: Choice | None = field(init=False)  # set once computed, if this rank chooses
+    # The first token from another rank, if it arrives before the group starts the request.
+    early_token: TokenOut | None = field(init=False)
 
-    def __init__(
-        self,
-        sequence: Sequence,
-        room: PrefillRoomPort,
-        params: SamplingParams,
-        eos_ids: frozenset[int],
-        *,
-        ticket: int = 0,
-        namespace: Namespace = ANY,
-        fewest_tokens: int = 1,
-    ) -> None:
-        """`ticket` is the request's number in a group; `namespace` holds its cached prefixes.
-
-        `fewest_tokens` is the smallest number of tokens that the model computes at once.
-        """
-        self.sequence, self.room, self.params, self.ticket = sequence, room, params, ticket
-        self.sent_pages = 0  # includes the pages that decode already has
-        self.namespace = namespace
-        # The number of tokens that every rank has cached, once the ranks agree on it.
-        self.agreed: int | None = None
-        # True while the request has places, but no step may name it until the ranks agree.
-        self.is_asking = False
-        # The locked cached pages with which the request begins; None while none are locked.
-        self.prefix: Prefix | None = None
-        self.fewest_tokens = fewest_tokens
-        # Slots of the state store that the request owns, by the tokens that each state covers.
-        self.states: dict[int, int] = {}
-        self.cached_tokens = 0  # tokens of the prompt that the cache had
-        self.queued_at_s = time.perf_counter()
+    def __post_init__(self, eos_ids: frozenset[int]) -> None:
+        params, sequence = self.params, self.sequence
         adjustments = adjustments_of(params, sequence, eos_ids)
         self.draw = Draw(params, params.seed_or_random(), sequence.prompt_length, adjustments)
-        self.first: asyncio.Future[TokenOut | None] = asyncio.get_running_loop().create_future()
         self._begin()
 
     def _begin(self) -> None:
@@ -117,11 +100,8 @@ class PrefillRequest:
             self.scorer = PromptScorer(
                 self.sequence, start, params.logprobs or 0, params.logprob_token_ids
             )
-        self.hidden_states: PackedArray | None = None  # at the last token of the prompt
-        self.has_begun = False  # True once a step named it
-        self.choice: Choice | None = None  # set when the prompt is computed, if this rank chooses
-        # The first token from another rank, if it arrives before the group starts the request.
-        self.early_token: TokenOut | None = None
+        self.hidden_states = self.choice = self.early_token = None
+        self.has_begun = False
 
     @property
     def most_cached(self) -> int:
