@@ -16,8 +16,7 @@ from kvflow.proof.sim.scenario import Accident, Scenario
 from kvflow.proof.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
 from kvflow.proof.sim.variety import LATE, LATE_FENCE_S, NEVER
 
-# Number of probe rooms for each pair, and the pages of each of their chunks. They fit into the pool
-# even when the quarantine is full.
+# Probe rooms for each pair, and pages of each chunk: they fit beside a full quarantine.
 PROBES, PROBE_CHUNKS = 6, (1, 1)
 
 
@@ -104,8 +103,7 @@ class Course:
     def happen(self, accident: Accident) -> None:
         node, world = self.places[accident.node], self._world
         kind, for_s = accident.kind, accident.for_s
-        # Only a prefill has an address and writes pages, and a switch of roles may have put a
-        # decode at this place.
+        # Only a prefill has an address and writes pages. A switch may have put a decode here.
         of_prefills = kind in ("takeover", "stall")
         if not node.up or node.leaving or (of_prefills and not node.is_prefill):
             return

@@ -148,7 +148,7 @@ class Run(Course):
                 if not world.nodes[write.key[1]].alive or world.nodes[write.key[1]].leaving:
                     # Prefill keeps a dead decode's place while a write to it runs.
                     write.thaw()
-                # Both halves rightly wait for this write, so only their user can end the room.
+                # Both halves wait for this write, so only their user can end the room.
                 node.end(write.leg.job, "given up")
         self.clock.later(MAX_REPEAT_AFTER_S + RECOVER_S, None, self._give_up_waiting)
 

@@ -164,8 +164,7 @@ class Wire:
     def _hand_over(node: End, burst: Burst) -> None:
         if node.parked is None:
             return node.read(burst)
-        # The node is only halted, since `unplug` removes dead nodes. One parked call reads all
-        # frames.
+        # `unplug` removes dead nodes, so this one is halted. One parked call reads all frames.
         if not node.unread:
             node.parked.append((node.read, (node.unread,)))
         node.unread += burst

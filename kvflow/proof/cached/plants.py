@@ -30,8 +30,7 @@ def _torn_file_accepted() -> Installed:
 @bug("doubtful page cached", cache=(0, "I2"))
 def _doubtful_page_cached() -> Installed:
     """Pages of a room that failed are kept."""
-    # Let the cache take over the pages of a failed room from their owner. Most of these pages were
-    # written.
+    # The cache takes over the pages of a failed room, most of which were written.
 
     def room_failed(self: Any, node: DecodeNode, job: Any, room: DecodeRoom, prefix: Any) -> None:
         owners = {books_of(node.pages).owners[page] for page in room.pages.tolist()}

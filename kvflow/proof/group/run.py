@@ -22,10 +22,9 @@ from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.scenario import Accident, Leg, Request, Scenario, Shape
 
 RANKS = 4
-# Share of requests after which the same room id is used again, often while the first room drains.
+# Share of room ids that are used again, often while the first room drains.
 REUSES = 0.1
-# Share of requests that decode or the leader's client ends at some moment, in addition to those
-# that end early in any scenario.
+# Share of requests that a client ends early, on top of those in any scenario.
 ABORTS = 0.35
 
 

@@ -40,8 +40,7 @@ class BothSides:
         self.judge, self.transfers, self.acked = judge, transfers, transfers.acked
         self.now_s, self.later, self.broken = judge.now_s, judge.later, judge.broken
         self.sides: Mapping[int, Side] = {}  # by incarnation; maintained by the driver
-        # Time of the last disturbance of a link, by prefill's control address and decode's
-        # incarnation.
+        # Time of a link's last disturbance, by prefill's address and decode's incarnation.
         self.trouble: dict[tuple[str, int], float] = {}
         # Time at which each half of a room was over. Its user learns of the end at that moment.
         self.over_at_s: dict[Record, float] = {}
@@ -144,8 +143,7 @@ class BothSides:
             if prefill.prompt != (decode.prompt.tokens, decode.prompt.digest):
                 return
             if not linked or peer.fresh_from > key[2] or (self.forgetful and key in self.acked):
-                # Prefill does not report what happened before the link was lost, so the engine's
-                # half goes on waiting for decode's half.
+                # Prefill reports nothing from before the loss of the link, so its half still waits.
                 return
             over_at_s = self.over_at_s.get(prefill, decode.opened_at_s)
             if self.forgetful and over_at_s < decode.opened_at_s + self.announced_within_s:
@@ -153,8 +151,7 @@ class BothSides:
                 return
             troubled_at_s = self._troubled_at_s(source, target, peer.key.control)
             if decode.phase is DecodePhase.BOOTSTRAPPING and over_at_s < troubled_at_s:
-                # Prefill remembers the end of a half only for a while, and a repeated announcement
-                # may come too late.
+                # A repeated announcement may come after prefill forgot the end of the half.
                 return
         failed_here, failed_there = decode.state.cause is not None, prefill.state.cause is not None
         if not (failed_here or failed_there):

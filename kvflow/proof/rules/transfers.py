@@ -33,7 +33,7 @@ class Write:
         home: Home,
         targets: list[int],
     ) -> None:
-        """Record a write. `readers` counts the readers of each source place, if the driver does."""
+        """Record a write. `readers` counts the readers of each source place, or is None."""
         self.record, self.key, self.sources, self.readers = record, key, sources, readers
         self.home, self.targets = home, targets
         self.next = 0

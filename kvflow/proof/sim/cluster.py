@@ -1,4 +1,4 @@
-"""The nodes of one run, each a process on the virtual loop, over watched parts."""
+"""The nodes of one run, each a process on the virtual loop."""
 
 from __future__ import annotations
 

@@ -116,8 +116,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         try:
             self.run_until_complete(task)
         except RuntimeError:
-            # asyncio raises when the loop stops before the task ends, which is not an error after
-            # `stop`.
+            # asyncio raises if the loop stops before the task ends, as it does after `stop`.
             if task.done():
                 raise
 

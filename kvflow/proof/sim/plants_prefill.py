@@ -230,8 +230,7 @@ def second_cancel_skips_the_drain() -> Installed:
 @bug("garbage ends the loop", nodes=(3, "I5"), unseen="there is no task that reads")
 def garbage_ends_the_loop() -> Installed:
     """Prefill's reader dies of a malformed frame."""
-    # End the task that reads frames, as an uncaught exception would. The task must be cancelled
-    # first, because a CancelledError that is only raised is handled as any other error.
+    # A CancelledError alone would be handled as any other error, so cancel the task first.
 
     def parse(decoder: Any, frame: bytes) -> Any:
         if (message := parsed(decoder, frame)) is not None:

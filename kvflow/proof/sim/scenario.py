@@ -16,8 +16,7 @@ Shape = tuple[tuple[int, ...], int]
 SHAPES: Sequence[Shape] = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1), 2), ((2, 1), 1))
 """Ranks of each prefill group, and number of decodes: at least three nodes."""
 PROMPT_PAGES_MAX = 6
-# Shares of seeds with a switch of roles, with staging, with data-parallel groups, and with engines
-# that have no event loop.
+# Shares of the seeds that have each extension.
 SWITCHES_IN = 0.3
 STAGED_IN = 0.25
 DP_GROUPS_IN = 0.25
@@ -193,8 +192,8 @@ def _draw_group(
 def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
     """Give some seeds a node that changes its role.
 
-    `rng` is a generator of its own, so that the draws of the scenario stay unchanged. Ranks of
-    larger groups keep their role, because each holds only a share of every page.
+    `rng` is a separate generator, so that the draws of the scenario stay unchanged. Ranks of larger
+    groups keep their role, because each holds only a share of every page.
     """
     if rng.random() >= SWITCHES_IN:
         return scenario

@@ -22,8 +22,7 @@ class Disturbance(NamedTuple):
 
     how: str
     after_s: float
-    # The disturbance comes this many turns of the event loop after the end of the next copy. None:
-    # it comes after `after_s` seconds.
+    # Turns of the event loop after the end of the next copy; None for `after_s` seconds.
     turns: int | None = None
 
 

@@ -26,7 +26,7 @@ POST_S: Span = (0.0001, 0.015)  # delay of a call that was posted to a node's th
 PREEMPTED_S: Span = (0.0, 0.02)
 LONG_PREEMPTED_S: Span = (0.02, 0.5)
 POLL_S: Span = (0.0005, 0.015)  # time between two polls of such an engine
-LOOK_FOR_PAGES_S: Span = (0.01, 0.05)  # the same while it waits only for pages
+LOOK_FOR_PAGES_S: Span = (0.01, 0.05)  # time between two polls that wait only for pages
 THREAD_S: Span = (0.0005, 0.02)  # work in an executor: a model step, a checksum
 COPY_S: Span = (0.0002, 0.01)  # half of a copy to host memory, or back
 SLOW_COPY_S: Span = (0.02, 0.15)
@@ -35,15 +35,15 @@ HUNG_COPY_S: Span = (0.3, 1.5)
 # --- one run
 
 FAULTS_END_S = 3.0
-REST_S = 6.0  # until everything is at rest, once the faults are over
+REST_S = 6.0  # time to come to rest after the faults
 # Rest takes longer after lost messages, because nodes repeat them less and less often.
 SETTLE_S = REST_S + MAX_REPEAT_AFTER_S
-FENCED_S = 0.5  # until every page is free, once every writer is dead
-FENCE_SLACK_S = 0.1  # from a fence's answer to the end of every loan
+FENCED_S = 0.5  # time to free every page after the death of every writer
+FENCE_SLACK_S = 0.1  # time from a fence's answer to the end of every loan
 
 # --- both sides of a room
 
 # While the link is up, the other side of a failed room learns of it within this time.
 HEAR_S = 1.0
 PATIENCE_S = 2.2  # silence for this long is normal after trouble
-RECOVER_S = 1.2  # until both sides learn of a failure, once the link is up
+RECOVER_S = 1.2  # time for both sides to learn of a failure, once the link is up

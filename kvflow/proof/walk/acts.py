@@ -350,8 +350,7 @@ class Acts:
         if not value.left:
             may("begins to leave", PrefillSide.leave, price=Price.LEAVE)
         elif not value.parted:
-            # Prefill waits for its writes to end. A write outlasts that wait only if the data plane
-            # is in doubt about it, so leaving earlier costs a doubt.
+            # Prefill leaves before its writes end only if its data plane is in doubt about them.
             price = Price.DOUBT if value.writes else Price.NOTHING
             may("says goodbye", PrefillSide.part, price=price, fair=not value.writes)
         self._prefill_timers(value, endpoint, over, beats, may)

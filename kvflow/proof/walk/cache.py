@@ -28,8 +28,7 @@ class State:
     def __init__(self, life: Life, left: CacheBounds) -> None:
         self._key = (life.fingerprint(), left)
         self.resting = not life.copies and not life.locks
-        # `CacheWorld.acts` takes the life and pickles it. Pickling it earlier would be wasted work,
-        # since most states that the walk reaches are not new.
+        # `CacheWorld.acts` pickles it, because most states that the walk reaches are not new.
         self.life: Life | None = life
         self.left = left
 
@@ -156,8 +155,7 @@ def _begin(life: Life, prompt: Prompt, route: Route, count: int) -> bool:
 
 
 def _end(life: Life, number: int, landed: bool) -> bool:
-    # The sources are read only at the end of the copy. If one changed while the copy ran, the
-    # content is wrong, and the rules report it.
+    # The sources are read only now, so that the rules see one that changed meanwhile.
     copy = life.copies.pop(number)
     if landed and copy.target is Tier.STORAGE:
         life.store.update(life.memory[copy.source][page] for page in copy.source_pages)

@@ -125,8 +125,7 @@ def check_rest(rest: Life) -> None:
     """Check that a life at rest can free every page, which empties its index."""
     if rest.index.stats().writes_open:
         raise AssertionError("I5: writes are open that have ended")
-    # Evict from the tiers in turn: where pages of one lie below pages of the other, neither can be
-    # emptied first.
+    # Pages of one tier may lie below pages of the other, so evict from the tiers in turn.
     for _ in range(2 * POOL):
         before = sum(map(len, rest.memory))
         for tier in PAGED:

@@ -43,7 +43,7 @@ EARLIER = (-1, 1)
 class Owner(IntEnum):
     """The owner of a set of pages, as the walk's store knows it."""
 
-    STORE = 0  # or the caller, for pages that the caller owns and the room does not hold
+    STORE = 0  # also the caller, for pages of its own
     ROOM = 1
     USER = 2
     WITHHELD = 3  # in the store's quarantine

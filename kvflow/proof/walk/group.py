@@ -385,16 +385,14 @@ class GroupWorld:
 
     def _kept(self, end: GroupLeader | GroupMember) -> bytes:
         """Pickle an endpoint such that equal endpoints have equal bytes."""
-        # These links lose no frame, so every sent message counts as confirmed. Unconfirmed messages
-        # would only make equivalent states differ.
+        # Unconfirmed messages would make equivalent states differ, and these links lose none.
         links = [end.session] if isinstance(end, GroupMember) else end.members.values()
         for one in links:
             if one is not None:
                 one.link.confirm(one.link.sent_below)
         stream = io.BytesIO()
         pickler = _Pickler(stream, protocol=5)
-        # Fast mode writes no references to earlier objects. They would show which equal values are
-        # one object, and that is no part of the state.
+        # Fast mode does not record which equal values are one object: no step depends on it.
         pickler.fast = True
         pickler.dump(end)
         data = stream.getvalue()

@@ -30,8 +30,7 @@ def check_started(key: TicketKey, rank: int, facts: Facts, ranks: int) -> None:
             f"request {key.ticket} starts at rank {rank}, and is not matched at rank {missing[0]}"
         )
     number = next(fact[2] for fact in facts if fact[:2] == ("start", key))
-    # Facts are part of the state, and each additional one would make equivalent states differ, so
-    # only the last start at each rank is kept.
+    # Each fact makes states differ, so only the last start at each rank is kept.
     for fact in [fact for fact in facts if fact[:3] == ("started", rank, key.leader)]:
         if fact[3] >= number:
             text = f"rank {rank} starts request {key.ticket} out of the group's order"

@@ -20,8 +20,8 @@ class GroupBounds(NamedTuple):
     silences: int = 0
     # At most 1. The leader cannot open such a request: a rank is missing, or the room is in use.
     refusals: int = 0
-    same_room: bool = False  # all requests are for one room id
-    restarts: bool = True  # a dead member may start again
+    same_room: bool = False  # True if all requests are for one room id
+    restarts: bool = True  # True if a dead member may start again
     leader_restarts: bool = False
 
 

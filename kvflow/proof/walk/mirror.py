@@ -28,8 +28,7 @@ def mirrored(decode: Decode, world: World) -> Decode:
 
 
 def _swap(endpoint: DecodeEndpoint) -> None:
-    # Peers stay where they are in every table and exchange their identities, so only columns
-    # ordered by rank have to be reversed.
+    # Peers exchange their identities in place, so only columns by rank are reversed.
     core = endpoint.core
     peers: dict[int, PrefillPeer] = {}
     for peer in [*endpoint.peers, *core.ledger._by_source, *core.ledger._acknowledged]:

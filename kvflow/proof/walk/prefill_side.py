@@ -84,7 +84,7 @@ class Prefill(NamedTuple):
     silent: bool = False  # True while decode counts as silent
     oldest: int = 0  # the lowest grant that it remembers, or 0
     doubts: bool = False
-    idle: bool = True  # no room, announcement, write or task is open
+    idle: bool = True  # True while no room, announcement, write or task is open
     outcomes: bool = False
 
     @property

@@ -196,8 +196,7 @@ class Walk:
     # --- a path in words
 
     def path(self, depth: int, state: np.uint64, left: int) -> list[str]:
-        # The search keeps no predecessors, which would take more memory than the states. It finds
-        # them again, level by level, for the one path that is printed.
+        # Predecessors would take too much memory, so a path finds them again level by level.
         texts: list[str] = []
         for level in reversed(self.levels[:depth]):
             text, state, left = self._came_from(level, state, left)

@@ -114,7 +114,7 @@ class Tables:
             lane = (prefill << _LANE_PART | to_prefill) << _LANE_PART | queue
             lanes.append(self.lanes.number(lane))
         decode = parts.decode
-        # A state and its mirror image count as one, the one with the smaller first lane.
+        # The walk counts a state and its mirror image as one, that with the smaller first lane.
         if len(lanes) == 2:
             first, second = lanes
             mirror = self.decodes.column(self._mirror)[decode]

@@ -53,14 +53,13 @@ class Bounds(NamedTuple):
     """
 
     ranks: int = 1
-    # Each chunk has one page. With 0 chunks decode has the whole prompt, and receives one chunk
-    # without pages.
+    # Each chunk has one page. With 0 chunks, decode has the whole prompt already.
     chunks: int = 3
     in_flight: int = 4  # words queued in each direction, over all ranks
     drops: int = 2
     duplicates: int = 2
     crashes: int = 1
-    aborts: int = 1  # at each side
+    aborts: int = 1  # limit for each side
     doubts: int = UNLIMITED
     silences: int = UNLIMITED
     refusals: int = 0
@@ -83,8 +82,7 @@ class Bounds(NamedTuple):
     targets: int = 8
     closed_grants: int = 8
     quarantine_share: float = 1.0
-    # An earlier decode over this pool closed while pages were lent to rank 0, and a late write may
-    # still land in them.
+    # An earlier decode left a loan to rank 0, in whose pages a late write may land.
     earlier: bool = False
 
     @property
