@@ -58,7 +58,7 @@ class Neighbours:
         sink: HiddenSink | None = None,
         shards: ShardGroup | None = None,
     ) -> None:
-        """`source` is None in the first stage, `sink` in the last, `shards` if there is one."""
+        """`source` is None in the first stage, `sink` in the last, `shards` with one shard."""
         self._source, self._sink, self._shards = source, sink, shards
         self._followers: Followers | None = None
         self._aborted = self._broken = False
