@@ -238,8 +238,8 @@ class StepLeader:
         for peer, rank in self._ranks.items():
             if not self._socket.send(frame, peer) and self._open:
                 log.warning("rank %d cannot be reached", rank)
-                # End the generation only when all ranks have this message and its step holds its pages.
-                # Otherwise the other shards of this stage would run the step, and wait for this one.
+                # End the generation only when all ranks have this message, and its step its pages.
+                # Otherwise other shards of this stage would run the step, and wait for this one.
                 asyncio.get_running_loop().call_soon(self._unreachable, peer, rank)
 
     def _unreachable(self, peer: bytes, rank: int) -> None:
