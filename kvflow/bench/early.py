@@ -42,7 +42,7 @@ async def bench_early(turns: int, gap_s: float) -> dict[str, Any]:
             name: await stack.enter_async_context(
                 serving(str(DEMO_MODEL_DIR), 1, arguments=arguments)
             )
-            for name, arguments in (("off", ()), ("on", ("--optimistic-prefill", "1")))
+            for name, arguments in (("off", ()), ("on", ("--optimistic-prefill=1",)))
         }
         session = await stack.enter_async_context(aiohttp.ClientSession())
         seen: dict[str, list[float]] = {name: [] for name in servers}

@@ -16,9 +16,10 @@ async def serving(
 ) -> AsyncIterator[Server]:
     """Stand for `kvflow.bench.serve.serving` where a test has the fixture `forked_roles`."""
     assert (threads, tree) == (1, "")
-    names = [flag.removeprefix("--").replace("-", "_") for flag in arguments[::2]]
     given = {"model_path": model, "port": 0, "prefix_cache": "off", "log_level": "warning"}
-    given |= dict(zip(names, arguments[1::2], strict=True))
+    for argument in arguments:
+        flag, value = argument.removeprefix("--").split("=")
+        given[flag.replace("-", "_")] = value
     async with Fleet(resolve("up", given, env={}), given, quiet=True) as fleet:
         yield Server(
             {child.role: child.url for child in fleet.children},
