@@ -286,8 +286,7 @@ class PrefixCache:
             wanted = min(most_pages, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
             wanted = min(wanted, self._pages.available_pages)
             free = self._pages.reclaim(wanted)
-            # With write_back, another request may take pages that a copy frees, so the waits are
-            # bounded.
+            # With write_back, another request may take the freed pages, so the waits are bounded.
             for _ in range(_ROUNDS):
                 if free >= wanted or not tiers.leaving_pages:
                     break

@@ -91,7 +91,7 @@ class Tiers:
         )
         # By write number: device pages that can be evicted when the write lands.
         self._leaving: dict[int, int] = {}
-        self._given_up = 0  # those pages whose write failed since the last `make_way`
+        self._given_up = 0  # pages whose write failed since the last `make_way`
         self._asking = False  # True while `_ask` runs
 
     @property

@@ -26,9 +26,7 @@ SizeOrNone = Annotated[int, Meta(ge=0)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of a role. Zero and empty mean "choose a value" only where a description says
-    so.
-    """
+    """Settings of a role. Zero and empty mean "choose a value" only if a description says so."""
 
     host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     """Address to listen on."""

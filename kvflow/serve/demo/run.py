@@ -60,7 +60,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-SHOWN_PLANES = ("local", "mooncake")  # the data planes without --transfer-backend
+SHOWN_PLANES = ("local", "mooncake")  # shown if no --transfer-backend is given
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -96,7 +96,7 @@ class GroupPrefillService(PrefillService):
         self._engine.flush()
 
     def end_requests(self) -> None:
-        # This ends the rooms of a request on every rank, and `super` the others of this rank.
+        # This ends the rooms of requests on every rank. `super` ends the other rooms of this rank.
         for opened in list(self._open.values()):
             opened.close(Cause(Code.SHUTDOWN, "the prefill is shutting down"))
         super().end_requests()

@@ -197,7 +197,7 @@ class TextCompletionCall(_OpenAICall):
     def __init__(self, body: CompletionRequest, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(body, model, token_bytes)
         self.body = body
-        # By choice. A stream removes an echo once it is sent.
+        # Echoes by choice. A stream removes one once it is sent.
         self._echoes: dict[int, GrowingText] = {}
         self._logprobs: defaultdict[int, TextLogprobs] = defaultdict(
             lambda: TextLogprobs(token_bytes)

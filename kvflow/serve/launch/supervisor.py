@@ -110,9 +110,7 @@ class Fleet:
         return await first_end(self.children)
 
     async def stop(self, forced: asyncio.Event | None = None) -> None:
-        """Stop the router, the workers and the store, in this order. Once `forced` is set, kill
-        all.
-        """
+        """Stop router, workers and store in this order. Kill all of them once `forced` is set."""
         timeout_s = self._settings.drain_timeout_s + KILL_AFTER_S
         killing = asyncio.create_task(self._kill_when(forced or asyncio.Event()))
         try:

@@ -31,7 +31,7 @@ log = logging.getLogger("kvflow.storage")
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the calls to a store, and of the time that a caller waits."""
 
-    threads: int = 2  # for puts and for gets; lookups have one
+    threads: int = 2  # threads for puts, and as many for gets; lookups have one
     waiting: int = 64  # calls of one kind that may wait for a thread; more are refused
     # A slice (8 MiB, or one page) that takes longer is a failure, although its pages are good.
     slow_s: float = 0.5

@@ -178,8 +178,7 @@ class MooncakeBackend:
                 )
                 record[HEADER_BYTES:] = np.frombuffer(buffer, dtype=np.uint8)
             codes = client.batch_put_from(names, *self._places(memory, len(keys)))
-        # NOT_READY: another client is putting the page. Neither this nor success proves that it is
-        # there.
+        # NOT_READY: another client puts the page. Neither this nor success proves that it is there.
         put = [code in (0, NOT_READY) for code in codes]
         there = iter(_found(client, list(compress(names, put))))
         found = {1: Result.DONE, 0: Result.ABSENT}

@@ -51,7 +51,7 @@ class StorageCounts(msgspec.Struct):
 
 
 class StorageState(StorageCounts, kw_only=True):
-    """Counters of a store. `readable` and `writable` tell which calls it accepts now."""
+    """Counters of a store. `readable` and `writable` show which calls it accepts now."""
 
     name: str
     readable: bool
