@@ -179,7 +179,7 @@ def test_the_metrics_reference_has_every_metric() -> None:
     folders = [ROOT / "kvflow" / name for name in ("http", "router", "serve/http")]
     sources = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
     written = {name for text in sources for name in re.findall(r'Family\(\s*"(kvflow_\w+)"', text)}
-    assert len(written) > 25
+    assert len(written) > 20
     assert [name for name in sorted(written) if reference.place_of(name) is None] == []
     kinds = {family.name: family.kind for family in reference.families()}
     assert kinds["kvflow_cache_storage_readable"] == kinds["kvflow_rank_cache_pages"] == "gauge"
