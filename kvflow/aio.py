@@ -212,7 +212,7 @@ class Threads:
         self._name, self._limit = name, limit
         self.executor: Executor = threads
         """The same threads, for callers outside of an event loop."""
-        self.hung = 0  # abandoned calls that did not return yet
+        self.hung = 0  # abandoned calls that have not returned yet
         # The threads end, after the queued work, when this object is garbage collected.
         weakref.finalize(self, threads.shutdown).atexit = False
         self._all.add(self)

@@ -98,7 +98,7 @@ async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> F
 
 
 def measure(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool) -> Figures:
-    """Return the figures of kvflow's index, as the peer's driver returns those of its tree."""
+    """Return the figures of kvflow's index, in the form of the peer's driver."""
     # Frozen, the millions of objects in `prompts` do not lengthen collections during the replay.
     gc.collect()
     gc.freeze()

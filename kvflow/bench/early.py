@@ -46,7 +46,7 @@ async def bench_early(turns: int, gap_s: float) -> dict[str, Any]:
         }
         session = await stack.enter_async_context(aiohttp.ClientSession())
         seen: dict[str, list[float]] = {name: [] for name in servers}
-        # Turn -1 warms up and does not count.
+        # Turn -1 warms up: its times are left out, but the counters include it.
         for turn in range(-1, turns):
             # The order alternates, so that neither server always runs first.
             for name in list(servers)[:: 1 if turn % 2 else -1]:

@@ -181,7 +181,7 @@ async def grow(count: int, plan: Growth, say: Say) -> Figures:
 
 
 def judge(count: int, figures: Figures) -> list[Figures]:
-    """Return every stall with its limit, a must up to `MUST_ROOMS` rooms and an aim above."""
+    """Return the stalls with their limit: a "must" up to `MUST_ROOMS` rooms, else an "aim"."""
     stalls: dict[str, float] = {}
     for phase, seen in figures.items():
         if phase == "collection":

@@ -122,7 +122,7 @@ async def _load(
     seen: dict[str, list[_Turn]] = {name: [] for name in servers}
     before = await _counters(session, servers[OVER])
     want = await _answers(session, servers[ROOMY], bodies)
-    # Turn -1 warms up and does not count.
+    # Turn -1 warms up: its times are left out, but `COUNTERS` include it.
     for turn in range(-1, turns):
         names = list(servers)
         # The order alternates, so that no server always runs first.

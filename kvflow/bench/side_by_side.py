@@ -77,7 +77,7 @@ async def _by_turns(
         order = {name: trees[name] for name in _order(list(trees), first // LIFE_TURNS)}
         async with _pairs(plane, options, order, **shape) as opened:
             for case, measure in cases.items():
-                # One measurement of each case that does not count warms its processes up.
+                # Measure each case once without counting it, to warm up the processes.
                 for pair in opened.values():
                     await measure(pair)
                 for turn in range(first, last):
@@ -89,9 +89,10 @@ async def _by_turns(
 
 
 def _order(names: list[str], turn: int) -> list[str]:
-    # The rotation changes the first tree, and the reversal changes what each one follows.
-    first = turn % len(names)
-    return (names[first:] + names[:first])[:: -1 if turn % 2 else 1]
+    # The rotation changes which tree comes first, the reversal which tree each one follows. The
+    # reversal lasts for a whole rotation: of two trees, the same one would come first otherwise.
+    rotations, first = divmod(turn, len(names))
+    return (names[first:] + names[:first])[:: -1 if rotations % 2 else 1]
 
 
 @asynccontextmanager

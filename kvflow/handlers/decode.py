@@ -60,7 +60,7 @@ class DecodeShell(Shell):
         checksums: Checksums | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
-        """With `arrivals`, prefill writes into pages of the staging, and no peer can reach `pages`.
+        """With `arrivals`, prefill writes into staging pages, and no peer can reach `pages`.
 
         `stores` pairs `pages` with its pool's quarantine; with staging, a second pair follows.
         """
@@ -323,7 +323,7 @@ class DecodeShell(Shell):
             self.run()
 
     def _lend(self, room: DecodeRoom) -> None:
-        """Lend the room's pages, or queue the room if too few pages of the staging are free."""
+        """Lend the room's pages, or queue the room if too few staging pages are free."""
         record, holding = room.record, room.holding
         if record is None or room.ended or record.lent:
             return
@@ -344,7 +344,7 @@ class DecodeShell(Shell):
             room.when_opened.give(None)
 
     def _stage(self, room: DecodeRoom, wanted: int) -> bool:
-        """Take pages of the staging for the room. Returns False if the room must wait for them.
+        """Take staging pages for the room. Returns False if the room must wait for them.
 
         Raises: CapacityError when the room needs more pages than the whole staging has.
         """
@@ -451,7 +451,7 @@ class DecodeShell(Shell):
         room = self.rooms[command.grant]
         self._verifiers.pop(command.grant, None)
         if self.arrivals is not None:
-            # The room may have held a place in the queue, or returned pages of the staging.
+            # The room may have held a place in the queue, or returned staging pages.
             self.waiting.discard(room.grant)
             self._lend_waiting()
         room.holding.over = True

@@ -61,7 +61,7 @@ class PageWaiter:
 
     def wake(self) -> None:
         """Schedule the call of `woken`, if the waiter waits. May be called from any thread."""
-        # A wake-up that is scheduled but did not run yet serves for this call as well.
+        # A wake-up that is scheduled but has not run yet serves for this call as well.
         if self._scheduled or (loop := self._loop) is None:
             return
         self._scheduled = True

@@ -7,7 +7,7 @@ which is pinned if the pool is on a device. Copies between the two use the same 
 If the pools of prefill and decode divide heads differently, the staging stores bytes in another
 order, in which the bytes for one peer are contiguous (`pages.arrange`).
 
-At decode, rooms lend pages of the staging, so a late or lost writer can reach no other memory. A
+At decode, rooms lend staging pages, so a late or lost writer can reach no other memory. A
 chunk counts as landed once it is copied to the room's own pages (`StagedArrivals`). At prefill,
 each slice passes through the staging (`transports.data.staged`).
 """

@@ -180,7 +180,7 @@ class Node(Generic[S]):
 
     @property
     def staging_waits(self) -> Waits | None:
-        """Figures of the rooms that wait for pages of the staging; None for a node that lends no
+        """Figures of the rooms that wait for staging pages; None for a node that lends no
         staging.
         """
         return None

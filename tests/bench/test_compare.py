@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,14 @@ def turns(figure: str, factor: float) -> list[dict[str, dict[str, float]]]:
         {"A": {figure: a}, "B": {figure: a * factor}, "A/A": {figure: a * o}}
         for a, o in zip(SPEEDS, off, strict=True)
     ]
+
+
+@pytest.mark.parametrize("names", [["A", "B"], ["A", "B", "A/A"]])
+def test_each_tree_comes_first_and_follows_each_other_one_equally_often(names: list[str]) -> None:
+    orders = [side_by_side._order(names, turn) for turn in range(2 * len(names))]
+    assert Counter(order[0] for order in orders) == dict.fromkeys(names, 2)
+    followed = Counter(pair for order in orders for pair in pairwise(order))
+    assert len(followed) == len(names) * (len(names) - 1) and len(set(followed.values())) == 1
 
 
 @pytest.mark.parametrize(

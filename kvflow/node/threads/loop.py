@@ -76,7 +76,7 @@ class LoopThread:
             if self._stopped:
                 return False
             self._posted.append(call)
-            # The loop is woken only once for all calls that it did not run yet.
+            # The loop is woken only once for all calls that it has not run yet.
             if not self._woken:
                 self._woken = True
                 self._loop.call_soon_threadsafe(self._run_posted)

@@ -9,7 +9,7 @@ leader and members issue.
 - once: a request is decided once, a client has one answer, a rank settles once;
 - first cause: the cause is the first failure that reached the leader;
 - spread: while the lines are up, a failure of one rank ends the room at every rank within a second;
-- patience: a rank or a leader is given up only for a reason.
+- patience: a rank or a leader is abandoned only for a reason.
 
 `rest` reports what must not be left over.
 """
@@ -63,7 +63,7 @@ class Agreement:
         self._sessions: dict[Incarnation, Session | None] = {}
         self._members: dict[Incarnation, dict[Any, Membership]] = {}
         self._first: Cause | None = None  # cause of the failure that the leader reads now
-        # Pairs (who gave up, whom). The one given up may then do the same.
+        # Pairs (who gave up, on whom). The other one may then do the same.
         self._given_up_by: set[tuple[Incarnation, Incarnation]] = set()
 
     # --- the log

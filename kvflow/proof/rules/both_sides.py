@@ -167,7 +167,7 @@ class BothSides:
             troubled_at_s = self.now_s()
         if troubled_at_s >= since_s:
             known_by_s = troubled_at_s + _recovers_s(decode, troubled_at_s)
-        # Decode gave up the link. Prefill notices that only by silence.
+        # Decode gave up on the link. Prefill notices that only by silence.
         if not linked:
             known_by_s = max(known_by_s, max(over_at_s, troubled_at_s) + PATIENCE_S)
         if (wait_s := known_by_s - self.now_s()) > 0:

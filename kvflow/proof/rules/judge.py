@@ -44,7 +44,7 @@ class Side(Protocol):
         """Time by which every watcher knows of the node's death."""
 
     def reaches(self, target: int) -> bool:
-        """Return False if this prefill gave up `target`, a decode that notices only by silence."""
+        """Return False if this prefill gave up on `target`; decode notices that only by silence."""
 
 
 class Judge:

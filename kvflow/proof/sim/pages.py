@@ -64,7 +64,8 @@ def watch(
 def another_store(pool: PagedPool) -> PageStore:
     """Return a new store for the next node over a watched pool, and for that node's engine.
 
-    The new store learns only from the pool and the node which pages the earlier one lent.
+    The new store does not know which pages the earlier one lent: it learns that only from the pool
+    and the node.
     """
     assert isinstance(pool._pages, WatchedPages)
     pages = pool._pages = pool._pages.again()

@@ -61,7 +61,7 @@ class CacheWorld:
         life, state.life = state.life, None
         assert life is not None, "a state is gone on from once"
         frozen = life.frozen()
-        # The check of rest empties the index, so it runs as an act, on a copy.
+        # `_rest` empties the index, so it runs as an act, on a copy of the life.
         if state.resting:
             rest = partial(self._after, state, frozen, _rest, state.left)
             yield "nothing more happens", True, rest

@@ -8,8 +8,8 @@ from typing import NamedTuple
 class GroupBounds(NamedTuple):
     """Limits on the number of events of each kind.
 
-    In a failure a room ends at one rank without a decision by the leader. In a silence the leader
-    gives up a living rank, or a rank gives up the living leader.
+    A failure ends a room at one rank without a decision by the leader. In a silence, the leader
+    gives up on a living rank, or a rank gives up on the living leader.
     """
 
     ranks: int = 3

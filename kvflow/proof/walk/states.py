@@ -40,7 +40,7 @@ class Parts(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Steps from many states, each from that at index `source`; `text` numbers its description."""
+    """Steps from many states: for each, the index of its state and the number of its text."""
 
     source: Numbers
     state: States

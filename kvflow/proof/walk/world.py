@@ -228,7 +228,7 @@ class World:
 
 
 def word_of(message: Any) -> Word:
-    """Return a message as a word: as if it came from rank 0, and with its texts replaced."""
+    """Convert a message to a word: rank 0 becomes its sender, and fixed texts replace its own."""
     # No step depends on a text, and different texts would make equivalent states differ.
     changes: dict[str, Any] = {"source": LIVES[0][life_of(message.source) - 1]}
     if getattr(message, "cause", None) is not None:

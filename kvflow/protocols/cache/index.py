@@ -203,7 +203,7 @@ class PrefixIndex:
         self._residents.states.lock(node)
 
     def unlock_state(self, node: Node) -> None:
-        """Release one lock of a state, before `unlock` for its pages. Raises: MisuseError."""
+        """Release one lock on a state. Must precede `unlock` on its pages. Raises: MisuseError."""
         self._residents.states.unlock(node)
 
     def evict_states(self, count: int) -> Freed:

@@ -82,7 +82,7 @@ class DecodeRoomRecord:
     room: RoomId = field(init=False)
     grant: GrantId = field(init=False)
     state: DecodeRoomState = field(init=False)
-    # For each rank, the number of the first chunk that decode did not receive yet. The count in
+    # For each rank, the number of the first chunk that decode has not received yet. The count in
     # `state` excludes chunks that still wait for a checksum.
     next_seq: list[int] = field(init=False)
     progress_at_s: float = field(init=False)

@@ -21,7 +21,7 @@ from kvflow.protocols.wire.messages import AbortAck, ChunkDone, GrantId, Message
 
 class GrantPhase(IntEnum):
     UNKNOWN = 0
-    ANNOUNCED = 1  # decode will offer pages; the engine's half did not arrive yet
+    ANNOUNCED = 1  # decode will offer pages; the engine's half has not arrived yet
     OPEN = 2  # a room here answers for it
     CLOSED = 3  # ended, and its writes are drained
     DOUBTFUL = 4  # ended, and some write of it may still land

@@ -59,7 +59,7 @@ class LinkCommand(IntEnum):
 P, K, C = LinkPhase, LinkKind, LinkCommand
 _GONE = Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS))
 _DEAD = Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS, C.END_LOANS))
-# Prefill is not expected to acknowledge a Goodbye in these phases, so decode sends it once.
+# For REGISTERING and SILENT: prefill may not acknowledge a Goodbye, so decode sends it once.
 _LEFT = Move(P.GONE, (C.SEND_GOODBYE, C.HANG_UP, C.LOSE_ROOMS))
 _ENDS: dict[LinkKind, Cell[LinkPhase, LinkCommand]] = {
     K.REPLACED: _GONE,

@@ -14,7 +14,7 @@ from kvflow.protocols.ports import WriteOutcome
 class PrefillPhase(IntEnum):
     EXPECTED = 0  # the engine's half arrived; decode sent no message about it yet
     ANNOUNCED = 1  # the engine's half arrived, and decode announced that it will offer pages
-    BOOTSTRAPPED = 2  # decode offered pages; the engine's half did not arrive yet
+    BOOTSTRAPPED = 2  # decode offered pages; the engine's half has not arrived yet
     WAITING_FOR_INPUT = 3  # both halves arrived, and no write runs
     TRANSFERRING = 4
     DRAINING = 5  # ended, and the writes that still run are awaited

@@ -72,7 +72,7 @@ class Rendezvous(Generic[S]):
                 self._outcomes.popitem(last=False)
 
     def has_ended(self, room: RoomId, side: Side) -> bool:
-        """Return True if `side` ended and the other side did not arrive yet."""
+        """Return True if `side` ended and the other side has not arrived yet."""
         outcome = self._outcomes.get(room)
         return outcome is not None and outcome.side is side
 

@@ -498,7 +498,7 @@ def _in_use(
     if record is None or not record.ended:
         return Cause(Code.ROOM_IN_USE, f"room {message.room} has a decode already")
     cause = Cause(Code.ROOM_IN_USE, DRAINS.format(message.room))
-    # The engine's half of the refused room did not arrive yet; it receives the same cause then.
+    # The engine's half of the refused room has not arrived yet; it receives the same cause then.
     core.record_outcome(message.room, Side.DECODE, cause, now)
     return cause
 

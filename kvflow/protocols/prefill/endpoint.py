@@ -350,8 +350,9 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
             # A peer whose message was read after the stall needs no credit: its time is capped at
             # the present.
             peer.received_at_s = min(peer.received_at_s + late_s, now)
-        # A room's deadline may have passed during the stall, although the half that it waits for
-        # arrived and is read after this call. One more heartbeat keeps the room open until then.
+        # A room's deadline may have passed during the stall, even though the half that it waits for
+        # has arrived and will be read after this call. So the deadline moves by one more heartbeat
+        # interval.
         for record in self.core.rooms.values():
             record.deadline_at_s += min(
                 late_s + self.core.timing.heartbeat_s, now - record.opened_at_s

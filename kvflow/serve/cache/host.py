@@ -19,7 +19,7 @@ class HostTier:
     """Host memory for the pages of one pool, laid out page-first. Used on one event loop."""
 
     def __init__(self, pool: PagedPool, limit_bytes: int) -> None:
-        """Allocate and pre-fault the memory. This takes long, so call it in a thread.
+        """Allocate and pre-fault the memory. This takes a long time, so call it in a thread.
 
         Raises: LayoutError if memory is short or cannot be pinned for the pool's device;
         MisuseError if the limit is too small for one page, or pages of the pool hold no bytes.

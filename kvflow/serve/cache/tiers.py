@@ -2,7 +2,7 @@
 
 A copy names a run of pages (`protocols.cache.writes`), so splits, evictions and flushes of the
 index do not disturb it. Its pages are freed only when the copy no longer reads or writes them,
-which takes long if a store hangs.
+which may take a long time if a store hangs.
 
 Pages that wait for a copy cannot be evicted. So at most three quarters of a tier may wait. Further
 pages are counted and stay in their tier until they are used again.

@@ -116,7 +116,7 @@ def _prompts(count: int) -> list[str]:
 
 
 async def _all(plan: Plan, backends: list[str], output: DemoOutput) -> list[Outcome]:
-    # The reference takes long, so it runs at the same time as the first fleet.
+    # The reference takes a long time, so it runs at the same time as the first fleet.
     expected = asyncio.create_task(_stock(plan))
     try:
         return [await _one(plan, backend, expected, output) for backend in backends]

@@ -63,7 +63,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     """Limits and defaults of this role for requests."""
 
     engine: EngineLimits
-    # Decode keeps prompt and completion in its pool, and prefill only the prompt.
+    # True at decode, whose pool keeps prompt and completion. Prefill's keeps only the prompt.
     generates: bool
     bootstrap_port: int  # for a body that gives a prefill's host without a port
     sampling_defaults: Mapping[str, float]  # for fields that an OpenAI body omits

@@ -44,7 +44,7 @@ class NullDetokenizer:
 
 
 class ThreadedTokenizer:
-    """A tokenizer in one thread: long prompts take long, and fast tokenizers are not re-entrant."""
+    """A tokenizer in one thread: long prompts take time, and fast tokenizers are not re-entrant."""
 
     def __init__(self, tokenizer: Any | None, context_length: int = 1 << 20) -> None:
         self._tokenizer = tokenizer

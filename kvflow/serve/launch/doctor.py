@@ -53,7 +53,7 @@ class Finding(msgspec.Struct, frozen=True):
 def findings() -> Iterator[Finding]:
     """Yield the results of all checks. They import mooncake twice and nixl once."""
     yield _python()
-    # This reads the metadata of every installed distribution, which takes long.
+    # This reads the metadata of every installed distribution, which is slow.
     distributions = importlib.metadata.packages_distributions()
     for names, needed, advice in (
         (CORE, True, "pip install kvflow"),

@@ -35,7 +35,7 @@ What fences a peer?             Nothing that can be observed from here: a NIC wr
                                 lost writer stays in quarantine until the operator declares it dead.
 
 The engine writes the end of a transfer into its TransferStatus, which must live until then. So the
-plane keeps the statuses of transfers that it gave up for as long as it lives. Notifications to the
+plane keeps the statuses of abandoned transfers for as long as it lives. Notifications to the
 receiver are switched off: they are never read here, and the engine would keep them. The engine's
 control port authenticates no peer.
 """

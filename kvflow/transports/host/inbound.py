@@ -112,7 +112,7 @@ class InboundConnections:
     def count_open(self, dead_writer: ProcessIdentity) -> int:
         """Return how many connections that may be the dead writer's can still be read.
 
-        The count includes connections that our engine did not accept yet. The writer must be
+        The count includes connections that our engine has not accepted yet. The writer must be
         watched.
         """
         with self._lock:

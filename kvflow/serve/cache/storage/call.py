@@ -1,6 +1,6 @@
 """One batch call of a store, which a thread carries out in slices (I12).
 
-A call that is cancelled or given up begins no further slice, and keeps its buffers until the thread
+A cancelled or abandoned call begins no further slice, and keeps its buffers until the thread
 returns.
 """
 

@@ -35,7 +35,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 64  # calls of one kind that may wait for a thread; more are refused
     # A slice (8 MiB, or one page) that takes longer is a failure, although its pages are good.
     slow_s: float = 0.5
-    stall_s: float = 0.8  # if a slice takes longer, its call is given up and the breaker opens
+    stall_s: float = 0.8  # if a slice takes longer, its call is abandoned and the breaker opens
     failures: int = 3  # failures in a row that open a breaker
     pause_s: float = 1.0  # until the first probe; doubled by each failed probe
     max_pause_s: float = 30.0
@@ -104,7 +104,7 @@ class GuardedStorage:
 
     @property
     def hung(self) -> int:
-        """Calls that were given up and are still running. Each keeps a thread and its buffers."""
+        """Abandoned calls that are still running. Each keeps a thread and its buffers."""
         return sum(lane.hung for lane in (self._puts, self._gets, self._lookups))
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:

@@ -43,7 +43,7 @@ class StorageCounts(msgspec.Struct):
     slow: int = 0
     """Slices that took too long, whatever their result."""
     stalls: int = 0
-    """Calls that were given up because a slice did not end in time."""
+    """Calls that were abandoned because a slice did not end in time."""
     refused: int = 0
     """Calls that never began, because a breaker was open or too many calls waited."""
     trips: int = 0

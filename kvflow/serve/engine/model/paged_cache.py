@@ -20,7 +20,7 @@ from kvflow.serve.engine.model.step import Step
 
 
 def memory_of(kind: StateKind, pool: PagedPool) -> torch.Tensor:
-    """Return a view of one stream, whose other parts and copies may be in the pool too."""
+    """Return a view of one stream, or of the part and replica of it that `kind` selects."""
     return pool.tensor(kind.name, start=int(kind.start), replica=int(kind.replica))
 
 

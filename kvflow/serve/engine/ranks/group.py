@@ -31,7 +31,7 @@ class _Asked:
     """One request of a client.
 
     `computing` is set once the request is open at this rank, and `started` once the group starts
-    it. `unopened` are the ranks that did not report yet that it is open there.
+    it. `unopened` are the ranks that have not reported yet that it is open there.
     """
 
     group: GroupRequest

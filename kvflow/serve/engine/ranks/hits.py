@@ -26,7 +26,7 @@ class _Question:
 
 
 class HitVotes:
-    """Questions that some rank did not answer yet. Each answer takes constant time."""
+    """Questions that some rank has not answered yet. Each answer takes constant time."""
 
     def __init__(self, world_size: int) -> None:
         self._others = range(1, world_size)

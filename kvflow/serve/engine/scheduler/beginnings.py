@@ -16,7 +16,7 @@ from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest, PrefillS
 
 
 class Beginnings:
-    """The requests of one engine that have places but did not begin yet."""
+    """The requests of one engine that have places but have not begun yet."""
 
     def __init__(
         self,

@@ -29,9 +29,10 @@ class Growth:
         """Seconds until `fail_stuck` ends the requests in `short`; None if they need not end."""
 
     def grow(self, batch: list[DecodeRequest], most_steps: int) -> tuple[list[DecodeRequest], int]:
-        """Take pages for the next steps; return the requests that have them, and how many steps.
+        """Take pages for the next steps; return the requests that got them and the number of steps.
 
-        If there are too few pages for `most_steps` steps of all requests, it is one step.
+        The number is `most_steps`, or 1 if the pages do not suffice for that many steps of all
+        requests.
         """
         self.short = {}
         needed = [request.pages_missing(most_steps) for request in batch]

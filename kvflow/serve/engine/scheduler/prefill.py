@@ -95,7 +95,7 @@ class PrefillEngine(EngineLoop):
         self._early: OptimisticStarts[PrefillRequest] = OptimisticStarts(optimistic_tries)
         self._waiting: deque[PrefillRequest] = deque()
         self._running: dict[int, PrefillRequest] = {}  # by id, in order of arrival
-        # Requests, by id, that have places taken by this engine, until `drop` or a preemption.
+        # Requests, by id, that hold places. `drop` or a preemption removes the entry.
         self._placed: dict[int, PrefillRequest] = {}
         self._numbers = itertools.count()
         self._prefetch: PrefetchPolicy = prefetch
@@ -449,7 +449,7 @@ class PrefillEngine(EngineLoop):
             s = request.sequence
             remaining = s.prompt_length - s.computed
             if not remaining or request.is_asking:
-                # Its last chunk is already sent, or the other ranks did not answer yet.
+                # Its last chunk is already sent, or the other ranks have not answered yet.
                 continue
             if not left or len(rows) == self._max_rooms:
                 break

@@ -123,7 +123,7 @@ class Turn:
         return False
 
     def taken(self, request: PrefillRequest) -> None:
-        """End the turn of a request that took its places, which keep the loaded pages locked."""
+        """End the turn of a request that took its places. They keep the loaded pages in use."""
         if self._request is request:
             self._request = None
 

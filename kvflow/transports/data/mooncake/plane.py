@@ -69,10 +69,10 @@ _ANSWER_S, _CONNECT_S = 12.0, 10.0
 _QUESTIONS = 256  # probes at a time, each with a descriptor
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
 # The engine reads these variables when it is imported. If a peer reaches the default limit of
-# queued transfers, writes to it hang for good. By default the engine gives up a peer that reads
-# nothing for 30 s, and its lent pages would stay in quarantine. But a migration of the machine, or
-# a debugger, may pause a peer for longer, and its blocks land when it continues. Our own pages wait
-# until then.
+# queued transfers, writes to it hang for good. By default the engine gives up on a peer that reads
+# nothing for 30 s, and its lent pages would then stay in quarantine. But a debugger, or a migration
+# of the machine, may pause a peer for longer, and its blocks land when it continues. Our own pages
+# wait until then.
 _ENVIRONMENT = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "600",
     "MC_TCP_STATUS_TIMEOUT_SEC": "600",
