@@ -147,11 +147,10 @@ _STAGING: Rows = {
     P.KEPT: rest(K, ERROR),
 }
 
-TABLES: dict[Source, PageTable] = {
-    Source.STORE: Table(P, K, _STORE),
-    Source.OWN: Table(P, K, _OWN),
-    Source.STAGING: Table(P, K, _STAGING),
-}
+STORE: PageTable = Table(P, K, _STORE)
+OWN: PageTable = Table(P, K, _OWN)
+STAGING: PageTable = Table(P, K, _STAGING)
+TABLES = {Source.STORE: STORE, Source.OWN: OWN, Source.STAGING: STAGING}
 
 # Phases in which the room still holds pages, which FREE or ABANDON must end.
 CLAIMED = frozenset({P.TAKEN, P.LENT, P.QUARANTINED})
