@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import CapacityError, Cause, Code, LayoutError, MisuseError
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout, ascends, names_twice
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout, names_twice
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, MAX_PAGES_PER_ROOM, RoomId
 
 
@@ -202,7 +202,7 @@ def unpack_pages(packed: bytes, num_pages: int) -> PageIndices:
     if pages.size:
         # Decode's allocator returns ascending pages where it can. The first and the last page are
         # then the smallest and the largest, and no page occurs twice.
-        ascending = ascends(pages)
+        ascending = bool((pages[1:] > pages[:-1]).all())
         low, high = (
             (int(pages[0]), int(pages[-1])) if ascending else (int(pages.min()), int(pages.max()))
         )

@@ -89,9 +89,7 @@ class DecodeCore(Core):
         self.feed_loan(lease, peer, LoanKind.DRAINED if drained else LoanKind.UNPROVEN, now)
 
     def abort(self, lease: Lease[PrefillPeer], peer: PrefillPeer, cause: Cause) -> None:
-        abort = wire.Abort(
-            room=lease.room, grant=lease.grant, cause=cause, **self.links.between(peer)
-        )
+        abort = wire.Abort(room=lease.room, grant=lease.grant, cause=cause, **peer.between)
         # Pages wait for the answer, so the Abort leaves at once.
         self.outbox.append(SendToPrefill(peer.key, encode(abort), at_once=True))
 
@@ -195,9 +193,7 @@ class DecodeCore(Core):
 
     def announce(self, record: DecodeRoomRecord) -> None:
         for peer in record.peers:
-            announce = wire.Announce(
-                room=record.room, grant=record.grant, **self.links.between(peer)
-            )
+            announce = wire.Announce(room=record.room, grant=record.grant, **peer.between)
             self.outbox.append(SendToPrefill(peer.key, encode(announce)))
 
     def lend(self, record: DecodeRoomRecord, peer: PrefillPeer) -> None:
@@ -209,7 +205,7 @@ class DecodeCore(Core):
             prompt_tokens=record.prompt.tokens,
             prompt_digest=record.prompt.digest,
             prefix_tokens=record.prompt.prefix_tokens,
-            **self.links.between(peer),
+            **peer.between,
         )
         self.outbox.append(SendToPrefill(peer.key, encode(bootstrap)))
 

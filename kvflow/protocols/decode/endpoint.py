@@ -373,7 +373,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
             for peer in [peer for peer in self.peers if core.links.due_at_s(peer) <= now]:
                 core.link_due(peer, now)
         for peer, rooms in beliefs.items():
-            resync = wire.Resync(rooms=tuple(rooms), **core.links.between(peer))
+            resync = wire.Resync(rooms=tuple(rooms), **peer.between)
             core.outbox.append(SendToPrefill(peer.key, encode(resync)))
 
     # --- opening a room, step by step

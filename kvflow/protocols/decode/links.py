@@ -60,6 +60,7 @@ class PrefillPeer:
     received_at_s: float
     fresh_from: GrantId  # the lowest grant that may still begin at this rank
     repeat_after_s: float
+    between: dict[str, Any]  # the fields of every message to it: both incarnations (I6)
     sent_at_s: float = field(init=False)
     tried_at_s: float = field(init=False)
     used_at_s: float = field(init=False)
@@ -125,8 +126,9 @@ class DecodeLinks:
             raise LostError(
                 f"prefill at {info.control} is {known.phase.name.lower()}: {known.cause.text}"
             )
+        between = {"source": key.incarnation, "target": self._identity.incarnation}
         peer = self.peers[key] = PrefillPeer(
-            info, key, now, next_grant, self._timing.repeat_after_s
+            info, key, now, next_grant, self._timing.repeat_after_s, between
         )
         self._outbox.append(Dial(key))
         self._register(peer, now)
@@ -166,9 +168,9 @@ class DecodeLinks:
                     self._outbox.append(WatchWriter(peer.key, peer.address))
             elif command is LinkCommand.SEND_GOODBYE:
                 peer.sent_at_s = now
-                self._send(peer, Goodbye(**self.between(peer)))
+                self._send(peer, Goodbye(**peer.between))
             elif command is LinkCommand.ACKNOWLEDGE:
-                self._send(peer, GoodbyeAck(**self.between(peer)))
+                self._send(peer, GoodbyeAck(**peer.between))
             elif command is LinkCommand.HANG_UP:
                 # A last heartbeat lets prefill forget grants that are settled, since this decode
                 # will not ask about them again. A Goodbye has the same effect.
@@ -183,12 +185,8 @@ class DecodeLinks:
         return Heartbeat(
             settled_below=ledger.settled_below(peer),
             settled=ledger.settled_above(peer, MAX_SETTLED_RANGES),
-            **self.between(peer),
+            **peer.between,
         )
-
-    def between(self, peer: PrefillPeer) -> dict[str, Any]:
-        """Return the two incarnations that every message of this link names (I6)."""
-        return {"source": peer.key.incarnation, "target": self._identity.incarnation}
 
     def drop(self, peer: PrefillPeer) -> None:
         del self.peers[peer.key]
