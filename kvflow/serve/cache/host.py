@@ -44,8 +44,8 @@ class HostTier:
     async def copy(self, source: PageIndices, target: PageIndices, to: Tier) -> bool:
         """Copy pages `source` to pages `target` (int32 [n]) of the tier `to`, device or host.
 
-        Return True if all were copied. The copy no longer runs when this ends, even by a
-        cancellation. Raises: TransferError.
+        Return True if all were copied. The copy has stopped when this returns or raises, even if it
+        raises a cancellation. Raises: TransferError.
         """
         copy = self._threads[to].start(
             copy_slices,

@@ -2,13 +2,13 @@
 
 The cache owns these pages (I1). A request that reads them holds a `Prefix`, a lock that eviction
 respects. Pages are evicted only when a request finds too few free ones, so an idle pool may be full
-of cached pages. With a host tier, kept pages are also copied to the host (write-through), and pages
-that only the host has are copied back before a prompt begins with them. With a storage tier behind
-it, pages that arrive on the host are stored, and pages that only storage has are read from it.
+of cached pages. With a host tier, the write policy selects pages that are also copied to the host,
+and pages that only the host has are copied back for a prompt that begins with them. With a storage
+tier behind it, pages that arrive on the host are stored, and pages that only storage has are read.
 
-If the model keeps a state per request beside its pages, a prefill's cache saves copies of states
-(`states`), and a prompt can begin only with a prefix that ends in one. A decode's cache saves no
-states: prefill always sends the whole row, however many pages decode already has.
+If the model keeps a state per request in addition to its pages, a prefill's cache saves copies of
+states (`states`), and a prompt can begin only with a prefix that ends in a saved state. A decode's
+cache saves no states: prefill always sends the whole row, however many pages decode already has.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Prefix:
             self._cache.unlock(end)
 
     def release_state(self) -> None:
-        """Unlock the state. Call this once it was copied to the request's row. Idempotent."""
+        """Unlock the state. Call this once the request's row has a copy of it. Idempotent."""
         state, self.state = self.state, None
         if state is not None and self.end is not None:
             self._cache.unlock_state(self.end)
@@ -168,7 +168,7 @@ class PrefixCache:
         return prefix
 
     def count(self, prompt_tokens: int, prefix: Prefix) -> None:
-        """Count a request that begins with `prefix`, once however often it matched."""
+        """Count a request that begins with `prefix`. Call this only once for each request."""
         self._asked += prompt_tokens
         self._hits += prefix.tokens
         if prefix.end is not None:
@@ -186,15 +186,15 @@ class PrefixCache:
 
     @property
     def leaving_pages(self) -> int:
-        """Device pages that write_back is copying to the host, to evict them afterwards."""
+        """Number of device pages that write_back is copying to the host before it evicts them."""
         return 0 if self._tiers is None else self._tiers.leaving_pages
 
     async def fetch(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
     ) -> None:
-        """Read pages of the first `most_tokens` tokens that only storage has into host memory.
+        """Read into host memory those pages of `tokens[:most_tokens]` that only storage has.
 
-        A cancellation is raised at once, and keeps pages that were read by then. Errors are logged.
+        A cancellation is raised at once. Pages that were read by then are kept. Errors are logged.
         """
         if self._tiers is None:
             return
@@ -217,15 +217,15 @@ class PrefixCache:
         from_storage: bool = True,
         locked: Callable[[Prefix], None] = lambda prefix: None,
     ) -> Prefix:
-        """Copy pages that only the host has to the device, then `match`.
+        """Load from the host the pages that the device lacks, then `match`.
 
         With `from_storage`, pages that only storage has are read first. The copy takes at most
         `most_pages` device pages, free or evictable. The result is locked in the same turn of the
         loop in which the copy ends, so that no eviction can come between.
 
-        `taking` is called with the number of pages that the copy takes; until it ends, they are
-        neither free nor cached. It is called again with the negative number when the copy ends, and
-        `locked` is called in that turn with the result. A cancellation stops the copy and drops its
+        `taking` is called with the number of pages that the copy takes. Until the copy ends, they
+        are neither free nor cached. In the turn in which it ends, `taking` is called with the
+        negative number, and `locked` with the result. A cancellation stops the copy and drops its
         pages. Errors are logged, and the result is then what the device has.
         """
         key = self._key(tokens, most_tokens)
@@ -249,14 +249,14 @@ class PrefixCache:
     def lacks(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
     ) -> bool:
-        """Return True if `load` would copy pages to the device, or wait for a prompt that does."""
+        """Return True if `load` would copy pages to the device, or wait for another such copy."""
         if self._tiers is None:
             return False
         found = self._look(self._key(tokens, most_tokens), namespace)
         return found.num_pages > found.device_pages.size
 
     async def _fetch(self, tiers: Tiers, key: bytes, namespace: Namespace, most_pages: int) -> None:
-        # Storage has no states, and a prompt can begin only with a prefix that ends in one.
+        # Storage has no states, and a prompt can begin only with a prefix that ends in a state.
         if tiers.storage is None or self.states is not None:
             return
         found = self._look(key, namespace)
@@ -274,7 +274,7 @@ class PrefixCache:
     ) -> Prefix | None:
         """Return the locked result, or None if no copy was necessary or possible."""
         found = self._look(key, namespace)
-        # Another prompt already loads these pages. A second copy would waste pages and bandwidth.
+        # Another prompt is loading these pages. A second copy would waste pages and bandwidth.
         while found.end is not None and self._index.arrives(found.end):
             await tiers.wait_for_load()
             found = self._look(key, namespace)
@@ -332,11 +332,11 @@ class PrefixCache:
     def keep(
         self, tokens: Tokens, pages: PageIndices, owner: Hashable, prefix: Prefix, priority: int = 0
     ) -> int:
-        """Take over from `owner` those of `pages` that `tokens` fill, all of which are computed.
+        """Take over from `owner` the `pages` that `tokens` fill. All of them must be computed.
 
         `pages` begins with the pages of `prefix`. If another request added the same tokens
-        meanwhile, this request's duplicates become free. Return the number of leading `pages`, with
-        those of the prefix, that no longer belong to `owner`. They must not be written any more.
+        meanwhile, this request's duplicates become free. Return how many leading `pages` do not
+        belong to `owner` now, including those of the prefix. They must not be written any more.
 
         Raises: OwnershipError if `owner` does not own the pages; then no page is taken.
         """
@@ -344,7 +344,7 @@ class PrefixCache:
         if not prefix.is_current:
             return shared
         if whole <= shared:
-            # The host may lack pages of the prefix: an earlier copy failed, or was evicted.
+            # The host may lack pages of the prefix, because an earlier copy failed or was evicted.
             self._save(prefix.end)
             return shared
         own = pages[shared:whole].copy()
@@ -372,10 +372,10 @@ class PrefixCache:
     def keep_states(
         self, tokens: Tokens, states: Mapping[int, int], owner: Hashable, prefix: Prefix
     ) -> None:
-        """Take over from `owner` the slots of saved states, by the number of tokens before each.
+        """Take over saved states from `owner`. `states` maps token counts to slots.
 
-        An earlier `keep` took these tokens. A slot becomes free if the cache already has such a
-        state.
+        A count is the number of tokens before the state. An earlier `keep` took the pages of these
+        tokens. A slot becomes free if the cache already has this state, or was flushed.
         """
         assert self.states is not None
         for count, state in states.items():
@@ -438,7 +438,8 @@ class PrefixCache:
         least = self.evictable_pages - count
         self._free(self._index.evict(Tier.DEVICE, count))
         while self._tiers is not None and (left := self.evictable_pages - max(least, 0)) > 0:
-            # The index keeps a page whose copy failed while host pages follow it in a prompt.
+            # If the copy of a page failed, the index keeps the page as long as host pages follow it
+            # in a prompt.
             freed = self._index.evict(Tier.HOST, left)
             if not freed.host.size:
                 break

@@ -1,18 +1,19 @@
 """Cache events over ZMQ: a PUB socket, and a ROUTER that replays batches to subscribers.
 
-PUB sends [topic, seq, payload]. A subscriber requests a replay from a DEALER with [b"", seq]. The
+PUB sends [topic, seq, payload]. A subscriber's DEALER sends [b"", seq] to request a replay. The
 answer is one message [b"", topic, seq, payload] for each batch from that number on, and [b"", b"",
 -1, b""] at the end. The request [b"", seq, b"snapshot"] is answered with one batch that contains
 everything that is cached, in place of the batches since `seq`. Numbers are 64 bits, big-endian.
 `protocols.cache.stream` describes the answer when the requested batches are no longer kept.
 
-**Events are prompts**: they contain the salts and the token ids of all cached pages, for every
-client that can connect. So the default address is on the loopback, and with a key (CURVE, `kvflow
-keygen`) only clients that have it can connect.
+**Events are prompts**: they contain the salts and the token ids of all cached pages, and every
+client that can connect reads them. So the default address is on the loopback, and with a CURVE key
+(`kvflow keygen`) only clients that have the key can connect.
 
 The publisher never waits for a subscriber. PUB drops batches that a slow subscriber does not take,
 and the number of the next batch reveals the gap. If there are no events, an empty batch is sent
-every `heartbeat_s`. Events recorded in one turn of the loop share a batch.
+every `heartbeat_s`. Events recorded in one turn of the loop share a batch, unless they are too many
+for one (`stream.BATCH_BYTES`).
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class EventPublisher:
             first_seq=first_seq,
         )
         self._first_seq, self._loop = first_seq, asyncio.get_running_loop()
-        # An authenticator applies to a whole context, so sockets with a key have their own one.
+        # An authenticator applies to a whole context, so sockets with a key get a separate one.
         context = zmq.Context() if key else zmq.Context.instance()
         self._pub: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self._router: zmq.asyncio.Socket | None = None
@@ -193,7 +194,7 @@ class EventPublisher:
 
     async def _serve(self, router: zmq.asyncio.Socket) -> None:
         while True:
-            # With the slot taken first, requests beyond MAX_REPLAYS wait in the bounded queue.
+            # The slot is taken first, so requests beyond MAX_REPLAYS wait in ZMQ's bounded queue.
             await self._slots.acquire()
             request = await router.recv_multipart()
             if not _is_request(request):
@@ -220,13 +221,13 @@ class EventPublisher:
             self._replays += 1
 
     async def _snapshot(self, start: int) -> list[Batch]:
-        """Return one batch with all that is cached, numbered `start`, but at most the newest
-        number.
+        """Return a batch with everything that is cached, and perhaps an empty batch after it.
 
-        If `start` is older, an empty batch follows with the newest number, where the subscriber
-        goes on.
+        The first batch has the number `start` or the newest number, whichever is lower. If that is
+        lower than the newest number, an empty batch with the newest number follows, so that the
+        subscriber continues from there.
         """
-        # Recorded events are already in the cache, so they are sent before the snapshot.
+        # The snapshot includes the changes of recorded events, so these events are sent first.
         await self._settle()
         events, newest = self._stream.snapshot(), self._stream.next_seq - 1
         encoder, parts = self._stream.encoder, list[bytes]()

@@ -21,7 +21,7 @@ from kvflow.protocols.pages.plan import Pairing
 
 
 class StateStore:
-    """Host memory for states of one pool's rows. Only the owner of a slot may access it."""
+    """Host memory for states copied from one pool's rows. Only a slot's owner may access it."""
 
     def __init__(self, pool: PagedPool, limit_bytes: int, most: int = MAX_ROWS) -> None:
         """Allocate and pre-fault memory for at most `most` states. Call this in a thread.

@@ -23,8 +23,8 @@ class StorageTier:
     async def put(self, keys: Sequence[bytes], pages: PageIndices) -> bool:
         """Store host pages (int32 [n]) under their digests. Return True if all are in the store.
 
-        This returns once the store no longer reads the pages; a store that hangs delays that.
-        Do not cancel it before the store is closed.
+        This returns once the store no longer reads the pages, so a store that hangs delays it. Do
+        not cancel this before the store is closed.
         """
         # If the store stalls, it may still read the pages after `done` completes.
         call = self.store.put(keys, self._buffers(pages))

@@ -1,11 +1,11 @@
-"""Copies of cached pages between device, host and storage: their beginnings and their ends.
+"""Copies of cached pages between device, host and storage, from their start to their end.
 
 A copy names a run of pages (`protocols.cache.writes`), so splits, evictions and flushes of the
 index do not disturb it. Its pages are freed only when the copy no longer reads or writes them,
 which may take a long time if a store hangs.
 
 Pages that wait for a copy cannot be evicted. So at most three quarters of a tier may wait. Further
-pages are counted and stay in their tier until they are used again.
+pages are counted and not copied. When they are used again, they get another chance.
 
 **write_back.** Pages leave the device only when a request needs room. `make_way` first frees pages
 that the host already has, in the order of the policy. It then begins to copy other pages, each with
@@ -14,8 +14,8 @@ ask again. Pages that cannot be copied (the copy failed, or the host is full of 
 evicted without a copy.
 
 **A store loses pages**: it evicts them, or the process that held them dies. So before more pages of
-a prompt are stored, the store is asked for those that the index lists as stored. From the first
-missing page on, all of them are stored again.
+a prompt are stored, the tiers check that the store still has those that the index lists as stored.
+From the first missing page on, all of them are stored again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TierCounts(msgspec.Struct, kw_only=True):
     # are on the device alone, or were evicted from it.
     unsaved_pages: int = 0
     unstored_pages: int = 0  # not put into storage, because too many pages waited
-    lost_pages: int = 0  # found missing in storage, and the pages that follow them
+    lost_pages: int = 0  # missing in storage, or after a missing page in a prompt
     failed_copies: int = 0  # copies that failed or were stopped
 
 
@@ -75,9 +75,9 @@ class Tiers:
     ) -> None:
         """Make the tiers of `index`, with no copy under way.
 
-        `device_pages` is the size of the device's pool. `free` is called after each change of the
-        index, with the pages that the change freed. It is called even if there are none, since it
-        also publishes events. `on_copied` is called when a copy that `leaving_pages` counted ends.
+        `device_pages` is the size of the device's pool. `free` is called with the pages that a
+        change of the index freed. It is called even if there are none, since it also publishes
+        events. `on_copied` is called when a copy that `leaving_pages` counted ends.
         """
         self.host, self.storage, self.counts = host, storage, TierCounts()
         self._index, self._now, self._free, self._on_copied = index, now, free, on_copied
@@ -96,7 +96,7 @@ class Tiers:
 
     @property
     def leaving_pages(self) -> int:
-        """Device pages that can be evicted when the copies under way land."""
+        """Number of device pages that can be evicted when the copies under way land."""
         return sum(self._leaving.values())
 
     @property
@@ -113,7 +113,7 @@ class Tiers:
         self.counts.unsaved_pages += wanted - (0 if write is None else len(write.source_pages))
 
     def make_way(self, count: int) -> bool:
-        """Free up to `count` device pages under write_back.
+        """Free at most `count` device pages under write_back.
 
         Pages that the host has too are freed now. Copies of others begin, and a later call frees
         those pages. Return False if no page was freed and no page is being copied.
@@ -121,7 +121,8 @@ class Tiers:
         freed, uncopied = self._index.evict_copied(count)
         self._free(freed)
         left = count - freed.device.size
-        # Pages whose copy failed go without one. A failing host must not keep the device full.
+        # Pages whose copy failed are evicted without one, so that a failing host does not keep the
+        # device full.
         lost, self._given_up = min(left, self._given_up), 0
         for end in uncopied:
             wanted = self._index.missing(end, Tier.DEVICE, Tier.HOST)
@@ -187,9 +188,9 @@ class Tiers:
     async def fetch(
         self, tokens: bytes, found: Match, namespace: Namespace, most_pages: int
     ) -> None:
-        """Read at most `most_pages` pages after `found` from storage, as far as the host has room.
+        """Read at most `most_pages` pages after `found` from storage, fewer if the host lacks room.
 
-        A cancellation is raised at once, and keeps pages that were read by then.
+        A cancellation is raised at once. Pages that were read by then are kept.
         """
         assert self.storage is not None
         store, host, epoch = self.storage.store, self.host.pages, self._index.epoch
@@ -304,7 +305,7 @@ class Tiers:
                 whole = await self.host.copy(write.source_pages, write.target_pages, write.target)
         except TransferError:
             _log.exception("a copy of %d cached pages failed", len(write.source_pages))
-        # `put` and `host.copy` end only when the copy stopped, so the pages can be freed here.
+        # `put` and `host.copy` end only once the copy has stopped, so the pages can be freed here.
         finally:
             self._waiting[write.target] -= len(write.source_pages)
             left = self._leaving.pop(write.number, 0)
@@ -332,6 +333,6 @@ class Tiers:
 
 
 def _troubles(store: Storage) -> tuple[int, ...]:
-    """Return the counters that change with every call that the store could not answer."""
+    """Return the counters that show that the store could not answer a call."""
     counts = store.counts
     return counts.errors, counts.stalls, counts.refused, counts.trips

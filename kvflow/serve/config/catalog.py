@@ -106,12 +106,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "security": _names("api_key admin_api_key kv_events_key_file allowed_origins control_key_file"),
 }
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
-# The help shows settings by group, so a new setting without one would be missing from it.
+# The help shows settings by group, so it would not show a setting that is in no group.
 if ungrouped := set(Settings.__struct_fields__) - _GROUP_OF.keys():
     raise AssertionError(
         f"settings that stand in no group of config.GROUPS: {', '.join(sorted(ungrouped))}"
     )
-# Other names of settings, accepted wherever the canonical name is.
+# Other names of settings. They are accepted wherever the canonical name is accepted.
 ALIASES: dict[str, tuple[str, ...]] = {
     "model_path": ("model",),
     "disaggregation_bootstrap_port": ("bootstrap_port",),

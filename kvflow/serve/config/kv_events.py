@@ -17,10 +17,10 @@ Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fields of --kv-events-config. With the default endpoint, only this machine can subscribe.
 
-    `hwm` and `max_queue_size` are accepted for compatibility and have no effect: kvflow bounds what
-    it queues for a slow subscriber in other ways, and announces dropped events. Two fields exist
-    only in kvflow: `positional` encodes events as arrays, the older format, and `dialect` selects
-    the engine whose names are used for the storage tiers.
+    `hwm` and `max_queue_size` are accepted for compatibility and have no effect: kvflow has its own
+    bounds on what it queues for a slow subscriber, and subscribers can detect dropped events. Two
+    fields exist only in kvflow: `positional` encodes events as arrays, the older format, and
+    `dialect` selects the engine whose names are used for the storage tiers.
     """
 
     publisher: Literal["zmq", "null"] | None = "zmq"

@@ -26,7 +26,7 @@ SizeOrNone = Annotated[int, Meta(ge=0)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of a role. Zero and empty mean "choose a value" only if a description says so."""
+    """Settings of a role. Zero or "" means "choose a value" only if the description says so."""
 
     host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     """Address to listen on."""

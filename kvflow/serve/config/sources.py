@@ -32,8 +32,8 @@ from kvflow.serve.config.catalog import (
 from kvflow.serve.config.kv_events import KvEvents
 from kvflow.serve.config.settings import DEFAULT_PORTS, ENV_PREFIX, Role, Settings
 
-# These are no settings: the config file, three that `up` and a prefill set for their children, the
-# URL for `declare-dead` and examples/chat.py, and the seed of the tests.
+# These variables are not settings. They give the config file, three values that a process passes to
+# its children, the URL for `declare-dead` and examples/chat.py, and the seed of the tests.
 _OTHER_VARIABLES = ("CONFIG", "READY_FD", "PARENT_PID", "RANK", "URL", "SEED")
 _LAST_PORT = 65535
 _SECRETS = ("api_key", "admin_api_key")
@@ -81,7 +81,7 @@ def resolve(
 def resolve_other(other: Role, flags: Mapping[str, Any], config: str | None = None) -> Settings:
     """Return the settings of `other` for a worker started with `flags`. Raises: ConfigError."""
     mode = "disaggregation_mode"
-    # --disaggregation-mode names the role of the start, which would contradict `other`.
+    # --disaggregation-mode names the role in which the worker started, which is not `other`.
     flags = {
         name: value
         for name, value in flags.items()
@@ -130,7 +130,7 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
     }
     common = {key: value for key, value in document.items() if key not in tables}
     own = tables.pop(role, {})
-    # The role's own table comes last and wins. In those of other roles only names are checked.
+    # The role's own table comes last and wins. In other roles' tables, only names are checked.
     for table_role, table in (*tables.items(), ("", common), (role, own)):
         where = f"config file {path}: {f'[{table_role}] ' if table_role else ''}"
         for key, value in table.items():
@@ -160,7 +160,7 @@ def _convert(name: str, value: Any, source: str) -> Any:
     if base_type(name) == tuple[str, ...] and from_text:
         value = tuple(part.strip() for part in value.split(",") if part.strip())
     try:
-        # Flags and variables are text. In a TOML file, "16" is a string and no number.
+        # Text is converted to the setting's type. Any other TOML value must already have that type.
         return msgspec.convert(value, hint, strict=not from_text)
     except msgspec.ValidationError as error:
         # The error may end up in a log, so it must not contain a key.

@@ -49,7 +49,7 @@ class Aborted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetClient:
-    """A client of the roles of one fleet, which it knows by their URLs."""
+    """A client of one fleet. It reaches the router, prefill and decode by their URLs."""
 
     def __init__(
         self, session: aiohttp.ClientSession, router: str, prefill: str, decode: str
@@ -63,7 +63,7 @@ class FleetClient:
     async def complete(
         self, prompt: str, new_tokens: int, show: Callable[[str], None] | None = None
     ) -> Streamed:
-        """Request exactly `new_tokens` greedy tokens. `show` receives text. Raises: DemoError."""
+        """Request exactly `new_tokens` greedy tokens. `show` gets new text. Raises: DemoError."""
         done = Streamed(prompt=prompt)
         started = time.perf_counter()
         body = {"text": prompt, "stream": True, "sampling_params": _greedy(new_tokens)}
@@ -108,7 +108,7 @@ class FleetClient:
         return total, seconds
 
     async def abort_in_mid_transfer(self, input_ids: list[int]) -> Aborted:
-        """Request a completion, and disconnect when part of its bytes landed.
+        """Request a completion, and disconnect once some of its bytes have landed.
 
         Raises: DemoError if the request fails; TransferError if it ends before it can be aborted.
         """
@@ -117,7 +117,7 @@ class FleetClient:
         try:
             room = await self._moving_room(request)
         finally:
-            # Cancelling the task closes the connection, as a client does that disconnects.
+            # Cancelling the task closes the connection. To the router, the client disconnected.
             request.cancel()
             await asyncio.wait([request])
         async with asyncio.timeout(AT_REST_TIMEOUT_S):
@@ -155,7 +155,7 @@ class FleetClient:
 
 
 def _writing_s(events: list[dict[str, Any]]) -> float:
-    """Return the seconds in which at least one chunk of a room was queued and had not landed."""
+    """Return the seconds during which a chunk of the room was queued and had not landed."""
     open_chunks, since_s, total_s = 0, 0.0, 0.0
     for event in events:
         if event["what"] == "chunk_queued":

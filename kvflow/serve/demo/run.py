@@ -82,7 +82,7 @@ def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_toke
     reason = plane_unavailable_reason(backend or "mooncake")
     if backend and reason:
         raise MisuseError(reason)
-    # The demo's roles inherit the environment, where settings may be meant for other roles.
+    # The demo's roles inherit the environment, so settings for other roles are removed from it.
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
         del os.environ[name]
     plan = Plan(
@@ -121,7 +121,7 @@ async def _all(plan: Plan, backends: list[str], output: DemoOutput) -> list[Outc
     try:
         return [await _one(plan, backend, expected, output) for backend in backends]
     except ChildEndedError as error:
-        # Status 2 is a wrong setting, such as a missing model, which the user can correct.
+        # Status 2 means a wrong setting that the user can correct, such as a missing model.
         if error.status == 2:
             raise MisuseError(str(error)) from None
         raise
@@ -211,7 +211,10 @@ async def _one(
 async def _completions(
     client: FleetClient, plan: Plan, output: DemoOutput
 ) -> tuple[list[Streamed], str]:
-    """Complete a few prompts one by one and the others concurrently. Return the rate as text."""
+    """Complete a few prompts one by one and the others concurrently.
+
+    Return all completions, and the rate of the concurrent ones as text.
+    """
     shown = []
     for prompt in plan.prompts[:SHOWN]:
         with output.streaming(prompt) as show:

@@ -19,7 +19,7 @@ PROMPT_WIDTH = 32
 
 
 class DemoOutput(Protocol):
-    """A destination for progress and results. Every call is flushed, for pipes."""
+    """A destination for progress and results. Each call flushes its output, even to a pipe."""
 
     def line(self, text: str) -> None: ...
 

@@ -11,7 +11,7 @@ from typing import Any
 
 WIDTH = 79
 _TIME, _SIDE, _LANE = 8, 25, 19  # columns
-# Messages from the other side, by the side that receives one and the event that it records.
+# Names of messages. The key is the side that receives a message and the event that it records.
 _ARRIVED = {
     ("prefill", "announced"): "announce",
     ("prefill", "matched"): "pages lent",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 DEMO_MODEL_DIR = Path(__file__).parent
 
-# Openings of texts. The model's greedy continuations are readable and differ.
+# Openings of texts. The model's greedy continuations are readable, and all different.
 DEMO_PROMPTS = (
     "The assert statement",
     "A class definition",

@@ -130,7 +130,7 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, steps: int, rate: float) -
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the model directory, with bfloat16 weights declared as float32: a load widens them."""
+    """Write model and tokenizer. Weights are bfloat16, declared as float32: loading widens them."""
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -140,12 +140,12 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     model.bfloat16().save_pretrained(out)
     model.config.dtype = torch.float32
     model.config.save_pretrained(out)
-    # safetensors makes the file readable for its owner only.
+    # safetensors makes the file readable only by its owner.
     (out / "model.safetensors").chmod(0o644)
 
 
 def main() -> None:
-    """Train with the seed that is given, and write the model directory."""
+    """Train with the given seed, and write the model directory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--seed", type=int, default=20)

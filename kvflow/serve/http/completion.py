@@ -34,7 +34,8 @@ class Delta(msgspec.Struct, frozen=True):
 class Completion:
     """The sum of the deltas of one choice, without their tokens.
 
-    The `CompletionCall` encodes each token as it arrives, which takes a tenth of its memory.
+    The `CompletionCall` encodes each token as it arrives. The encoded form takes a tenth of the
+    memory.
     """
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Live figures of one of several ranks. If it is `up`, they are from its last status."""
+    """Live figures of one of several ranks, from its last status. Valid only while it is `up`."""
 
     rank: int
     up: bool
@@ -62,7 +62,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     pinned_pages: int = 0
     rooms: dict[str, int] = {}  # open rooms, by state
     requests: int = 0  # requests that the rank computes or will compute
-    tickets: int = 0  # requests of the group that did not end at this rank yet
+    tickets: int = 0  # requests of the group that have not ended at this rank
     bytes_moved: int = 0
     internal_errors: dict[str, int] = {}
     messages_dropped: int = 0
@@ -70,7 +70,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(NodeReport, frozen=True, kw_only=True):
-    """Live figures for /server_info and for all gauges. Cheap enough to make every second."""
+    """Live figures for /server_info and for all gauges. A report may be made every second."""
 
     queue_seconds: Histogram | None = None  # the engine's own object, which it continues to fill
     running: int = 0
@@ -105,15 +105,15 @@ class CompletionService(Protocol):
     def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
         """Yield the tokens of `request`, and abort the room when the iterator is closed.
 
-        A prefill yields the first one, once its KV landed at decode. A decode yields all of them.
-        Raises: KvflowError.
+        A prefill yields only the first token, once the prompt's KV has landed at decode. A decode
+        yields all tokens. Raises: KvflowError.
         """
 
     def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
         """End a room whose request never reached `tokens`, and send the cause to the other leg.
 
-        `prefill` is the address of its registry, empty if unknown, and `dp_rank` is the group
-        there. A prefill ignores both. Never raises.
+        `prefill` is the address of the prefill's registry, empty if unknown. `dp_rank` is the
+        prefill's group. A prefill ignores both. Never raises.
         """
 
     def abort(self, request: GenerationRequest) -> None:

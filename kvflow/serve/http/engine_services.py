@@ -222,7 +222,7 @@ def whole_answer(first: TokenOut) -> TokenOut:
 
 
 class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
-    """A service that lends pages to prefill, and yields all tokens once the KV landed."""
+    """A service that lends pages to prefill, and yields all tokens once the KV has landed."""
 
     def report(self) -> Report:
         return msgspec.structs.replace(
@@ -236,7 +236,8 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             )
             self._node.counts.room_refused(error.cause())
             raise error
-        # After the announcement, prefill waits as long as this decode lives, or receives the cause.
+        # The room is announced before it waits for admission. Prefill then waits as long as this
+        # decode lives, or receives the cause if the room fails.
         prompt = request.checked or request.prompt
         try:
             room = self._node.announce(

@@ -1,9 +1,8 @@
-"""The table of all request fields of OpenAI, SGLang and vLLM, and of their treatment here.
+"""The table of the request fields of OpenAI, SGLang and vLLM, and of how kvflow treats them.
 
-It is read from FIELDS.md beside this file, which also documents the fields for users. A field that
-would change the answer, is not implemented, and has another value than its default is refused with
-a 400 that names it: the answer without it would be wrong. Fields that are not in the table are
-ignored.
+It is read from FIELDS.md in this folder, which also documents the fields for users. A field that
+would change the answer but is not implemented is refused with a 400 that names it, unless its value
+has no effect. Fields that are not in the table are ignored.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ _VALUE = re.compile("`(.*?)`")  # the text between the backticks is JSON
 class Field(NamedTuple):
     """One field. `bodies` and `known_to` are strings of letters: keys of `BODIES` and `SOURCES`.
 
-    At values in `accepts`, a refused field has no effect. `example` is another one, for tests.
+    With a value in `accepts`, a refused field has no effect. Tests send `example`, which is
+    not in `accepts`.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Field(NamedTuple):
     example: Any = True
 
     def changes_nothing(self, value: Any) -> bool:
-        """Return True if a refused field has no effect at this value."""
+        """Return True if a refused field has no effect with this value."""
         # In Python False == 0, but a field that accepts one of them need not accept the other.
         return any(
             value == one and isinstance(value, bool) == isinstance(one, bool)
@@ -88,5 +88,5 @@ TABLE = dict(_tables())
 
 
 def refused_in(body: str) -> dict[str, Field]:
-    """Return the fields that are refused in a body, by name."""
+    """Return the fields refused in bodies of kind `body` (a key of `BODIES`), by name."""
     return {field.name: field for field in TABLE[REFUSED] if body in field.bodies}

@@ -124,7 +124,7 @@ class GenerateCall:
         return []
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """Return one cumulative event for any number of deltas, as SGLang does for slow clients."""
+        """Return one cumulative event for all `deltas`. SGLang does the same for slow clients."""
         event = self._one(index, completion)
         return [{**event, "index": index} if self._is_list else event]
 

@@ -42,7 +42,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_ID_DIGITS = 10
 MAX_SALT = 512  # characters
 MAX_ANSWER_ID = 512  # characters; every event of a stream repeats the id
-# Largest packed size of the prompts' log-probabilities in one body, a fifth of their JSON.
+# Largest packed size of the prompts' log-probabilities in one body. Their JSON is five times
+# as large.
 MAX_SCORES_BYTES = 1 << 24
 # Longer prompts are hashed in a thread. Others take less than 100 us on the event loop.
 LONG_PROMPT = 1 << 15  # tokens
@@ -52,10 +53,10 @@ _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repeti
 _NO_SAMPLING = GenerateSampling()
 _NOT_ASKED: HiddenStates = False
 _DP_RANKS = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")
-# Stands for an invalid group. No group has this number, so a refusal goes to all of them.
+# Stands for an invalid group. No group has this number, so a refusal goes to all groups.
 _NO_DP_RANK = -1
 _ROOM_MASK = (1 << 63) - 1
-# Rooms of one id are this far apart: 2**64 over the golden ratio, which avoids collisions.
+# Distance between rooms derived from one id: 2**64 over the golden ratio, to avoid collisions.
 _ROOM_STEP = 0x9E3779B97F4A7C15
 
 
@@ -74,13 +75,13 @@ class RequestLimits(msgspec.Struct, frozen=True):
         return max(1, min(self.engine.context_length, self.engine.pool_tokens) - len(prompt))
 
     def priority(self, given: int | None) -> int:
-        """Convert a body's priority to the engine's, for which a larger number starts first."""
-        # `~n` reverses the order as `-n` does, and also fits into 64 bits for the smallest `n`.
+        """Convert a body's priority to the engine's, in which larger numbers start first."""
+        # Like `-n`, `~n` reverses the order. It also fits into 64 bits for the smallest `n`.
         return ~(given or 0) if self.low_priority_first else given or 0
 
     def check(self, body: Rendezvous, prompt: PromptIds, params: SamplingParams) -> None:
         """Check a request against the limits. Raises: RequestError (400)."""
-        # The error of the engine means 503, but a request that can never fit must not be retried.
+        # An error from the engine means 503, but a request that can never fit must not be retried.
         with _refused(_prompt_field(body)):
             self.engine.check_prompt(prompt)
         with _refused(None):
@@ -126,7 +127,7 @@ def choices_of_generate(body: GenerateRequest, prompts: int) -> int:
 async def params_of_generate(
     body: GenerateRequest, prompts: list[PromptIds], limits: RequestLimits
 ) -> list[SamplingParams]:
-    # A body may have one object for thousands of prompts, which is converted once, by its `id`.
+    # A body may have one object for thousands of prompts. It is converted only once.
     made: dict[int, dict[str, Any]] = {}
     return [
         _params_of_prompt(body, i, prompts, limits, made)
@@ -171,7 +172,7 @@ def _params_of_prompt(
 
 
 def _wants_hidden(body: GenerateRequest, index: int, prompts: int) -> bool:
-    """Return True if the last token's states are wanted. All states do not fit into a hand-over."""
+    """Return True if the last token's states are wanted. A hand-over cannot hold all states."""
     given = _of_prompt(
         "return_hidden_states", body.return_hidden_states, index, prompts, _NOT_ASKED
     )
@@ -292,7 +293,7 @@ def generation_requests(
     choices: int,
     limits: RequestLimits,
 ) -> list[GenerationRequest]:
-    """Return one request per choice, those of a prompt together. Raises: RequestError."""
+    """Return one request per choice, ordered by prompt. Raises: RequestError."""
     check_count(len(prompts), choices)
     total = len(prompts) * choices
     _check_answer_ids(body, total)
@@ -343,7 +344,7 @@ def _check_scores(
     choices: int,
     limits: RequestLimits,
 ) -> None:
-    # The log-probabilities count for each choice: its hand-over and answer contain them.
+    # The log-probabilities count once per choice, because its hand-over and answer contain them.
     scores = (
         limits.engine.scores_bytes(len(prompt), one)
         for prompt, one in zip(prompts, params, strict=True)
@@ -406,8 +407,8 @@ async def with_digests(requests: list[GenerationRequest]) -> list[GenerationRequ
 def rooms_of(body: Rooms, default_port: int) -> list[tuple[int, str, int | None]]:
     """Return every valid room id in a body, with its registry and the group there.
 
-    The registry is the "host:port" of its prefill's, or empty. A refused body may have no
-    generation requests yet, so this reads only its rooms.
+    The registry is "host:port" of the prefill's bootstrap registry, or empty. A refused body may
+    have no generation requests yet, so this reads only its rooms.
     """
     group = body.disagg_prefill_dp_rank
     if group is not None and type(group) is not int:

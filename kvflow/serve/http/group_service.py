@@ -41,9 +41,9 @@ class GroupPrefillService(PrefillService):
         others: Mapping[int, Status],
         world: tuple[int, int],
     ) -> None:
-        """Make the service of the first rank. `world` is the number of stages and of shards.
+        """Make the service of the first rank. `world` is the number of stages, and of shards.
 
-        The group updates `others`, the last status of each other rank.
+        `others` has the last status of each other rank, and changes while the service runs.
         """
         super().__init__(card, node, engine, timeout_s)
         self._group, self._own_status, self._others = group, own_status, others
@@ -92,7 +92,7 @@ class GroupPrefillService(PrefillService):
         self._group.refuse(room, cause)
 
     async def flush_cache(self) -> None:
-        # A flush of this rank's cache alone would leave those of the other ranks.
+        # A flush of this rank's cache alone would leave the caches of the other ranks.
         self._engine.flush()
 
     def end_requests(self) -> None:
@@ -123,7 +123,7 @@ def _rank_report(rank: int, status: Status | None) -> RankReport:
 
 
 class ShardedDecodeService(DecodeService):
-    """A `DecodeService` over several shards, which run the first shard's steps over its pages."""
+    """A `DecodeService` over several shards. All run the first shard's steps, over its pages."""
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ class Throughput:
 
 
 class CompletionMeasures:
-    """Measures of all completions of one role. Keys True and False mean streamed or not."""
+    """Measures of a role's completions. The key True is for streams, False for other answers."""
 
     def __init__(self) -> None:
         self.first_token_seconds = {stream: Histogram(REQUEST_SECONDS) for stream in (False, True)}
@@ -64,7 +64,7 @@ class CompletionMeasures:
         self.prompt_tokens_total: Counter[bool] = Counter()
         self.tokens_sent: Counter[bool] = Counter()
         self.throughput = Throughput()
-        # Prometheus computes no rate of a series that first appears with an event.
+        # Prometheus sees no increase in the first sample of a series, so each series begins at 0.
         for outcome in ("finished", "failed", "aborted"):
             for stream in (False, True):
                 self.outcomes[outcome, stream] = 0
@@ -86,7 +86,7 @@ class RequestMeter:
         return time.perf_counter() - self._arrived_at_s
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
-        """Set the completions of the request, once they were accepted."""
+        """Set the completions of the request. Call this once they are accepted."""
         self._prompts = [len(request.prompt) for request in requests]
         self._counts = [0] * len(requests)
         self._last_at_s = [self._arrived_at_s] * len(requests)

@@ -109,7 +109,7 @@ class RoleMetrics(HttpMetrics):
         self._role, self._report = role, report
 
     def _of_role(self, refusals: Counter[str]) -> Iterator[Metric]:
-        # The metrics exist before the role starts. `reports` sets the report then.
+        # The metrics exist before the role starts. `reports` sets `_report` later.
         if self._report is None:
             return
         report = self._report()

@@ -63,7 +63,10 @@ class _OpenAICall:
         """Do nothing: chat completions report no log-probabilities of the prompt."""
 
     def add(self, index: int, delta: Delta) -> None:
-        """Encode tokens of a whole answer as they come. At its end, this would block the loop."""
+        """Encode the tokens of a whole answer as they come.
+
+        Encoding all of them at its end would block the loop.
+        """
 
     def answer(self, completions: list[Completion]) -> Any:
         choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
@@ -79,7 +82,7 @@ class _OpenAICall:
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
         chunks = [self._event(index, delta) for delta in deltas]
-        # `completion` counts all these deltas, but the usage in a chunk only those up to it.
+        # `completion` counts all these deltas. A chunk's usage counts only those up to the chunk.
         count = completion.generated - sum(len(delta.tokens) for delta in deltas)
         for delta, chunk in zip(deltas, chunks, strict=True):
             count += len(delta.tokens)
@@ -197,7 +200,7 @@ class TextCompletionCall(_OpenAICall):
     def __init__(self, body: CompletionRequest, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(body, model, token_bytes)
         self.body = body
-        # Echoes by choice. A stream removes one once it is sent.
+        # Echoes by choice. A stream removes each echo when it sends it.
         self._echoes: dict[int, GrowingText] = {}
         self._logprobs: defaultdict[int, TextLogprobs] = defaultdict(
             lambda: TextLogprobs(token_bytes)

@@ -5,8 +5,8 @@ A `CompletionCall` is what differs between the routes: how they read a body and 
 Guarantees for a router: an error before the first byte of the answer is an HTTP status. A stream
 sends its headers with the first token or, at decode, after `headers_after_s` without one. Until the
 first token, only empty lines (or comments) follow. So if the first event of a stream is `{"error":
-{"code": ...}}`, the stream produced no token. It is then equivalent to an answer with the status of
-that code (`errors.STATUS_OF_CODE`), and a router may retry it on another pair like that one.
+{"code": ...}}`, the stream produced no token. A router may treat it like an answer with the status
+of that code (`errors.STATUS_OF_CODE`), and retry the request on another pair.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ABORTED = Cause(Code.ABORTED, "ended by /abort_request before it began")
 
 
 class CompletionCall(Protocol):
-    """One parsed body of an API (/generate, chat, completions), which also writes its answer."""
+    """A request to /generate, chat or completions. It has the parsed body and builds the answer."""
 
     stream: bool
 
@@ -63,7 +63,7 @@ class CompletionCall(Protocol):
     def body(self) -> Rendezvous: ...
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        """Return the body's prompts with their sampling parameters. Raises: RequestError."""
+        """Return one request for each prompt and choice of the body. Raises: RequestError."""
 
     async def scored(self, index: int, scores: PromptLogprobs) -> None:
         """Add the log-probabilities of a choice's prompt, before the choice's first delta."""
@@ -207,7 +207,7 @@ class CompletionPipeline(Drainable):
             raise OverloadError(_COMPLETIONS, self.running + 1, self.max_requests)
 
     def _check_room_for(self, completions: int) -> None:
-        """Check the completions of one body, which `running` counts as one so far.
+        """Check the number of completions of one body. `running` counts the body as one so far.
 
         Raises: OverloadError if they do not fit now; RequestError if they can never fit.
         """
@@ -315,7 +315,7 @@ class CompletionPipeline(Drainable):
 
         def stop(index: int) -> None:
             request = requests[index]
-            # The `tokens` of a choice that did not begin never runs, and could not end the room.
+            # If a choice has not begun, its `tokens` will never run, and cannot end the room.
             if arrivals.has_begun(index):
                 self.service.abort(request)
             else:

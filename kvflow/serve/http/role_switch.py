@@ -1,10 +1,10 @@
-"""POST /switch_role: exchange prefill and decode without loading the model or pool again.
+"""POST /switch_role: switch between prefill and decode without loading the model or pool again.
 
 A worker can switch only at rest: no request runs, no page is lent, and no write reads a page. With
 `drain_timeout_s`, the worker first refuses new requests and waits for rest, at most that long. A
-switch never ends a running request. The new role starts beside the old one. If the start fails, the
-old role continues unchanged. /health answers 503 until the old role is closed, so that routers
-choose other workers.
+switch never ends a running request. The new role starts while the old one is still open. If the
+start fails, the old role continues unchanged. /health answers 503 until the old role is closed, so
+that routers choose other workers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from kvflow.serve.http.pipeline import CompletionPipeline
 
 PATH = "/switch_role"
 WorkerRole = Literal["prefill", "decode"]
-# Ended rooms may still lend pages or have writes. No event reports their end, so it is polled.
+# Ended rooms may still lend pages or have writes. No event reports when these end, so a
+# switch polls.
 REST_CHECK_S = 0.01
 _log = logging.getLogger("kvflow.serve")
 
@@ -59,7 +60,7 @@ class SwitchFailedError(KvflowError):
 
 
 class RoleSwitch:
-    """The role of one worker, which `switch` exchanges. `close` ends a switch, then the role."""
+    """The role of one worker. `switch` changes it, and `close` ends a switch and then the role."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class RoleSwitch:
         running: RunningRole,
         start: Callable[[WorkerRole], Awaitable[RunningRole]],
     ) -> None:
-        """Manage `running`. `start` starts the other role beside it, and may raise any error."""
+        """Manage `running`. `start` starts another role alongside it, and may raise any error."""
         self._pipeline, self._running, self._start = pipeline, running, start
         self._started_as = running.service.role
         self._switching: asyncio.Task[float] | None = None
@@ -174,7 +175,7 @@ class RoleSwitch:
                 await asyncio.sleep(min(REST_CHECK_S, left_s))
 
     def _busy_with(self) -> str:
-        """Return what keeps the worker from rest, as text. Empty at rest."""
+        """Return a text that names what keeps the worker from rest, or "" at rest."""
         report, service = self._running.service.report(), self._running.service
         found = {
             "requests": max(self._pipeline.running, report.running + report.waiting),
@@ -195,7 +196,7 @@ class RoleSwitch:
 
 
 def _retrieve(task: asyncio.Task[float]) -> None:
-    # If the caller left, asyncio would report an error that `_switch` logged already.
+    # If the caller has left, asyncio would report an error that `_switch` has logged already.
     if not task.cancelled():
         task.exception()
 

@@ -47,7 +47,8 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rooms(Body, frozen=True, kw_only=True):
-    """The fields by which both legs use the same room: lists in a body with several completions.
+    """The fields by which both legs use the same room. A body with several
+    completions may have lists.
 
     A refused body is decoded as this type, to notify the other leg. So a wrong type in any other
     field must not matter here.
@@ -56,7 +57,8 @@ class Rooms(Body, frozen=True, kw_only=True):
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
     bootstrap_room: Room | list[Room] | None = None
-    # `generation_requests` checks these. A type here would keep the room from being refused.
+    # `generation_requests` checks these. With stricter types, decoding a wrong value would fail,
+    # and the room could not be refused.
     routed_dp_rank: Any = None
     data_parallel_rank: Any = None
     disagg_prefill_dp_rank: Any = None
@@ -211,8 +213,8 @@ _MAX_DEFAULT_BYTES = 64  # bytes of JSON; a longer value cannot mean "not set"
 def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
     """Raise a RequestError if a field is not supported.
 
-    `raw` is a JSON object and `body` its key in `fields.BODIES`. `where` is the prefix of its field
-    names in errors, empty for a whole body.
+    `raw` is a JSON object, and `body` is the key of its kind in `fields.BODIES`. `where` is the
+    prefix of its field names in errors. It is empty for a whole body.
     """
     given_fields = msgspec.structs.asdict(read_json(raw, _GIVEN[body]))
     for name, field in _REFUSED[body].items():

@@ -4,11 +4,11 @@ Ranks other than the first have only the figures that they send to it: those of 
 and caches. HiCache's durations and bandwidths are not measured.
 
 A help text such as "See kvflow_retracts." names the metric of kvflow that describes the measure.
-`cache_hit_rate` is the share of all prompt tokens since the start; SGLang's is that of its last
-batch. `num_used_tokens` excludes cached pages that no request reads, as in SGLang.
+`cache_hit_rate` is the cached share of all prompt tokens since the start; SGLang's is that of its
+last batch. `num_used_tokens` excludes cached pages that no request reads, as in SGLang.
 `num_retracted_reqs` counts requests that are retracted now; SGLang's counts those of its last log
-interval. `mamba_usage` is about state rows, which not every model has. MB is 2**20 and GB 2**30
-bytes.
+interval. `mamba_usage` is about state rows, which not every model has. A MB is 2**20 bytes, and a
+GB is 2**30 bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvflow.telemetry.histogram import QUEUE_SECONDS, Histogram
 _SCHEDULER_LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank")
 _CACHE_LABELS = ("cache_type", "tp_rank", "pp_rank")
 _STORAGE_LABELS = ("storage_backend", "tp_rank", "dp_rank", "pp_rank", "pp_size")
-_CACHE_TYPE = "PrefixCache"  # SGLang has the name of its cache class here
+_CACHE_TYPE = "PrefixCache"  # SGLang reports the name of its cache class
 _LABELS = ("model_name", "engine_type")
 _MS, _MB, _GB = 1e-3, 1 << 20, 1 << 30
 _STEP_MS = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
@@ -58,7 +58,7 @@ class _Rank(NamedTuple):
     pp_rank: str
     pages_free: int
     pages_total: int
-    # By state. None if the rooms of the first rank are those of all ranks.
+    # Number of rooms by state. None if the rooms of the first rank are those of all ranks.
     rooms: Mapping[str, int] | None
     cache: CacheStats | None
 
@@ -182,7 +182,7 @@ def _scheduler(
 
 
 def _transfers(report: Report, role: str, values: tuple[str, ...]) -> Iterator[Metric]:
-    """Yield histograms of transfers. As in SGLang, those of a decode are nearly all empty."""
+    """Yield histograms of transfers. As in SGLang, three of the five are empty for a decode."""
     measures = report.transfers
     if measures is None:
         return

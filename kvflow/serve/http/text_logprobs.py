@@ -34,7 +34,7 @@ class TextLogprobs:
             self.add(token)
 
     def alone(self, tokens: Iterable[TokenOut]) -> dict[str, Any]:
-        """Return arrays for only the next tokens, as one chunk of a stream needs them."""
+        """Return arrays for the next tokens alone, for one chunk of a stream."""
         found = [self._next(token) for token in tokens]
         return {name: [one[name] for one in found] for name in self._arrays}
 

@@ -19,7 +19,7 @@ from kvflow.serve.http.schemas import Body, DetokenizeRequest, TokenizeRequest, 
 
 B = TypeVar("B", bound=Body)
 
-MAX_LISTS = 4096  # lists of token ids in one body, each a call of the tokenizer
+MAX_LISTS = 4096  # lists of token ids in one body; each takes a call of the tokenizer
 
 
 def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:

@@ -83,8 +83,8 @@ class ThreadedTokenizer:
         return await self._thread.ask(encode_long if self._is_long(text) else encode)
 
     def _is_long(self, text: str) -> bool:
-        # The backend counts without a Python object per token, which would hold the GIL. A backend
-        # that truncates or pads would count wrongly.
+        # The backend counts tokens without the GIL, because it makes no Python object for each. A
+        # backend that truncates or pads would count wrongly.
         if len(text) <= self._context_length:
             return False
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -100,8 +100,8 @@ class ThreadedTokenizer:
     async def encode_words(self, words: Sequence[str]) -> BadWords:
         """Return the token ids of each word at the start of a text.
 
-        Like vLLM, add its ids after a space if they are as many and begin with another token.
-        Raises: RequestError.
+        Like vLLM, also return the ids that the word has after a space, if their number is the same
+        and the first one differs. Raises: RequestError.
         """
         if not words:
             return BadWords()
@@ -137,7 +137,7 @@ class ThreadedTokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> PromptIds:
-        """Render messages with the chat template, and return their ids. Raises: RequestError."""
+        """Render messages with the chat template. Return the token ids. Raises: RequestError."""
         tokenizer = self._require()
         for i, message in enumerate(messages):
             if not isinstance(message.get("role"), str):
@@ -160,7 +160,8 @@ class ThreadedTokenizer:
             )
             return np.array(made["input_ids"], dtype=np.uint32)
 
-        # A template is code of the model, which fails with any of these on unexpected messages.
+        # A template is code that comes with the model. On unexpected messages, it may raise any of
+        # these errors.
         try:
             return await self._thread.ask(render)
         except RecursionError:
@@ -202,14 +203,14 @@ class ThreadedTokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, which are kept: logprobs may need twenty per new token."""
+        """Return the bytes of one token, from a cache: logprobs name up to twenty per new token."""
         found = self._token_bytes.get(token_id)
         if found is None:
             found = self._token_bytes[token_id] = self._find_bytes(token_id)
         return found
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a single token. Part of a character becomes U+FFFD."""
+        """Return the text of a single token. An incomplete character becomes U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def _find_bytes(self, token_id: int) -> bytes:

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def check_cache(settings: Settings) -> None:
-    """Check the settings of the cache, as far as possible before a model is loaded.
+    """Check those settings of the cache that can be checked before a model is loaded.
 
     Raises: MisuseError for too little memory, a port in use, or a key file without a key.
     """
@@ -73,8 +73,8 @@ async def prefix_cache(
 ) -> AsyncGenerator[PrefixCache | None, None]:
     """Yield the prefix cache of a worker's pool. All its pages are free again after the block.
 
-    Yield None if prefixes are not cached: by choice, or because the worker cannot have a cache and
-    no setting asks for one, which is logged. `computes` is True for a worker that computes prompts,
+    Yield None if the settings turn the cache off, or if the worker cannot have one and no setting
+    asks for it. The latter case is logged. `computes` is True for a worker that computes prompts,
     which may have to continue from a state. `ranks` is the number of the worker's ranks, each of
     which has its own cache.
 

@@ -157,7 +157,7 @@ async def start_role(role: str, arguments: Iterable[str], **how: Any) -> asyncio
 
 
 async def end_process(process: asyncio.subprocess.Process, timeout_s: float) -> bool:
-    """Send SIGTERM, and SIGKILL after `timeout_s`. Return False if that was necessary."""
+    """Send SIGTERM, and SIGKILL after `timeout_s`. Return False if SIGKILL was necessary."""
     try:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
@@ -178,7 +178,7 @@ async def all_read(reading: asyncio.Task[None] | None) -> None:
 
 
 async def _line_of(stream: asyncio.StreamReader) -> bytes:
-    """Return the next line, in pieces if it is longer than the buffer, or b"" at the end."""
+    """Return the next line, a piece of it if it exceeds the buffer, or b"" at the end."""
     try:
         return await stream.readuntil()
     except asyncio.IncompleteReadError as error:

@@ -51,7 +51,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings() -> Iterator[Finding]:
-    """Yield the results of all checks. They import mooncake twice and nixl once."""
+    """Yield the results of all checks. Some of them import a library in a child process."""
     yield _python()
     # This reads the metadata of every installed distribution, which is slow.
     distributions = importlib.metadata.packages_distributions()

@@ -69,7 +69,8 @@ async def group_over(
 ) -> AsyncGenerator[tuple[GroupPrefillService, Parts], None]:
     """Run a prefill over `settings.pp * settings.tp` ranks, without its HTTP server.
 
-    Yield it when all ranks are ready, and add each other rank to `table`. Raises: MisuseError.
+    Yield its service and the first rank's parts when all ranks are ready. Add each other rank to
+    `table`. Raises: MisuseError.
     """
     async with AsyncExitStack() as stack:
         stack.callback(control[0].close)
@@ -105,14 +106,14 @@ async def group_over(
 
 
 class _FirstRank:
-    """The parts that only rank 0 has: the leaders of group and steps, and the service."""
+    """The parts that only rank 0 has: the leaders of the group and the steps, and the service."""
 
     def __init__(self, spec: PrefillRankSpec, table: RankTable) -> None:
         self._spec, self._table = spec, table
         self._world_size = spec.stages * spec.shards
         self._complete = asyncio.Event()
         self._steps: StepLeader | None = None
-        # `start` sets these before the steps call anything here.
+        # `start` sets these before the step leader calls any method of this class.
         self._engine: PrefillEngine
         self._group: PrefillGroup
 
@@ -340,7 +341,7 @@ async def _rank(spec: PrefillRankSpec, stack: AsyncExitStack, control: Control) 
 
 
 def _settings_of_rank(spec: PrefillRankSpec) -> Settings:
-    """Give each rank its own storage directory, and cache events to the first rank only."""
+    """Give each rank its own storage directory. Let only the first rank publish cache events."""
     settings = spec.settings
     return msgspec.structs.replace(
         settings,

@@ -23,7 +23,7 @@ _log = logging.getLogger("kvflow.serve")
 
 
 class WorkerIdentity(NamedTuple):
-    """The identity with which a worker joins. The router verifies it by a request to the worker."""
+    """The identity with which a worker joins. The router asks the worker to confirm it."""
 
     role: str
     incarnation: str
@@ -95,7 +95,7 @@ class _RouterLink:
     async def _call(
         self, method: str, path: str, timeout_s: float, body: Any = None
     ) -> tuple[str, dict[str, Any]]:
-        """Return the problem, or "", and the answer."""
+        """Return the problem, or "" if there is none, and the answer."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(

@@ -20,8 +20,8 @@ import msgspec
 from kvflow.telemetry.requests import CURRENT
 
 LogFormat = Literal["text", "json"]
-# Characters that could end a line or move a terminal's cursor: C0, DEL, C1, the Unicode line
-# separators. Also lone surrogates, which UTF-8 cannot encode.
+# Characters that could end a line or move a terminal's cursor (C0, DEL, C1, the Unicode line
+# separators), and lone surrogates, which UTF-8 cannot encode.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _SHOWN_ROOMS = 8
 MAX_MESSAGE = 4096  # characters
@@ -30,12 +30,12 @@ _MAX_FRAMES = 32  # of each exception in a traceback
 
 
 def printable(text: str) -> str:
-    """Return `text` as a single line, with control characters escaped as Python does."""
+    """Return `text` as a single line, with control characters as Python's escape sequences."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class RequestFields(logging.Filter):
-    """A filter that adds the request id and rooms to records: those in `extra`, or the task's."""
+    """A filter that adds the task's request id and rooms to records that have none in `extra`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         trace = CURRENT.get()
@@ -119,7 +119,7 @@ def encoded(document: dict[str, Any]) -> str:
 
 
 def relayed(text: str, role: str, process: str) -> str:
-    """Return a JSON line for a line that a child wrote: its own object, or one with its text."""
+    """Return a child's line as JSON with `process` added. A line of text becomes a new object."""
     document: dict[str, Any] = {
         "time": _iso(time.time()),
         "level": "info",

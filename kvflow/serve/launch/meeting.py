@@ -1,4 +1,4 @@
-"""A directory where the parts of a model meet. It ends with the process that created it."""
+"""A directory where the parts of a model meet. It is removed when the process that made it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REMOVE = 'cat; exec rm -rf -- "$1"'
 
 @contextlib.contextmanager
 def meeting_directory() -> Iterator[str]:
-    """Create a private directory, removed with the block or this process, even after kill -9."""
+    """Create a private directory. It is removed after the block, or if this process is killed."""
     found = tempfile.mkdtemp(prefix="kvflow-")
     remover: subprocess.Popen[bytes] | None = None
     try:

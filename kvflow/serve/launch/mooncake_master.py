@@ -22,13 +22,14 @@ from kvflow.serve.launch.child import KEPT_LINES, ChildEndedError, all_read, end
 
 NAME = "mooncake_master"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
-# Number of tries to start it. Another process may take a free port before it is used.
+# Number of tries to start the master. Another process may take the chosen port before it does.
 TRIES = 3
-# Pause before a new start. It doubles until a process ran for `LIVED_S`.
+# Pause before a new start. It doubles each time, until a process has run for `LIVED_S`.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 LIVED_S = 60.0
-# The kernel kills the process when the supervisor's main thread, which started it, ends. The
-# request survives an exec. If the parent ended before the call, no signal comes, so it is checked.
+# The kernel kills the process when the supervisor's main thread, which started it, ends. This
+# setting survives an exec. If the parent ended before the call, no signal comes, so the process
+# checks its parent.
 _EXEC = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
@@ -40,7 +41,7 @@ _log = logging.getLogger("kvflow.up")
 
 
 def find_program() -> str | None:
-    """Return the path of `mooncake_master`, beside this Python or on the PATH, or None."""
+    """Return the path of `mooncake_master`, next to this Python or on the PATH, or None."""
     beside = Path(sys.executable).with_name(NAME)
     return str(beside) if os.access(beside, os.X_OK) else shutil.which(NAME)
 

@@ -89,7 +89,7 @@ async def loaded(
     *,
     for_stage: bool = False,
 ) -> AsyncGenerator[Parts, None]:
-    """Yield the parts of a worker. Data plane and storage are checked before the model is loaded.
+    """Yield the parts of a worker. First check the data plane, and the store of --l3 mooncake.
 
     See `loaded_model` for the arguments. With `for_stage`, the pool is for all shards of the stage.
     """
@@ -143,7 +143,7 @@ def say_what_fits(limits: EngineLimits) -> None:
 async def staged(
     settings: Settings, parts: Parts, staging_bytes: int
 ) -> AsyncGenerator[Staging | None, None]:
-    """Yield host memory for transfers, of `staging_bytes` by default, or None without staging."""
+    """Yield host memory for transfers, by default `staging_bytes`, or None without staging."""
     staging = await parts.executor.run(
         functools.partial(make_staging, settings, parts.pool, staging_bytes)
     )

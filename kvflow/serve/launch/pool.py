@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvflow.serve")
 DEFAULT_POOL_TOKENS = 65_536
-# One spare row for this many requests: the row of one that ended may still be copied.
+# One spare row for this many requests, because the row of an ended request may still be copied.
 _MORE_ROWS = 16
 _MOST_EMPTY_PAGES = 1 << 20
 
@@ -100,7 +100,8 @@ def _shards_told_apart(settings: Settings, pool: PagedPool) -> int:
 def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
     """Allocate the host memory for the state of retracted requests. This blocks.
 
-    Return None if it is not used, or if the default size holds no state. Raises: ConfigError.
+    Return None if it is not used, or if it cannot be allocated and no setting needs it. Raises:
+    ConfigError.
     """
     if not _uses_host_memory(settings):
         return None
@@ -147,9 +148,9 @@ def _naming(name: str, settings: Settings) -> Generator[None]:
 
 
 def _num_rows(settings: Settings, one: PoolLayout, ring_bytes: int) -> int:
-    """Return one row per running request, and some spare ones.
+    """Return the number of rows: one per running request, and some spare ones.
 
-    If --pool-bytes is the limit, rows get at most half of it, or all if pages hold no bytes.
+    If --pool-bytes is the limit, rows get at most half of it, or all of it if pages hold no bytes.
     """
     wanted = settings.max_running_requests + -(-settings.max_running_requests // _MORE_ROWS)
     if settings.num_pages:
@@ -184,7 +185,7 @@ def _num_pages(settings: Settings, one: PoolLayout, num_rows: int) -> int:
     if settings.num_pages:
         return settings.num_pages
     wanted = -(-DEFAULT_POOL_TOKENS // settings.page_size)
-    # Pages only count tokens here. There are enough for the default number in each row.
+    # Pages without bytes only count tokens. Each row can have the default number of tokens.
     if not one.page_bytes:
         return min(wanted * num_rows, _MOST_EMPTY_PAGES)
     return max(1, min(wanted, (settings.pool_bytes - num_rows * one.row_bytes) // one.page_bytes))

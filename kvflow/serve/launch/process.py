@@ -31,7 +31,7 @@ from kvflow.serve.launch.logs import set_up_logging
 READY_FD = "KVFLOW_READY_FD"
 PARENT_PID = "KVFLOW_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
-LAST_WORDS_S = 1.0  # time to send errors to requests that did not finish
+LAST_WORDS_S = 1.0  # time to send errors to the requests that a drain ends
 MAX_OPEN_FILES = 1 << 16
 # Longest time that the event loop waits for a thread that runs Python code. The default is 5 ms.
 SWITCH_INTERVAL_S = 0.001
@@ -71,7 +71,7 @@ def leave_at_once_on_signals() -> None:
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files. Each request is one connection, and three at a router."""
+    """Raise the limit on open files. A request is one connection, or three at a router."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, MAX_OPEN_FILES) if hard != resource.RLIM_INFINITY else MAX_OPEN_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -89,7 +89,7 @@ def announce(ready: Ready) -> None:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first one sets `requested`, to drain, and a second one `forced`."""
+    """A listener for SIGTERM and SIGINT. The first one sets `requested`, the second `forced`."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
@@ -107,7 +107,8 @@ class StopSignals:
 async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float) -> None:
     """Refuse new requests, and wait until the running ones end.
 
-    They are ended after `timeout_s` or on a second signal. From here on, /health answers 503.
+    After `timeout_s` or a second signal, the running ones are ended. /health answers 503 from the
+    start of this call.
     """
     server.stop()
     if not server.running:
@@ -146,7 +147,7 @@ async def serve_until_stopped(
 
     Handlers that still run after the drain are cancelled. `member` is entered when clients can
     reach the role, and left before it drains. `lost` completes with an error if the role cannot
-    continue. Its requests ended with that error, and have a moment to send it.
+    continue. Its requests end with that error, and have a moment to send it.
 
     Raises: the error in `lost`.
     """
@@ -190,7 +191,7 @@ def run_role(role: str, main: Callable[[Settings], Any], settings: Settings) -> 
 
 
 def leave_past_hung_threads(patience_s: float = 1.0) -> None:
-    """End the process now if one of kvflow's threads still runs.
+    """End the process now if one of kvflow's threads still runs after `patience_s`.
 
     If such a thread returned while Python shuts down, it could abort the process (status 134).
     """

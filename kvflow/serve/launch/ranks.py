@@ -27,7 +27,8 @@ log = logging.getLogger("kvflow.serve")
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a rank, which the first rank passes to it.
 
-    `meeting` is where the parts of the model meet. `attempt` counts earlier starts of the stage.
+    In the directory `meeting`, the parts of the model meet. `attempt` is the number of earlier
+    starts of the stage.
     """
 
     rank: int
@@ -52,7 +53,10 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillRankSpec(RankSpec, frozen=True, kw_only=True):
-    """A prefill's rank. `group` and `steps` are sockets of the first rank, `key` their key file."""
+    """A prefill's rank.
+
+    `group` and `steps` are addresses of the first rank's sockets. `key` is their key file.
+    """
 
     group: str
     steps: str
@@ -83,9 +87,10 @@ class RankProcesses:
     ) -> None:
         """Prepare the ranks. `first` is the first rank's spec, and `command` runs the others.
 
-        `on_lost` is called for every rank whose process ended. `on_fatal` is called if a rank
-        cannot be started, or if one ends without which the first rank cannot work. Every rank
-        inherits `descriptors`, and the descriptor that `own` has under the rank's number.
+        `on_lost` is called for every rank whose process ended, and for those restarted with it.
+        `on_fatal` is called if the first start of a rank fails, or if the rank that ended is one
+        that the first rank needs. Every rank inherits `descriptors`, and the descriptor that `own`
+        has under the rank's number.
         """
         self._first = first
         self._command = command

@@ -146,7 +146,7 @@ class _Roles:
         self.metrics = RoleMetrics(model=settings.model_name, sglang=settings.sglang_metrics)
 
     async def start(self, role: Role) -> _RunningRole:
-        """Start a role beside the one that runs. Raises: MisuseError."""
+        """Start a role alongside the one that runs. Raises: MisuseError."""
         settings = self._settings if role == self._own else self._settings_of_other(role)
         if settings.pp * settings.tp > 1:
             raise MisuseError(
@@ -175,7 +175,7 @@ class _Roles:
         ports: _PrefillPorts,
         stack: AsyncExitStack,
     ) -> _RunningRole:
-        """Serve the bootstrap registry of a prefill, and return it as a role. `stack` ends it."""
+        """Serve a prefill's bootstrap registry. Return the prefill as a role that `stack` ends."""
         async with stack:
             table.put(service.rank)
             self._bootstrap_port = ports.bootstrap.getsockname()[1]

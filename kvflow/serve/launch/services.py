@@ -99,7 +99,7 @@ def prefill_engine(
 async def prefill_over(
     parts: Parts, settings: Settings, control: Control
 ) -> AsyncGenerator[PrefillService, None]:
-    """Run a prefill within the block. Raises: MisuseError."""
+    """Yield the service of a prefill, which runs until the block ends. Raises: MisuseError."""
     card = card_of(settings, parts.model)
     async with AsyncExitStack() as stack:
         stack.callback(control[0].close)
@@ -113,14 +113,14 @@ async def prefill_over(
 
 
 def check_decode(settings: Settings) -> None:
-    """Check host memory and key of a decode before a model is loaded. Raises: MisuseError."""
+    """Check a decode's host memory and key before a model is loaded. Raises: MisuseError."""
     check_host_memory(settings)
     read_key(settings.control_key_file)
 
 
 @asynccontextmanager
 async def decode_over(parts: Parts, settings: Settings) -> AsyncGenerator[DecodeService, None]:
-    """Run a decode within the block. Raises: MisuseError."""
+    """Yield the service of a decode, which runs until the block ends. Raises: MisuseError."""
     card = card_of(settings, parts.model)
     async with _decode_engine(parts, settings) as (node, engine):
         yield DecodeService(card, node, engine, settings.request_timeout_s)
@@ -130,7 +130,7 @@ async def decode_over(parts: Parts, settings: Settings) -> AsyncGenerator[Decode
 async def sharded_decode_over(
     parts: Parts, settings: Settings, shards: ShardLeader
 ) -> AsyncGenerator[ShardedDecodeService, None]:
-    """Run a decode whose steps also run on other shards. Raises: MisuseError."""
+    """Do the same as `decode_over` for a decode whose steps also run on the other `shards`."""
     card = card_of(settings, parts.model)
     async with _decode_engine(parts, settings) as (node, engine):
         yield ShardedDecodeService(card, node, engine, settings.request_timeout_s, shards=shards)

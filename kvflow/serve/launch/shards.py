@@ -38,8 +38,8 @@ from kvflow.transports.host.identity import own_identity
 class ShardedDecode(NamedTuple):
     """A running decode over several shards.
 
-    `lost` completes with an error if another shard is lost, because no step can run then. The
-    requests ended with that error, and the process must end.
+    `lost` completes with an error if another shard is lost, because no step can run then. All
+    requests end with that error, and the process must end.
     """
 
     service: ShardedDecodeService
@@ -95,7 +95,7 @@ async def decode_over_shards(settings: Settings) -> AsyncGenerator[ShardedDecode
 
 
 async def run_shard(spec: DecodeRankSpec) -> None:
-    """Run one of the other shards until a signal or the end of the first. Raises: KvflowError."""
+    """Run one of the other shards until a signal, or until the first ends. Raises: KvflowError."""
     async with AsyncExitStack() as stack:
         link = ShardLink(socket.socket(fileno=spec.links[spec.rank]))
         stack.callback(link.close)
@@ -135,7 +135,7 @@ class _FirstShard:
             service.break_off(self.lost.result().cause())
 
     def stop(self) -> None:
-        """Treat the end of another shard as a regular one from now on."""
+        """From now on, ignore the end of another shard's process."""
         self._stopping = True
 
     def process_ended(self, shard: int, why: str) -> None:
@@ -143,7 +143,7 @@ class _FirstShard:
             self.leader.lost(shard, why)
 
     def cannot_go_on(self, error: ChildEndedError) -> None:
-        """End this process, because a shard's process ended before there is a service.
+        """End this process if another shard's process ends before there is a service.
 
         Loading the model may wait for that shard forever. Later, `on_lost` handles this.
         """

@@ -2,7 +2,7 @@
 
 The kernel chooses the ports of the workers, which announce them through a pipe. It kills the
 children when this process ends, even by kill -9 (`process.die_with_parent`). Unless a control key
-is given, they share a new one, which is not stored in any file.
+is given, the workers share a new one, which is not stored in any file.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Fleet:
             f for child in (*self.prefills, *self.decodes) for f in (f"--{child.role}", child.url)
         ]
         arguments = [*self._arguments("router"), "--port", str(settings.port), *urls]
-        # Cache events have hashes of tokens, so a router needs the tokenizer to match texts.
+        # Cache events are about tokens, so a router needs the tokenizer to match texts.
         if (
             settings.kv_events_config
             and settings.policy == "cache_aware"
@@ -110,7 +110,10 @@ class Fleet:
         return await first_end(self.children)
 
     async def stop(self, forced: asyncio.Event | None = None) -> None:
-        """Stop router, workers and store in this order. Kill all of them once `forced` is set."""
+        """Stop router, workers and store in this order.
+
+        Once `forced` is set, the router and the workers are killed.
+        """
         timeout_s = self._settings.drain_timeout_s + KILL_AFTER_S
         killing = asyncio.create_task(self._kill_when(forced or asyncio.Event()))
         try:
@@ -178,7 +181,7 @@ class Fleet:
         )
 
     def _arguments(self, role: str) -> list[str]:
-        """Return the flags of `kvflow up` that a role has. The role reads environment and file."""
+        """Return the flags of `kvflow up` that a role has. The role also reads the environment."""
         arguments = ["--config", self._config] if self._config else []
         # The --tp of `kvflow up` is for prefills. Decodes receive --decode-tp as their --tp.
         if role == "decode" and self._settings.decode_tp * self._settings.tp > 1:

@@ -2,9 +2,9 @@
 
 A *backend* (`port.Backend`) is blocking code over one store: `file` uses a directory, `mooncake` a
 Mooncake Store. `guarded.GuardedStorage` wraps a backend as the `port.Storage` that the tiers use:
-asynchronous batch calls, bounded in number and time, in separate threads. An error of a store never
-becomes an error of a request: a page that cannot be written counts as not stored, and one that
-cannot be read as absent.
+asynchronous batch calls, bounded in number and time, in separate threads. An error in a store never
+fails a request: a page that cannot be written counts as not stored, and a page that cannot be read
+counts as absent.
 
 **Identity.** A key is the digest of a page's prefix (`protocols.cache.hashes`). It does not depend
 on the model or on the layout of the bytes, but the identity of the store does (`identity`). Every

@@ -1,4 +1,4 @@
-"""Circuit breaker: when to pause calls to a failing store, and for how long. It has no clock."""
+"""A circuit breaker. It decides when, and for how long, calls to a failing store are paused."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
 
 class Breaker:
-    """A breaker: failures in a row, or `open`, open it, and a successful probe closes it.
+    """A circuit breaker. Failures in a row or `open` open it. A successful probe closes it.
 
-    After it closes, a single failure opens it again, for twice as long, until a call succeeds.
+    After it closes, a single failure opens it again, for twice as long. Once a call succeeds, the
+    count of failures and the pause start anew.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class Breaker:
         self.pause_s = 0.0  # from the opening, or from a failed probe, to the next probe
 
     def succeed(self) -> None:
-        # A call from before the opening may succeed late. Only a probe may close the breaker.
+        # A call that began before the opening may succeed now. Only a probe closes the breaker.
         if not self.is_open:
             self._failures, self._next_pause_s = 0, self._first_pause_s
 
@@ -47,7 +48,7 @@ class Breaker:
         return True
 
     def probed(self, works: bool) -> None:
-        """Record the result of a probe. The breaker closes if it `works`."""
+        """Record the result of a probe. The breaker closes if the store `works`."""
         if works:
             # The count stays one below the limit, and the pause is not reset: a store that answers
             # probes but fails real calls is paused again after one failure.

@@ -1,4 +1,4 @@
-"""One batch call of a store, which a thread carries out in slices (I12).
+"""One batch call to a store. A thread carries it out in slices (I12).
 
 A cancelled or abandoned call begins no further slice, and keeps its buffers until the thread
 returns.
@@ -30,7 +30,7 @@ class Slice(NamedTuple):
 
 
 class Call:
-    """A `port.StorageCall`. Its event loop receives the results of the thread."""
+    """A `port.StorageCall`. Its event loop receives the results from the thread."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Call:
         self.done: asyncio.Future[list[bool]] = self._loop.create_future()
         self.released: asyncio.Future[None] = self._loop.create_future()
         self.results = [Result.FAILED] * len(keys)
-        self.is_stalled = False  # True after the call was given up; its thread may never return
+        self.is_stalled = False  # True once the call is abandoned; its thread may never return
         self._work, self._keys, self._buffers, self._per_slice = work, keys, buffers, per_slice
         self._on_slice, self._on_stall, self._stall_s = on_slice, on_stall, stall_s
         self._job: Job[None] | None = None
@@ -107,7 +107,7 @@ class Call:
             return [Result.FAILED] * len(keys)
 
     def _look(self) -> None:
-        """Give the call up if its current slice takes too long. Otherwise check again later.
+        """Abandon the call if its current slice takes too long. Otherwise check again later.
 
         The checks continue after a cancellation, since the slice still occupies its thread.
         """

@@ -8,12 +8,13 @@ from contextlib import suppress
 
 
 class Disk:
-    """Operations on files, which several threads may call at once. All of them raise OSError."""
+    """Operations on files. Several threads may call them at once. Each may raise OSError."""
 
     def write_new(self, path: str, parts: Sequence[bytes | memoryview], *, sync: bool) -> None:
         """Write a new file, which must not exist yet.
 
-        After an error a part of it may remain. With `sync`, return only when it is on the medium.
+        After an error, a part of the file may remain. With `sync`, return only when the file is on
+        the medium.
         """
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:

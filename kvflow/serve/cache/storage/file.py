@@ -39,7 +39,8 @@ from kvflow.serve.cache.storage.record import HEADER_BYTES, flaw_in, header_of
 
 # A file occupies whole blocks of the file system, so the capacity is counted in blocks.
 BLOCK_BYTES = 4096
-# Pages in one call of the backend, which cannot be stopped: some 10 ms, and 30 ms with `sync`.
+# Pages in one call of the backend. The call cannot be stopped. It takes some 10 ms, or 30 ms with
+# `sync`.
 PAGES_AT_ONCE, SYNCED_AT_ONCE = 64, 4
 _FILE = re.compile(r"([0-9a-f]{64})\.([1-9][0-9]{0,17})")
 _WRITING = re.compile(r"[1-9][0-9]{0,17}")
@@ -63,8 +64,8 @@ class FileBackend:
     ) -> None:
         """Make a store for pages of `value_bytes`. The disk is not touched before `open`.
 
-        `identity` comes from `identity.identity_of`. Files occupy at most `capacity_bytes`; the
-        least recently used ones go first. Raises: MisuseError.
+        `identity` comes from `identity.identity_of`. Pages occupy at most `capacity_bytes`. The
+        least recently used ones are evicted first. Raises: MisuseError.
         """
         self.value_bytes, self.identity = value_bytes, identity
         self.pages_at_once = SYNCED_AT_ONCE if sync else PAGES_AT_ONCE
@@ -126,7 +127,7 @@ class FileBackend:
         return [Result.DONE if there else Result.ABSENT for there in self._index.has(keys)]
 
     def probe_reads(self) -> None:
-        """Read the last used page. A damaged page is a success, because the disk could be read."""
+        """Read the most recently used page. A damaged page is a success: the disk can be read."""
         if (entry := self._index.last_used()) is None:
             os.stat(self._folder)
         elif self._get_one(entry.key, memoryview(bytearray(self.value_bytes))) is Result.FAILED:
@@ -147,7 +148,7 @@ class FileBackend:
         if self._index.find(key) is not None:
             return Result.DONE
         entry, leaving = self._index.reserve(key)
-        # Evicted files go before the new one is written, so the capacity is never exceeded.
+        # Evicted files are removed before the new one is written, to stay within the capacity.
         if not self._remove(leaving):
             if entry is not None:
                 self._index.abandon()
@@ -206,7 +207,10 @@ class FileBackend:
         return results
 
     def _remove(self, entries: Sequence[Entry]) -> bool:
-        """Remove unlisted files. Return False on a failure; the rest still counts as used."""
+        """Remove files that are no longer listed. After a failure, return False.
+
+        The files that remain then still count as used.
+        """
         for n, entry in enumerate(entries):
             try:
                 self._disk.remove(self._unfinished(entry))
@@ -229,7 +233,7 @@ class FileBackend:
     def _locked(self) -> int:
         lock = os.open(os.path.join(self._folder, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
         with ExitStack() as stack:
-            # The folder must not stay locked if a write below fails, as on a full disk.
+            # The folder must not stay locked if a write below fails, for example on a full disk.
             stack.callback(os.close, lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -239,7 +243,7 @@ class FileBackend:
                     f"storage directory {self._folder} is in use by process {owner or 'unknown'}: "
                     "give each process a directory of its own"
                 ) from None
-            # Another process reads this only for its error text.
+            # Another process reads this id only for its error text.
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
             stack.pop_all()

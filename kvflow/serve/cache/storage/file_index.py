@@ -21,13 +21,13 @@ class Entry(NamedTuple):
 
 
 class FileIndex:
-    """An index of files of `file_bytes`. Files that are written or stuck count as used."""
+    """An index of files of equal size. Files that are being written or are stuck count as used."""
 
     def __init__(self, capacity_bytes: int, file_bytes: int) -> None:
         self._most = capacity_bytes // file_bytes
         self._file_bytes = file_bytes
         self._lock = threading.Lock()
-        # In the order of use: eviction takes the first one.
+        # These are in the order of their last use, so eviction takes the first entry.
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._stuck: list[Entry] = []  # files that could not be removed
         self._writing = 0
@@ -105,7 +105,7 @@ class FileIndex:
             self._stuck.extend(entries)
 
     def commit(self, entry: Entry) -> bool:
-        """List a complete file. Return False, to abandon it, if its key is listed already."""
+        """List a complete file. Return False if its key is listed: abandon the file then."""
         with self._lock:
             if entry.key in self._entries:
                 return False

@@ -4,7 +4,7 @@ Puts, gets and lookups have separate threads, so that writes that hang do not de
 two breakers, one for writing and one for reading and lookups, because a full disk can still be
 read. An open breaker ends every call of its side at once, with the results so far, and refuses new
 ones. Only probes continue, in a separate thread, and a successful one closes the breaker. Thus if a
-store hangs, one call waits for `stall_s`, and later calls do not wait at all.
+store hangs, the calls under way end after `stall_s`, and later calls do not wait at all.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvflow.serve.cache.storage.breaker import Breaker
 from kvflow.serve.cache.storage.call import Call, Slice, Work
 from kvflow.serve.cache.storage.port import KEY_BYTES, Backend, Result, StorageCounts
 
-# Largest slice of a put or get, except for one larger page. Calls are cancelled between slices.
+# Largest slice of a put or get, unless one page is larger. Calls are cancelled between slices.
 SLICE_BYTES = 8 << 20
 SLICE_KEYS = 4096  # keys in a slice of a lookup
 log = logging.getLogger("kvflow.storage")
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the calls to a store, and of the time that a caller waits."""
+    """Limits on the calls to a store, and on the time that a caller waits."""
 
     threads: int = 2  # threads for puts, and as many for gets; lookups have one
     waiting: int = 64  # calls of one kind that may wait for a thread; more are refused
@@ -104,7 +104,7 @@ class GuardedStorage:
 
     @property
     def hung(self) -> int:
-        """Abandoned calls that are still running. Each keeps a thread and its buffers."""
+        """Number of abandoned calls that still run. Each keeps a thread and its buffers."""
         return sum(lane.hung for lane in (self._puts, self._gets, self._lookups))
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:
@@ -127,7 +127,7 @@ class GuardedStorage:
         return found.index(False) if False in found else len(found)
 
     async def close(self) -> None:
-        """Cancel every call, then close the backend, each within `close_s`. Idempotent."""
+        """Cancel every call, then close the backend. Each step has `close_s` to end. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -242,7 +242,7 @@ class _Side:
             return
         self._probing = None
         took_s = asyncio.get_running_loop().time() - self._asked_s
-        # A real call as slow as this probe would be given up.
+        # A call that takes longer than `stall_s` is abandoned, so such a probe is a failure.
         self.breaker.probed(error is None and took_s <= self.limits.stall_s)
         if self.breaker.is_open:
             why = error or f"a probe took {took_s:.1f} s"

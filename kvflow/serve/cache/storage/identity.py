@@ -17,11 +17,11 @@ _VERSION = 1
 
 
 def identity_of(layout: PoolLayout, unit: str = PAGE) -> bytes:
-    """Return 32 bytes that identify the format of a page (or row, by `unit`) of a page-first pool.
+    """Return 32 bytes that identify the format of a page-first pool's pages, or of its rows.
 
-    Two layouts have the same identity exactly if a page of one can be read as a page of the other:
-    the same model, page size, components, parts and byte order. The number of pages does not
-    matter.
+    `unit` selects pages or rows. Two layouts have the same identity if and only if a page of one
+    can be read as a page of the other. They then have the same model, page size, components, parts
+    and byte order. The number of pages does not matter.
 
     Raises: LayoutError if the layout is not page-first; MisuseError if it names no model.
     """
@@ -50,7 +50,7 @@ class PageViews:
         self.value_bytes = self._buffer.page_bytes
 
     def __getitem__(self, index: int) -> memoryview:
-        """Return a writable view of one page, which keeps it mapped. Raises: LayoutError."""
+        """Return a writable view of one page. The view keeps it mapped. Raises: LayoutError."""
         if not 0 <= index < self._count:
             raise LayoutError(f"{self._buffer.unit} {index} is outside 0..{self._count - 1}")
         size = self._buffer.page_bytes

@@ -1,6 +1,6 @@
 """Pages in a Mooncake Store: memory that the processes of a cluster lend to each other.
 
-A master keeps the location of each page. Every call blocks, for a long time if the store has
+A master knows the location of each page. Every call blocks, for a long time if the store has
 trouble, so all of this runs in the threads of `guarded`. Measured with 0.3.13 (TCP, loopback):
 
 - If the master was killed, each call fails after up to 4.3 s. If it is frozen, a call waits until
@@ -9,7 +9,7 @@ trouble, so all of this runs in the threads of `guarded`. Measured with 0.3.13 (
   memory again (after about 1 s).
 
 - `setup` without a master waits for 90 s and **holds the GIL**, which stops the whole process. So a
-  child process tries it first, which takes 50 to 100 ms, once. `close` holds the GIL for 2 s.
+  child process tries it first. This takes 50 to 100 ms, once. `close` holds the GIL for 2 s.
 
 - A second put of a key has no effect and reports success. So damaged pages are removed when they
   are found.
@@ -19,8 +19,8 @@ trouble, so all of this runs in the threads of `guarded`. Measured with 0.3.13 (
 
 **Mooncake's engine never accesses the caller's buffers.** After an error, a transfer may continue
 although its call returned, and the engine does not report its end. So records pass through memory
-of this backend that is never freed. A page is first copied from this memory to the caller's buffer,
-and then verified (`record`). So late bytes cannot reach a verified page. The checksum also protects
+that this backend never frees. A page is first copied from this memory to the caller's buffer, and
+then verified (`record`). So late bytes cannot reach a verified page. The checksum also protects
 against an expired lease, against memory that the store gave to another page meanwhile, and against
 a process that died during its put.
 """
@@ -50,7 +50,7 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.serve.cache.storage.port import Result
 from kvflow.serve.cache.storage.record import HEADER_BYTES, flaw_in, header_of
 
-BATCH_BYTES = 8 << 20  # pages that share one piece of memory at a time, at least one page
+BATCH_BYTES = 8 << 20  # memory for the pages of one batch; a larger page is a batch by itself
 LOCAL_BYTES = 16 << 20
 PEER_TO_PEER = "P2PHANDSHAKE"  # clients find each other without a metadata server
 CONNECT_S, ASK_S = 0.5, 10.0
@@ -98,8 +98,8 @@ class MooncakeBackend:
 
         `master` is host:port. Other clients reach this process at `host`. `identity` comes from
         `identity.identity_of`. This process lends `lent_bytes` of memory to the store, for pages of
-        any process, which are lost when this one ends. All clients have the same `metadata_server`.
-        The client allocates `local_bytes` for its own work. Raises: MisuseError.
+        any process. These pages are lost when this process ends. All clients must have the same
+        `metadata_server`. The client allocates `local_bytes` for its own work. Raises: MisuseError.
         """
         self._address = _parsed(master)
         if value_bytes < 1 or lent_bytes < 0:
@@ -178,7 +178,8 @@ class MooncakeBackend:
                 )
                 record[HEADER_BYTES:] = np.frombuffer(buffer, dtype=np.uint8)
             codes = client.batch_put_from(names, *self._places(memory, len(keys)))
-        # NOT_READY: another client puts the page. Neither this nor success proves that it is there.
+        # NOT_READY means that another client is putting the page. Neither this status nor success
+        # proves that the page is there.
         put = [code in (0, NOT_READY) for code in codes]
         there = iter(_found(client, list(compress(names, put))))
         found = {1: Result.DONE, 0: Result.ABSENT}
@@ -202,7 +203,7 @@ class MooncakeBackend:
                     results[n] = Result.ABSENT
                 elif codes[n] == self._record_bytes:
                     header = record[:HEADER_BYTES].tobytes()
-                    # A late transfer could change `memory` between a check and a copy.
+                    # A late transfer could change `memory` after a check, so the copy is checked.
                     np.frombuffer(buffers[n], dtype=np.uint8)[:] = record[HEADER_BYTES:]
                     flaw = flaw_in(header, self.identity, keys[n], buffers[n])
                     results[n] = Result.DAMAGED if flaw else Result.DONE
@@ -256,7 +257,7 @@ class MooncakeBackend:
             self._free.put(memory)
 
     def _ready(self) -> Any:
-        # Only probes connect, since connecting can take longer than a request may wait.
+        # Only `open` and probes connect, since connecting can take longer than a request may wait.
         if self._client is None:
             raise OSError(f"not connected to the master {self._master}")
         return self._client

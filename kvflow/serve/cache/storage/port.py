@@ -1,4 +1,4 @@
-"""Interfaces of a page store: the tiers use a `Storage`, a `Backend` adapts one kind of store."""
+"""Interfaces of a page store. The tiers use a `Storage`. A `Backend` adapts one kind of store."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class StorageCounts(msgspec.Struct):
     stalls: int = 0
     """Calls that were abandoned because a slice did not end in time."""
     refused: int = 0
-    """Calls that never began, because a breaker was open or too many calls waited."""
+    """Calls that never began, because a breaker was open, every thread hung, or too many calls
+    waited.
+    """
     trips: int = 0
     """Times that a breaker opened."""
 
@@ -69,7 +71,7 @@ class StorageCall(Protocol):
     """
     released: asyncio.Future[None]
     """Completes when the store no longer accesses the buffers: together with `done`, or later if
-    the store hung and its call returns late.
+    `done` completed while a slice was under way.
     """
 
     def cancel(self) -> None:
@@ -110,7 +112,10 @@ class Storage(Protocol):
         """
 
     async def exists_prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys in the store, or 0 if it fails. Raises: MisuseError."""
+        """Return the number of leading keys in the store. A failed lookup counts as absent.
+
+        Raises: MisuseError.
+        """
 
     async def close(self) -> None:
         """Cancel every call, and wait a limited time. Calls that hang are abandoned."""
@@ -129,7 +134,7 @@ class Backend(Protocol):
     """Largest number of pages in one put or get, which cannot be stopped part-way."""
 
     def open(self) -> None:
-        """Open the store, before every other call. Raises: MisuseError for a permanent error."""
+        """Open the store. Called before all else. Raises: MisuseError for a permanent error."""
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]: ...
 

@@ -1,4 +1,4 @@
-"""The header before the bytes of a page, which proves that a reader has the right page intact.
+"""The header before the bytes of a page. It proves that a reader has the right page, intact.
 
 The reader knows every field of the header except the checksum of the bytes. So it does not parse
 the header: it builds the expected header from the bytes that it read, and compares the two.
@@ -18,7 +18,7 @@ HEADER_BYTES = _HEADER.size
 
 
 def header_of(identity: bytes, key: bytes, value: memoryview) -> bytes:
-    """Return the header for a page with the bytes `value`, their checksum included."""
+    """Return the header for a page with the bytes `value`. It contains their checksum."""
     # xxhash releases the GIL for a long input, so other threads can run meanwhile.
     fields = (_MAGIC, _VERSION, HEADER_BYTES, identity, key, value.nbytes, xxh3_64(value).digest())
     head = _HEADER.pack(*fields, b"")[:-8]
