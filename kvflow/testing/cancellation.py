@@ -73,7 +73,7 @@ def stepping(name: str, *at: int, nth: int = 0) -> Iterator[list[Steps[Any]]]:
     """Drive a task that the block starts, and cancel it in its waits `at`.
 
     `name` is the qualified name of its coroutine function ("Shell.consume"). `nth` selects one of
-    several such tasks, counted from 0. The yielded list then contains the `Steps` of the task.
+    several such tasks, counted from 0. Once the task starts, the yielded list contains its `Steps`.
     """
     found: list[Steps[Any]] = []
     loop = asyncio.get_running_loop()

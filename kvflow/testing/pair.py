@@ -145,7 +145,7 @@ class Pair:
         self.clocks[node.incarnation] = clock
         await node.start()
         clock.watch(node.shell.wake)
-        # Each source page has its own byte value, by which a test recognises the page at decode.
+        # A test recognises a source page at decode by its byte value.
         for page in range(pool.layout.num_pages):
             fill(pool, [page], page % 255 + 1)
         self.prefills.insert(len(self.prefills) if alone else rank, node)
@@ -185,7 +185,7 @@ class Pair:
         return node
 
     async def open(self, room: int, prompt: TokenIds) -> tuple[PrefillRoom, DecodeRoom]:
-        """Open both halves of a room, prefill's half at rank 0 first."""
+        """Open prefill's half of a room at rank 0, then decode's half."""
         source = self.prefill.room(room, prompt)
         return source, await self.decode.room(room, "sim", prompt)
 
@@ -199,7 +199,7 @@ class Pair:
     ) -> PageIndices:
         """Take pages at prefill for the whole room, and send them in `chunks` chunks.
 
-        The pages are given back when the room ends. Returns the pages.
+        Return the pages, which are given back when the room ends.
         """
         node = node or self.prefill
         count = source.bytes_total // node.pool.layout.page_bytes
@@ -263,7 +263,7 @@ class Pair:
         return found
 
     async def rest(self) -> None:
-        """Wait until all nodes are at rest. Raises: TimeoutError that names what is not."""
+        """Wait until all nodes are at rest. Raises: TimeoutError naming what is not at rest."""
         try:
             await until(lambda: not self.left(), self.patience_s)
         except TimeoutError:

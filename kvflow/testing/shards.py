@@ -14,7 +14,8 @@ from kvflow.protocols.pages.layout import Order, PoolLayout, build_layout
 def shard_layout(
     layout: PoolLayout, rank: int, ranks: int, order: Order = "page_first"
 ) -> PoolLayout:
-    """Return one rank's share: as many pages and rows, and a part of each component along its axis.
+    """Return one rank's share: a part of each component along its axis, in as many pages and rows
+    as `layout` has.
 
     Shares are as even as possible. If a component has fewer entries than there are ranks, several
     ranks hold copies of one entry.

@@ -23,7 +23,7 @@ def digests_of_prompt(tokens: Iterable[int], page_size: int) -> list[bytes]:
 
 
 def block_hash(digest: bytes) -> int:
-    """Return the number that identifies a page in events: its first 8 bytes, signed, big-endian."""
+    """Return the number of a page in events: its digest's first 8 bytes, signed, big-endian."""
     return int.from_bytes(digest[:8], "big", signed=True)
 
 

@@ -33,7 +33,8 @@ def register() -> None:
         few_cores.install()
 
 
-# This import must not load torch, and an unsupported vLLM fails only where it is used.
+# Importing this package must not load torch. An unsupported vLLM must fail only where the connector
+# is used.
 def __getattr__(name: str) -> Any:
     if name != NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,7 +37,8 @@ from kvflow.protocols.errors import MisuseError
 log = logging.getLogger("vllm.kvflow")
 KVConnectorMetadata.register(StepMeta)
 KVConnectorWorkerMetadata.register(StepNews)
-# Wait of a step without a model. vLLM would otherwise run such steps without a pause.
+# The longest wait for news in a step that runs no model. Without it, vLLM would run such steps
+# without a pause.
 _IDLE_WAIT_S = 0.005
 
 
@@ -47,7 +48,9 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Read the settings and make the scheduler side; the worker side starts with the KV cache.
+        """Read the settings, and make the scheduler side in the scheduler's process.
+
+        The worker side starts when vLLM registers the KV cache.
 
         Raises: MisuseError for invalid settings, for a vLLM that cannot continue from a cached
         beginning, and for a KV cache that kvflow does not move.
@@ -104,9 +107,9 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         try:
             asked = read_params(request.kv_transfer_params)
-        # The API server already refused this request, unless plugins are off there.
+        # The API server has already refused this request, unless plugins are off there.
         except MisuseError as error:
-            # vLLM also passes on requests that it refused. It marks them, and does not serve them.
+            # vLLM also passes on requests that it has refused. It marks them and never serves them.
             if not request.abort_immediately:
                 log.error("request %s is served without a transfer: %s", request.request_id, error)
             return
@@ -169,7 +172,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
         is_target = self._kv_transfer_config.is_kv_consumer
-        # Over the "local" plane, another process writes into the cache of a decode.
+        # Over the "local" plane, prefill's process writes straight into decode's cache.
         if self._settings.transfer_backend == "local" and is_target:
             return shared_allocation(self._segments)
         return None

@@ -8,8 +8,8 @@ that could continue.
 For vLLM a failed load ends at once: the request fails, or computes its prompt in other blocks. This
 side takes an extra reference on the old blocks, which keeps them out of the pool until every worker
 reports that no write can reach them any more. It takes the reference before vLLM learns of the
-failure: a worker reports a failure to this side first, and to vLLM only after this side confirmed
-it (`StepMeta.held`).
+failure: a worker reports a failure to this side first, and to vLLM only after this side has
+confirmed it (`StepMeta.held`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DecodeScheduler:
         if request.prompt_token_ids is None:
             log.warning("request %s has embeddings for a prompt: it is computed here", name)
             return
-        # A room serves one prompt once. Others for it come from N > 1, or from a repeated request.
+        # A room serves one prompt once. Other requests for it come from n > 1, or repeat a request.
         if params.room in self._used:
             log.info(
                 "request %s: room %d has been used before: its prompt is computed here",
@@ -149,7 +149,7 @@ class DecodeScheduler:
         for name, workers in news.failures.items():
             load = self._loads.get(name)
             if load is not None:
-                # vLLM returns the trace headers of a request with an error, and no other part.
+                # When a request fails, its trace headers are the only part that vLLM returns.
                 headers = load.request.trace_headers or {}
                 load.request.trace_headers = {**headers, REASON: encode_reason(news.failed[name])}
                 self._hold(name, load.blocks, workers)

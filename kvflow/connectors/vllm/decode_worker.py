@@ -82,7 +82,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                     self._abandon(target)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose blocks vLLM need not wait for, and those that failed."""
+        """Return the requests whose blocks vLLM need no longer wait for, and those that failed."""
         with self._lock:
             found = self._received, self._failed
             self._received, self._failed = set(), set()
@@ -152,7 +152,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                 log.warning(
                     "request %s: its blocks do not come from prefill: %s", target.request, cause
                 )
-        # Let the scheduler side take blocks: only a request that waits for blocks can fail in vLLM.
+        # Let the request take blocks: vLLM can fail a load only after the request has blocks.
         if target.offer is None:
             self._ready(target, set(range(target.workers)))
         self._count(target)
@@ -181,7 +181,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             self._drop(target)
 
     def _abandon(self, target: _Target) -> None:
-        # The failure is already reported to vLLM, which does not wait for this load.
+        # The failure has already been reported to vLLM, which does not wait for this load.
         if target.is_held:
             return
         target.is_abandoned = True
@@ -215,7 +215,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             self._end(target)
 
     def _end(self, target: _Target) -> None:
-        """Finish a load that landed or is over. If vLLM waits for the blocks, it may use them."""
+        """Finish a load that landed or was abandoned, and tell vLLM if it waits for the blocks."""
         if target.offer is not None and target.offer.is_waited_for:
             self._received.add(target.request)
         self._drop(target)

@@ -21,7 +21,7 @@ from kvflow.http.errors import STATUS_OF_CODE
 from kvflow.protocols.errors import Cause, Code, MisuseError
 
 _FURTHER_PROMPT = re.compile(r"cmpl-.*-[1-9][0-9]*", re.DOTALL)
-CLIENT_CLOSED_REQUEST = 499  # the client of the other leg left
+CLIENT_CLOSED_REQUEST = 499  # the client of the other leg has left
 # The key of the reason in the trace headers, which vLLM returns with an error.
 REASON = "kvflow-failed"
 
@@ -36,7 +36,7 @@ def read_reason(text: str) -> Cause:
 
 
 def is_further_prompt(request_id: str) -> bool:
-    """Return True for a prompt after the first of a list: vLLM's API server numbers their ids."""
+    """Return True for a prompt after the first of a list. vLLM's API server numbers their ids."""
     return _FURTHER_PROMPT.fullmatch(request_id) is not None
 
 
@@ -112,7 +112,7 @@ def _telling(process_outputs: Any) -> Any:
     from vllm.exceptions import GenerationError, GracefulHTTPError
 
     class TransferError(GracefulHTTPError, GenerationError):  # type: ignore[misc]
-        """An error with its own HTTP status, also within a stream, and one line in the log."""
+        """An error with its own HTTP status, even within a stream. vLLM logs it in one line."""
 
         def __init__(self, cause: Cause) -> None:
             status = _status(cause)

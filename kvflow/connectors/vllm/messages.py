@@ -1,7 +1,8 @@
 """Messages between the two sides of a connector.
 
-vLLM carries them from the scheduler's process to every worker's before a step, and back with the
-step's output. The processes belong to one engine, and vLLM pickles the messages.
+vLLM carries them from the scheduler's process to every worker's before a step, and from the
+workers' processes with the step's output. The processes belong to one engine, and vLLM pickles the
+messages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Prompt = NDArray[np.uint32]
 
 @dataclass
 class OpenSource:
-    """Prefill: a request whose half of a room opens."""
+    """A request whose half of a room opens at prefill."""
 
     request: str
     room: int
@@ -28,9 +29,9 @@ class OpenSource:
 
 @dataclass
 class Computed:
-    """Prefill: the blocks of a request that are computed when the step ends.
+    """The blocks that prefill has computed for a request when the step ends.
 
-    They start with its first block. Without `is_all`, the list has full blocks only.
+    They start with the request's first block. Without `is_all`, the list has full blocks only.
     """
 
     blocks: Sequence[int]
@@ -39,7 +40,7 @@ class Computed:
 
 @dataclass
 class OpenTarget:
-    """Decode: a request whose half of a room opens; without an `Offer` in the same step, the room
+    """A request whose half of a room opens at decode. Without an `Offer` in the same step, the room
     is only announced.
 
     `prefill` lists the registries of prefill's workers, "host:port", by worker number. `refusal` is
@@ -56,7 +57,7 @@ class OpenTarget:
 
 @dataclass
 class Offer:
-    """Decode: the blocks for the prompt after its first `prefix_tokens` tokens.
+    """Decode's blocks for the prompt after its first `prefix_tokens` tokens.
 
     The list is empty if decode already has everything that it can use.
     """
@@ -79,7 +80,7 @@ class StepMeta:
     begun: list[str] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
-    # prefill: requests that ended; True if aborted
+    # prefill: requests that ended, each with True if it was aborted
     finished: dict[str, bool] = field(default_factory=dict)
     targets: list[OpenTarget] = field(default_factory=list)
     offers: dict[str, Offer] = field(default_factory=dict)
@@ -94,7 +95,7 @@ class StepMeta:
 class StepNews:
     """News from the workers to the scheduler side, besides the results that vLLM collects."""
 
-    # decode: by request, the workers whose part of prefill began, or never will
+    # decode: by request, the workers at which prefill has begun, or never will
     ready: dict[str, set[int]] = field(default_factory=dict)
     # first cause of each failed load
     failed: dict[str, Cause] = field(default_factory=dict)

@@ -1,12 +1,13 @@
 """`kv_transfer_params`: the field in which a proxy states what a request fetches from a prefill, or
 leaves for a decode.
 
-A proxy may send the legs one after the other, as those of vLLM and llm-d do: it sends
+A proxy may send the legs one after the other, like those of vLLM and llm-d. It then sends
 `{"do_remote_decode": true}` to prefill, and copies the answer unread into the request for decode.
-Or it sends both at once: it draws the room's number and gives it to both legs, and `remote_host`
-and `remote_port` to decode; the pages then travel while prefill computes. Proxies for vLLM's
-MooncakeConnector do the same with other fields, which are accepted too: `transfer_id` for the room,
-`remote_bootstrap_addr` for the address.
+
+Or a proxy sends both legs at once, and the pages travel while prefill computes. It then draws the
+room's number, gives it to both legs, and gives `remote_host` and `remote_port` to decode. Proxies
+for vLLM's MooncakeConnector do the same with other fields, which are accepted too: `transfer_id`
+for the room, `remote_bootstrap_addr` for the address.
 """
 
 from __future__ import annotations

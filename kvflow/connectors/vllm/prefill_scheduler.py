@@ -18,7 +18,7 @@ from kvflow.connectors.vllm.params import ROOM, ToDecode, draw_room
 from kvflow.connectors.vllm.prompts import prompt_of
 
 log = logging.getLogger("vllm.kvflow")
-# statuses in vLLM's RequestStatus after which the prompt is computed
+# The names in vLLM's RequestStatus which mean that the prompt has been computed.
 _COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
@@ -26,7 +26,7 @@ class PrefillScheduler:
     """Requests with `do_remote_decode`, from their arrival until vLLM ends them."""
 
     def __init__(self, block_size: int, answer: dict[str, Any]) -> None:
-        """`answer` is the part of its answers that all requests share (`params.prefill_answer`)."""
+        """`answer` is what all of prefill's answers share (see `params.prefill_answer`)."""
         self._block_size, self._answer = block_size, answer
         # Requests whose room the proxy chose. Their blocks are sent while the prompt is computed.
         self._streaming: dict[str, Any] = {}
@@ -36,9 +36,9 @@ class PrefillScheduler:
         # True after a request could not begin in the step that vLLM is planning. Later requests
         # then do not begin either, so that they cannot overtake a large one forever.
         self._is_held_up = False
-        self.num_blocks = 0  # blocks in vLLM's cache
+        self.num_blocks = 0  # usable blocks in vLLM's cache
         self._next = StepMeta()  # message to the workers for the next step
-        self.block_ids_of: Any = None  # vLLM's function: the blocks of a request's id, by group
+        self.block_ids_of: Any = None  # vLLM's function from a request's id to its blocks, by group
 
     def new_request(self, request: Any, params: ToDecode) -> None:
         name = request.request_id
@@ -53,7 +53,7 @@ class PrefillScheduler:
             self._open(request, params.room)
 
     def may_begin(self, request: Any) -> bool:
-        """Return True if the prompt has space, and reserve it. vLLM asks in its queue's order."""
+        """Return True if the prompt finds space, and reserve it. vLLM asks in its queue's order."""
         name = request.request_id
         if name not in self._rooms or name in self._places:
             return True
@@ -84,13 +84,13 @@ class PrefillScheduler:
             self._leave_place(name)
 
     def build_meta(self, meta: StepMeta, output: Any) -> None:
-        """Add what the workers must know about the step that vLLM just planned."""
+        """Add what the workers must know about the step that vLLM has just planned."""
         meta.sources = self._next.sources
         meta.computed = self._next.computed
         meta.finished = self._next.finished
         meta.begun = self._next.begun
         self._next, self._is_held_up = StepMeta(), False
-        # vLLM may have given the blocks of requests that just ended to others.
+        # Include requests that just ended, because vLLM may have given their blocks to others.
         mine = self._streaming.keys() | meta.finished.keys()
         meta.preempted = [name for name in output.preempted_req_ids or () if name in mine]
         for name, count in output.num_scheduled_tokens.items():
@@ -105,7 +105,7 @@ class PrefillScheduler:
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether vLLM keeps the blocks until they are sent, and fields for its answer."""
+        """Return whether vLLM keeps the blocks until they are sent, and our part of its answer."""
         name = request.request_id
         room, streams = self._rooms.pop(name, None), self._streaming.pop(name, None) is not None
         was_computed = request.status.name in _COMPUTED

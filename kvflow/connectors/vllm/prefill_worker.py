@@ -27,7 +27,7 @@ class _Source:
         self.room: PrefillThreadRoom | None = None
         self.blocks: Sequence[int] = ()
         self.is_all = False
-        self.sent = 0  # blocks sent so far, including those that decode already had
+        self.sent = 0  # blocks that decode already had or that were sent
         self.is_over = False  # True if the request ended, and vLLM waits for its blocks
         self.opened_at_s = time.monotonic()
 
@@ -74,14 +74,14 @@ class PrefillWorker(WorkerSide[PrefillThread]):
                 source = self._sources.get(name)
                 if source is None or source.room is None:
                     continue
-                # Drop the blocks first: decode's half may arrive during the wait, and have them
-                # sent.
+                # Drop the blocks first, so that they are not sent if decode's half arrives during
+                # the wait.
                 blocks, source.blocks, source.is_all = source.blocks[: source.sent], (), False
             if not self.thread.wait_released(blocks, _PREEMPTION_S):
                 source.room.close(
                     Cause(Code.CAPACITY, "prefill preempted the request while its blocks were sent")
                 )
-                # Wait until the node processed the close. From then on the room cannot succeed.
+                # Wait until the node has processed the close. From then on the room cannot succeed.
                 self.thread.ask(lambda _: None)
 
     def computed(self, meta: StepMeta) -> None:
@@ -122,7 +122,8 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         if room is None or not room.matched or room.last_sent or room.error is not None:
             return
         assert room.prefix_tokens is not None
-        # Rounded up: a prefix of the whole prompt may end inside a block, which is not sent.
+        # Round up: a prefix ends inside a block only if it is the whole prompt, and then decode has
+        # that block.
         first = max(source.sent, -(-room.prefix_tokens // self._block_size))
         chunk = source.blocks[first:]
         if not chunk and not source.is_all:

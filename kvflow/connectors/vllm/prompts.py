@@ -1,4 +1,4 @@
-"""The prompt of a room, on which both halves must agree, with all that its KV cache depends on."""
+"""The prompt on which a room's halves must agree. It covers all that its KV cache depends on."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
     def port_of_engine(self, number: int, ranks: int) -> int:
-        """Return the registry port of rank 0 of an engine. Each worker before it takes one port."""
+        """Return the registry port of an engine's rank 0. Each engine takes a port per rank."""
         return self.bootstrap_port + number * ranks
 
     def check(self) -> None:

@@ -32,7 +32,7 @@ class KvflowStats(KVConnectorStats):  # type: ignore[misc]
             self.data[name] += other.data[name]
         for code, count in other.data["failed"].items():
             self.data["failed"][code] = self.data["failed"].get(code, 0) + count
-        # The number of blocks in quarantine is a level: the latest value replaces the earlier one.
+        # The number of blocks in quarantine is a gauge: the latest value replaces the earlier one.
         self.data["quarantine"].update(other.data["quarantine"])
         return self
 
@@ -53,7 +53,7 @@ class KvflowStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KvflowPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same values at vLLM's /metrics, as `vllm:kvflow_*`."""
+    """Exports the transfers at vLLM's /metrics, as `vllm:kvflow_*`."""
 
     def __init__(
         self,

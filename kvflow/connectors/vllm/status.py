@@ -29,10 +29,10 @@ log = logging.getLogger("vllm.kvflow")
 class StatusServer:
     """The status server of one worker.
 
-    It runs on a separate loop, so that it can report a node whose loop is stuck. It serves GET
-    /ranks (of a prefill), /health (503 while the worker cannot serve), and /metrics (for a worker
-    with both roles, /metrics has prefill's and /metrics/decode has decode's). Proxies for vLLM's
-    MooncakeConnector read the id of a prefill's engine at /query.
+    It runs on a separate loop, so that it can report a node whose loop is stuck. GET /ranks lists
+    the ranks of a prefill. GET /health answers 503 while the worker cannot serve. GET /metrics has
+    the worker's metrics; if it has both roles, these are prefill's, and /metrics/decode has
+    decode's. Proxies for vLLM's MooncakeConnector read the id of a prefill's engine at /query.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StatusServer:
         return found
 
     def join(self, leader: str, api_key: str) -> None:
-        """Register this rank at the registry of rank 0, "host:port", and retry until it answers."""
+        """Register this rank at the registry of rank 0, "host:port". Retry until that succeeds."""
         assert self._loop is not None
         (info,) = self._table.all()
 

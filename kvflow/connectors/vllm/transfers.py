@@ -12,8 +12,8 @@ LISTS = tuple(f"{way}_{what}" for way in WAYS for what in ("seconds", "bytes"))
 def no_transfers() -> dict[str, Any]:
     """Return empty counters.
 
-    They are the seconds and bytes of each prompt by direction, failures by code, and, by worker,
-    the number of blocks that wait for proof if it changed.
+    They hold the seconds and bytes of each prompt by direction, and the number of failures by code.
+    For each worker whose number of blocks in quarantine changed, they hold the new number.
     """
     return {name: [] for name in LISTS} | {"failed": {}, "quarantine": {}}
 

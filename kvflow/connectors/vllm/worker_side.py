@@ -1,5 +1,5 @@
-"""The common part of both roles in a worker: a node in one thread, and a second thread that handles
-its events.
+"""The common part of both roles in a worker: a node in one thread, and a second thread (the
+follower) that handles its events.
 
 Events are handled as they arrive, not once per step, because a step of the model may take longer
 than a transfer.

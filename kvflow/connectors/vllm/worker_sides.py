@@ -59,9 +59,11 @@ class WorkerSides:
         bootstrap_port: int,
         segment: SharedSegment | None,
     ) -> Self:
-        """Make the pool over vLLM's cache, and start its sides and the status server.
+        """Make the pool over vLLM's cache, and start the worker's sides and its status server.
 
-        `bootstrap_port` is the registry port of this engine's rank 0. Raises: KvflowError.
+        `bootstrap_port` is the registry port of this engine's rank 0.
+
+        Raises: KvflowError.
         """
         config, place = vllm_config.kv_transfer_config, _place(vllm_config, settings)
         pool = _pool(vllm_config, settings, place, caches, block_size, segment)

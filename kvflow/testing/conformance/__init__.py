@@ -1,5 +1,5 @@
 """A conformance suite for data planes. It tests the promises of `protocols.ports.DataPlane` by
-experiment, on the planes of kvflow and on your own.
+experiment, on kvflow's planes and on your own.
 
     python -m kvflow.testing.conformance --plane local
     python -m kvflow.testing.conformance --plane my_package.planes:MyAdapter --rooms 10000

@@ -31,7 +31,7 @@ class Adapter:
     processes, which the suite kills and freezes.
     """
     death_is_proof = True
-    """True if `fence` returns after a writer on this machine died.
+    """True if `fence` returns after a writer on this machine has died.
 
     If it is False, `fence` must raise TransferError at once. Unproven pages of a dead writer then
     stay in quarantine.
@@ -47,15 +47,15 @@ class Adapter:
         """Open a plane for `pool`. The suite calls `export` itself.
 
         The pool is in shared memory (`pool.segment`). `rate_bytes_per_s` limits what the plane
-        sends. Called in each process, and possibly before its event loop runs.
+        sends. The suite calls this in each process, possibly before that process's event loop runs.
         """
         raise NotImplementedError
 
     def under_way(self, plane: DataPlane) -> Mapping[str, int]:
-        """Return the numbers of resources that the plane and its transfer engine keep for writes,
-        by name: handles, descriptors, notifications.
+        """Return how many resources the plane and its transfer engine keep for writes, by kind
+        (handles, descriptors or notifications, for example).
 
-        Each must be 0 when no write runs.
+        Each number must be 0 when no write runs.
         """
         return dict(getattr(plane, "under_way", {}))
 
@@ -87,7 +87,7 @@ def _answer(question: str, text: str) -> str:
 
 
 class NamedAdapter(Adapter):
-    """An adapter for a plane of kvflow, by its name."""
+    """An adapter for one of kvflow's own planes, given by its name."""
 
     def __init__(self, name: str) -> None:
         self.name, self.death_is_proof = name, name not in UNFENCED
@@ -144,7 +144,7 @@ class _SlowFake(FakePlane):
 
 
 def load_adapter(text: str) -> Adapter:
-    """Return an adapter for a plane of kvflow by its name, or for your own by "module:factory".
+    """Return an adapter. `text` is the name of a kvflow plane, or "module:factory" for your own.
 
     The factory, such as an `Adapter` class, is called without arguments.
 

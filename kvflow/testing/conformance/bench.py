@@ -37,7 +37,7 @@ def require(holds: object, text: str) -> None:
 
 
 class Bench:
-    """The plane under test, by a name for `load_adapter`."""
+    """The plane under test. `plane` is a name for `load_adapter`."""
 
     def __init__(self, plane: str, seed: int = 0, rooms: int = 200) -> None:
         self.plane, self.adapter, self.seed, self.rooms = plane, load_adapter(plane), seed, rooms
@@ -109,7 +109,7 @@ class Resources(NamedTuple):
         return cls(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident)
 
     async def returned(self) -> Resources:
-        """Wait until this process has at most this many descriptors and threads; return its own.
+        """Wait until the process has no more descriptors and threads than `self`; return `now()`.
 
         Raises: NotConformingError after `WITHIN_S`.
         """
@@ -125,7 +125,7 @@ class Resources(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A check of one promise. `run` describes what it observed, or raises if it fails."""
+    """A check of one promise. `run` returns what it observed, as a text, or raises if it fails."""
 
     name: str
     run: Callable[[Bench], Awaitable[str]]

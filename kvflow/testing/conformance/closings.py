@@ -96,7 +96,7 @@ def _check_closed(route: Route) -> None:
 async def at_rest(bench: Bench) -> str:
     """Closed routes and ended writes keep no resources, and do not affect an open route."""
     async with bench.side("layer_first") as side, bench.peer() as peer:
-        # Every other page is written, so that a write has several blocks.
+        # Adjacent pages could form one block, so each write takes every other page.
         some = EVERYTHING[:18:2].copy()
         kept = await side.plane.connect(peer.address, peer.layout)
         before, theirs = Resources.now(), 0

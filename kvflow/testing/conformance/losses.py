@@ -62,7 +62,7 @@ async def killed_receiver(bench: Bench) -> str:
 
 
 async def frozen_receiver(bench: Bench) -> str:
-    """A plane claims only bytes that landed in the memory of a frozen peer.
+    """While a peer is frozen, a plane claims only bytes that have landed in the peer's memory.
 
     After the peer thaws, the claim is still true, even if the source pages were overwritten. A
     frozen peer does not delay writes to another peer.
@@ -110,7 +110,7 @@ async def frozen_receiver(bench: Bench) -> str:
 
 
 async def fence_of_the_dead(bench: Bench) -> str:
-    """A fence waits while its writer lives. After it returned, no byte of the writer arrives."""
+    """A fence waits while its writer lives. After its return, no byte of the writer arrives."""
     async with bench.side() as side, bench.peer(rate=RATE) as peer:
         await _begin(peer, side)
         fence = asyncio.ensure_future(side.plane.fence(peer.address))
@@ -171,7 +171,7 @@ async def fence_of_the_frozen(bench: Bench) -> str:
 
 
 async def fence_elsewhere(bench: Bench) -> str:
-    """The fence of a writer on another host, which nothing here can observe, raises at once."""
+    """The fence of a writer on another host raises at once, because it cannot see writers there."""
     bench.only_between_processes()
     async with bench.side() as side:
         there = msgspec.structs.replace(side.address.process, boot_id="another boot")

@@ -110,7 +110,7 @@ async def spawned(
     `plane` is a name for `load_adapter`. `prefix` is a command that runs the process, such as `ip
     netns exec NAME`. `host` is the address at which others reach its plane.
     """
-    # Free garbage engines before the fork: a child lacks their threads, and could not.
+    # Free garbage engines before the fork: the child lacks their threads and could not free them.
     gc.collect()
     process = await asyncio.create_subprocess_exec(
         *(*prefix, sys.executable, "-P", "-m", "kvflow.testing.conformance.process"),

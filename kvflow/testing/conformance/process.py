@@ -23,7 +23,7 @@ async def _serve(plane: str, order: Order, rate: float, host: str) -> None:
     station = Station(Side(adapter.open, order, rate or None))
     _say(msgspec.json.encode((station.side.address, station.side.layout)).decode())
     gc.collect()
-    # A thread reads the commands, so that they do not block the plane's event loop.
+    # A thread reads the commands, so that waiting for one does not block the plane's event loop.
     while line := await asyncio.to_thread(sys.stdin.readline):
         _say(json.dumps(await station.do(*json.loads(line))))
 

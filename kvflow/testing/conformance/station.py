@@ -1,4 +1,4 @@
-"""A pool and a plane that execute commands of a check, here or in another process (`process`)."""
+"""A pool and a plane that run a check's commands, in this process or another (see `process`)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Side:
         ]
 
     def fill(self, seed: int) -> None:
-        """Fill the pool with random bytes above 0: a 0 at the target is one that never arrived."""
+        """Fill the pool with random bytes above 0: at the target, a 0 marks a missing byte."""
         for column in self.memory:
             column[:] = np.random.default_rng(seed).integers(1, 256, column.size, dtype=np.uint8)
 
@@ -68,7 +68,7 @@ class Side:
 
 
 class Station:
-    """The commands, executed on one side. Each result can be encoded as JSON."""
+    """Executes commands on one side. Each result can be encoded as JSON."""
 
     def __init__(self, side: Side) -> None:
         self.side = side
@@ -118,7 +118,7 @@ class Station:
         if child := os.fork():
             self.children.append(child)
             return child
-        # The process that reads our output waits for its end, so the child must not hold it open.
+        # The reader of our output waits until it is closed, so the child must not hold it open.
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         hang_up = select.poll()
         # The child polls only for the end of the input, because the commands are for its parent.

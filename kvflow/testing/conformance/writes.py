@@ -1,4 +1,4 @@
-"""Checks of writes: LANDED means every byte, a cancel drains, and no other byte changes."""
+"""Checks of writes: LANDED means that every byte arrived, and a cancel drains the write."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def questions(bench: Bench) -> str:
 
 
 async def landed(bench: Bench) -> str:
-    """LANDED means that every byte arrived, in pools of either order. No other page changes."""
+    """In pools of either order, LANDED means that every byte arrived, and no other page changes."""
     moved = 0
     for theirs in ORDERS:
         async with bench.peer(theirs) as peer:

@@ -31,8 +31,8 @@ class Authentication(NamedTuple):
     authenticator: AsyncioAuthenticator
 
     def close(self) -> None:
-        # The context has no other sockets, so it ends here as well. A thread terminates it, because
-        # `term` blocks while the sockets linger.
+        # Only the authenticated sockets use the context, so it is terminated too. A thread does
+        # that, because `term` blocks while the sockets linger.
         context = self.authenticator.context
         self.authenticator.stop()
         threading.Thread(target=context.term, name="kvflow-zmq-term", daemon=True).start()
@@ -85,7 +85,7 @@ def write_key(path: str) -> None:
 def open_new_key() -> int:
     """Write a new key into anonymous memory and return its open descriptor.
 
-    Child processes read the key at /dev/fd/N. It is gone when the last process closes the
+    Child processes read the key at /dev/fd/N. The key is gone when the last process closes the
     descriptor.
     """
     _, secret = zmq.curve_keypair()

@@ -109,8 +109,8 @@ class Network:
         self.rules.append(_Counted(kind, HELD, times))
 
     def release(self, order: Callable[[list[Frame]], None] | None = None) -> int:
-        """Deliver the held frames, remove the rules that hold frames, and return how many were
-        held.
+        """Deliver the held frames, remove the rules that `hold` added, and return how many frames
+        were held.
 
         `order` reorders them in place (list.reverse, a shuffle).
         """
@@ -156,7 +156,7 @@ class Network:
         return bool(self._dealers.get((control, peer)))
 
     def leave(self, socket: _Socket) -> None:
-        """Remove a closed socket. Frames that are on their way to it are lost."""
+        """Remove a closed socket. Frames under way are lost, unless another takes its address."""
         if isinstance(socket, RouterSocket):
             if self._routers.get(socket.control) is socket:
                 del self._routers[socket.control]

@@ -1,11 +1,11 @@
 """Frames packed into ZMQ messages: one message carries the consecutive frames that are sent to one
 peer in one turn of the loop.
 
-Waking the receiver costs more than a frame does, so each frame is only one part of a message:
+Waking the receiver costs more than sending a frame, so each frame is only one part of a message:
 [peer, frame, frame, ...] at the ROUTER and [frame, frame, ...] at the DEALER. ZMQ delivers the
 parts together, after the last one. `Outgoing.add` still reports for each frame whether it can be
-sent. A ROUTER sends the peer's routing id at once, and ZMQ refuses it if the peer cannot be
-reached; a DEALER polls.
+sent. A ROUTER sends the peer's routing id at once, and ZMQ refuses the id of a peer that cannot be
+reached. A DEALER polls its socket.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zmq
 
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
 
-# A received message with more parts, or more than MAX_FRAME_BYTES bytes, is malformed.
+# A received message with more parts than this, or with more than MAX_FRAME_BYTES, is malformed.
 MAX_PARTS = 1024
 # An open message is sent early when the next frame would exceed either limit.
 PACKED_FRAMES, PACKED_BYTES = 64, 256 << 10
@@ -61,7 +61,7 @@ class Outgoing:
         return True
 
     def send(self, frame: bytes, peer: bytes) -> bool:
-        """Send a frame now, together with the open message. Return False when `add` would."""
+        """Send the open message and a frame now. Return False when the peer cannot take it."""
         # With no message open, the send itself shows whether the peer can take the frame.
         if self._last is None:
             return (not self._router or self._push(peer, _SNDMORE)) and self._push(frame, 0)
@@ -75,7 +75,7 @@ class Outgoing:
             self._last = None
 
     def _open(self, peer: bytes) -> bool:
-        """Return True when a message to `peer` can begin."""
+        """Begin a message to `peer`. Return False when the peer cannot take one."""
         if self._router:
             return self._push(peer, _SNDMORE)
         return not self._socket.closed and bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
@@ -96,17 +96,17 @@ class Incoming:
         self._frames: deque[tuple[bytes, bytes]] = deque()  # (peer, frame)
         # True while the rest of an oversized message is being discarded: call `take` again.
         self.skipping = False
-        self.messages = 0  # whole messages read so far
-        self._part: zmq.Frame | None = None  # last part of the latest message
+        self.messages = 0  # messages read so far, oversized ones included
+        self._part: zmq.Frame | None = None  # last part that was read of the latest message
         # Descriptors of the connections that messages arrived on; `TcpConnections` empties the set.
         self.delivered: set[int] = set()
 
     def take(self, count: int) -> list[tuple[bytes, bytes]]:
-        """Return at most `count` frames of one message; empty when no message waits, or while
+        """Return at most `count` frames. The list is empty when no message waits, or while
         `skipping`.
 
-        It never reads a second message. To find that none waits costs as much as to read one, and
-        would delay the frames of the first.
+        One call reads at most one message. Checking for a second one costs as much as reading it,
+        and would delay the frames of the first.
         """
         frames = self._frames
         try:
@@ -162,7 +162,7 @@ class Incoming:
 
 
 def _descriptor(part: zmq.Frame) -> int:
-    """Return the descriptor that brought `part`; -1 for a peer that speaks ZMTP 1 or 2."""
+    """Return the descriptor that `part` arrived on; -1 if the peer speaks ZMTP 1 or 2."""
     try:
         return int(part.get(_SRCFD))
     except zmq.ZMQError:

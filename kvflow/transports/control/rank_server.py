@@ -1,9 +1,8 @@
-"""A registry for processes without an HTTP server: `serve_ranks(table, host, port)`, on asyncio
-streams alone.
+"""A registry for processes without an HTTP server: `serve_ranks` needs only asyncio streams.
 
-It has the routes listed in `transports.control.registry`, as the registry of `kvflow prefill` does.
-It serves one request per connection, and limits bytes, time and connections. A prefill puts its own
-rank (`node.info`) into the table.
+The registry serves the routes listed in `transports.control.registry`. It takes one request per
+connection, and limits bytes, time and connections. A prefill puts its own rank (`node.info`) into
+the table.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ async def serve_ranks(
     `port` is 0.
 
     `documents` maps further paths to functions that answer GET for them; each is called in a
-    thread. A function for "/health" replaces the built-in answer, and that path needs no key
-    either.
+    thread. A function for "/health" replaces the built-in answer. That path never needs the key.
 
     Raises: MisuseError (the port cannot be bound).
     """

@@ -3,9 +3,9 @@
 Each prefill runs its own registry (`serve.http.registry`):
 
 PUT /ranks/{rank}  RankInfo as JSON; a restarted rank replaces its entry
-GET /ranks         all ranks, by number
+GET /ranks         all ranks, sorted by group and number
 
-Anyone who can reach a registry without an API key could point its decodes elsewhere. A registry
+If a registry has no API key, anyone who can reach it could point its decodes elsewhere. A registry
 therefore accepts only ranks that fit those it already has (`RankTable.register`).
 """
 
@@ -78,7 +78,7 @@ class RankTable:
     def put(self, info: RankInfo) -> None:
         """Add or replace a rank of this process, and remove ranks of another world size.
 
-        No registration over the network can replace it.
+        No registration over the network can replace that rank.
         """
         self._replace(info)
         self._own.add(_place(info))
@@ -113,8 +113,8 @@ class RankTable:
     def register_body(self, rank: str, body: bytes, *, is_trusted: bool) -> dict[str, Any]:
         """Register the rank that `PUT /ranks/{rank}` sent; return the document that answers it.
 
-        Raises: WireError for a body that is not a rank, or whose number differs from `rank`;
-        PeerError as `register` does.
+        Raises: WireError for a body that is not a rank, or whose number differs from `rank`; and
+        the errors of `register`.
         """
         try:
             info = rank_from_json(msgspec.json.decode(body))
@@ -212,7 +212,7 @@ class RegistryClient:
             )
         url = f"http://{place}{path}"
         head = [f"{method} {path} HTTP/1.1", f"Host: {place}", f"Content-Length: {len(body)}"]
-        # The answer then ends with the stream.
+        # This makes the registry close the stream after its answer.
         head.append("Connection: close")
         if self._key:
             head.append(f"Authorization: Bearer {self._key}")

@@ -1,12 +1,12 @@
-"""The TCP connections below one ROUTER or DEALER, and the bytes of unfinished messages on each.
+"""The TCP connections of one ROUTER or DEALER, and the bytes of unfinished messages on each.
 
 ZMQ limits the size of a frame and the number of whole messages in its queue, but not the number of
 frames in a message. It keeps the frames of a message until the last one arrives, and returns none
-before. A stranger who never sends the last frame could therefore fill all memory.
+before that. A stranger who never sends the last frame could therefore fill all memory.
 
-So `TcpConnections` asks the kernel how many bytes each connection received since it last delivered
-a whole message, and cuts connections above the limits. ZMQ then frees what it kept. A decode whose
-connection is cut reconnects, and Resync repairs what was lost.
+So `TcpConnections` asks the kernel how many bytes each connection has received since it last
+delivered a whole message, and cuts connections above the limits. ZMQ then frees what it kept. A
+decode whose connection is cut reconnects, and Resync repairs what was lost.
 
 Each turn of the loop inspects a few connections, so thousands of idle ones do not hold it up.
 Neither an inspection nor a cut opens a descriptor, so a stranger who uses up all descriptors
@@ -41,21 +41,22 @@ LOOK_S = 0.1  # seconds between two looks; on loopback some 200 MB can arrive in
 UNFINISHED_BYTES = MAX_FRAME_BYTES + (1 << 20)
 # Limit for all connections. If frames are empty, ZMQ uses up to 32 times as much memory.
 ALL_UNFINISHED_BYTES = 64 << 20
-# Once more than LATE_BYTES of a message arrived, it must be complete within UNFINISHED_S.
+# A connection with more than LATE_BYTES of an unfinished message is cut if it has delivered no
+# whole message within the last UNFINISHED_S.
 UNFINISHED_S, LATE_BYTES = 5.0, 64 << 10
 MAX_CONNECTIONS = 2_048  # fewer if the process has few descriptors (`descriptors_for`)
 LOOK_WORK = 64  # connections, or their events, per turn of the event loop: some 300 us
 _OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 _EVENTS = _OPENED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-_TCP_INFO = struct.Struct("128xQ")  # its field bytes_received (linux/tcp.h, since Linux 4.1)
+_TCP_INFO = struct.Struct("128xQ")  # tcp_info.tcpi_bytes_received (linux/tcp.h, since Linux 4.1)
 _names = itertools.count()
 
 
 class TcpConnection:
     """Counters for one connection.
 
-    `received` is the number of bytes and `since_s` the time at its latest whole message. Before the
-    first message they are 0 and the time of its opening.
+    `since_s` is the time when it last delivered a whole message, and `received` the number of bytes
+    that had arrived by then. Until its first message, they are the time of its opening and 0.
     """
 
     __slots__ = ("has_delivered", "received", "since_s", "unfinished_bytes")
@@ -76,8 +77,8 @@ class _Spare:
 
     @contextmanager
     def borrow(self, descriptor: int) -> Iterator[socket.socket]:
-        """Yield the socket of `descriptor` under the spare number: ZMQ may close its own at any
-        time.
+        """Yield the socket of `descriptor` under the spare number, because ZMQ may close the
+        original at any time.
 
         Raises: OSError when `descriptor` is closed already, or is not a socket.
         """
@@ -100,7 +101,7 @@ class _Round:
     """One inspection of every connection.
 
     `left` holds the descriptors that are still to be inspected. While `reliable` is True, bytes
-    that a connection did not deliver can only be an unfinished message.
+    that a connection has not delivered can only be an unfinished message.
     """
 
     __slots__ = ("all_had_a_turn", "left", "reliable")
@@ -125,12 +126,12 @@ class TcpConnections:
     ) -> None:
         """Begin to monitor the socket, before it is bound or connected.
 
-        `events` selects further monitor events; `on_event` is called with each one that happens.
+        `events` selects further monitor events; `on_event` is called with each of these.
         """
         self._socket, self._on_event = monitored, on_event
         self._port = 0
         self.open: dict[int, TcpConnection] = {}  # by descriptor, oldest first
-        self.cut = 0  # connections that were cut
+        self.cut = 0  # number of connections that were cut
         address = f"inproc://kvflow-monitor-{next(_names)}"
         monitored.monitor(address, _EVENTS | events)
         self._monitor: zmq.Socket[bytes] = monitored.context.socket(zmq.PAIR)
@@ -179,8 +180,8 @@ class TcpConnections:
             found = parse_monitor_message(self._monitor.recv_multipart())
             event, descriptor = int(found["event"]), int(found["value"])
             if event & _OPENED:
-                # Remove an earlier connection of that number first, so that `open` stays in order
-                # of age.
+                # First remove an earlier connection with this descriptor, so that `open` stays in
+                # order of age.
                 self.open.pop(descriptor, None)
                 self.open[descriptor] = TcpConnection(self._loop.time())
             elif event & _EVENTS:
@@ -213,8 +214,8 @@ class TcpConnections:
         """Return a new round over all connections.
 
         ZMQ returns whole messages in turn, one per connection. If none waits, or if every
-        connection had its turn since the last round, then bytes that a connection did not deliver
-        are an unfinished message.
+        connection has had its turn since the last round, then bytes that a connection has not
+        delivered are an unfinished message.
         """
         incoming = self._incoming
         all_had_a_turn = incoming.messages - self._messages >= len(self.open)
@@ -232,7 +233,7 @@ class TcpConnections:
                 continue  # closed meanwhile
             received = self._received(descriptor)
             if received is None:
-                # The connection is closed, but the monitor did not report it yet.
+                # The connection is closed, but the monitor has not reported it yet.
                 del self.open[descriptor]
             elif descriptor in delivered or received < connection.received:
                 connection.received, connection.since_s = received, self._loop.time()
@@ -247,7 +248,7 @@ class TcpConnections:
 
         The first to go are those whose message is too large or too late. Next are the largest,
         until the sum is within its limit. If too many connections remain, the oldest of those that
-        never delivered a message are cut.
+        have never delivered a message are cut.
         """
         now, left = self._loop.time(), dict(self.open)
         for descriptor, connection in self.open.items():

@@ -1,5 +1,5 @@
-"""Pages through Mooncake's Ascend transport, between machines with Huawei NPUs: host memory, over
-HCCS or its RDMA.
+"""Pages through Mooncake's Ascend transport: between the host memories of machines with Huawei
+NPUs, over HCCS or the NPUs' RDMA.
 
 **Never run on hardware.** The calls were checked against kvcache-ai/Mooncake at 3b5a594
 (2026-08-22), its Python binding (`transfer_engine_py.cpp`) and `ascend_direct_transport`, and are
@@ -10,27 +10,27 @@ tested against a stub of them. The engine and the plane are mooncake's, with the
     register_memory(buffer_addr, capacity), unregister_memory(..)
                                   also in a thread with that device
     transfer_submit_write(target_hostname, buffer, peer_buffer_address, length),
-    transfer_check_status(id)     as on TCP, but a submit never ends within the call, so another
-                                  call probes a peer:
+    transfer_check_status(id)     as on TCP, but no transfer ends within the call that submits it,
+                                  so another call probes a peer:
     transfer_sync_read(target_hostname, buffer, peer_buffer_address, length)
                                   returns 0 on success
 
-What status means landed?       Only 1 of `transfer_check_status`, for each handle: the engine
-                                returns it after ADXL's TransferSync succeeded. Whether the bytes
-                                are in the target's memory by then is up to CANN, and was not
+What status means landed?       Only status 1 from `transfer_check_status`, for each handle: the
+                                engine returns it after ADXL's TransferSync succeeded. Whether the
+                                bytes are in the target's memory by then is up to CANN, and was not
                                 tested.
 Can a write outlive its error?  Unknown. A handle ends with -1 after ASCEND_TRANSFER_TIMEOUT (3 s),
                                 perhaps after the engine repeated the block; there is no sign that
-                                the NPU stopped. So any end but 1 makes the whole write UNPROVEN,
+                                the NPU stopped. So any status but 1 makes the whole write UNPROVEN,
                                 and its pages stay in quarantine.
 What fences a peer?             Nothing that can be observed from here: HCCS and the NPU's queues
-                                are not connections of the host. A loan of a lost writer stays in
-                                quarantine until the operator declares it dead.
+                                are not connections of the host. A lost writer's loans stay in
+                                quarantine until the operator declares the writer dead.
 
 The plane needs, and `kvflow doctor` looks for: a Mooncake built with USE_ASCEND_DIRECT (`pip
 install mooncake-transfer-engine-npu`; any other build silently uses TCP), CANN, torch_npu,
-/etc/hccn.conf, and no MC_FORCE_TCP, which would also make it use TCP. The host must be an IPv4
-address.
+/etc/hccn.conf, and no MC_FORCE_TCP, which would also make Mooncake use TCP. The host must be an
+IPv4 address.
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ def npu_number(device: str) -> int:
 
 
 def check_ascend(host: str = "") -> None:
-    """Check what the plane needs of this machine. Raises: MisuseError naming what is missing."""
+    """Check that this machine has what the plane needs.
+
+    Raises: MisuseError naming what is missing.
+    """
     if missing := missing_for_ascend():
         raise MisuseError(f"the ascend data plane cannot be used here: {'; '.join(missing)}")
     if ":" in host:

@@ -43,7 +43,7 @@ class Fault(Enum):
     ERROR = "error"
     # Half of the pages land at first, the rest on `land_late`, with what the source then holds.
     LATE = "late"
-    # The write neither lands nor ends, cancelled or not, until `release`.
+    # The write neither lands nor ends, cancelled or not, until `release` or `die`.
     STUCK = "stuck"
 
 
@@ -85,14 +85,14 @@ class FakePlane:
         self._held = True
 
     def release(self) -> None:
-        """Let every write under way land, including stuck ones, and do not hold later writes."""
+        """Stop holding writes. Move each one under way, even a stuck one, to its end."""
         self._held = False
         for write in list(self.writes):
             write.fault = None if write.fault is Fault.STUCK else write.fault
             write.move(_ALL)
 
     def step(self, pages: int = 1) -> int:
-        """Copy up to `pages` pages of the oldest write that is not stuck; return the bytes."""
+        """Copy up to `pages` pages of the oldest write that is not stuck; return the byte count."""
         write = next((w for w in self.writes if w.fault is not Fault.STUCK), None)
         if write is None:
             return 0
@@ -101,7 +101,7 @@ class FakePlane:
         return write.landed_bytes - before
 
     def land_late(self) -> int:
-        """Copy the rest of every `Fault.LATE` write of a living plane; return the bytes copied."""
+        """Copy the rest of every `Fault.LATE` write, if any is left; return the byte count."""
         late, self._late = self._late, []
         return sum(write.copy(_ALL) for write in late)
 
@@ -138,7 +138,7 @@ class FakePlane:
         return False
 
     async def close(self) -> None:
-        """Cancel every write (stuck ones end UNPROVEN), and leave the network as if dead."""
+        """Cancel every write, and then `die`. Stuck writes end UNPROVEN."""
         for write in list(self.writes):
             write.cancel()
         self.die()
@@ -159,7 +159,7 @@ class FakePlane:
         """Called when `size_bytes` more of a write are in the peer's memory, proven or not."""
 
     def ended(self, write: FakeWrite, outcome: WriteOutcome) -> None:
-        """Called when a write stopped, before its `done` resolves."""
+        """Called when a write has stopped, before its `done` resolves."""
 
     def keep_late(self, write: FakeWrite) -> None:
         self._late.append(write)
@@ -238,7 +238,7 @@ class FakeWrite:
             self.end(outcome, f"scripted {self.fault.value}")
 
     def copy(self, max_bytes: int) -> int:
-        """Copy whole blocks up to `max_bytes` into the peer's pool; return the bytes copied."""
+        """Copy whole blocks until `max_bytes` are copied, or all; return the byte count."""
         copied = 0
         while max_bytes > copied and self._blocks.left_bytes:
             sources, targets, sizes = self._blocks.take(max_bytes - copied, 1)

@@ -7,8 +7,8 @@ Can a write outlive its error?  No. A copy has no error but the death of its pro
                                 cancelled write stops between two blocks. So this plane never
                                 reports UNPROVEN for a write that it ran.
 What fences a peer?             The end of its process (pidfd, checked against its start time). Only
-                                that process has the mapping: children do not inherit it, and its
-                                descriptor was closed once it was mapped.
+                                that process has the mapping: children do not inherit it, and the
+                                process closed the memory's descriptor after mapping it.
 
 Every value from the wire is checked before it is used. The target is the memfd of a process whose
 identity is verified after it is opened, the memory itself names the node that it belongs to, and
@@ -48,12 +48,13 @@ from kvflow.transports.data.threaded import ThreadedPlane
 from kvflow.transports.data.write_thread import AT_ONCE_BYTES, Assignment, ThreadWrite, WriteThread
 from kvflow.transports.host.identity import check_same_host, is_alive, own_identity, wait_dead
 
-# Pools mapped at a time. The kernel takes a minute or two to provide 1 TiB of pages.
+# Pools mapped at a time, and the time limit for one. The kernel takes a minute or two to provide
+# 1 TiB of pages.
 _CONNECTS, _CONNECT_S = 4, 120.0
 _BURST_BLOCKS = 64
 _BURST_BYTES = 2 << 20  # some 350 us; a burst has at least one block
 _CROWDED_BURSTS = 64  # long bursts before short ones are tried again
-# A copy that takes _LONG_S longer than at this speed had to wait for the GIL.
+# A copy that takes _LONG_S longer than at _SLOWEST_BYTES_PER_S must have waited for the GIL.
 _LONG_S, _SLOWEST_BYTES_PER_S = 0.001, 1e9
 _MAX_BLOCK_BYTES = 4 << 20
 _ADDRESS = re.compile(r"fd:([0-9]{1,9})\Z", re.ASCII)
@@ -220,17 +221,19 @@ class _CopyJob(PlannedJob):
                 moved = self._copier.copy(self._blocks.take(allowed, _BURST_BLOCKS), self._write)
             self.landed_bytes += moved
             allowed -= moved
-        # After a cancel, blocks that were taken from the queue may not be copied.
+        # An empty queue is no proof: after a cancel, not every block that was taken is copied.
         if self.landed_bytes == self._write.total_bytes:
             self.outcome = WriteOutcome.LANDED
         return self.landed_bytes - before or -1
 
 
 class _Copier:
-    """Copies blocks on one plane's thread, and measures how long it may hold the GIL."""
+    """Copies blocks on the plane's thread. The duration of a burst decides how long the next ones
+    hold the GIL.
+    """
 
     def __init__(self) -> None:
-        # Long bursts still to come, because another thread keeps the GIL.
+        # Number of long bursts still to come, because another thread keeps the GIL.
         self._crowded = 0
 
     def copy(self, blocks: BlockList, write: Assignment) -> int:

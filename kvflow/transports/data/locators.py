@@ -1,4 +1,4 @@
-"""Locators for pools that an engine describes, as compressed text, and names for these engines."""
+"""Names of engines, and locators. A locator is an engine's description of a pool, compressed."""
 
 from __future__ import annotations
 

@@ -22,22 +22,23 @@ stub of them:
     session.batch_write(local_offsets, remote_offsets, sizes, uid)
         -> one TransferStatus for all of them
 
-What status means landed?       Only SUCCESS of a batch's TransferStatus: the engine polled a
-                                completion for each of its work requests. Over a reliable connection
-                                that means that the peer's NIC acknowledged it. Whether the bytes
-                                are in memory by then was not tested.
-Can a write outlive its error?  Unknown. A batch fails with its first failed completion, while
-                                others of it may be under way in the NIC, and no call stops them. So
-                                any end but SUCCESS makes the whole write UNPROVEN, and its pages
-                                stay in quarantine.
+What status means landed?       Only SUCCESS in a batch's TransferStatus: the engine polled a
+                                completion for each of its work requests. Over a reliable
+                                connection, a completion means that the peer's NIC acknowledged the
+                                request. Whether the bytes are in memory by then was not tested.
+Can a write outlive its error?  Unknown. A batch fails with its first failed completion. Its other
+                                work requests may still be under way in the NIC, and no call stops
+                                them. So any end but SUCCESS makes the whole write UNPROVEN, and its
+                                pages stay in quarantine.
 What fences a peer?             Nothing that can be observed from here: a NIC writes without the
-                                host, and its queues are not connections of the host. A loan of a
-                                lost writer stays in quarantine until the operator declares it dead.
+                                host, and its queues are not connections of the host. A lost
+                                writer's loans stay in quarantine until the operator declares the
+                                writer dead.
 
 The engine writes the end of a transfer into its TransferStatus, which must live until then. So the
 plane keeps the statuses of abandoned transfers for as long as it lives. Notifications to the
-receiver are switched off: they are never read here, and the engine would keep them. The engine's
-control port authenticates no peer.
+receiver are switched off, because kvflow never reads them, and the engine would keep them. The
+engine's control port authenticates no peer.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Peer:
     ) -> None:
         """Unpack a description.
 
-        Raises: TransferError for bytes that are not a description, or for that of another process.
+        Raises: TransferError for bytes that do not describe an engine of `process`.
         """
         self._plane, self.description = plane, description
         with raised_as(TransferError, "this is no description of a mori engine"):
@@ -172,7 +173,7 @@ class Peer:
     def release(self, transfer: Transfer) -> None:
         """Forget a transfer that ended.
 
-        Raises: TransferError while any of it is under way, because the engine will write its end
+        Raises: TransferError while any of it is under way, because the engine will write the result
         into memory that the transfer holds.
         """
         if any(_is_under_way(status) for status in transfer.handle[1]):
@@ -262,7 +263,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         return memory
 
     def region_of(self, address: int, size: int) -> tuple[int, int]:
-        """Return the index of the block's region and its offset there. Raises: LayoutError."""
+        """Return a block's region, by index, and its offset in that region. Raises: LayoutError."""
         for index, memory in enumerate(self._memory):
             if memory.data <= address and address + size <= memory.data + memory.size:
                 return index, address - memory.data
@@ -285,7 +286,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
                 f"no mori session with process {pid} within {_CONNECT_S:g} s"
             ) from None
         if process.is_gone:
-            # If the process is still alive, no other process can have answered.
+            # Another process may have answered in its place.
             self.leave(peer)
             process.check()
         return TransfersRoute(self._thread, planner, peer, process, self._routes)

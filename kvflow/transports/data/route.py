@@ -29,7 +29,7 @@ class BlockList(NamedTuple):
 
 
 class Planner:
-    """A `Pairing` whose target addresses are those at which this plane reaches the target."""
+    """Plans blocks with a `Pairing`, at the addresses where this plane reaches the target."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class Planner:
     def check(self, source_pages: PageIndices, target_pages: PageIndices) -> None:
         """Check the two page lists of a write.
 
-        Raises: LayoutError for lists of different length, an index outside its pool, or a row that
-        would be written onto a page or a page onto a row.
+        Raises: LayoutError for empty lists, lists of different lengths, an index outside its pool,
+        and a row that would be written onto a page or a page onto a row.
         """
         # For a single page, this shorter check is several times as fast.
         one = source_pages.shape == target_pages.shape == (1,)
@@ -179,7 +179,7 @@ class PlannedRoute:
             self.release()
 
     def release(self) -> None:
-        """Release what this route holds of the peer: unmap, close or return it. Called once."""
+        """Release the peer's resources that this route holds. Called once."""
         raise NotImplementedError
 
 
@@ -243,7 +243,7 @@ _NOTHING = BlockList([], [], [])
 
 
 class PlannedJob:
-    """The common part of each `write_thread.WriteJob` that moves a write block by block."""
+    """The common part of the `write_thread.WriteJob`s that move a write block by block."""
 
     __slots__ = ("_blocks", "_write", "error", "landed_bytes", "outcome", "pause_s")
 

@@ -69,10 +69,10 @@ def plane_for(
 ) -> DataPlane:
     """Return the data plane for a node over `pool`.
 
-    `plane` is one of `PLANES`, or a plane of the caller, which is returned unchanged. With
+    `plane` is one of `PLANES`, or the caller's own plane, which is returned unchanged. With
     `receives`, peers write into this pool, so the local plane needs it in shared memory.
 
-    Raises: MisuseError as `open_plane` does, and for a pool that the named plane cannot use.
+    Raises: the errors of `open_plane`, and MisuseError for a pool that the named plane cannot use.
     """
     if not isinstance(plane, str):
         return plane

@@ -2,15 +2,15 @@
 is host memory apart from the pool.
 
 What status means landed?       What it means on the inner plane, for every slice; a slice is
-                                written after it was copied out.
+                                written only after it has been copied out.
 Can a write outlive its error?  As on the inner plane. If a copy out of the pool fails, its write
                                 ends cancelled and drained.
 What fences a peer?             Whatever fences a peer of the inner plane.
 
-A write ends when its copies end. While one slice travels, a separate thread copies out the next
-one. Every route has its own memory for a few slices, so a peer that takes no writes does not use up
-that of others. A doubtful block may read that memory later, but what it reads can only reach target
-pages that are still on loan, in a room that failed.
+A write does not end before its copies end. While one slice travels, a separate thread copies out
+the next one. Every route has its own memory for a few slices, so a peer that takes no writes does
+not use up the memory of others. A doubtful block may read that memory later, but what it reads can
+only reach target pages that are still on loan, in a room that failed.
 
 If the target would receive tiny blocks, slices of token slots, they are gathered in staging in the
 target's order, so that adjacent slices form one block (`slices`, `pages.arrange`).
@@ -69,7 +69,10 @@ class StagedPlane:
         return self.inner.export(self._staging.host.layout.served)
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> StagedRoute:
-        """Open a route, and take staging for it. Raises: TransferError also if none is left."""
+        """Open a route, and take staging for it.
+
+        Raises: the errors of the inner plane, and TransferError if no staging is left.
+        """
         inner = await self.inner.connect(address, layout)
         try:
             if not isinstance(inner, PlannedRoute):
@@ -89,8 +92,8 @@ class StagedPlane:
     def _gather(self, inner: PlannedRoute, target: PoolLayout) -> Pairing | None:
         """Set up `inner` to write tiny slices in larger blocks.
 
-        Return the order in which slices are copied out of the pool for that; None if they need not,
-        or cannot, be gathered.
+        Return the `Pairing` that copies slices from the pool in the order of these blocks; None if
+        they need not, or cannot, be gathered.
         """
         host = self._staging.host.layout.served
         if not are_tiny(self.name, before := blocks_between(host, target)):
@@ -122,13 +125,13 @@ class StagedPlane:
             await self.inner.close()
         finally:
             try:
-                # The thread works in order, so no copy runs once this call is done. It has no time
-                # limit: a copy that hangs may still read and write the memory that is freed next.
-                # If the system has no thread left, none was ever started.
+                # The thread works in order, so no copy runs once this empty call has ended. The
+                # wait has no time limit, because a copy that hangs may still use the memory that is
+                # freed next. If the thread cannot be started, it has never copied.
                 with suppress(RuntimeError):
                     await run_to_end(self._copying.start(lambda _: None).ended)
             finally:
-                # No copy runs here, even if this close is cancelled.
+                # No copy runs any more, even if this close is cancelled.
                 for route in list(self._routes):
                     route.close()
 
@@ -313,7 +316,7 @@ class StagedJob:
         return begun
 
     def _write_on(self, part: _Slice, max_bytes: int, stopped: bool) -> int:
-        """Advance a slice that was copied out, see `WriteJob.advance`; drop it when it ends."""
+        """Advance a slice that was copied out (see `WriteJob.advance`). Drop it when it ends."""
         if part.job is None and (not self._was_copied(part) or stopped):
             self._end(part, 0, WriteOutcome.CANCELLED)
             return 0

@@ -30,7 +30,7 @@ R = TypeVar("R", bound=PlannedRoute)
 
 
 class ThreadedPlane(Generic[R]):
-    """A base class of data planes, which add `name`, `export`, `connect` and `fence`."""
+    """A base class for data planes. Subclasses add `name`, `export`, `connect` and `fence`."""
 
     name = ""
     close_grace_s = float("inf")
@@ -44,7 +44,7 @@ class ThreadedPlane(Generic[R]):
         Raises: MisuseError for a rate that is not positive.
         """
         self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
-        self._layout: PoolLayout | None = None  # our own pool's, from `export` to `close`
+        self._layout: PoolLayout | None = None  # our own pool's, once it is exported
         self._routes: set[R] = set()
 
     @property
@@ -143,7 +143,7 @@ class EnginePlane(ThreadedPlane[R]):
     async def _open(
         self, address: PlaneAddress, layout: PoolLayout, planner: Planner, process: PeerProcess
     ) -> R:
-        """Open a route, after an answer that can only have come from `process`.
+        """Wait for an answer that can only have come from `process`, and return a route to it.
 
         Raises: TransferError.
         """
@@ -154,8 +154,8 @@ class EnginePlane(ThreadedPlane[R]):
         raise NotImplementedError
 
     async def fence(self, writer: PlaneAddress) -> None:
-        """Wait until the writer's process is dead and our engine closed every connection that may
-        be its own.
+        """Wait until the writer's process is dead and our engine has closed every connection that
+        may be its own.
         """
         if over := self._unprovable():
             raise TransferError(f"over {over} the end of a writer's bytes cannot be observed")
@@ -170,5 +170,5 @@ class EnginePlane(ThreadedPlane[R]):
             )
 
     def _stop(self) -> None:
-        """Block until the engine released the pool; it reaches no peer after that. Idempotent."""
+        """Block until the engine has released the pool and reaches no peer any more. Idempotent."""
         raise NotImplementedError

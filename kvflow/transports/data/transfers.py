@@ -1,4 +1,4 @@
-"""Writes to one peer through an engine that takes lists of blocks, a few at a time."""
+"""Writes to one peer through an engine that takes a list of blocks at a time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Transfer:
 
 
 class Carrier(Protocol):
-    """An engine's connection to one peer, used on the plane's thread.
+    """An engine's connection to one peer. All methods but `leave` are called on the plane's thread.
 
     If a method raises, the write that it was called for fails.
     """
@@ -58,7 +58,7 @@ class Carrier(Protocol):
         """Update the status of a transfer."""
 
     def release(self, transfer: Transfer) -> None:
-        """Forget a transfer that ended. If it did not end, this raises, and is called again."""
+        """Forget a transfer that ended. If it has not ended, this raises, and is called again."""
 
     def failed(self) -> None:
         """Note that a transfer failed, after which sessions with this peer may be unusable."""
@@ -80,7 +80,7 @@ class TransfersRoute(PlannedRoute):
     ) -> None:
         super().__init__(thread, planner, siblings)
         self.carrier, self.process = carrier, process
-        self.jobs = self.bytes = 0  # counts under way; used by the plane's thread only
+        self.jobs = self.bytes = 0  # counts under way; only the plane's thread changes them
 
     def begin(self, write: Assignment) -> _TransfersJob:
         return _TransfersJob(self, write)
@@ -93,8 +93,8 @@ class TransfersRoute(PlannedRoute):
 class _TransfersJob(PlannedJob):
     """Implements `write_thread.WriteJob`.
 
-    If a call of the engine raises, that is an error like any other: the job still waits for the end
-    of everything that it submitted.
+    An exception from the engine fails the write like any other error: the job still waits until
+    every transfer that it submitted is released.
     """
 
     __slots__ = ("_route", "_transfers")
@@ -181,7 +181,7 @@ class _TransfersJob(PlannedJob):
         return before - len(self._transfers)
 
     def _has_ended(self, transfer: Transfer) -> bool:
-        """Return True when a transfer ended and is released.
+        """Return True when a transfer has ended and is released.
 
         A transfer that is not released may still read the source's pages.
         """

@@ -5,14 +5,14 @@ takes effect between slices. Work arrives through a queue on which the idle thre
 writes return to the event loop in batches: one wake-up serves all writes that ended since the loop
 last ran.
 
-A hand-over to the thread may cost more than a tiny write. A back end may then do such a write on
-the event loop, but only while no other write is under way, so that writes keep their order, and
-within a limit per turn of the loop.
+A hand-over to the thread may cost more than a tiny write. A back end may do such a write on the
+event loop instead, up to a limit per turn of the loop. It does so only while no other write is
+under way, so that writes keep their order.
 
 The rate limit is in bytes/s over the whole plane. A slice may start once all bytes before it would
-have been sent at that rate, so at any moment at most one slice more than rate x time was submitted.
-Idle time does not add up to credit. Slices shrink with the rate (5 ms worth each), so that a test
-can reach the middle of a transfer on purpose.
+have been sent at that rate, so at most one slice more than rate x time has been submitted at any
+moment. Idle time does not add up to credit. At a low rate, a slice shrinks to what may be sent in
+5 ms, so that a test can reach the middle of a transfer on purpose.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class WriteJob(Protocol):
     """
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
-        """Submit at most `max_bytes` (but at least one block, unless 0), and follow what is under
-        way.
+        """Submit at most `max_bytes`, or one block if that is larger, and follow what is under way.
+        Submit nothing if `max_bytes` is 0.
 
         Return how many bytes were submitted; -1 if nothing changed.
         """
@@ -58,7 +58,7 @@ class WriteJob(Protocol):
         """The outcome, or None until the job ends.
 
         It ends when no block is under way, and either none is left to submit or the write was
-        cancelled.
+        cancelled or failed.
         """
 
     @property
@@ -149,7 +149,7 @@ class ThreadWrite:
         return self._cancelled
 
     def end(self) -> None:
-        """Drop the job, which has no block under way, and keep its byte count."""
+        """Drop the job, and keep its byte count."""
         if self.job is not None:
             self._landed_bytes, self.job = self.job.landed_bytes, None
 
@@ -190,7 +190,7 @@ class WriteThread:
         self._over: asyncio.Future[None]  # resolves when the thread ends
         self._inbox: queue.SimpleQueue[ThreadWrite | None] = queue.SimpleQueue()
         self._ended: deque[ThreadWrite] = deque()
-        self._told = False  # True from a wake-up of the loop until it runs
+        self._told = False  # True while the loop is about to run `_deliver`
         self._open: set[ThreadWrite] = set()  # used by the event loop only
         self._closing = False
         self._turned_at = 0.0  # when a write last had its turn, or work reached an idle thread
@@ -271,8 +271,8 @@ class WriteThread:
     async def close(self, grace_s: float = float("inf")) -> None:
         """Cancel every write, wait until all end, and end the thread.
 
-        Cancelling the caller again does not skip the wait (I12). Writes that a back end cannot end
-        within `grace_s`, because of a frozen peer, end UNPROVEN.
+        Cancelling the caller does not skip the wait (I12). Writes that a back end cannot end within
+        `grace_s`, because of a frozen peer, end UNPROVEN.
         """
         self._abandon_at = min(self._abandon_at, time.monotonic() + grace_s)
         self._closing = True

@@ -1,10 +1,9 @@
-"""Observation of another process's death on this host, so that it is known and not assumed (Linux
-pidfd).
+"""Observation of other processes on this host. With a pidfd, a death is known, not assumed.
 
 A pid alone does not identify a process, because the kernel re-uses pids. An identity therefore also
-carries the process's start time, the boot and the pid namespace in which the pid is valid, and the
-time namespace of the start time (the kernel shifts it in others). The death of a process outside
-this boot and these namespaces can never be proven.
+carries the process's start time, and the boot and the pid namespace in which the pid is valid. It
+carries the time namespace too, because the kernel shifts start times between time namespaces. The
+death of a process outside this boot and these namespaces can never be proven.
 """
 
 from __future__ import annotations
@@ -37,7 +36,10 @@ def own_identity() -> ProcessIdentity:
 
 
 def check_same_host(identity: ProcessIdentity) -> None:
-    """Check that `identity` is of this boot and these namespaces. Raises: TransferError."""
+    """Check that `identity` is from this boot and from our pid and time namespaces.
+
+    Raises: TransferError.
+    """
     if (identity.boot_id, identity.pid_namespace) != (_boot_id(), _namespace("pid")):
         raise TransferError(
             f"process {identity.pid} is on another host or in another pid namespace: cannot be "
@@ -62,7 +64,7 @@ def is_alive(identity: ProcessIdentity) -> bool:
 
 
 def is_seen_alive(identity: ProcessIdentity) -> bool:
-    """Return True if this process is known to run; False if it ended or cannot be observed."""
+    """Return True if this process is known to run; False if it has ended or cannot be observed."""
     try:
         return is_alive(identity)
     except TransferError:
@@ -132,21 +134,21 @@ def watch(identity: ProcessIdentity) -> DeathWatch:
 
 
 async def wait_dead(identity: ProcessIdentity) -> None:
-    """Wait until the process ends; return at once if it already ended. Raises: see `DeathWatch`."""
+    """Wait until the process ends; return at once if it has ended. Raises: see `DeathWatch`."""
     async with watch(identity) as death:
         await asyncio.shield(death.died)
 
 
 def has_ended(pidfd: int) -> bool:
-    """Return True when the process of an open pidfd ended, with all of its threads."""
+    """Return True when the process of an open pidfd has ended, with all of its threads."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def open_process(identity: ProcessIdentity) -> int:
-    """Return a pidfd of exactly this process; -1 if it ended. Raises: see `DeathWatch`."""
-    # On another host, or in another namespace, this pid is unused or belongs to another process.
+    """Return a pidfd of exactly this process; -1 if it has ended. Raises: see `DeathWatch`."""
+    # The pid of a process on another host, or in another namespace, means nothing to our kernel.
     check_same_host(identity)
     try:
         fd = os.pidfd_open(identity.pid)

@@ -3,9 +3,9 @@ memory.
 
 The bytes of a killed writer outlive it: in the kernel, in the engine's thread that reads its
 connection, and in a child that the writer forked, which holds the same sockets and keeps them open.
-The end of the writer is therefore no proof. The end of our own socket is: once our engine closed
-its descriptor, that connection is not read any more. (The engine closes it after it put into memory
-what it read before.)
+The end of the writer is therefore no proof. The end of our own socket is: once our engine has
+closed its descriptor, that connection is not read any more. (The engine closes it only after it has
+put into memory what it read.)
 
 So after a writer's death every connection that our engine has open counts as that writer's, except
 those that are known to belong to another:
@@ -17,9 +17,9 @@ those that are known to belong to another:
   address is not.
 
 Connections that were seen with this writer, and with no other, are shut down from our side, because
-a child may hold them forever. For the rest the fence waits, for as long as it takes. It has to, for
-a connection may be impossible to attribute: one behind an address translation, or one that was
-opened in the writer's last moments and that a child holds.
+a child may hold them forever. For the rest the fence waits, for as long as it takes. It has to,
+because some connections cannot be attributed: one behind an address translation, or one that was
+opened in the writer's last moments and is held by a child.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class _Writer:
     fences: int = 0  # fences that await its death
     first_look: int = 0  # looks are counted from 1; 0 means that no look has succeeded yet
     last_look: int = 0
-    # Connections that may be its own, inode to descriptor. Set once after its death.
+    # Connections that may be its own, inode to descriptor. None while the writer lives.
     suspects: dict[int, int] | None = None
 
 
 class InboundConnections:
     """The connections that one plane's engines accepted.
 
-    Its methods read /proc, so call them in a thread.
+    `look` and `count_open` read /proc, so call them in a thread.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class InboundConnections:
             self._others.clear()
 
     def watch(self, writer: ProcessIdentity) -> None:
-        """Record this writer's connections at each look, until `forget` was called as often."""
+        """Record this writer's connections at each look, until `forget` is called as often."""
         with self._lock:
             self._writers.setdefault(writer, _Writer()).fences += 1
 
@@ -110,10 +110,10 @@ class InboundConnections:
             self._look()
 
     def count_open(self, dead_writer: ProcessIdentity) -> int:
-        """Return how many connections that may be the dead writer's can still be read.
+        """Return a number above 0 while a connection that may be the dead writer's can still be
+        read.
 
-        The count includes connections that our engine has not accepted yet. The writer must be
-        watched.
+        Connections that our engine has not accepted yet count too. The writer must be watched.
         """
         with self._lock:
             writer = self._writers[dead_writer]
@@ -185,7 +185,8 @@ class InboundConnections:
     def _far_ends(self, identity: ProcessIdentity, here: str) -> dict[Ends, int]:
         """Return the far ends of our connections to a writer's namespace, with their inodes."""
         is_here = identity.network_namespace == here
-        # An address equal to ours, such as loopback, means another machine in another namespace.
+        # In another namespace, an address that equals one of ours (loopback, for example) belongs
+        # to another machine.
         wanted = {
             c.ends.reversed()
             for c in self._connections.values()
@@ -237,7 +238,8 @@ class InboundConnections:
             try:
                 far_address, far_port = ours.getpeername()[:2]
             except OSError:
-                # After a reset our engine still has to read what arrived before, and to close it.
+                # After a reset our engine still has to read what arrived before it, and to close
+                # the socket.
                 return _Connection(fd, None, True, self._looks)
             ends = Ends(encode_address(address), port, encode_address(far_address), far_port)
             is_local = ends.far_address in own or is_loopback(ends.far_address)
@@ -265,7 +267,7 @@ async def wait_ended(
         inbound.watch(writer)
         try:
             while not death.dead:
-                # A look fails when no descriptor is left. The fence may then only wait longer.
+                # A look fails when no descriptor is left. That can only make the fence wait longer.
                 with suppress(OSError):
                     await looking.run(inbound.look)
                 await asyncio.wait([death.died], timeout=_LOOK_S)

@@ -31,7 +31,7 @@ class HostNames:
     async def connect(
         self, host: str, port: int, within_s: float, limit: int = 1 << 16
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect as `asyncio.open_connection` does, but look up the host in our own threads.
+        """Connect like `asyncio.open_connection`, but look up the host in our own threads.
 
         asyncio would use the threads that the whole loop shares.
         """

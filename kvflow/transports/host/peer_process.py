@@ -10,12 +10,12 @@ from kvflow.transports.host.identity import has_ended, open_process
 
 
 class PeerProcess:
-    """The process that a route was opened to, and whether it is still the one at the far end."""
+    """The process that a route was opened to. It may have ended or been replaced since."""
 
     def __init__(self, identity: ProcessIdentity) -> None:
         """Begin to watch the process.
 
-        Raises: TransferError when it already ended, or when no descriptor is left to watch it with.
+        Raises: TransferError when it has ended, or when no descriptor is left to watch it with.
         """
         self.identity = identity
         self.is_replaced = False  # True after another process answered at its address
@@ -38,7 +38,7 @@ class PeerProcess:
         return self.is_replaced or (self._fd >= 0 and has_ended(self._fd))
 
     def check(self) -> None:
-        """Check that the process is not known to have ended. Raises: TransferError when it is."""
+        """Raise TransferError if the process is known to have ended."""
         if self.is_gone:
             raise TransferError(f"process {self.identity.pid} has ended")
 

@@ -1,6 +1,6 @@
 """Removal of TCP pacing from connections within this machine, where it only costs time.
 
-If the system's congestion control is BBR, every 64 KiB that a sender hands to the kernel arm a
+If the system's congestion control is BBR, each 64 KiB that a sender hands to the kernel arms a
 pacing timer. For connections within a machine, that cost mooncake two thirds of its throughput (1.5
 against 4 GB/s, two cores). Over a real link the algorithm is the operator's choice, and stays.
 """
@@ -19,8 +19,8 @@ _UNPACED = b"reno"  # every kernel has it, and every user may choose it
 def unpace_local_connections() -> int:
     """Remove pacing from this process's TCP connections whose two ends have the same address.
 
-    Return how many were changed. The system calls take some 100 us, so do not call it on the event
-    loop.
+    Return how many were changed. The system calls take some 100 us, so do not call this on the
+    event loop.
     """
     try:
         names = os.listdir("/proc/self/fd")

@@ -1,7 +1,7 @@
 """A probe that asks whether a mooncake engine answers, without using an engine.
 
-The engine's own call blocks a thread for up to a minute when a process accepts connections but
-stays silent, as a frozen one does.
+The engine's own call can block a thread for a minute, because a frozen process still accepts
+connections but never answers.
 
 The protocol is that of the engine's handshake (its `transfer_metadata_plugin.cpp`): the length of
 the rest as a little-endian u64, one byte for the kind of request, and a JSON object. The answer has
@@ -18,7 +18,7 @@ from kvflow.transports.host.names import HostNames
 
 _PROBE = 3
 _REQUEST = bytes([_PROBE]) + b"{}"
-_MAX_ANSWER_BYTES = 4 << 10  # an answer has some 20 bytes in fact
+_MAX_ANSWER_BYTES = 4 << 10  # a real answer has some 20 bytes
 # The engine closes a connection that is silent for this long. We then probe again.
 _PATIENCE_S = 5.0
 

@@ -1,16 +1,16 @@
-"""Pages through the Mooncake Transfer Engine: TCP, or RDMA if the machine has it, through the same
-calls.
+"""Pages through the Mooncake Transfer Engine, over TCP, or over RDMA with a device.
 
-What status means landed?       Only 1 of `transfer_check_status`, for each handle.
+What status means landed?       Only status 1 from `transfer_check_status`, for each handle.
 Can a write outlive its error?  Yes. Over TCP, blocks that ended with -1, or that were under way
                                 when the engine's time-out passed, landed later in tests, with
-                                whatever the source held by then. So any other end makes the whole
-                                write UNPROVEN, once its other handles end; the plane waits for a
-                                handle that does not end.
-What fences a peer?             Its process is known to be dead (pidfd), and our engine closed every
-                                connection that may have been its own (`inbound`): until then it
-                                reads bytes that the process sent before it died. A process on
-                                another host cannot be observed, so its loans can never be proven.
+                                whatever the source held by then. So any status but 1 makes the
+                                whole write UNPROVEN, once its other handles end; the plane waits
+                                for a handle that does not end.
+What fences a peer?             Its process is known to be dead (pidfd), and our engine has closed
+                                every connection that may have been its own (`inbound`). Until then
+                                the engine reads bytes that the process sent before it died. A
+                                process on another host cannot be observed, so its loans can never
+                                be proven.
 
 Blocks are submitted one by one into a window that is bounded in handles and in bytes: after an
 abort, the blocks in the window have to land before the pages are free. The engine has no
@@ -23,15 +23,15 @@ an answer. A peer that answers the probe but not the engine can still cause that
 cannot prevent it.
 
 The engine never closes its connection to a peer that is gone. Each process that was written to
-costs the writer one socket in CLOSE_WAIT until the writer ends (12 of 12 decodes that came and
-went; no socket was closed within a minute). kvflow cannot close it, because the engine owns the
-descriptor. So the number of sessions is limited to half of the process's descriptors, and to
-16,384. Beyond that a new decode is refused, with this reason.
+costs the writer one socket in CLOSE_WAIT until the writer ends. (A test with 12 decodes that came
+and went left 12 sockets, and none was closed within a minute.) kvflow cannot close it, because the
+engine owns the descriptor. So the number of sessions is limited to half of the process's
+descriptors, and to 16,384. Beyond that a new decode is refused, and the error names the limit.
 
-A route belongs to one process. Once that process is known to be dead, or another one answered at
-its session, no more blocks are submitted. The engine fails the blocks that it then holds (one
-window) within about a second. If in that time a new process takes over both ports, with memory
-registered at the same addresses, these blocks reach the new process.
+A route belongs to one process. Once that process is known to be dead, or another one has answered
+at its session, no more blocks are submitted. The engine fails the blocks that it then holds (one
+window) within about a second. If in that time a new process takes over both of the dead one's
+ports, with memory registered at the same addresses, these blocks reach the new process.
 """
 
 from __future__ import annotations
@@ -83,9 +83,10 @@ _ENVIRONMENT = {
 
 
 class _Session(NamedTuple):
-    """The latest process at a session, and the engines that have connected to it, newest last.
+    """The latest process at a session, and the engines that have connected to that session, newest
+    last.
 
-    An engine keeps what it learned about a session, so processes need different engines.
+    An engine keeps what it learned about a session, so each process there needs another engine.
     """
 
     process: ProcessIdentity
@@ -139,7 +140,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         return {**super().under_way, **counted}
 
     def _register_pool(self, layout: PoolLayout) -> str:
-        # Some 20 us per GiB.
+        # Registration takes some 20 us per GiB.
         if len(layout.buffers) > MAX_REGIONS:
             raise LayoutError(
                 f"{len(layout.buffers)} buffers are more than {MAX_REGIONS} regions; use a "
@@ -280,8 +281,8 @@ def _family(host: str) -> str:
 def _check_owner(peer: PlaneAddress) -> None:
     """Check that the peer's process listens at its session.
 
-    A process that claims another's session would end the routes to its owner. Processes of other
-    hosts or users cannot be checked, and pass.
+    A process that claims another's session would end the routes to the session's owner. Processes
+    on other hosts, or of other users, cannot be checked, and pass.
 
     Raises: TransferError.
     """
@@ -319,7 +320,8 @@ def engine_class(host: str = "", *, force_tcp: bool) -> Any:
             f"host {host}: mooncake speaks {spoken} in this process (MC_USE_IPV6, read when it is "
             "loaded)"
         )
-    # Otherwise the engine uses an RDMA device if it finds one, and the fence proves nothing.
+    # Without MC_FORCE_TCP, the engine uses an RDMA device if it finds one. The fence would then
+    # prove nothing.
     if force_tcp:
         os.environ.setdefault("MC_FORCE_TCP", "1")
     for name, value in _ENVIRONMENT.items():

@@ -13,9 +13,9 @@ from kvflow.transports.host.peer_process import PeerProcess
 WINDOW_HANDLES = 128
 WINDOW_BYTES = 32 << 20
 _FIRST_UNPACE_BYTES, _LAST_UNPACE_BYTES = 4 << 20, 256 << 20
-# Pauses between two checks of a window. A check takes some 100 us of CPU, which copying threads may
-# lack. The pause is shorter if the rest of the write can land sooner at the best known speed, and
-# half as long once the write is stopped, because its pages wait for one window.
+# Pauses between two checks of a window. A check takes some 100 us of CPU time, which copying
+# threads may need. The pause is shorter if the rest of the write can land sooner at the best known
+# speed, and half as long once the write is stopped, because its pages wait for one window.
 _TCP_PAUSE_S, _RDMA_PAUSE_S = 0.001, 0.0002
 _BEST_BYTES_PER_S = 8e9
 
@@ -38,11 +38,11 @@ class MooncakeRoute(PlannedRoute):
         self.submit = engine.transfer_submit_write
         self.check = engine.transfer_check_status
         self.session, self.process = session, process
-        # Counts of what is under way. Only the plane's thread uses them.
+        # Counts of what is under way. Only the plane's thread changes them.
         self.jobs = self.handles = self.bytes = 0
         self.pause_s = _TCP_PAUSE_S if over_tcp else _RDMA_PAUSE_S
         self._next_unpace = _FIRST_UNPACE_BYTES
-        # Bytes to submit before connections are unpaced again. RDMA has no connections.
+        # Bytes to submit before connections are unpaced again. RDMA has no TCP connections.
         self._until_unpace = 0 if over_tcp else float("inf")
 
     def begin(self, write: Assignment) -> _WindowJob:
@@ -60,15 +60,15 @@ class MooncakeRoute(PlannedRoute):
             self._next_unpace = min(2 * self._next_unpace, _LAST_UNPACE_BYTES)
 
     def release(self) -> None:
-        """Stop watching the process. The engine keeps its session, which no call drops."""
+        """Stop watching the process. The engine keeps its session, because no call drops one."""
         self.process.close()
 
 
 class _WindowJob(PlannedJob):
     """Implements `write_thread.WriteJob` with some handles of the route's window.
 
-    If a call of the engine raises, that is an error like any other: the job still waits for the end
-    of everything that it submitted, and frees every slot of the window.
+    An exception from the engine fails the write like any other error: the job still waits for its
+    other handles to end, and returns every handle to the window.
     """
 
     __slots__ = ("_handles", "_route")

@@ -26,7 +26,7 @@ _NAME_AT = b"nixlSerDes|Agent"
 def decode_metadata(locator: str, process: ProcessIdentity) -> tuple[str, bytes]:
     """Return the agent's name and metadata from a locator.
 
-    Raises: TransferError for a locator without metadata, or with that of another process.
+    Raises: TransferError for a locator without metadata, or with another process's metadata.
     """
     try:
         metadata = unpack_locator(locator)
@@ -42,7 +42,8 @@ def decode_metadata(locator: str, process: ProcessIdentity) -> tuple[str, bytes]
 
 
 class Agent:
-    """A NIXL agent without a thread: transfers advance only while its owner calls it.
+    """A NIXL agent. Without a device it has no thread, and transfers advance only while its owner
+    calls it.
 
     Thread-safe: one call runs at a time. A post takes as long as its copies.
     """
@@ -106,7 +107,7 @@ class Agent:
     def prepare(
         self, operation: str, peer: str, ours: list[int], theirs: list[int], sizes: list[int]
     ) -> Transfer:
-        """Prepare a transfer. Raises: what NIXL raises, such as for unregistered memory."""
+        """Prepare a transfer. Raises: whatever NIXL raises, for example for unregistered memory."""
         here, there = self._described(ours, sizes), self._described(theirs, sizes)
         with self._lock:
             transfer = Transfer(
@@ -116,7 +117,7 @@ class Agent:
         return transfer
 
     def prepare_probe(self, peer: str, address: int) -> Transfer:
-        """Return a read of a few bytes of the peer's pool, which is done once the peer answers."""
+        """Prepare to read a few bytes of the peer's pool. This succeeds once the peer answers."""
         return self.prepare(
             "READ", peer, [ctypes.addressof(self._scratch)], [address], [PROBE_BYTES]
         )
@@ -137,7 +138,7 @@ class Agent:
             transfer.status = self._agent.check_xfer_state(transfer.handle)
 
     def release(self, transfer: Transfer) -> None:
-        """Forget a transfer that ended. Raises: whatever NIXL raises if it did not end."""
+        """Forget a transfer that ended. Raises: whatever NIXL raises if it has not ended."""
         with self._lock:
             transfer.handle.release()
             self._open.discard(transfer)
@@ -153,14 +154,14 @@ class Agent:
         return 0 if agent is None else sum(map(len, agent.notifs.values()))
 
     def progress(self) -> None:
-        """Advance what peers send, and drop their notifications."""
+        """Advance the writes of peers, and drop their notifications."""
         with self._lock:
             self._agent.get_new_notifs()
 
     def close(self) -> None:
         """Disconnect from all peers, and stop listening. Idempotent.
 
-        Transfers under way are given up: bytes that the kernel already has may still land.
+        Transfers under way are abandoned: bytes that the kernel already has may still land.
         """
         with self._lock:
             if self._agent is None:

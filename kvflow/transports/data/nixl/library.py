@@ -19,8 +19,9 @@ from kvflow.protocols.errors import MisuseError
 
 # The first module chooses one of the others by the CUDA version that it finds.
 MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
-# UCX's transports without a device, as far as a fence can prove the end of a writer. A reader may
-# take a dead writer's last bytes from shared memory (posix, sysv) at any later time.
+# The UCX transports that need no device, and for which a fence can prove that a writer ended.
+# Shared memory (posix, sysv) is not among them, because a reader may take a dead writer's last
+# bytes from it at any later time.
 PROVABLE = ("tcp", "cma", "self")
 # By default UCX logs to standard output, which belongs to the program.
 _LOGGING = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
@@ -70,7 +71,7 @@ def transports() -> frozenset[str]:
 
 @contextmanager
 def environment(host: str, device: str) -> Iterator[None]:
-    """Set the variables that UCX reads while an agent is made, except those that the operator set.
+    """While an agent is made, set the variables that UCX reads, except those the operator has set.
 
     They select the interface with the address `host`, or an RDMA device.
     """
@@ -91,8 +92,8 @@ def environment(host: str, device: str) -> Iterator[None]:
 def _interface(host: str) -> dict[str, str]:
     """Return the variables that restrict UCX to the interface with our address `host`.
 
-    If `host` is not an address of this machine (but of an address translation, say), UCX may use
-    every interface.
+    If this machine does not have the address `host`, for example behind an address translation, UCX
+    may use every interface.
     """
     with suppress(OSError, ValueError):
         address = ip_address(str(socket.getaddrinfo(host, None)[0][4][0]).partition("%")[0])

@@ -1,19 +1,19 @@
 """Pages through NVIDIA NIXL over UCX: copies within a machine (CMA), TCP between machines, RDMA
 with a device.
 
-What status means landed?       Only DONE, for each transfer: UCX flushed the blocks to the peer's
-                                memory.
-Can a write outlive its error?  Yes. Over TCP, bytes that a frozen peer did not read land when it
+What status means landed?       Only DONE, for each transfer: UCX has flushed the blocks to the
+                                peer's memory.
+Can a write outlive its error?  Yes. Over TCP, bytes that a frozen peer has not read land when it
                                 thaws, however the transfer ended, and releasing a transfer stops
                                 none of its blocks. So any end but DONE makes the whole write
                                 UNPROVEN, once its other transfers end.
-What fences a peer?             Its process is known to be dead (pidfd), and our agent closed every
-                                connection that may have been its own: until then it reads bytes
-                                that the process sent before it died. Copies within a machine are
-                                system calls of the writer, and end with it. Deregistering memory is
-                                not a fence: over TCP the receiver writes, and does not check. A
-                                process on another host cannot be observed, so its loans can never
-                                be proven.
+What fences a peer?             Its process is known to be dead (pidfd), and our agent has closed
+                                every connection that may have been its own. Until then the agent
+                                reads bytes that the process sent before it died. Copies within a
+                                machine are system calls of the writer, and end with it.
+                                Deregistering memory is not a fence: over TCP the receiver writes,
+                                and does not check. A process on another host cannot be observed, so
+                                its loans can never be proven.
 
 There are two agents. Peers write through one, which has a thread that sleeps until they do
 (`progress`). Our own writes go through the other, on the plane's thread. A UCX agent over TCP has
@@ -53,7 +53,7 @@ class Peer:
     ) -> None:
         self.name, self.process, self.metadata = name, process, metadata
         self.routes = 0
-        # True after a transfer failed, and with it the connection to the peer.
+        # True after a transfer failed. The connection to the peer has then failed too.
         self.is_broken = False
         self._plane = plane
         self.post, self.look, self.release = plane.agent.post, plane.agent.look, plane.agent.release
@@ -134,7 +134,7 @@ class NixlPlane(EnginePlane[TransfersRoute]):
         except TimeoutError:
             raise TransferError(f"no connection with {name} within {_CONNECT_S:g} s") from None
         if process.is_gone:
-            # If the process is still alive, no other process can have answered.
+            # Another process may have answered in its place.
             self.leave(peer)
             process.check()
         return TransfersRoute(self._thread, planner, peer, process, self._routes)
