@@ -26,14 +26,15 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 GRAIN_S = 0.01
 STORY_LINES = 64
-# Rooms and loans handled in one tick. The bound keeps a tick to a millisecond or two, so that the
-# loss of a peer with thousands of rooms does not block the event loop (I11).
+# One tick handles at most this many queued items, and as many timers. The bound keeps a tick to a
+# millisecond or two, so that the loss of a peer with thousands of rooms does not block the event
+# loop (I11).
 TICK_WORK = 32
 COUNTED_AT_ONCE = 128  # ended rooms that are counted in one batch
 
 
 def parsed(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T | None:
-    """Return the message in a frame that an endpoint received; None for a malformed one (I7)."""
+    """Parse a frame that an endpoint received. Returns None for a malformed one (I7)."""
     if len(frame) > MAX_FRAME_BYTES:
         return None
     try:
@@ -45,7 +46,8 @@ def parsed(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T | None:
 class Endpoint(Generic[M]):
     """Base class of all endpoints: the queue of commands for the shell.
 
-    After each call, run what `commands()` returns; call `tick` at `next_tick()`.
+    After each call of a method, the shell runs the commands that `commands()` returns. It calls
+    `tick` at the time that `next_tick()` returns.
     """
 
     outbox: list[M]  # the commands that `commands` returns next
@@ -67,7 +69,9 @@ class RoomsEndpoint(Endpoint[M]):
         return self.core.earlier
 
     def next_tick(self) -> float:
-        """Return the earliest time at which `tick` may have work; infinity without a deadline."""
+        """Return the earliest time at which `tick` may have work, or infinity. It is minus infinity
+        while tasks are queued.
+        """
         # Shells call this after every batch of commands, so the expression of `work_left` is
         # repeated here to save a call.
         core = self.core
@@ -75,7 +79,7 @@ class RoomsEndpoint(Endpoint[M]):
 
 
 class Timer(msgspec.Struct, frozen=True, gc=False):
-    """The purpose of a deadline, and the grant, room or peer that it is for."""
+    """The purpose of a deadline, and the grant, room or peer that it is for, if any."""
 
     kind: str
     key: Any
@@ -86,7 +90,7 @@ class Task:
     its turn comes.
 
     `run` names the function that handles an item. `peer` is the peer to which the items belong, if
-    any. `cause` is the cause of the rooms that the task ends.
+    any. `cause` is the cause with which the task ends rooms.
     """
 
     __slots__ = ("cause", "items", "peer", "run")
@@ -100,15 +104,15 @@ class Task:
 
 
 class Core:
-    """The state and the queued work that decode and prefill have in common."""
+    """Base class of decode's and prefill's core: deadlines, queued tasks, ledger and outbox."""
 
     def __init__(
         self, layout: PoolLayout, observer: Observer, timing: Timing, bounds: Bounds
     ) -> None:
         self.observer, self.timing, self.bounds = observer, timing, bounds
         self.outbox: list[Any] = []
-        # Both sides keep the loans of earlier nodes over the same pool. Decode also keeps those of
-        # its own rooms.
+        # The ledger of either side has the loans of earlier nodes over the same pool. Decode's also
+        # has the loans of its own rooms.
         self.ledger: Ledger[Any] = Ledger(int(bounds.quarantine_share * layout.num_pages))
         self.earlier = EarlierLoans(self.ledger, self.outbox, self.take_grant)
         self.next_grant = GrantId(1)
@@ -124,7 +128,7 @@ class Core:
             self.observer.count_ended()
 
     def take_grant(self) -> GrantId:
-        """Take the next grant. Leases of earlier nodes take theirs from the same sequence."""
+        """Return the next unused grant. Leases of earlier nodes use the same sequence."""
         grant = self.next_grant
         self.next_grant = GrantId(grant + 1)
         return grant
@@ -145,7 +149,7 @@ class Core:
         self.earlier.work(limit)
 
     def run_task(self, task: Task, item: Any, now: float) -> None:
-        """Do the work of a task on one item."""
+        """Handle one item of a task."""
         raise NotImplementedError
 
     @property
@@ -155,14 +159,15 @@ class Core:
 
 
 class _Bucket(Generic[K]):
-    """The deadlines within one interval of `GRAIN_S`."""
+    """The deadlines within one interval of `GRAIN_S` seconds."""
 
     __slots__ = ("keys", "order")
 
     def __init__(self) -> None:
         self.keys: dict[K, float] = {}
-        # The entries of `keys`, latest first. None until the bucket becomes the first, because most
-        # keys are cancelled before that. An entry that differs from `keys` is stale.
+        # The entries of `keys`, latest first, or None while they are unsorted. Only the earliest
+        # bucket is sorted, because most keys are cancelled before their bucket is the earliest. An
+        # entry that differs from `keys` is stale.
         self.order: list[tuple[float, K]] | None = None
 
     def first(self) -> tuple[float, K]:
@@ -181,8 +186,8 @@ def _at_s(entry: tuple[float, object]) -> float:
 class Deadlines(Generic[K]):
     """A set of deadlines, at most one per key.
 
-    Setting and cancelling cost O(1); taking one that is due costs O(log n) in the size of its
-    bucket.
+    Setting and cancelling a deadline cost O(1), unless a new bucket has to be added to the heap.
+    Only the earliest bucket is sorted.
     """
 
     def __init__(self) -> None:
@@ -191,8 +196,8 @@ class Deadlines(Generic[K]):
         # A heap of the numbers of all buckets. An empty bucket stays until it comes first, because
         # a heap cannot drop an inner entry cheaply.
         self._heap: list[int] = []
-        # Lower bound of all deadlines. It is cheaper to read than `next_at_s`, and exact after each
-        # `pop_due`.
+        # Lower bound of all deadlines. It is cheaper to read than `next_at_s`, and exact after
+        # `pop_due` has returned None.
         self.not_before_s = float("inf")
 
     def __len__(self) -> int:
@@ -205,7 +210,7 @@ class Deadlines(Generic[K]):
         return key in self._where
 
     def set(self, key: K, at_s: float) -> None:
-        """Make `key` due at `at_s`, and drop its former deadline; infinity cancels it."""
+        """Set the deadline of `key` to `at_s`. With infinity, `key` has no deadline afterwards."""
         if key in self._where:
             self.cancel(key)
         if at_s == float("inf"):
@@ -260,7 +265,7 @@ class Deadlines(Generic[K]):
 
 
 class Line(NamedTuple):
-    """One line of a story, at a time on the node's clock, with details beyond the event's name."""
+    """One line of a story: a time on the node's clock, an event, the next phase, and details."""
 
     at_s: float
     what: str
@@ -279,7 +284,7 @@ class Story:
         self.follower: Callable[[Line], None] | None = None  # called with every new line
 
     def tell(self, at_s: float, what: IntEnum | str, phase: IntEnum, detail: object = None) -> None:
-        """Add a line. `detail` becomes text only when the line is read."""
+        """Add a line. Without a follower, `detail` becomes text only when the line is read."""
         if len(self._lines) >= STORY_LINES:
             del self._lines[STORY_LINES // 2]
             self._dropped += 1

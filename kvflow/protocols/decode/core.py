@@ -1,7 +1,7 @@
 """The machines of one decode (rooms, links, loans), and the events that pass between them.
 
-A table returns commands instead of calling back; running them feeds the next machine. No machine is
-re-entered.
+A table returns commands instead of calling back. Running a command may feed another machine or the
+same one, but only after the step that returned the command.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_REPEAT_AFTER_S = 8.0  # upper bound of the interval between repetitions
 
 
 class DecodeCore(Core):
-    """The state of one decode. Only one `feed_*` method changes each kind of state.
+    """The state of one decode. Its `feed_*` methods feed the machines and run the commands.
 
     Kinds of timers: "deadline" and "stalled" for a grant, "link" and "repeat" for a PeerKey.
     """
@@ -63,13 +63,13 @@ class DecodeCore(Core):
         self.rooms: dict[GrantId, DecodeRoomRecord] = {}
 
     def feed_room(self, record: DecodeRoomRecord, event: DecodeEvent, now: float) -> None:
-        """Feed one event to a room and run the commands that follow. No other code changes a room's
-        state after it is lent.
+        """Feed one event to a room and run the commands that follow. After pages are lent, no other
+        code changes the room's state.
         """
         record.state, commands = step(record.state, event)
         story = record.story
-        # Chunks are the commonest event. Without a follower they are left out of the story, which
-        # keeps this path fast.
+        # Landed chunks are the most common events. Without a follower, the story leaves out those
+        # that lead to no command, to keep this path fast.
         if commands or event.kind is not DecodeKind.CHUNK_LANDED or story.follower is not None:
             story.tell(now, event.kind, record.state.phase, event.cause)
         for command in commands:
@@ -94,7 +94,7 @@ class DecodeCore(Core):
         self.outbox.append(SendToPrefill(peer.key, encode(abort), at_once=True))
 
     def loan_changed(self, change: Change[PrefillPeer], now: float) -> None:
-        """Run the commands of a change of one loan, and end a room that waited for it."""
+        """Run the commands of a loan's change, and end the room if it waited for its loans."""
         lease, peer = change.lease, change.source
         # A silent source receives its Aborts when it answers again (the task "ask"). Until then,
         # they would only fill the send queue of the link.
@@ -107,8 +107,8 @@ class DecodeCore(Core):
             LoanCommand.RETURN in change.commands
             and peer.repeat_after_s > self.timing.repeat_after_s
         ):
-            # The source answers now, so its other unanswered Aborts were probably lost: repeat them
-            # soon instead of at the long interval that its silence led to.
+            # The source answers now, so the other Aborts that it left unanswered were probably
+            # lost. Repeat them soon, instead of at the long interval that its silence led to.
             self.repeat_from(peer, now + self.timing.repeat_after_s)
         if change.freed:
             self.outbox.append(FreePages(lease.grant))
@@ -150,8 +150,9 @@ class DecodeCore(Core):
 
     def registered(self, peer: PrefillPeer, message: wire.Registered, now: float) -> None:
         """Accept, refuse or replace the link whose Register this message answers."""
-        # Two incarnations may share an address, one of them gone. `asked` names the incarnation
-        # that decode addressed, so the answer belongs to that link and not to the sender's.
+        # Two incarnations may share an address, although only one still runs. `asked` names the
+        # incarnation that decode addressed, so the answer belongs to that link and not to the
+        # sender's.
         key = PeerKey(message.asked or peer.key.incarnation, peer.key.control)
         asked = self.links.peers.get(key)
         if asked is None:
@@ -186,7 +187,7 @@ class DecodeCore(Core):
     def land(
         self, record: DecodeRoomRecord, rank: int, message: wire.ChunkDone, now: float
     ) -> None:
-        """Feed a landed chunk to its room. The first hand-over that a rank sends is kept."""
+        """Feed a landed chunk to its room. The room keeps the first hand-over from any rank."""
         record.handoff = record.handoff or message.handoff
         event = DecodeEvent(DecodeKind.CHUNK_LANDED, rank, message.seq, message.pages, message.last)
         self.feed_room(record, event, now)
@@ -210,7 +211,7 @@ class DecodeCore(Core):
         self.outbox.append(SendToPrefill(peer.key, encode(bootstrap)))
 
     def link_if_ready(self, record: DecodeRoomRecord, now: float) -> None:
-        """Issue `Linked` once every rank is up; end the room if they do not cover our pool."""
+        """Issue `Linked` if every rank is up. If the ranks do not cover our pool, end the room."""
         peers = record.peers
         for peer in peers:
             if peer.phase is not LinkPhase.UP:
@@ -226,7 +227,7 @@ class DecodeCore(Core):
         self.outbox.append(Linked(record.grant))
 
     def recall(self, lease: Lease[PrefillPeer], cause: Cause, now: float) -> None:
-        """Recall the loans of a lease: send Abort, repeated until every rank acknowledges it."""
+        """Recall the open loans of a lease. Ranks receive Abort until they acknowledge it."""
         # A rank that left earlier Aborts unanswered is asked at long intervals only. The first
         # repetition of this new Abort must not wait that long.
         for change in self.ledger.recall(lease, cause, now):
@@ -235,8 +236,8 @@ class DecodeCore(Core):
             self.loan_changed(change, now)
 
     def ask_as_at_first(self, record: DecodeRoomRecord, now: float) -> None:
-        """Reset a room's Resync interval to its first value, after a room that stood still moved:
-        another of its messages may be lost.
+        """Reset a room's Resync interval to its first value, because the room moved again after it
+        stood still. Another message about it may be lost.
         """
         record.resync_after_s = self.timing.repeat_after_s
         self.deadlines.set(Timer("stalled", record.grant), now + record.resync_after_s)
@@ -246,18 +247,18 @@ class DecodeCore(Core):
         """True while some rank can be expected to prove the end of a loan.
 
         Only ranks that are up count: a silent or closed one proves nothing now. A loan that a rank
-        reported unproven does not count either: it stays in doubt until the fence.
+        reported unproven does not count either: it may stay in doubt until the fence ends it.
         """
         up = [
             peer
             for peer in self.links.peers.values()
             if peer.phase is LinkPhase.UP and self.ledger.owes(peer)
         ]
-        # A queued task may recall loans in doubt again, so it counts like a loan that is awaited.
+        # A queued task may recall loans in doubt again, and then their proof may come.
         return any(self.tasks or self.ledger.awaits(peer) for peer in up)
 
     def drop_if_idle(self, peer: PrefillPeer, now: float) -> None:
-        """Forget a link that can no longer be used and owes no loan; the next room dials again."""
+        """Forget a link that is silent or gone and owes no loan. The next room dials again."""
         if peer.phase <= LinkPhase.PARTING or self.ledger.owes(peer):
             return
         self.links.feed(peer, LinkKind.CLOSED, now, self.ledger)
@@ -324,7 +325,7 @@ class DecodeCore(Core):
                 beliefs.setdefault(peer, []).append(belief)
 
     def link_due(self, peer: PrefillPeer, now: float) -> None:
-        """Feed a link everything that is due at `now`, and set its next deadline."""
+        """Feed a link every event that is due at `now`, and set its next deadline."""
         while (due := self.links.expired(peer, now)) is not None:
             self.feed_link(peer, due[0], now, due[1])
         self.deadlines.set(Timer("link", peer.key), self.links.due_at_s(peer))
@@ -335,7 +336,7 @@ class DecodeCore(Core):
         peer.repeat_after_s = self.back_off(peer.repeat_after_s)
 
     def repeat_from(self, peer: PrefillPeer, at_s: float) -> None:
-        """Repeat unacknowledged Aborts at `at_s` or sooner, and at the first interval again."""
+        """Repeat unacknowledged Aborts at `at_s` or sooner, and reset the interval between them."""
         peer.repeat_after_s = self.timing.repeat_after_s
         self.deadlines.advance(Timer("repeat", peer.key), at_s)
 
@@ -407,7 +408,7 @@ def _lose(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
 
 
 def _part(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
-    """Apply prefill's Goodbye to one grant, as if RoomFailed and then AbortAck arrived for it."""
+    """Apply prefill's Goodbye to one grant, as if RoomFailed and then AbortAck had arrived."""
     peer = task.peer
     assert peer is not None
     record = core.rooms.get(grant)

@@ -104,15 +104,16 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         deadline_at_s: float = float("inf"),
         announce: bool = True,
     ) -> GrantId:
-        """Announce a room to the ranks it will use, and dial those that are not linked; the command
-        `Linked` follows when all are.
+        """Announce a room to the ranks that it will use, and dial those that are not linked. The
+        command `Linked` follows when all ranks are linked.
 
         Pass `announce=False` when `lend` follows at once: if every rank is linked, the Bootstrap
         announces the room. Returns the room's grant.
 
-        Raises: MisuseError; LostError, PeerError, CapacityError, QuarantineError, RefusedError (the
-        ranks together do not cover our pool), AbortedError while shutting down. Unless `room` is
-        invalid or a rank cannot be dialled, the ranks receive an Abort with the cause of the error.
+        Raises: MisuseError, LostError, PeerError, CapacityError, QuarantineError, RefusedError if
+        the ranks together do not cover our pool, AbortedError while shutting down. The ranks
+        receive an Abort with the cause of the error, unless `room` is invalid, a rank cannot be
+        dialled, or this endpoint is closed.
         """
         core = self.core
         peers = self._peers(ranks, now)
@@ -123,7 +124,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
             for peer in peers:
                 if peer.phase is not LinkPhase.UP:
                     break
-            # A rank reports its share of the pool when it links. If one is not linked yet,
+            # A rank reports its share of the pool when it links. If a rank is not linked yet,
             # `link_if_ready` makes this check later.
             else:
                 why = core.links.coverage.get(peers)
@@ -151,7 +152,8 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         """Change the length of the prefix that decode already has, before the room's pages are
         lent. Returns the number of pages that the room needs now.
 
-        Raises: MisuseError after `lend`, or for a prefix that is not a whole number of pages.
+        Raises: MisuseError after `lend`, or for a prefix that is neither a whole number of pages
+        nor the whole prompt.
         """
         record = self.core.rooms[grant]
         if record.lent or record.state.phase is not DecodePhase.BOOTSTRAPPING:
@@ -277,10 +279,10 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
     def declare_dead(self, incarnation: Incarnation, why: str, now: float) -> tuple[int, int]:
         """End the rooms and loans of a prefill that an operator declares dead.
 
-        This is the only way to end a loan without proof. Loans to earlier nodes over the same pool
-        end too, and this decode never links to that incarnation again. If the process is in fact
-        alive, its late writes land in pages that other rooms own by then. Returns the number of
-        loans that end, and of pages that leave quarantine.
+        This is the only way to end a loan of offered pages without proof. The loans that earlier
+        nodes over the same pool made to this prefill end too, and this decode never links to that
+        incarnation again. If the process is in fact alive, its late writes land in pages that other
+        rooms own by then. Returns how many loans end, and how many pages they keep in quarantine.
 
         Raises: MisuseError if the incarnation is not known here.
         """
@@ -316,7 +318,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         self.core.work(TICK_WORK, now)
 
     def part(self, now: float) -> None:
-        """Send Goodbye to every prefill, repeated until it is acknowledged.
+        """Send Goodbye to every prefill, and repeat it until it is acknowledged.
 
         Call this after `leave`, when no proof is awaited any more: prefill then forgets this decode
         and answers no further question about its grants.
@@ -327,7 +329,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         self.core.work(TICK_WORK, now)
 
     def unparted(self, now: float) -> list[PrefillPeer]:
-        """Return the prefills that sent something recently but did not acknowledge the goodbye."""
+        """Return the prefills that were alive recently but have not acknowledged the Goodbye."""
         since_s = now - self.core.timing.lost_after_s
         parting = (peer for peer in self.peers if peer.phase is LinkPhase.PARTING)
         return [peer for peer in parting if peer.received_at_s > since_s]
@@ -341,10 +343,11 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         self.core.work(float("inf"), now)
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """Extend every peer's silence limit by the time that the shell stood still.
+        """Extend every peer's silence limit by the time during which the shell stood still.
 
-        Messages that arrived meanwhile are unread, so the silence is not the peers'. To measure
-        `late_s`, a shell must tick once per heartbeat interval, whether or not a tick is due.
+        Messages that arrived meanwhile are unread, so the peers may not have been silent. To
+        measure `late_s`, a shell must tick once per heartbeat interval, whether or not a tick is
+        due.
         """
         for peer in self.peers:
             # A peer whose message was read after the stall needs no credit: its time is capped at
@@ -356,7 +359,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
     def tick(self, now: float) -> None:
         """Act on deadlines, repetitions and silence that are due at `now`.
 
-        A tick does a bounded amount of work; `next_tick` returns when more is due.
+        A tick does a bounded amount of work. `next_tick` returns the time at which more is due.
         """
         core = self.core
         core.work(TICK_WORK, now)
@@ -368,8 +371,8 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
             core.expire(timer, now, beliefs)
         else:
             # The tick's work is used up, and under load the links' timers could wait for many
-            # ticks. A prefill that receives no heartbeat sends none back, and decode would take it
-            # for lost. Links that are due are therefore served regardless of the bound.
+            # ticks. A prefill that receives no heartbeat sends none back, and decode would consider
+            # it lost. Links that are due are therefore served regardless of the bound.
             for peer in [peer for peer in self.peers if core.links.due_at_s(peer) <= now]:
                 core.link_due(peer, now)
         for peer, rooms in beliefs.items():
@@ -434,8 +437,8 @@ def _on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: wire.Heartbeat, 
 
 
 def _on_begun(core: DecodeCore, peer: PrefillPeer, message: wire.Begun, now: float) -> None:
-    """Issue `RoomBegun` once, when the last rank of the room begins. After pages are lent, the
-    room's user does not wait for it.
+    """Issue `RoomBegun` once, when every rank of the room has begun. After pages are lent, it is
+    not issued, because the room's user no longer waits for it.
     """
     record = _room_of(core, peer, message)
     if record is None or record.phase is not DecodePhase.BOOTSTRAPPING:
@@ -504,15 +507,16 @@ def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: f
     for belief in {belief.grant: belief for belief in message.rooms}.values():
         record = core.rooms.get(belief.grant)
         if record is None or peer not in record.lease.loans or not record.receiving:
-            # Prefill may forget a grant whose loan ended, so this needs no answer.
+            # The question needs no answer: the loan ended, so prefill may forget the grant, or the
+            # room receives no chunks.
             continue
         # `next_seq` is the value that decode asked with. If it is not 0, chunks of this grant
-        # landed, and prefill forgot the grant since. Sending Bootstrap again would repeat the
-        # writes of these chunks.
+        # landed, and prefill has forgotten the grant since. Sending Bootstrap again would repeat
+        # the writes of these chunks.
         if belief.next_seq:
             cause = Cause(Code.STALE_GRANT, f"room {record.room}: prefill remembers nothing of it")
             core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause), now)
-        # This rank landed no chunk; other ranks of the room may have.
+        # No chunk of this rank has landed, but chunks of other ranks may have.
         elif record.next_seq[record.peers.index(peer)] == 0:
             core.lend(record, peer)
 

@@ -51,19 +51,17 @@ class DecodeIdentity(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False, repr=False)
 class PrefillPeer:
-    """One incarnation of one prefill rank. The times are those of the last message received and
-    sent, the last dial, and the last use by a room.
-    """
+    """One incarnation of one prefill rank, and the link to it."""
 
     info: RankInfo
     key: PeerKey
-    received_at_s: float
+    received_at_s: float  # when an acceptance or a heartbeat last arrived
     fresh_from: GrantId  # the lowest grant that may still begin at this rank
     repeat_after_s: float
     between: dict[str, Any]  # the fields of every message to it: both incarnations (I6)
-    sent_at_s: float = field(init=False)
-    tried_at_s: float = field(init=False)
-    used_at_s: float = field(init=False)
+    sent_at_s: float = field(init=False)  # when Register, Heartbeat or Goodbye was last sent
+    tried_at_s: float = field(init=False)  # the last dial, or the beginning of the silence
+    used_at_s: float = field(init=False)  # when a room was last opened on the link
     phase: LinkPhase = LinkPhase.REGISTERING
     cause: Cause | None = None  # the cause of the last loss or refusal
     asked_again: bool = False  # True if loans in doubt were recalled again in this silence
@@ -87,7 +85,7 @@ class PrefillPeer:
 
 
 class DecodeLinks:
-    """The peers of one decode. Methods append messages to `outbox`."""
+    """The peers of one decode. Methods append commands to `outbox`."""
 
     def __init__(
         self, identity: DecodeIdentity, timing: Timing, outbox: list[DecodeCommand]
@@ -111,8 +109,8 @@ class DecodeLinks:
         return found
 
     def dial(self, info: RankInfo, next_grant: GrantId, now: float) -> PrefillPeer:
-        """Connect and register. Raises: LostError if the previous link to this incarnation did not
-        end yet, PeerError if the incarnation is linked as another rank.
+        """Connect and register. Raises: LostError if the previous link to this incarnation has not
+        ended yet, PeerError if the incarnation is linked as another rank.
         """
         key = PeerKey(Incarnation(info.incarnation), info.control)
         known = self.peers.get(key)
@@ -200,7 +198,7 @@ class DecodeLinks:
     def registered(
         self, peer: PrefillPeer, message: Registered
     ) -> tuple[LinkKind | None, Cause | None]:
-        """Return the link event that an answer means, and its cause; None for a stale answer."""
+        """Return the link event for an answer, and its cause. Both are None for a stale answer."""
         at = f"prefill at {peer.info.control}"
         if message.source != peer.key.incarnation:
             return LinkKind.REPLACED, Cause(
@@ -235,7 +233,7 @@ class DecodeLinks:
         return float("inf")
 
     def expired(self, peer: PrefillPeer, now: float) -> tuple[LinkKind, Cause | None] | None:
-        """Return an event that is due at `now`, and its cause; call again until it returns None."""
+        """Return an event that is due at `now`, and its cause. Call this until it returns None."""
         timing, at = self._timing, f"prefill at {peer.info.control}"
         if peer.phase is LinkPhase.REGISTERING:
             if now >= peer.received_at_s + timing.register_s:

@@ -38,8 +38,8 @@ class ChunkCheck:
     def difference(self) -> Cause | None:
         """Return why the chunk does not count as landed, or None if it does.
 
-        A chunk without pages counts as landed. With verification, both checksums must agree;
-        without it, any non-empty answer suffices.
+        A chunk without pages counts as landed. With verification, both checksums must agree.
+        Without it, any non-empty `found` suffices.
         """
         if not self.message.pages:
             return None
@@ -77,7 +77,8 @@ class DecodeRoomRecord:
     num_pages: int
     deadline_at_s: float
     opened_at_s: float
-    # Decode sends Resync after this long without progress; it grows while the room stands still.
+    # Decode asks prefill again after this long without progress. The interval grows while the room
+    # stands still.
     resync_after_s: float
     room: RoomId = field(init=False)
     grant: GrantId = field(init=False)
@@ -88,7 +89,7 @@ class DecodeRoomRecord:
     progress_at_s: float = field(init=False)
     packed_pages: bytes = b""
     linked: bool = False  # `Linked` was issued: the shell takes pages
-    lent: bool = False  # the shell lent them
+    lent: bool = False  # the shell lent the room's pages
     begun: int = 0  # one bit per rank that has a place for the whole prompt
     ready_at_s: float | None = None
     moving_at_s: float | None = None
@@ -103,7 +104,7 @@ class DecodeRoomRecord:
         self.progress_at_s = self.opened_at_s
 
     def shorten(self, prefix_tokens: int, num_pages: int) -> None:
-        # The state of the machine includes the number of pages, so it starts again.
+        # The machine's state includes the number of pages, so the machine starts again.
         self.prompt = msgspec.structs.replace(self.prompt, prefix_tokens=prefix_tokens)
         self.num_pages, self.state = num_pages, opened(num_pages, len(self.peers))
 

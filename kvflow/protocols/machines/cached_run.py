@@ -1,8 +1,8 @@
 """The machine of a run of cached pages in one tier: absent, arriving, or present.
 
 Every node of the index has one such phase per tier (device, host, storage). A copy moves bytes
-between two tiers. Its events belong to the tier that it writes to. Until it ends, the run cannot
-leave the tier that it reads from.
+between two tiers. Its events belong to the tier that it writes to. Until the copy ends, the run
+cannot leave the tier that the copy reads from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvflow.protocols.machines.tables import ERROR, Move, Table, rest
 
 class RunPhase(IntEnum):
     ABSENT = 0
-    ARRIVING = 1  # a copy is writing its pages in this tier, which must not be read yet
+    ARRIVING = 1  # a copy is writing the run's pages in this tier; they must not be read yet
     PRESENT = 2
 
 
@@ -28,7 +28,7 @@ class RunKind(IntEnum):
 
 class RunCommand(IntEnum):
     FREE = 0  # free the run's pages in this tier
-    RETURN_DUPLICATE = 1  # return the given pages: the run has others, or will have
+    RETURN_DUPLICATE = 1  # return the given pages: the run has pages, or a copy brings them
 
 
 P, K, C = RunPhase, RunKind, RunCommand

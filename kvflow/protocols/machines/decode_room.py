@@ -1,4 +1,4 @@
-"""The machine of a room at decode: chunks land on offered pages, and it ends exactly once (I4)."""
+"""The machine of a room at decode. Chunks land on offered pages, and the room ends once (I4)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kvflow.protocols.machines.tables import ERROR, IGNORE, Cell, Move, Table, r
 
 class DecodePhase(IntEnum):
     BOOTSTRAPPING = 0  # announced: links come up and pages are taken, but no page is lent yet
-    WAITING_FOR_INPUT = 1  # Bootstrap sent to every rank
+    WAITING_FOR_INPUT = 1  # Bootstrap was sent to every rank
     TRANSFERRING = 2  # at least one chunk landed
     DRAINING = 3  # decode ended it and recalled its loans
     SUCCESS = 4
     FAILED = 5  # prefill ended it, or was lost before pages were lent
-    ABORTED = 6  # decode ended it, and every loan returned
-    LOST = 7  # ended while a loan is in doubt
+    ABORTED = 6  # decode ended it, and no page is on loan any more
+    LOST = 7  # ended, and some loan is in doubt
 
 
 class DecodeKind(IntEnum):
     LENT = 0  # the shell lent pages, after every rank was linked
     CHUNK_LANDED = 1
-    ALL_LANDED = 2  # the last chunk of the last rank landed
+    ALL_LANDED = 2  # the last chunk of every rank has landed
     ROOM_FAILED = 3
-    ENDED_LOCALLY = 4  # client gone, deadline, retract, protocol violation
+    ENDED_LOCALLY = 4  # for example, the client left, or a deadline passed
     SOURCE_LOST = 5
     LOANS_ENDED = 6
     LOANS_DOUBTFUL = 7  # every open loan is in doubt
@@ -140,7 +140,9 @@ def step(
 def _count_chunk(
     room: DecodeRoomState, event: DecodeEvent
 ) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
-    """Count one in-order chunk; one whose page count does not fit ends the room (I8)."""
+    """Count a chunk that arrived in order. If its number of pages does not fit, the room ends
+    (I8).
+    """
     rank = event.rank
     filled = room.filled[rank] + event.pages
     if filled > room.pages or (event.last and filled != room.pages):

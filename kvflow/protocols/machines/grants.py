@@ -1,9 +1,10 @@
 """Prefill's memory of the grants of one decode: which are open, and how the others ended (I6).
 
-The last messages of an ended grant are kept, to be sent again, until decode reports that the grant
-is settled. This memory is bounded in number, and in bytes over all decodes: evicting a grant raises
-the low-water mark, and no grant begins below it. Grants settled above the mark are kept as ranges,
-so that one grant that stays open does not keep the others in memory.
+Prefill keeps the last messages of an ended grant, to send them again, until decode reports that the
+grant is settled. The number of these grants is bounded for each decode, and the size of their
+hand-overs is bounded over all decodes. Evicting a grant raises the low-water mark, and no grant
+below the mark begins. Grants settled above the mark are kept as ranges, so that one grant that
+stays open does not keep the others in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvflow.protocols.wire.messages import AbortAck, ChunkDone, GrantId, Message
 class GrantPhase(IntEnum):
     UNKNOWN = 0
     ANNOUNCED = 1  # decode will offer pages; the engine's half has not arrived yet
-    OPEN = 2  # a room here answers for it
+    OPEN = 2  # a room of this prefill answers for it
     CLOSED = 3  # ended, and its writes are drained
     DOUBTFUL = 4  # ended, and some write of it may still land
     BELOW = 5  # settled, or below the low-water mark: it ended, or must not begin
@@ -33,7 +34,7 @@ class GrantKind(IntEnum):
     ANNOUNCE = 0
     BOOTSTRAP = 1
     ABORT = 2
-    ASK = 3  # Resync
+    ASK = 3  # decode sent Resync
     JOIN = 4  # the engine's half of an announced room arrived
     END = 5  # the room ended or was refused, and its writes are drained
     END_IN_DOUBT = 6
@@ -123,7 +124,7 @@ class Announcements:
 
     def add(self, grant: GrantId, room: RoomId) -> None:
         self.rooms[grant] = room
-        # Grants nearly always arrive in order, so this appends.
+        # Grants nearly always arrive in order, so this usually appends.
         insort(self._order, grant)
 
     def discard(self, grant: GrantId) -> None:
@@ -152,23 +153,24 @@ class GrantTable(Generic[R]):
 
     def __init__(self, limit: int, low_water: GrantId, kept: KeptBytes | None = None) -> None:
         """Create a table that remembers up to `limit` ended grants and as many settled ranges. No
-        grant below `low_water` begins. `kept` counts the kept hand-overs of several tables.
+        grant below `low_water` begins. `kept` adds up the bytes of the hand-overs of several
+        tables.
         """
         self.low_water = low_water
         self.kept_bytes, self._kept = 0, kept or KeptBytes()
         self.rooms: dict[GrantId, R] = {}
         self.announcements = Announcements()
         self._limit = limit
-        # A grant that is not here is unknown, settled, or below the low-water mark.
+        # A grant without an entry is unknown, settled, or below the low-water mark.
         self._phases: dict[GrantId, GrantPhase] = {}
         self._settled = GrantRanges()  # above the low-water mark; no grant in them begins
         self._unsettled: set[GrantId] = set()
         self._evicted_in_doubt: set[GrantId] = set()
-        # The last messages of ended grants, in the order in which they ended (eviction needs it),
-        # and the same grants in ascending order (settling needs it).
+        # The last messages of ended grants. The grant that ended first comes first, because it is
+        # evicted first. `_remembered` has the same grants in ascending order, for settling.
         self._sent: OrderedDict[GrantId, tuple[Message, ...]] = OrderedDict()
         self._remembered: list[GrantId] = []
-        self._seen_below: int = low_water  # the lowest bound above every grant seen
+        self._seen_below: int = low_water  # every grant seen so far is below this bound
 
     def phase(self, grant: GrantId) -> GrantPhase:
         found = self._phases.get(grant)
@@ -193,7 +195,7 @@ class GrantTable(Generic[R]):
         )
 
     def remember_doubts(self, grants: Iterable[GrantId]) -> None:
-        """Mark as in doubt the grants that were when prefill last forgot this decode (I2)."""
+        """Restore grants in doubt that prefill recorded when it last forgot this decode (I2)."""
         for grant in grants:
             self.begin_from(GrantId(grant + 1))
             self._enter(grant, P.BELOW_DOUBTFUL)
@@ -230,7 +232,8 @@ class GrantTable(Generic[R]):
             self._evicted_in_doubt.discard(grant)
 
     def end(self, grant: GrantId, sent: tuple[Message, ...]) -> None:
-        """End a grant and keep its last messages; the oldest ones are evicted above the limit.
+        """End a grant, and keep its last messages. Above the limit, the grant that ended first is
+        evicted.
 
         `sent` may be empty only for a grant that an Abort just closed.
         """
@@ -248,7 +251,7 @@ class GrantTable(Generic[R]):
             self.evict()
 
     def evict(self) -> None:
-        """Forget the grant that ended first, and raise the low-water mark above it."""
+        """Drop the messages of the grant that ended first. The low-water mark rises above it."""
         evicted, sent = next(iter(self._sent.items()))
         self.feed(evicted, K.EVICT)
         del self._sent[evicted], self._remembered[bisect_left(self._remembered, evicted)]
@@ -271,7 +274,7 @@ class GrantTable(Generic[R]):
             self.low_water = self._settled.pop_through(grant)
 
     def last_messages(self, grant: GrantId) -> tuple[Message, ...]:
-        """Return the kept messages of an ended grant; empty if it is open or forgotten."""
+        """Return the kept messages of an ended grant, or none if it is open or forgotten."""
         return self._sent.get(grant, ())
 
     def is_drained(self, grant: GrantId) -> bool:
@@ -280,7 +283,7 @@ class GrantTable(Generic[R]):
 
     @property
     def seen_below(self) -> GrantId:
-        """The lowest bound above every grant seen."""
+        """A bound: every grant seen so far is below it."""
         return GrantId(self._seen_below)
 
     def begin_from(self, grant: GrantId) -> list[tuple[GrantId, RoomId]]:
@@ -304,8 +307,9 @@ class GrantTable(Generic[R]):
         """Forget the grants below `below` and in `ranges`, which decode reports as settled, and let
         none of them begin.
 
-        Returns the announced grants among them whose pages were never offered, with their rooms. If
-        decode names a grant above every grant that it sent here, returns None and changes nothing.
+        Returns the announced grants among them whose pages were never offered, with their rooms.
+        Returns None and changes nothing if decode names an empty range or a grant above all those
+        seen.
         """
         ranges = tuple(ranges)
         if below > self._seen_below or any(
@@ -320,8 +324,9 @@ class GrantTable(Generic[R]):
             self._settle(start, end)
             withdrawn += self._withdraw(start, end)
         self.low_water = self._settled.pop_through(self.low_water)
-        # Dropping the lowest range raises the mark to its end: a grant below it that is still
-        # travelling is then refused, which is safe. Keeping ranges without bound is not.
+        # Dropping the lowest range raises the low-water mark to its end. A grant below the mark
+        # that is still in transit is then refused, which is safe. Keeping ranges without bound is
+        # not.
         while len(self._settled) > self._limit:
             self.low_water = self._settled.pop_first()
         return withdrawn

@@ -18,18 +18,18 @@ class MemberPhase(IntEnum):
     READY = 1  # both halves arrived, and this rank voted READY
     STARTED = 2
     DONE = 3  # every write of this rank landed
-    FAILING = 4  # failed here and draining; the decision is awaited
-    DRAINED = 5  # failed here and drained; the decision is awaited
-    CLOSING = 6  # the decision is known, and the room here is still draining
+    FAILING = 4  # this rank's room failed and is draining; the decision is awaited
+    DRAINED = 5  # this rank's room failed and has drained; the decision is awaited
+    CLOSING = 6  # the decision is known, and this rank's room is still draining
     ENDED = 7
 
 
 class MemberKind(IntEnum):
     MATCHED = 0
     LANDED = 1  # every write of the room landed
-    FAILED = 2  # the room ended here without success; writes of it may still run
+    FAILED = 2  # this rank's room ended without success; its writes may still run
     RELEASED = 3  # no write of a failed room runs any more
-    # Decisions of the leader.
+    # Decisions of the leader, and its loss.
     STARTED = 4
     SUCCEEDED = 5
     GROUP_FAILED = 6
@@ -117,8 +117,8 @@ MEMBER: Table[MemberPhase, MemberKind, MemberCommand] = Table(
 
 
 class LeaderPhase(IntEnum):
-    GATHERING = 0  # some rank is not ready
-    RUNNING = 1  # started, and some rank is not done
+    GATHERING = 0  # some rank is not ready yet
+    RUNNING = 1  # started, and some rank is not done yet
     SUCCEEDED = 2
     FAILED = 3
 
@@ -161,7 +161,7 @@ LEADER: Table[LeaderPhase, LeaderKind, LeaderCommand] = Table(
             LK.DONE: IGNORE,
             LK.ALL_DONE: Move(L.SUCCEEDED, (LC.DECIDE_SUCCEED, LC.TELL_OUTCOME)),
         },
-        # The leader drops a request when it decides, so a late vote is not fed to any machine.
+        # The leader drops a request when it decides the outcome, so no machine receives late votes.
         L.SUCCEEDED: rest(LK, ERROR),
         L.FAILED: rest(LK, ERROR),
     },

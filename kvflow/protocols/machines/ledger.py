@@ -1,4 +1,4 @@
-"""The ledger of loans, separate from rooms: rooms end in time, and loans end on proof (I2)."""
+"""The ledger of loans. It is separate from rooms, because a loan may outlive its room (I2)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class Lease(Generic[S]):
     grant: GrantId
     room: RoomId
     num_pages: int = 0
-    loans: dict[S, LoanPhase] = field(default_factory=dict)  # open loans by source
-    room_ended: bool = False  # the pages are free once all loans ended, too
+    loans: dict[S, LoanPhase] = field(default_factory=dict)  # phases of open loans, by source
+    # True once a room that lent pages has ended without success. Its last loan frees the pages.
+    room_ended: bool = False
     cause: Cause | None = None  # set when the loans are recalled
     recalled_at_s: float = 0.0
     # True once a recalled loan is in doubt, or its Abort stays unanswered for too long.
@@ -44,24 +45,24 @@ class Change(msgspec.Struct, Generic[S], frozen=True, gc=False):
     lease: Lease[S]
     source: S
     commands: tuple[LoanCommand, ...]
-    freed: bool  # True if this ended the last claim on the lease's pages
+    freed: bool  # True if the event ended the last claim on the lease's pages
 
 
 class Ledger(Generic[S]):
-    """The loans of one decode, by source. A source is the link to one prefill rank. The ledger
-    makes no callbacks: it returns changes.
+    """The loans of one node, by source. A source is a link to a prefill rank, or a writer to which
+    an earlier node lent pages. The ledger makes no callbacks: it returns changes.
     """
 
     def __init__(self, quarantine_limit: int) -> None:
-        """No room is opened while more than `quarantine_limit` pages are overdue."""
+        """Create an empty ledger. `check_quarantine` allows `quarantine_limit` overdue pages."""
         self._by_source: dict[S, OrderedDict[GrantId, Lease[S]]] = {}
-        # The highest grant that each source acknowledged, by any message.
+        # For each source, the highest grant that its answers have confirmed.
         self._acknowledged: dict[S, GrantId] = {}
         self._told_from: dict[S, int] = {}  # where `settled_above` continues, by source
         self._count = 0
         self.quarantined_pages, self.quarantine_limit = 0, quarantine_limit
-        # Leases in quarantine that have pages. In a pool with rows, one page of each lease is its
-        # row.
+        # Number of quarantined leases that have pages. In a pool with rows, `quarantined_pages`
+        # includes one row for each of them.
         self.quarantined_leases = 0
         # Pages in quarantine that count against admission. Pages whose Abort a healthy rank will
         # soon answer do not count, so that ordinary aborts do not block new rooms.
@@ -71,13 +72,13 @@ class Ledger(Generic[S]):
         return self._count
 
     def check_quarantine(self) -> None:
-        """Raise QuarantineError while more pages are overdue than the limit."""
+        """Raise QuarantineError if more than `quarantine_limit` pages are overdue."""
         if self.overdue_pages > self.quarantine_limit:
             raise QuarantineError(self.overdue_pages, self.quarantine_limit)
 
     @property
     def excess(self) -> str:
-        """The reason, as text, why no room is opened; empty if one can be."""
+        """The reason, as text, why no room can be opened; empty if rooms can be opened."""
         try:
             self.check_quarantine()
         except QuarantineError as error:
@@ -85,7 +86,7 @@ class Ledger(Generic[S]):
         return ""
 
     def open(self, lease: Lease[S], source: S) -> None:
-        """Add an announced loan; LEND gives it its pages. Callers open ascending grants."""
+        """Add a loan that is only announced. Callers must add grants in ascending order."""
         lease.loans[source] = LoanPhase.ANNOUNCED
         loans = self._by_source.get(source)
         if loans is None:
@@ -94,7 +95,9 @@ class Ledger(Generic[S]):
         self._count += 1
 
     def inherit(self, lease: Lease[S], sources: Iterable[S], cause: Cause) -> None:
-        """Add the loans of an earlier node's room: in doubt, with pages in quarantine."""
+        """Add the loans of an earlier node's room. They are in doubt, and their pages are in
+        quarantine.
+        """
         for source in sources:
             self.open(lease, source)
             lease.loans[source] = LoanPhase.DOUBTFUL
@@ -104,7 +107,7 @@ class Ledger(Generic[S]):
         self.note_overdue(lease)
 
     def note_overdue(self, lease: Lease[S]) -> None:
-        """Count the pages of a recalled lease with open loans as overdue. Idempotent."""
+        """Count a recalled lease's pages as overdue. The lease must have open loans. Idempotent."""
         if not lease.overdue:
             lease.overdue = True
             self.overdue_pages += lease.num_pages
@@ -120,26 +123,27 @@ class Ledger(Generic[S]):
         return bool(self._by_source.get(source))
 
     def awaits(self, source: S) -> bool:
-        """Return True if the source has an open loan that is not in doubt: it may still answer."""
+        """Return True if the source may still answer: it has an open loan that is not in doubt."""
         leases = self._by_source.get(source, _NONE).values()
         return any(lease.loans[source] is not LoanPhase.DOUBTFUL for lease in leases)
 
     def owed_by(self, source: S) -> tuple[int, int]:
-        """Return the number of a source's open loans, and of the pages they keep in quarantine."""
+        """Return how many open loans a source has, and how many pages they keep in quarantine."""
         leases = self._by_source.get(source, _NONE).values()
         return len(leases), sum(lease.num_pages for lease in leases if lease.cause is not None)
 
     def settled_below(self, source: S) -> GrantId:
-        """Return the bound below which every grant of the source ended and was acknowledged by it.
-        Decode needs no message about those grants again, so prefill may forget them.
+        """Return the bound below which every grant is settled at the source: it has no open loan
+        there, and the source has confirmed this grant or a later one. Decode needs no further
+        message about settled grants, so prefill may forget them.
         """
         confirmed = GrantId(self._acknowledged.get(source, 0) + 1)
         loans = self._by_source.get(source)
         return min(confirmed, next(iter(loans))) if loans else confirmed
 
     def settled_above(self, source: S, most: int) -> tuple[Range, ...]:
-        """Return the settled ranges above the first open loan. If there are more than `most`, each
-        call returns the next ones in turn.
+        """Return the ranges of settled grants above the first open loan. If there are more than
+        `most` ranges, each call returns the next `most` of them.
         """
         confirmed = self._acknowledged.get(source, 0) + 1
         loans = self._by_source.get(source)
@@ -150,8 +154,8 @@ class Ledger(Generic[S]):
         np.minimum(ends, confirmed, out=ends)
         filled = starts < ends
         starts, ends = starts[filled], ends[filled]
-        # A heartbeat holds a limited number of ranges. Successive heartbeats take turns, so that
-        # all of them are reported eventually.
+        # A heartbeat holds a limited number of ranges. Each heartbeat continues after the last one,
+        # so that every range is reported eventually.
         if len(starts) > most:
             turn = np.arange(most) + np.searchsorted(starts, self._told_from.get(source, 0))
             starts, ends = starts.take(turn, mode="wrap"), ends.take(turn, mode="wrap")
@@ -162,13 +166,13 @@ class Ledger(Generic[S]):
         )
 
     def note_known(self, source: S, below: GrantId) -> None:
-        """Record that the source knows of every grant below this one; see `Register.fresh_from`."""
+        """Record that the source confirmed every grant below `below`: see `Register.fresh_from`."""
         self._acknowledged[source] = max(
             self._acknowledged.get(source, GrantId(0)), GrantId(below - 1)
         )
 
     def forget_source(self, source: S) -> None:
-        """Drop the records of a source whose link is gone and which has no open loan."""
+        """Drop the records of a source that is gone and has no open loan."""
         self._by_source.pop(source, None)
         self._acknowledged.pop(source, None)
         self._told_from.pop(source, None)
@@ -197,8 +201,8 @@ class Ledger(Generic[S]):
         return Change(lease, source, commands, freed)
 
     def recall(self, lease: Lease[S], cause: Cause, now: float) -> list[Change[S]]:
-        """Recall the loans of a room that ends without proof from every rank. Its pages are in
-        quarantine until all loans end.
+        """Recall the loans that are still open when their room ends. The pages are in quarantine
+        until all of these loans end.
         """
         if lease.loans and lease.cause is None:
             self.quarantined_pages += lease.num_pages

@@ -1,9 +1,9 @@
-"""The machine of decode's end of the link to one incarnation of one prefill rank.
+"""The machine of decode's link to one incarnation of a prefill rank.
 
 Rooms are opened on a link that is REGISTERING or UP. Silence ends rooms, and their loans wait for
 proof. Prefill may have forgotten this decode during the silence, so a silent link keeps
-registering, and is UP again as soon as prefill accepts. The Goodbye of a prefill that closes ends
-loans; the Goodbye of a decode that closes lets prefill forget it.
+registering, and is UP again as soon as prefill accepts. A Goodbye from prefill ends the loans that
+it does not name. A Goodbye from decode lets prefill forget that decode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class LinkPhase(IntEnum):
     UP = 1
     PARTING = 2  # this decode sent Goodbye, and repeats it until it is acknowledged
     SILENT = 3  # no heartbeat for too long; the same incarnation may come back
-    # Refused, replaced by another incarnation, dead, declared dead or parted: never used again.
+    # The link ended for good, for example because prefill refused, died, was replaced or parted.
     GONE = 4
 
 
@@ -29,11 +29,11 @@ class LinkKind(IntEnum):
     HEARD = 3  # a heartbeat arrived
     REPEAT_DUE = 4  # Register, Heartbeat or Goodbye is due
     SILENCE_DUE = 5  # no heartbeat for `lost_after_s`
-    REGISTER_DUE = 6  # no answer to Register for `register_s`
+    REGISTER_DUE = 6  # neither Registered nor a heartbeat for `register_s`
     REDIAL_DUE = 7  # still silent for another `lost_after_s`
     DIED = 8  # the data plane's fence observed that the process died
     DECLARED_DEAD = 9
-    CLOSED = 10  # this node is closed, or the link's place is needed
+    CLOSED = 10  # this node ends the link without a Goodbye
     LEAVE = 11  # this node closes, and sends Goodbye
     GOODBYE = 12  # prefill closes, and submits no more writes
     ACKNOWLEDGED = 13  # prefill received our Goodbye
@@ -44,7 +44,7 @@ class LinkCommand(IntEnum):
     SEND_HEARTBEAT = 1
     START_ROOMS = 2  # rooms that wait for this link may proceed
     LOSE_ROOMS = 3
-    ASK_LOANS = 4  # the source answers again: repeat the Aborts of loans in doubt
+    ASK_LOANS = 4  # the source answers again: repeat the Aborts for loans in doubt
     WATCH_WRITER = 5
     REDIAL = 6
     # Close the socket. If it stayed open, it would compete with the next link's socket for this

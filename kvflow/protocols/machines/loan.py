@@ -1,9 +1,10 @@
-"""The machine of a loan: decode's pages in the hands of one prefill rank, under one grant (I2).
+"""The machine of a loan: decode's pages, lent to one prefill rank under one grant (I2).
 
-Rooms end in time, loans end on proof. A loan without proof outlives its room, and its pages stay in
-quarantine meanwhile. Only these are proof: the last chunk landed, an AbortAck that states
-`drained`, or the data plane's fence. A loan whose pages were not offered yet is only announced. Its
-rank cannot write, so it ends without proof.
+A loan ends when there is proof that the rank writes no more. It may outlive its room, and its pages
+stay in quarantine meanwhile. Proof is the last chunk, an AbortAck that states `drained`, a Goodbye
+that does not name the grant, or the data plane's fence. An operator can end a loan without proof,
+by declaring the writer dead. A loan whose pages were not offered yet is only announced. Its rank
+cannot write, so the loan needs no proof.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
 class LoanPhase(IntEnum):
     ANNOUNCED = 0  # the rank may know of the room; no page is offered
     LENT = 1
-    WITHDRAWN = 2  # ended before any page was offered; Abort is repeated until acknowledged
-    RECALLED = 3  # ended after pages were offered; Abort is repeated until acknowledged
-    DOUBTFUL = 4  # the source has no proof, or is gone; only late proof or the fence ends it
-    # The rank ended the grant, and its writes are drained. The room is still open here, because the
-    # RoomFailed that ends it did not arrive.
+    WITHDRAWN = 2  # recalled before any page was offered; Abort is repeated until acknowledged
+    RECALLED = 3  # recalled after pages were offered; Abort is repeated until acknowledged
+    DOUBTFUL = 4  # the source is lost or has no proof; only later proof or an operator ends it
+    # The rank ended the grant, and its writes are drained. Decode's room is still open, because the
+    # RoomFailed that ends it has not arrived.
     PROVEN = 5
     RETURNED = 6
 
@@ -29,8 +30,8 @@ class LoanKind(IntEnum):
     LEND = 0  # Bootstrap is sent
     RECALL = 1  # the room ended without this rank's proof
     LANDED = 2  # ChunkDone(last)
-    DRAINED = 3  # AbortAck(drained)
-    UNPROVEN = 4  # AbortAck(unproven), for pages that the rank may write
+    DRAINED = 3  # AbortAck(drained), or a Goodbye that does not name the grant
+    UNPROVEN = 4  # AbortAck(unproven), or a Goodbye that names the grant; the rank may write
     SOURCE_LOST = 5
     SOURCE_BACK = 6  # the same incarnation answers again after a silence
     REPEAT_DUE = 7
@@ -43,7 +44,7 @@ class LoanCommand(IntEnum):
 
 
 P, K, C = LoanPhase, LoanKind, LoanCommand
-# Phases in which the rank may write: pages were offered, and their return is not proven.
+# Phases in which the rank may write: pages were offered, and the end of its writes is not proven.
 WRITABLE = frozenset({P.LENT, P.RECALLED, P.DOUBTFUL})
 _RETURN = Move(P.RETURNED, (C.RETURN,))
 

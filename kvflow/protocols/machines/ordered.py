@@ -9,20 +9,20 @@ M = TypeVar("M")
 
 
 class Ordered(Generic[M]):
-    """The messages that this end sent and the other did not confirm, and the number of those
-    received. Both directions count from 0.
+    """The messages that this end sent and the other end has not confirmed, and the count of
+    messages received. The messages of each direction are numbered from 0.
     """
 
     __slots__ = ("_asked", "received_below", "sent_below", "unconfirmed")
 
     def __init__(self) -> None:
-        self.unconfirmed: deque[M] = deque()  # the last ones below `sent_below`
+        self.unconfirmed: deque[M] = deque()  # their numbers end just below `sent_below`
         self.sent_below = self.received_below = 0
-        # The number of the message that this end last noticed missing.
+        # The number of the message that this end most recently found missing.
         self._asked = -1
 
     def add(self, message: M) -> None:
-        """Keep a message that is sent under the number `sent_below`."""
+        """Keep a message that is sent with the number `sent_below`, and advance that number."""
         self.unconfirmed.append(message)
         self.sent_below += 1
 

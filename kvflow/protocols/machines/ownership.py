@@ -6,8 +6,8 @@ target. With staging, they write into an equal number of places in the staging p
 copies each chunk into the target. Each set has its own phase, and a table that depends on its
 source.
 
-When no rank can reach a set any more, it returns to its store. It first waits in RETURNING if a
-thread still sums or copies its pages (I13).
+A set that is not needed any more returns to its store when no rank can reach it. It first waits in
+RETURNING while a thread still sums or copies its pages (I13).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class PagePhase(IntEnum):
     NONE = 0  # the room has no pages yet
     TAKEN = 1  # the room has them, and no rank can reach them
     LENT = 2  # prefill ranks may write into them
-    LANDED = 3  # every write is proven, and the room's user may read them
-    KEPT = 4  # the room's user named another owner
+    LANDED = 3  # every chunk landed, and the room's user may read them
+    KEPT = 4  # the room's user passed them to another owner
     QUARANTINED = 5  # the room ended, and some rank may still write into them
     RETURNING = 6  # no rank can reach them; a thread may still use them
     FREED = 7
-    ABANDONED = 8  # the node closed before the proof; a thread may still use them
-    WITHHELD = 9  # back in the store, where the pool's quarantine keeps them until the proof
+    ABANDONED = 8  # the node closed before proof arrived; a thread may still use them
+    WITHHELD = 9  # back in the store, where the pool's quarantine keeps them until proof arrives
 
 
 class PageKind(IntEnum):
@@ -41,7 +41,7 @@ class PageKind(IntEnum):
     KEEP = 4
     CLOSE = 5  # the room's user closed the room after its success
     QUARANTINE = 6  # the room ended before its loans did
-    FREE = 7  # the last loan ended by proof, or there was none
+    FREE = 7  # the last loan ended, or no page was lent
     ABANDON = 8  # the node closed
     IDLE = 9  # no thread uses them
 
@@ -182,7 +182,8 @@ def step(
 ) -> tuple[Ownership, Commands]:
     """Return the next state and the commands to run, each with the set that it concerns.
 
-    `source` names the pages that TAKE took. Other events concern the target, the staging, or both.
+    For TAKE, `source` states where the pages come from. The kind of any other event decides which
+    sets it concerns.
     """
     target, staging, uses = pages.target, pages.staging, pages.uses
     own = pages.own or source is Source.OWN

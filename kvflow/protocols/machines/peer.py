@@ -1,9 +1,8 @@
-"""The machine of prefill's end of the link to one decode incarnation: the route into its pool, from
-opening to closing.
+"""The machine of prefill's link to one decode incarnation, with the route into the decode's pool.
 
 Prefill keeps a silent decode, because it may come back and ask for messages that its rooms need.
-Prefill forgets a decode that died, that sent Goodbye or acknowledged ours, or that is silent, has
-no open grant, and holds a place that another decode needs.
+Prefill forgets a decode that died, sent Goodbye, or acknowledged ours. It also forgets a silent
+decode without open grants when another decode needs the place.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ class PeerPhase(IntEnum):
 class PeerKind(IntEnum):
     REGISTERED = 0  # Register was received
     ROUTE_OPENED = 1
-    ROUTE_REFUSED = 2  # the pools do not fit, or its memory cannot be reached
+    ROUTE_REFUSED = 2  # pages cannot move into this decode's pool
     HEARD = 3
     SILENCE_DUE = 4
     DIED = 5
     IDLE = 6  # none of its grants is open or announced any more
     DISPLACED = 7  # another decode needs its place
     LEAVE = 8  # this prefill closes
-    REPEAT_DUE = 9  # our Goodbye is not acknowledged
+    REPEAT_DUE = 9  # our Goodbye has not been acknowledged yet
     PARTED = 10  # decode sent Goodbye or acknowledged ours, and will ask for no more messages
 
 
@@ -85,7 +84,7 @@ TABLE: Table[PeerPhase, PeerKind, PeerCommand] = Table(
         },
         P.PARTING: rest(K, ERROR)
         | {
-            # A decode that registers did not receive the last Goodbye.
+            # A decode that registers may not have received our Goodbye.
             K.REGISTERED: _SAY_GOODBYE,
             K.REPEAT_DUE: _SAY_GOODBYE,
             K.DIED: _GONE,

@@ -1,4 +1,4 @@
-"""The machine of a room at prefill: two halves meet, and it ends when its last write does (I12)."""
+"""The machine of a room at prefill, where two halves meet. No room ends while it writes (I12)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvflow.protocols.ports import WriteOutcome
 
 
 class PrefillPhase(IntEnum):
-    EXPECTED = 0  # the engine's half arrived; decode sent no message about it yet
+    EXPECTED = 0  # the engine's half arrived; decode has sent no message about the room yet
     ANNOUNCED = 1  # the engine's half arrived, and decode announced that it will offer pages
     BOOTSTRAPPED = 2  # decode offered pages; the engine's half has not arrived yet
     WAITING_FOR_INPUT = 3  # both halves arrived, and no write runs
     TRANSFERRING = 4
-    DRAINING = 5  # ended, and the writes that still run are awaited
+    DRAINING = 5  # stopped, and the writes that still run are awaited
     SUCCESS = 6
     FAILED = 7  # ended by this side while no write ran
     ABORTED = 8  # ended by either side, and every write is drained
@@ -29,7 +29,8 @@ class PrefillKind(IntEnum):
     MATCHED = 1
     MISMATCHED = 2  # the halves do not agree on the prompt, or decode's offer cannot be used
     CHUNK_QUEUED = 3
-    CHUNK_LANDED = 4  # a chunk landed while other writes run
+    # A chunk landed, and other writes run. In DRAINING, its write may have ended in any way.
+    CHUNK_LANDED = 4
     IDLE = 5  # a chunk landed, no write runs, and more chunks will come
     ALL_LANDED = 6
     WRITE_FAILED = 7  # a write was cancelled or is unproven, while others run
@@ -56,7 +57,7 @@ class PrefillCommand(IntEnum):
 
 
 class PrefillEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event for a room. `last` is True for the room's last chunk, when it is queued.
+    """One event for a room. `last` is True when the room's last chunk is queued.
 
     When a write ends, `kind` is None, and `step` derives it from `outcome` and the state of the
     room.
@@ -176,8 +177,8 @@ def step(
 def _end_of_write(
     phase: PrefillPhase, outcome: WriteOutcome | None, *, running: int, last: bool, doubt: bool
 ) -> PrefillKind:
-    """Return the kind of event that the end of a write is in this phase. The endpoint reports these
-    ends in the order in which the writes were queued.
+    """Return the kind of the event for a write that ended. The endpoint reports ended writes in the
+    order in which they were queued.
     """
     if phase is P.DRAINING:
         if running:

@@ -1,4 +1,4 @@
-"""Sets of grants, kept as ranges: compact when long runs of grants ended around a few open ones."""
+"""Sets of grants, stored as ranges because many grants end around a few that stay open."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class GrantRanges:
         self._starts[low:high], self._ends[low:high] = [start], [end]
 
     def pop_through(self, grant: GrantId) -> GrantId:
-        """Remove every range that begins at or below `grant`. Returns the end of the last of them
-        if it is above `grant`, and `grant` otherwise.
+        """Remove every range that begins at or below `grant`. Returns `grant`, or the end of the
+        last removed range if that end is higher.
         """
         taken = bisect_right(self._starts, grant)
         if taken:

@@ -1,4 +1,4 @@
-"""Announcements of rooms by decodes, and causes of halves that ended before the other came."""
+"""Decodes' announcements of rooms, and causes of halves that ended before the other arrived."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Side(Enum):
 
 
 class Outcome(NamedTuple):
-    """The cause with which `side` of a room ended, kept until the other side arrives."""
+    """The cause with which one side of a room ended, kept for the other until `forget_at_s`."""
 
     side: Side
     cause: Cause
@@ -26,7 +26,7 @@ class Outcome(NamedTuple):
 
 
 class Announcement(NamedTuple, Generic[S]):
-    """A decode's announcement of a room, which is kept until `until_s`."""
+    """A decode's announcement of a room. It expires at `until_s`."""
 
     peer: S
     grant: GrantId
@@ -36,8 +36,8 @@ class Announcement(NamedTuple, Generic[S]):
 class Rendezvous(Generic[S]):
     """Announcements and outcomes by room.
 
-    An announcement is kept at most for a time that is the same for all. Outcomes are bounded in
-    number and in time, and each is returned once.
+    Every announcement expires after the same time. Outcomes are bounded in number and in time, and
+    each is returned at most once.
     """
 
     def __init__(self, limit: int) -> None:
@@ -49,23 +49,23 @@ class Rendezvous(Generic[S]):
         return len(self._outcomes)
 
     def forget_announcement(self, room: RoomId, peer: S, grant: GrantId) -> None:
-        """Forget the announcement of a room, if it was made under this grant."""
+        """Forget the announcement of a room if `peer` made it under `grant`."""
         if self.find(room, peer, grant) is not None:
             del self.announced[room]
 
     def find(self, room: RoomId, peer: S, grant: GrantId) -> Announcement[S] | None:
-        """Return the announcement of a room if it was made under this grant, or None."""
+        """Return the announcement of a room if `peer` made it under `grant`, or None."""
         found = self.announced.get(room)
         return found if found is not None and found.peer is peer and found.grant == grant else None
 
     def oldest_announced(self) -> tuple[RoomId, Announcement[S]] | None:
         """Return the announcement that expires first, or None."""
-        # All are kept for the same time, so the first in the dict is the oldest.
+        # All are kept for the same time, so the one that was added first expires first.
         return next(iter(self.announced.items()), None)
 
     def record_outcome(self, room: RoomId, side: Side, cause: Cause, forget_at_s: float) -> None:
-        """Keep the cause with which `side` ended until the other side arrives."""
-        # If the other side ended before, neither has to be told.
+        """Keep the cause with which `side` ended, for the other side to take when it arrives."""
+        # If the other side ended earlier, neither side needs the other's cause.
         if self.take(room, side) is None:
             self._outcomes[room] = Outcome(side, cause, forget_at_s)
             if len(self._outcomes) > self._limit:
@@ -77,8 +77,8 @@ class Rendezvous(Generic[S]):
         return outcome is not None and outcome.side is side
 
     def take(self, room: RoomId, side: Side) -> Cause | None:
-        """Return the cause with which the other side ended, when `side` arrives; None if it did
-        not.
+        """Return and forget the cause with which the other side ended, now that `side` arrives.
+        Returns None if the other side has not ended.
         """
         # If `side` itself ended before, this is a new room with the same id.
         outcome = self._outcomes.pop(room, None)

@@ -1,8 +1,9 @@
-"""The machine of a residency: the place of a request's state after its pages landed.
+"""The machine of a residency: the place of a request's state once the request's pages have landed.
 
 On the device, the state is in pages and a row of the pool. A retract copies the state out and
-returns the pages and the row. A resume takes others and copies the state back in. Pages and memory
-that a copy uses go to no other request before the copy ends, and a snapshot is freed exactly once.
+returns the pages and the row. A resume takes new pages and a new row, and copies the state back in.
+Pages and memory that a copy uses go to no other request before the copy ends, and a snapshot is
+freed exactly once.
 """
 
 from __future__ import annotations

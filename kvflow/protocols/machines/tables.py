@@ -1,4 +1,4 @@
-"""Total transition tables: every phase and kind of event has a next phase, IGNORE, or ERROR."""
+"""Total transition tables: each pair of a phase and a kind has a next phase, IGNORE, or ERROR."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Table(Generic[P, K, C]):
         return IGNORE if move is None else move
 
     def put(self, phase: P, kind: K, cell: Cell[P, C]) -> None:
-        """Replace a cell. Simulators use this to plant bugs."""
+        """Set or replace a cell. Simulators plant bugs with this method."""
         if isinstance(cell, _Error):
             self.moves.pop((phase, kind), None)
         else:
@@ -99,5 +99,5 @@ class Table(Generic[P, K, C]):
 
 
 def rest(kinds: type[K], cell: Cell[P, C]) -> dict[K, Cell[P, C]]:
-    """Return a row in which every kind has the same cell, to be joined with those that differ."""
+    """Return a row in which every kind has the same cell. Callers then override some cells."""
     return dict.fromkeys(kinds, cell)

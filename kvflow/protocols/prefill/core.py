@@ -1,7 +1,7 @@
 """The machines of one prefill rank (rooms, grants), and the events that pass between them.
 
-A table returns commands instead of calling back; running them feeds the next machine. No machine is
-re-entered.
+A table returns commands instead of calling back. Running a command may feed another machine or the
+same one, but only after the step that returned the command.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DRAINS = "room {} is in use: writes of the last room of that id still run"
 
 
 class PrefillCore(PrefillPeers):
-    """The state of one prefill rank. Only one `feed_*` method changes each kind of state.
+    """The state of one prefill rank. Its `feed_*` methods feed the machines and run the commands.
 
     Kinds of timers: "room" for a room id, "silence" and "goodbye" for an incarnation, "outcomes"
     and "announced" for all rooms together.
@@ -86,7 +86,9 @@ class PrefillCore(PrefillPeers):
         return record
 
     def set_deadline(self, record: PrefillRoomRecord) -> None:
-        """Set the timer of a room. A later deadline needs no call: the expiry checks it."""
+        """Set the timer of a room. If the deadline moves to a later time, no call is needed: the
+        expiry reads it again.
+        """
         self.deadlines.set(Timer("room", record.room), record.due_at_s)
 
     def bind(self, record: PrefillRoomRecord, peer: DecodePeer, grant: GrantId) -> None:
@@ -94,7 +96,9 @@ class PrefillCore(PrefillPeers):
         peer.grants.rooms[grant] = record
 
     def tell_begun(self, record: PrefillRoomRecord) -> None:
-        """Send Begun if the engine is ready and decode announced the room but lent no pages yet."""
+        """Send Begun if the engine has a place for the prompt, and decode has announced the room
+        but has not lent pages yet.
+        """
         if record.begun and record.phase is PrefillPhase.ANNOUNCED:
             assert record.peer is not None
             self.send(
@@ -131,7 +135,7 @@ class PrefillCore(PrefillPeers):
         )
 
     def feed_room(self, record: PrefillRoomRecord, event: PrefillEvent, now: float) -> None:
-        """Feed one event to a room and run the commands. No other code changes its state."""
+        """Feed one event to a room and run the commands. No other code changes a room's state."""
         record.state, commands = step(record.state, event)
         if event.kind is None:
             record.story.tell(now, "write_ended", record.state.phase, event.cause or record.report)
@@ -160,7 +164,7 @@ class PrefillCore(PrefillPeers):
             self.feed_room(record, PrefillEvent(None, outcome=outcome, cause=cause), now)
 
     def record_outcome(self, room: RoomId, side: Side, cause: Cause, now: float) -> None:
-        """Keep the cause of a half that ended alone until the other half arrives."""
+        """Keep the cause of a half that ended alone, for the other half to take when it arrives."""
         self.rendezvous.record_outcome(room, side, cause, now + self.timing.rendezvous_s)
         self.deadlines.set(Timer("outcomes", 0), self.rendezvous.next_expiry_s())
 
@@ -182,7 +186,7 @@ class PrefillCore(PrefillPeers):
             self.time_announcements()
 
     def time_announcements(self) -> None:
-        """Keep a timer for the oldest announcement; call this after any change of announcements."""
+        """Keep a timer for the oldest announcement. Call this whenever announcements change."""
         # A timer that is too early stays: its expiry calls this again.
         if (oldest := self.rendezvous.oldest_announced()) is None:
             self.deadlines.cancel(Timer("announced", 0))
@@ -190,7 +194,7 @@ class PrefillCore(PrefillPeers):
             self.deadlines.set(timer, oldest[1].until_s)
 
     def end_engine_half(self, room: RoomId, cause: Cause, now: float) -> None:
-        """End the engine's half of a room, now or when it arrives: decode's will not arrive."""
+        """End the engine's half of a room, now or when it arrives. Decode's half will not come."""
         record = self.rooms.get(room)
         if record is None or record.ended:
             self.record_outcome(room, Side.DECODE, cause, now)
@@ -201,15 +205,15 @@ class PrefillCore(PrefillPeers):
 
     def void(self, room: RoomId, found: Announcement[DecodePeer], cause: Cause, now: float) -> None:
         """End an announcement that no offer will follow. Decode receives the cause now, and the
-        engine's half when it arrives.
+        engine's half receives it on arrival.
         """
         self.refuse_grant(found.peer, room, found.grant, cause)
         self.record_outcome(room, Side.DECODE, cause, now)
         self.forget_if_idle(found.peer, now)
 
     def announced(self, room: RoomId, now: float) -> Announcement[DecodePeer] | None:
-        """Return the announcement of a room, or None. One that was withdrawn, or whose decode is
-        lost, is ended first.
+        """Return the announcement of a room, or None. If it was withdrawn or its decode is lost,
+        end it and return None.
         """
         # The tasks that end such announcements may not have reached this one yet.
         found = self.rendezvous.announced.get(room)
@@ -271,7 +275,9 @@ def _send_chunk_done(core: PrefillCore, record: PrefillRoomRecord, now: float) -
 def _send(
     core: PrefillCore, record: PrefillRoomRecord, kind: type[wire.Message], **fields: Any
 ) -> None:
-    """Send decode a message about a room's grant, and keep it in case decode asks for it again."""
+    """Keep a message about a room's grant, in case decode asks for it again. Send it unless decode
+    is gone.
+    """
     peer = record.peer
     assert peer is not None
     message = kind(**core.header(record.room, record.grant, peer), **fields)
@@ -341,7 +347,7 @@ def _end_room(kind: PrefillKind) -> Callable[[PrefillCore, Task, PrefillRoomReco
 
 
 def _void(core: PrefillCore, task: Task, announced: tuple[GrantId, RoomId], now: float) -> None:
-    """Void an announcement of a lost decode, unless that decode came back meanwhile."""
+    """Void an announcement from a lost decode, unless that decode came back meanwhile."""
     grant, room = announced
     assert task.peer is not None
     found = core.rendezvous.find(room, task.peer, grant)
@@ -382,7 +388,7 @@ _TASKS: dict[str, Callable[[PrefillCore, Task, Any, float], None]] = {
 
 def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: float) -> None:
     """Keep the announcement of a room, join it with the engine's half, or refuse it. The engine's
-    half of an announced room waits as long as this decode lives.
+    half of an announced room has no rendezvous deadline.
     """
     record, grant = core.rooms.get(message.room), message.grant
     peer.grants.announcements.add(grant, message.room)
@@ -437,7 +443,7 @@ def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: fl
 def _refuse_pinned(
     core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float
 ) -> bool:
-    """Refuse a room of a decode whose earlier writes hold too many of our pages. Both halves
+    """Refuse a room if writes of this decode's ended rooms hold too many of our pages. Both halves
     receive the cause. Returns True if the room is refused.
     """
     if core.bounds.pinned_share == 1:
@@ -452,7 +458,7 @@ def _refuse_pinned(
         "pages held by writes to this decode that do not end", pinned, limit
     ).cause()
     core.refuse_grant(peer, message.room, message.grant, cause)
-    # If the room is announced by another decode, the engine's half waits for that one.
+    # If another decode has announced the room, the engine's half waits for that one.
     if message.room not in core.rendezvous.announced:
         core.end_engine_half(message.room, cause, now)
     return True
@@ -461,7 +467,7 @@ def _refuse_pinned(
 def _unwelcome(
     core: PrefillCore, message: wire.Bootstrap, record: PrefillRoomRecord | None, now: float
 ) -> Cause | None:
-    """Return why no room can begin with this offer, or None if one can. Raises: CapacityError."""
+    """Return the cause for which this offer is refused, or None. Raises: CapacityError."""
     if core.leaving is not None:
         return core.leaving
     if message.room in core.rendezvous.announced and core.announced(message.room, now) is not None:
@@ -498,7 +504,8 @@ def _in_use(
     if record is None or not record.ended:
         return Cause(Code.ROOM_IN_USE, f"room {message.room} has a decode already")
     cause = Cause(Code.ROOM_IN_USE, DRAINS.format(message.room))
-    # The engine's half of the refused room has not arrived yet; it receives the same cause then.
+    # The engine's half of the refused room has not arrived yet. It receives the same cause when it
+    # does.
     core.record_outcome(message.room, Side.DECODE, cause, now)
     return cause
 
@@ -539,12 +546,12 @@ def _refuse_stale(
 
 
 def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
-    """End a grant that decode aborts and that has no room here, and the engine's half with it.
-    Decode offered no pages, or its Bootstrap was lost.
+    """End an aborted grant that has no room at this prefill, and end the engine's half too. Either
+    decode offered no pages, or its Bootstrap was lost.
     """
     core.forget_announcement(peer, message.grant)
     peer.grants.end(message.grant, ())
-    # If another decode announced the room since, the engine's half waits for that one.
+    # If another decode has announced the room since, the engine's half waits for that one.
     if message.room not in core.rendezvous.announced:
         core.end_engine_half(message.room, message.cause, now)
 

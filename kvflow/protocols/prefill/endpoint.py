@@ -71,7 +71,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         return self.core.unavailable_reason
 
     def note_stall(self, stalled_s: float) -> None:
-        """Report for how long the data plane's worker made no progress: see `ports.DataPlane`."""
+        """Record how long the data plane's worker has made no progress: see `ports.DataPlane`."""
         self.core.stalled_s = stalled_s
 
     # --- rooms
@@ -91,8 +91,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         If no decode announced the room, it waits up to `rendezvous_s` for decode's half.
 
         Raises: MisuseError if `room` is not a room id, RoomInUseError while an earlier room with
-        that id is open or drains (if it drains, decode's half of the new room receives the same
-        cause when it arrives), AbortedError while shutting down.
+        that id is open or drains, AbortedError while shutting down. If the earlier room drains,
+        decode's half of the new room receives the same cause when it arrives.
         """
         core, number = self.core, room_id(room)
         if core.leaving is not None:
@@ -137,14 +137,16 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         self.core.tell_begun(record)
 
     def refuse_room(self, room: int, cause: Cause, now: float) -> None:
-        """Refuse decode's half of a room, now or when it comes: the engine's will not."""
+        """Refuse decode's half of a room, now or when it arrives. The engine's half will not
+        arrive.
+        """
         core, number = self.core, room_id(room)
         record = core.rooms.get(number)
         announced = core.announced(number, now)
         if record is not None:
             if record.prompt is None:
                 self.close_room(record, cause, now)
-            # This record is an earlier room that still drains. The refusal is for the next room.
+            # The record belongs to an earlier room that still drains. The refusal is for the next.
             elif record.ended:
                 core.record_outcome(number, Side.ENGINE, cause, now)
         elif announced is not None:
@@ -164,12 +166,13 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
     ) -> None:
         """Queue a write of our `source_pages` (int32 [n]) onto the next n of decode's pages.
 
-        `StartWrite` follows even if n is 0, so the room always ends in `write_ended` and never
-        inside this call. Pass `checked=True` after a call of `check_chunk`.
+        `StartWrite` follows even if n is 0, so this call never ends the room. Pass `checked=True`
+        after a call of `check_chunk`.
 
-        Raises: MisuseError (before the halves matched, after the last chunk, more or fewer pages
-        than are left, a hand-over before the last chunk), CapacityError (hand-over too large), or
-        the room's own error after it ended. The chunk is then not queued.
+        Raises: MisuseError before the halves matched, after the last chunk, for a number of pages
+        that does not fit, and for a hand-over before the last chunk; CapacityError for a hand-over
+        that is too large; LayoutError for a row in the wrong place; or the room's own error after
+        the room ended. The chunk is then not queued.
         """
         if not checked:
             self.check_chunk(record, source_pages, last, len(handoff))
@@ -213,8 +216,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         self.core.settle_chunks(record, now)
 
     def close_room(self, record: PrefillRoomRecord, cause: Cause, now: float) -> None:
-        """End the room in any state. Decode is notified at once, and running writes are drained.
-        Closing a room that already ended has no effect.
+        """End the room in any state. A decode that announced or offered it is notified at once, and
+        running writes are drained. Closing a room that already ended has no effect.
         """
         if record.state.phase not in TERMINAL:
             self.core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
@@ -273,7 +276,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         return True
 
     def route_refused(self, incarnation: Incarnation, reason: str, now: float) -> None:
-        """Refuse a decode whose pool the data plane cannot reach; it receives `reason`."""
+        """Refuse a decode whose pool the data plane cannot reach. The decode receives `reason`."""
         # The decode is forgotten at once: a stranger may register under a new incarnation each
         # time, and must not fill the table.
         peer = self.core.peers.get(incarnation)
@@ -282,9 +285,9 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
             self.core.work(TICK_WORK, now)
 
     def route_short(self, incarnation: Incarnation, reason: str, now: float) -> None:
-        """Report that this machine lacks descriptors, memory or staging for a decode's route. A
-        silent decode is forgotten to make place, and `OpenRoute` is issued again. If there is none,
-        the new decode is refused.
+        """Report that this machine lacks descriptors, memory or staging for a decode's route. If
+        some silent decode can be forgotten, its resources are freed and `OpenRoute` is issued
+        again. Otherwise the new decode is refused.
         """
         core = self.core
         peer = core.peers.get(incarnation)
@@ -296,7 +299,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
             self.route_refused(incarnation, reason, now)
 
     def peer_died(self, incarnation: Incarnation, now: float) -> None:
-        """End the rooms of a decode whose process died; `CloseRoute` follows after their writes."""
+        """End the rooms of a decode whose process died. `CloseRoute` follows once they end."""
         peer = self.core.peers.get(incarnation)
         if peer is not None and peer.phase in (PeerPhase.UP, PeerPhase.SILENT, PeerPhase.PARTING):
             cause = Cause(Code.PEER_LOST, f"decode {incarnation:016x} died")
@@ -304,8 +307,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
             self.core.work(TICK_WORK, now)
 
     def declare_dead(self, incarnation: Incarnation) -> tuple[int, int]:
-        """End the loans of a prefill that an operator declares dead, and to which an earlier node
-        over this pool lent pages: see `DecodeEndpoint.declare_dead`.
+        """End the loans of earlier nodes over this pool to a prefill that an operator declares
+        dead. Returns the same counts as `DecodeEndpoint.declare_dead`.
 
         Raises: MisuseError if that incarnation owes no loan.
         """
@@ -326,7 +329,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         core.work(TICK_WORK, now)
 
     def part(self, now: float) -> None:
-        """Send Goodbye to every decode, repeated until it is acknowledged.
+        """Send Goodbye to every decode, and repeat it until it is acknowledged.
 
         Call this after `leave`, when no write runs any more. The Goodbye names every grant that is
         still open or in doubt, and so proves nothing about those.
@@ -336,17 +339,18 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
                 self.core.feed_peer(peer, PeerKind.LEAVE, now)
 
     def unparted(self, now: float) -> list[DecodePeer]:
-        """Return the decodes that sent something recently but did not acknowledge the goodbye."""
+        """Return the decodes that were alive recently but have not acknowledged the Goodbye."""
         since_s = now - self.core.timing.lost_after_s
         parting = (peer for peer in self.peers if peer.phase is PeerPhase.PARTING)
         return [peer for peer in parting if peer.received_at_s > since_s]
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """Extend the peers' silence limits and the rooms' waits by the time that the shell stood
-        still.
+        """Extend the peers' silence limits and the rooms' waits by the time during which the shell
+        stood still.
 
-        Messages that arrived meanwhile are unread, so the silence is not the peers'. To measure
-        `late_s`, a shell must tick once per heartbeat interval, whether or not a tick is due.
+        Messages that arrived meanwhile are unread, so the peers may not have been silent. To
+        measure `late_s`, a shell must tick once per heartbeat interval, whether or not a tick is
+        due.
         """
         for peer in self.peers:
             # A peer whose message was read after the stall needs no credit: its time is capped at
@@ -365,7 +369,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
     def tick(self, now: float) -> None:
         """Act on deadlines and silence that are due at `now`.
 
-        A tick does a bounded amount of work; `next_tick` returns when more is due.
+        A tick does a bounded amount of work. `next_tick` returns the time at which more is due.
         """
         core = self.core
         was_idle = not core.work_left
@@ -449,7 +453,7 @@ def _on_grant(kind: GrantKind) -> Callable[[PrefillCore, DecodePeer, Any, float]
 
 def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: float) -> None:
     unknown: list[wire.Belief] = []
-    # A message may name a grant many times; one answer to each bounds the work.
+    # A message may name a grant many times. Answering each grant once bounds the work.
     for belief in {belief.grant: belief for belief in message.rooms}.values():
         record = peer.grants.rooms.get(belief.grant)
         # A room without a Bootstrap is only announced: its grant is reported as unknown, so that
@@ -471,7 +475,7 @@ def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, 
         core.observer.message_dropped("foreign")
         return
     core.end_withdrawn(peer, withdrawn)
-    # Without an answer decode takes this prefill for silent and ends its rooms. That is intended
+    # Without an answer, decode considers this prefill silent and ends its rooms. That is intended
     # while the data plane stands still.
     if not core.unavailable_reason:
         core.send(peer, wire.Heartbeat(**core.lives(peer.incarnation)))

@@ -55,8 +55,8 @@ class PrefillIdentity(msgspec.Struct, frozen=True):
 
 
 class DecodePeer:
-    """One registered decode incarnation. It is kept through silence, and forgotten when it dies,
-    parts, or its place is needed.
+    """One registered decode incarnation. It is kept through silence, and forgotten when it dies or
+    parts, or when another decode needs its place.
     """
 
     __slots__ = (
@@ -93,12 +93,12 @@ class DecodePeer:
         self.sender_address = sender_address
         self.phase = PeerPhase.OPENING
         self.received_at_s = now
-        self.fresh_from = message.fresh_from  # from its newest Register
+        self.fresh_from = message.fresh_from  # the highest in its Registers
         self.grants: GrantTable[Any] = GrantTable(closed_grants, message.fresh_from, kept)
         if seen_below is not None:
             self.grants.begin_from(seen_below)
-        # A stranger had no grant here below the bound in its first Register. A decode that was here
-        # before did have grants, so it counts as known from the beginning.
+        # A stranger has had no grants here. A decode with a recorded bound has had some, and 0 is
+        # below every bound: see `has_had_grants`.
         self.unknown_below = message.fresh_from if seen_below is None else GrantId(0)
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ class DecodePeer:
 
     @property
     def has_had_grants(self) -> bool:
-        """True if prefill received a grant of this decode, now or before it was last forgotten."""
+        """True if this decode may have used grants here, now or before it was last forgotten."""
         return self.grants.seen_below > self.unknown_below
 
     @property
@@ -139,9 +139,9 @@ class DecodePeer:
 
 
 class FormerDecodes:
-    """Records of forgotten decodes, each kind bounded by `most`. The oldest are dropped first,
-    except grants in doubt: while those reach the bound, no more decodes with grants in doubt are
-    displaced.
+    """Records of forgotten decodes. Each kind of record is bounded by `most`, and the oldest are
+    dropped first. Grants in doubt are not dropped: instead, a decode whose grants in doubt would
+    exceed the bound is not displaced.
     """
 
     def __init__(self, most: int) -> None:
@@ -149,15 +149,15 @@ class FormerDecodes:
         # For each decode, the bound below which no grant begins again. A message that the decode
         # sent before it was forgotten may still arrive.
         self.displaced: OrderedDict[Incarnation, GrantId] = OrderedDict()
-        # Grants in doubt of some of those decodes. If they were forgotten, a later acknowledgement
-        # would call them drained and end loans without proof (I2).
+        # The grants in doubt of forgotten decodes. Without these records, a later acknowledgement
+        # would call such a grant drained, and end its loan without proof (I2).
         self.in_doubt: dict[Incarnation, tuple[GrantId, ...]] = {}
-        # Decodes that parted. Any message from them that still arrives is late and has no effect.
+        # Decodes that parted. A message from them that still arrives is late, and begins nothing.
         self.parted: OrderedDict[Incarnation, None] = OrderedDict()
 
     def remember_grants(self, peer: DecodePeer) -> None:
-        """Remember which grants of a decode must not begin again, before it is forgotten (I6)."""
-        # A silent decode may register again, and late messages of a dead one may arrive.
+        """Record, before a decode is forgotten, which of its grants must not begin again (I6)."""
+        # A silent decode may register again, and late messages from a dead one may arrive.
         self.displaced[peer.incarnation] = peer.grants.seen_below
         if len(self.displaced) > self._most:
             self.displaced.popitem(last=False)
@@ -167,7 +167,7 @@ class FormerDecodes:
             self.in_doubt[peer.incarnation] = doubts
 
     def remember_parted(self, incarnation: Incarnation) -> None:
-        """Remember that a decode parted, so that late messages from it are dropped."""
+        """Record that a decode parted, so that its late messages begin nothing."""
         self.parted[incarnation] = None
         self.displaced.pop(incarnation, None)
         self.in_doubt.pop(incarnation, None)
@@ -176,12 +176,12 @@ class FormerDecodes:
 
     def displace(self, among: Iterable[DecodePeer]) -> DecodePeer | None:
         """Choose a silent decode without open grants, record its grants, and return it. Returns
-        None if there is none, or if the grants in doubt would exceed the bound.
+        None if there is no such decode, or if the grants in doubt would exceed the bound.
         """
         found = [(len(peer.grants.unproven()), peer) for peer in among if peer.displaceable]
         if not found:
             return None
-        # Grants in doubt must be kept for good, so the decode with the fewest of them goes.
+        # Grants in doubt must stay recorded, so the decode with the fewest of them is chosen.
         doubts, peer = min(found, key=lambda one: one[0])
         if doubts and doubts + sum(map(len, self.in_doubt.values())) > self._most:
             return None
@@ -191,8 +191,8 @@ class FormerDecodes:
 
 
 class PrefillPeers(Core):
-    """The decodes of one prefill rank, and the machine of each. Rooms are in the subclass
-    `PrefillCore`; a peer event that ends rooms queues a task for it.
+    """Base class of `PrefillCore`: the decodes of one prefill rank, and the machine of each. An
+    event that ends rooms queues a task, which the subclass runs.
     """
 
     outbox: list[PrefillCommand]
@@ -205,7 +205,8 @@ class PrefillPeers(Core):
         self.identity = identity
         self.peers: dict[Incarnation, DecodePeer] = {}
         self.kept = KeptBytes()
-        # Causes by refused decode, for rooms that it announced before the refusal reached it.
+        # For each refused decode, the cause of the refusal. Rooms that the decode announced before
+        # it received the refusal end with this cause.
         self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()
         self.former = FormerDecodes(bounds.closed_grants)
         self.leaving: Cause | None = None
@@ -214,8 +215,9 @@ class PrefillPeers(Core):
 
     @property
     def unavailable_reason(self) -> str:
-        """The reason, as text, why this prefill cannot move pages now; empty when it can. A data
-        plane that makes no progress is the only one; a long queue is not.
+        """The reason, as text, why this prefill cannot move pages now; empty when it can. The only
+        possible reason is a data plane that has made no progress for too long. A long queue is no
+        reason.
         """
         if self.stalled_s <= self.timing.lost_after_s:
             return ""
@@ -234,7 +236,9 @@ class PrefillPeers(Core):
     def answer_register(
         self, target: Incarnation, asked: Incarnation, refusal: str, fresh_from: GrantId = _NO_GRANT
     ) -> None:
-        """Accept (`refusal` empty) or refuse decode `target`, whose Register names `asked`."""
+        """Accept decode `target`, or refuse it if `refusal` is not empty. `asked` is the
+        incarnation to which decode addressed its message.
+        """
         answer = wire.Registered(
             source=self.identity.incarnation,
             target=target,
@@ -263,10 +267,10 @@ class PrefillPeers(Core):
     def register(
         self, message: wire.Register, now: float, sender_address: Callable[[], str] = str
     ) -> None:
-        """Register a decode: refuse it, or ask the shell to open a route into its pool."""
+        """Handle Register. A new decode is refused, or the shell opens a route into its pool."""
         peer = self.peers.get(message.target)
-        # `make_place` below may push this decode's own entry out of the bounded memory, so it is
-        # read first.
+        # `make_place` below may push this decode's own entry out of the bounded memory, so the
+        # entry is read first.
         seen_below = self.former.displaced.get(message.target)
         if message.target in self.former.parted:
             self.observer.message_dropped("stale")
@@ -302,7 +306,7 @@ class PrefillPeers(Core):
     def _no_place(
         self, message: wire.Register, sender_address: Callable[[], str], now: float
     ) -> str:
-        """Return why there is no place for a new decode; empty if there is one or one was made."""
+        """Make sure that there is a place for a new decode. Returns the reason if there is none."""
 
         def process_of(address: PlaneAddress) -> tuple[str, str, int, int]:
             # The other fields of the identity do not distinguish processes, and a decode could vary
@@ -333,8 +337,8 @@ class PrefillPeers(Core):
             self.feed_peer(peer, PeerKind.HEARD, now)
 
     def goodbye_received(self, message: wire.Goodbye, now: float) -> None:
-        """Acknowledge the Goodbye of a decode, also of one that is forgotten already, and forget
-        the decode when its rooms end.
+        """Acknowledge a decode's Goodbye, even if the decode is forgotten already. A decode that is
+        still known is forgotten when its rooms end.
         """
         peer = self.peers.get(message.target)
         self.outbox.append(
@@ -356,7 +360,7 @@ class PrefillPeers(Core):
         self.feed_peer(peer, PeerKind.PARTED, now, cause)
 
     def end_withdrawn(self, peer: DecodePeer, withdrawn: list[tuple[GrantId, RoomId]]) -> None:
-        """Queue the end of announcements that ended at decode, though no Abort arrived yet."""
+        """Queue the end of announcements that decode withdrew, although no Abort has arrived."""
         self.add_task(Task("withdraw", withdrawn, peer, WITHDRAWN))
 
     # --- the machine of a peer
@@ -364,8 +368,8 @@ class PrefillPeers(Core):
     def feed_peer(
         self, peer: DecodePeer, kind: PeerKind, now: float, cause: Cause = _NO_CAUSE
     ) -> None:
-        """Feed one event to a peer, and run the commands; rooms that it ends receive `cause`. No
-        other code changes a peer's phase.
+        """Feed one event to a peer, and run the commands. Rooms that the event ends receive
+        `cause`. No other code changes a peer's phase.
         """
         move = TABLE.moves[peer.phase, kind]
         if move is None:
@@ -378,7 +382,7 @@ class PrefillPeers(Core):
         self.forget_if_idle(peer, now)
 
     def forget_if_idle(self, peer: DecodePeer, now: float) -> None:
-        """Forget a decode that is gone, once its rooms ended and its announcements are void."""
+        """Forget a decode that is gone, if its rooms have ended and its announcements are void."""
         if (
             peer.phase is PeerPhase.GONE
             and not peer.grants.rooms
@@ -387,8 +391,8 @@ class PrefillPeers(Core):
             self.feed_peer(peer, PeerKind.IDLE, now)
 
     def make_place(self, among: Iterable[DecodePeer], now: float) -> bool:
-        """Forget one of the silent decodes without open grants. Returns False if there is none, or
-        if too many grants in doubt would be remembered.
+        """Forget one silent decode without open grants. Returns False if there is no such decode,
+        or if too many grants in doubt would have to be recorded.
         """
         # The death of a process on another host may never be observed, so silent decodes would
         # otherwise fill the table.

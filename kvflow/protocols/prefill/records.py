@@ -35,7 +35,7 @@ class Chunk:
 
     @property
     def failure(self) -> Cause:
-        """The cause with which this chunk ends its room: its write is unproven or cancelled."""
+        """The cause with which this chunk ends its room if its write is unproven or cancelled."""
         default = "the data plane cannot say what landed"
         if self.outcome is WriteOutcome.CANCELLED:
             default = "the data plane stopped the write"
@@ -86,8 +86,8 @@ class PrefillRoomRecord:
 
     @property
     def due_at_s(self) -> float:
-        """The time at which the room ends unless it moves on. After the other half arrives or is
-        announced, only the engine's own deadline counts.
+        """The time at which a timer ends the room if it is still in this phase. After the other
+        half arrives or is announced, only the engine's own deadline counts.
         """
         if self.state.phase in (PrefillPhase.EXPECTED, PrefillPhase.BOOTSTRAPPED):
             return min(self.deadline_at_s, self.own_deadline_at_s)
@@ -113,7 +113,7 @@ class PrefillRoomRecord:
 
     @property
     def half(self) -> bool:
-        """True while only one half of the room arrived."""
+        """True while only one half of the room has arrived."""
         return self.prompt is None or self.bootstrap is None
 
 
@@ -122,7 +122,9 @@ def pinned_pages(
     peer: DecodePeer | None = None,
     until_s: float = float("inf"),
 ) -> int:
-    """Count our pages that writes of rooms cancelled by `until_s` still read."""
+    """Count our pages that writes of ended rooms still read. Only writes that were cancelled at
+    `until_s` or earlier count and, if `peer` is given, only writes to that peer.
+    """
     return sum(
         chunk.num_pages
         for record, chunk in writes
