@@ -61,9 +61,7 @@ class WorkerSides:
     ) -> Self:
         """Make the pool over vLLM's cache, and start the worker's sides and its status server.
 
-        `bootstrap_port` is the registry port of this engine's rank 0.
-
-        Raises: KvflowError.
+        `bootstrap_port` is the registry port of this engine's rank 0. Raises: KvflowError.
         """
         config, place = vllm_config.kv_transfer_config, _place(vllm_config, settings)
         pool = _pool(vllm_config, settings, place, caches, block_size, segment)
