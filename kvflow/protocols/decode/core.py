@@ -84,7 +84,7 @@ class DecodeCore(Core):
         self, lease: Lease[PrefillPeer], peer: PrefillPeer, drained: bool, now: float
     ) -> None:
         """Feed prefill's answer about one loan: drained, or unproven."""
-        # Prefill could not write to a loan that is not writable, so no proof about it is needed.
+        # If the loan is not writable, prefill could not write under it, so no proof is needed.
         drained = drained or lease.loans[peer] not in WRITABLE
         self.feed_loan(lease, peer, LoanKind.DRAINED if drained else LoanKind.UNPROVEN, now)
 

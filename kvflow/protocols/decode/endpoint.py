@@ -59,8 +59,8 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         """Create an endpoint with no links and no rooms.
 
         With `verify`, a chunk lands when the checksum of its pages agrees with prefill's. With
-        `staged`, it lands when its pages are copied from the memory that prefill writes to the
-        memory that the engine uses.
+        `staged`, prefill writes into other memory than the engine uses, and a chunk lands when its
+        pages have been copied to the engine's memory.
         """
         self.bounds = bounds or Bounds()
         self.core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify, staged)

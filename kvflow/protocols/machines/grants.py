@@ -170,7 +170,7 @@ class GrantTable(Generic[R]):
         # evicted first. `_remembered` has the same grants in ascending order, for settling.
         self._sent: OrderedDict[GrantId, tuple[Message, ...]] = OrderedDict()
         self._remembered: list[GrantId] = []
-        self._seen_below: int = low_water  # every grant seen so far is below this bound
+        self._seen_below: int = low_water  # a number above every grant seen so far
 
     def phase(self, grant: GrantId) -> GrantPhase:
         found = self._phases.get(grant)
@@ -283,7 +283,7 @@ class GrantTable(Generic[R]):
 
     @property
     def seen_below(self) -> GrantId:
-        """A bound: every grant seen so far is below it."""
+        """A number above every grant seen so far."""
         return GrantId(self._seen_below)
 
     def begin_from(self, grant: GrantId) -> list[tuple[GrantId, RoomId]]:

@@ -200,7 +200,7 @@ class PrefillCore(PrefillPeers):
             self.record_outcome(room, Side.DECODE, cause, now)
         elif record.phase is PrefillPhase.EXPECTED:
             self.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
-            # Decode knows the cause, and a later room with that id must not receive it.
+            # Decode knows the cause already, and a later room with that id must not receive it.
             self.rendezvous.take(room, Side.DECODE)
 
     def void(self, room: RoomId, found: Announcement[DecodePeer], cause: Cause, now: float) -> None:
