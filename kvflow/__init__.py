@@ -5,7 +5,7 @@ nodes and rooms   PrefillNode, DecodeNode, PrefillRoom, DecodeRoom, Timing, Boun
 without asyncio   PrefillThread, DecodeThread, PrefillThreadRoom, DecodeThreadRoom, RoomEvent
 finding prefills  RankInfo, RankTable, serve_ranks (prefill's side), RegistryClient (decode's)
 pools             PagedPool, PageAllocator, ExternalPages, SharedSegment, SnapshotStore, Staging,
-                  build_layout
+                  Resident, Places, build_layout
 hand-overs        HandOff, PackedArray
 data planes       open_plane, LocalPlane, MooncakePlane, NixlPlane
 errors            KvflowError and the subclasses that callers need to distinguish; Cause, Code

@@ -1,6 +1,7 @@
 """Entry point of the `kvflow` script and of `python -m kvflow`.
 
-It runs the command line, or prints one line that names the missing extra.
+It runs the command line. If a package of an extra is missing, it prints one line that names the
+extra.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kvflow.extras import missing_extra
 
 def main() -> None:
     """Run the command line. The exit status is 2 if a package of an extra is missing."""
-    # Python processes of libraries must not import modules from the working directory.
+    # Python processes that libraries start must not import from the working directory.
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         from kvflow.cli import main as run

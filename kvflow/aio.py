@@ -1,11 +1,12 @@
 """Helpers for asyncio.
 
-Cancelling a coroutine does not stop the thread that it waits for (I12), so these helpers run work
-in threads and wait until it ends. Others divide long work, and bursts of arrivals, into turns of
-the event loop.
+Cancelling a coroutine does not stop the thread that it waits for (I12), so some helpers run work in
+a thread and wait until that work ends. Others divide long work, and bursts of arrivals, into turns
+of the event loop.
 
-kvflow runs work from an event loop in threads only by means of `Threads`. These threads are
-daemons, so a call that hangs delays neither the end of the process nor other kinds of work.
+The event loops of kvflow hand work to threads only through `Threads`. These threads are daemons, so
+a call that hangs does not delay the end of the process. Each kind of work has its own threads, so
+the call does not delay other kinds either.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 T = TypeVar("T")
 ENDS_PROCESS = (KeyboardInterrupt, SystemExit)
-# Long work runs for this long in one turn of the event loop.
+# Long work pauses after this time, so that other tasks can run.
 TURN_S = 0.001
 
 
 def must_pass(error: BaseException) -> bool:
-    """Return True if the current task must not handle `error`, because the process ends or the task
-    itself was cancelled.
+    """Return True if the current task must not handle `error`, because the process is ending or the
+    task itself was cancelled or closed.
     """
-    # If the task was not asked to cancel, the awaited future was: an error like any other.
+    # If the task was not cancelled, the error comes from a future that it awaited.
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
@@ -45,10 +46,11 @@ async def run_to_end(
 ) -> T:
     """Wait until a thread's work ends, and return its result.
 
-    A cancellation is raised only after the work ends; further ones have no effect. `stop` is called
-    at each cancellation and at a time-out. It may cancel the work, or make it end sooner.
+    A cancellation of the caller is raised only after the work ends, or after `within_s`. `stop` is
+    called at each cancellation and at a time-out. It may cancel the work, or make it end sooner.
 
-    Raises: TimeoutError, or the earlier cancellation, if the work does not end within `within_s`.
+    Raises: any error of the work; TimeoutError if the work does not end within `within_s`, and the
+    caller was not cancelled.
     """
     loop = asyncio.get_running_loop()
     until_s = None if within_s is None else loop.time() + within_s
@@ -93,7 +95,7 @@ async def wait_or_cancel(
         await asyncio.wait([running])
     except asyncio.CancelledError:
         running.cancel()
-        # The first cancellation is raised below, so errors and further ones are suppressed here.
+        # The first cancellation is raised below. Errors and further cancellations are suppressed.
         with suppress(Exception, asyncio.CancelledError):
             await run_to_end(running)
         if not running.cancelled() and running.exception() is None:
@@ -152,26 +154,26 @@ class Job(Generic[T]):
     """A call that `Threads.start` queued for a thread."""
 
     ended: asyncio.Future[T]
-    """Resolves with the result or the error when the thread finished the work. It is cancelled if
-    the work was cancelled before it began. Await it with `run_to_end`: cancelling this future does
-    not stop the thread.
+    """Resolves with the result or the error when the work ends. It is cancelled if the work is
+    cancelled before it begins. Await it with `run_to_end`: cancelling this future does not stop the
+    thread.
     """
 
     def __init__(self, work: Callable[..., T], arguments: tuple[Any, ...]) -> None:
         self.work, self.arguments = work, arguments
-        # The first to acquire this lock begins the work, or prevents that. It is never released.
+        # The first caller to acquire this lock begins or cancels the work. It is never released.
         self._begun = threading.Lock()
         self._cancelled = False
 
     def is_cancelled(self) -> bool:
-        """Return True if the work should stop. The work calls it between two slices."""
+        """Return True if the work should stop. The work calls this function between two slices."""
         return self._cancelled
 
     def cancel(self) -> bool:
-        """Prevent the work from beginning or, if it began, ask it to stop (`is_cancelled`).
-        Idempotent.
+        """Prevent the work from beginning. If it has begun, ask it to stop (see `is_cancelled`).
 
-        Return True if this call prevented it. The job then drops its references to the arguments.
+        Idempotent. Return True if this call prevented the work. The job then drops its references
+        to the work and its arguments.
         """
         self._cancelled = True
         if not self._begun.acquire(blocking=False):
@@ -193,7 +195,7 @@ class Job(Generic[T]):
             self._forget()
 
     def _forget(self) -> None:
-        # The job may outlive its work, and would keep the memory mapped that the work used.
+        # A job may outlive its work, and these references would keep memory mapped.
         del self.work, self.arguments
 
 
@@ -227,7 +229,7 @@ class Threads:
         self.close()
 
     def close(self) -> None:
-        """Refuse new work. The threads end after the queued work, which is not awaited."""
+        """Refuse new work, and return at once. The threads end after the queued work."""
         self.executor.shutdown(wait=False)
 
     @classmethod
@@ -237,12 +239,12 @@ class Threads:
             threads.close()
 
     def start(self, work: Callable[..., T], *arguments: Any) -> Job[T]:
-        """Queue a call of `work` with `arguments`, followed by `Job.is_cancelled`.
+        """Queue a call of `work`. It receives `arguments`, and then `Job.is_cancelled`.
 
         Raises: RuntimeError if no thread can be started, or after `close`.
         """
         job = Job(work, arguments)
-        # The work goes through the loop: that of the simulators runs it in virtual time.
+        # The loop hands over the work, because the simulators' loop runs it in virtual time.
         job.ended = asyncio.get_running_loop().run_in_executor(
             self.executor,
             job.run,  # type: ignore[arg-type]
@@ -259,8 +261,8 @@ class Threads:
         """Run `work` in a thread, and return its result.
 
         After `within_s`, which includes the wait for a thread, the work is abandoned: it never
-        begins, or its thread is left running. If the work was abandoned or the caller cancelled,
-        `undo` receives the result.
+        begins, or its thread is left running. If the work is abandoned or the caller cancelled, and
+        the work still ends with a result, `undo` receives that result.
 
         Raises: TimeoutError; RuntimeError if no thread can be started; any error of `work`.
         """
@@ -293,7 +295,7 @@ class Threads:
 
 
 def _whole(work: Callable[[], T], _: Callable[[], bool]) -> T:
-    """Do work that cannot be stopped once it began, so it ignores `is_cancelled`."""
+    """Call `work`, which cannot stop once it has begun, without `is_cancelled`."""
     return work()
 
 
@@ -334,7 +336,7 @@ class _DaemonThreads(Executor):
         try:
             threading.Thread(target=self._serve, name=name, daemon=True).start()
         except RuntimeError:
-            # If the system has no more threads, the existing ones do the work.
+            # If the system cannot start another thread, the existing ones do the work.
             if not self._threads:
                 raise
         else:
@@ -348,7 +350,7 @@ class _DaemonThreads(Executor):
                     future.set_result(work())
                 except BaseException as error:  # noqa: BLE001 - whoever awaits it gets it
                     future.set_exception(error)
-            # While the thread waits, these references would keep memory mapped that the work used.
+            # These references would keep memory mapped while the thread waits for more work.
             del next_one, future, work
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:

@@ -38,7 +38,7 @@ _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 def _option(name: str, role: str) -> Any:
     """Return the typer option for one setting.
 
-    Values stay strings, because `config` checks the values of flags, environment and file in the
+    Numbers stay strings, because `config` checks the values of flags, environment and file in the
     same way.
     """
     kind = catalog.base_type(name)
@@ -74,8 +74,8 @@ def _with_settings(
 ) -> Callable[[Callable[[dict[str, Any], str | None], None]], Callable[..., None]]:
     """Return a decorator that makes a command with the settings of `role` as options.
 
-    The decorated function receives the values of all options, None for those not given, and the
-    path of the config file.
+    The decorated function receives the value of each option, or None if the option is not given,
+    and then the path of the config file.
     """
 
     def decorate(function: Callable[[dict[str, Any], str | None], None]) -> Callable[..., None]:
@@ -114,11 +114,11 @@ def _run(
     role: Literal["prefill", "decode", "router"], given: Mapping[str, Any], path: str | None
 ) -> None:
     settings = resolve(role, given, config=path)
-    # The limit has an effect only before torch is imported, which the imports below may do.
+    # The imports below may import torch, and the limit has no effect after that.
     _limit_threads(settings.threads)
     from kvflow.serve.launch import process
 
-    # The router must not import `roles`, which would load the engine.
+    # The router must not import `roles`, because that would load the engine.
     if role == "router":
         from kvflow.serve.launch.router import run_router
 
@@ -136,7 +136,7 @@ def _run(
 def _limit_threads(threads: int) -> None:
     """Limit the threads of torch, because roles that share cores slow each other down by spinning.
 
-    It has an effect only before torch is imported.
+    The limit has no effect once torch is imported.
     """
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -303,7 +303,7 @@ def declare_dead(
     declare_dead(url, admin_api_key, incarnation, why)
 
 
-# The app of another module parses the arguments. It is loaded only if the command runs.
+# Another module's app parses the arguments. That module is imported only if the command runs.
 _GROUP = {
     "add_help_option": False,
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
@@ -345,9 +345,9 @@ def _root(
 
 
 def main() -> None:
-    """The `kvflow` script.
+    """Run the `kvflow` script.
 
-    An error is one line on stderr; exit status 2 for misuse, 1 for other errors.
+    An error is printed as one line on stderr. The exit status is 2 for misuse, 1 for other errors.
     """
     # The error does not carry the name of the command, so it comes from the command line.
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")

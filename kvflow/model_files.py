@@ -14,9 +14,10 @@ from zipfile import is_zipfile
 
 from kvflow.protocols.errors import MisuseError
 
-# The digest samples each weight evenly, which tells two fine-tunes of a model apart.
+# The samples are spread evenly over each weight, so that two fine-tunes of a model differ.
 STRETCHES, STRETCH_BYTES = 16, 64
-# These keys do not change the KV of a prompt. Engines compare the dtype that they loaded.
+# Except for the dtypes, these keys do not change the KV of a prompt. Engines compare the dtype that
+# they loaded instead of the configured one.
 _IRRELEVANT = frozenset(
     {
         *(
@@ -71,7 +72,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """Return a digest of 8 hex digits over the relevant keys of a config.json, in any order."""
+    """Return a digest (8 hex digits) of the relevant keys of a config.json.
+
+    The order of the keys does not matter.
+    """
     return hashlib.sha256(
         json.dumps(_relevant(config), sort_keys=True, default=str).encode()
     ).hexdigest()[:8]
@@ -80,7 +84,7 @@ def config_digest(config: dict[str, Any]) -> str:
 def weights_digest(name: str) -> str:
     """Return a digest of 12 hex digits over name, type, shape and some bytes of every weight.
 
-    It reads little data, even of a large model. Raises: MisuseError if the model has no weights.
+    It reads little data even from a large model. Raises: MisuseError if the model has no weights.
     """
     folder = folder_of(name)
     files = weight_files(folder)

@@ -72,7 +72,7 @@ class Node(Generic[S]):
         self.pages: PageStore = pages or pool.places
         pool.quarantine.keep_out_of(self.pages)
         self.timing, self.bounds = timing or Timing(), bounds or Bounds()
-        # The incarnation must not be 0, for which a peer would skip the check of our claim.
+        # With incarnation 0, a peer would skip the check of our claim, so 0 is not allowed.
         self.incarnation = Incarnation(
             secrets.randbits(63) | 1 if incarnation is None else incarnation
         )
@@ -96,7 +96,7 @@ class Node(Generic[S]):
 
     @property
     def _stores(self) -> list[tuple[Quarantine, PageStore]]:
-        """Each store with the quarantine of its pool; the staging is last."""
+        """Pairs of a pool's quarantine and the pool's store. The pair of the staging is last."""
         found: list[tuple[Quarantine, PageStore]] = [(self.pool.quarantine, self.pages)]
         if self.staging is not None:
             found.append((self.reached.quarantine, self.reached.places))
@@ -154,15 +154,15 @@ class Node(Generic[S]):
 
     @property
     def quarantined_pages(self) -> int:
-        """Number of pages in quarantine: their room, or the node that lent them, ended, and a peer
-        may still write into them.
+        """Number of pages in quarantine. Their room, or the node that lent them, has ended, but a
+        peer may still write into them.
         """
         return self.shell.endpoint.core.ledger.quarantined_pages
 
     @property
     def overdue_pages(self) -> int:
-        """Number of pages in quarantine whose writer is in doubt, or did not answer an Abort before
-        it was repeated.
+        """Number of pages in quarantine whose writer is in doubt, or has left an Abort unanswered
+        for too long.
         """
         return self.shell.endpoint.core.ledger.overdue_pages
 
@@ -175,7 +175,7 @@ class Node(Generic[S]):
 
     @property
     def staging_at_rest(self) -> bool:
-        """True while no page of the staging is lent or used by a copy."""
+        """True while no staging page is lent or used by a copy."""
         return True
 
     @property
@@ -206,8 +206,8 @@ class Node(Generic[S]):
         """Return a record for each node that this one knows, with its incarnation, its phase, the
         time since its last message, and its open rooms or loans.
 
-        A prefill that owes loans of an earlier node over this pool has the phase "earlier", and no
-        link.
+        A prefill that may still write into pages lent by an earlier node over this pool has the
+        phase "earlier", and no link.
         """
         raise NotImplementedError
 
@@ -273,7 +273,10 @@ class Node(Generic[S]):
         raise NotImplementedError
 
     async def _close_memory(self) -> None:
-        """Close all that accesses the pool; an error of the data plane is raised at the end."""
+        """Close everything that accesses the pool.
+
+        An error from the data plane is raised at the end.
+        """
         try:
             await self.plane.close()
         finally:

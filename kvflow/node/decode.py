@@ -75,13 +75,14 @@ class DecodeNode(Node[DecodeShell]):
     ) -> None:
         """Create a node over `pool`. It does no work before `start`.
 
-        `plane` is a data plane, or the name of one, which prefills then reach at `host`. `resolve`
-        is needed for rooms that give their prefill by name; the client of a registry provides one.
-        `pages` is the store of the pool's pages, by default the pool's own allocator.
+        `plane` is a data plane, or the name of one. Prefills reach a plane given by name at `host`.
+        `resolve` is needed for rooms whose prefill is given by name. The client of a registry
+        provides one. `pages` is the store of the pool's pages, by default its own allocator.
 
         `verify_transfers`: a chunk counts as landed only if its checksum equals the one that
-        prefill sent. Prefill must verify as well. A room with a mismatch fails, and prefill is
-        notified, except for the last chunk: prefill's half has then already succeeded.
+        prefill sent. Prefill needs this option as well. If the checksums differ, the room fails.
+        Prefill is notified, unless the chunk is the last one: prefill's half has then already
+        succeeded.
 
         `staging`: peers write into this host memory instead of the pool, and a chunk counts as
         landed once it is copied to the pool. Rooms wait for its pages until their deadline. The
@@ -235,7 +236,7 @@ class DecodeNode(Node[DecodeShell]):
         *,
         dp_rank: int | None = None,
     ) -> None:
-        """Refuse a request. Its prefill ranks receive the cause at once.
+        """Refuse a request, and send the cause to its prefill ranks.
 
         If no group has the number `dp_rank`, the ranks of all groups receive it. Raises:
         MisuseError for an invalid argument.
@@ -248,7 +249,7 @@ class DecodeNode(Node[DecodeShell]):
         else:
             every = check_infos(prefill, "prefill")
         groups: list[Sequence[RankInfo]] | None = None
-        # The known ranks may lack some of the group. Then `_refuse_at` resolves the name again.
+        # The known ranks may not be the whole group. `_refuse_at` then resolves the name again.
         with suppress(LostError):
             groups = None if every is None else groups_to_tell(every, number, dp_rank)
         if isinstance(prefill, str) and not (groups and self._all_linked(groups)):
@@ -335,7 +336,7 @@ class DecodeNode(Node[DecodeShell]):
         return group_for(await self._ask(prefill), room, dp_rank)
 
     async def _ask(self, prefill: str) -> Sequence[RankInfo]:
-        """Resolve a name, once for all rooms that wait for the same name."""
+        """Resolve a name. All rooms that wait for the same name share one call."""
         task = self._asking.get(prefill)
         if task is None:
             task = self._asking[prefill] = asyncio.ensure_future(self._answer(prefill))

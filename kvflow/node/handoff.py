@@ -1,5 +1,5 @@
-"""The hand-over from prefill to decode, which accompanies the pages (I9). A room carries it as
-bytes; the two engines use it as a struct.
+"""The hand-over that prefill sends to decode along with the pages (I9). A room carries it as bytes,
+and the two engines use it as a struct.
 
 Every field is a copy and not a view of the message, so the struct stays valid for as long as a
 request keeps it.
@@ -14,22 +14,22 @@ from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import MisuseError, WireError
 from kvflow.protocols.wire.codec import UNDECODABLE
 
-# 32 tokens of 8,192 bfloat16. The whole hand-over is at most 1 MiB.
+# Enough for 32 tokens of 8,192 bfloat16 numbers each. The whole hand-over is at most 1 MiB.
 MAX_HIDDEN_BYTES = 1 << 19
 MAX_DRAFT_ENTRIES = 1 << 12
 
 
 class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
-    """The first token, which prefill sampled from the prompt's last logits, the prompt's token
-    counts, and log-probabilities if the request asks for them.
+    """The first token, the prompt's token counts and, if the request asks for them,
+    log-probabilities. Prefill sampled the first token from the prompt's last logits.
 
     `sampling` is the `SamplingParams.first_token_digest` of prefill's request, if the engine sends
     it. A room matches its two halves by id and prompt only, so decode compares this digest to check
     that both halves ask for the same sampling.
 
-    `hidden_states` and the `draft_*` fields are for engines that decode speculatively, and
-    optional. `hidden_states`, floating-point [tokens, hidden], are the model's last hidden states
-    for the last `tokens` tokens of the prompt. `draft_probabilities` (float32) and
+    `hidden_states` and the `draft_*` fields are optional. They are for engines that decode
+    speculatively. `hidden_states`, floating-point [tokens, hidden], are the model's last hidden
+    states for the last `tokens` tokens of the prompt. `draft_probabilities` (float32) and
     `draft_token_ids` (int32 or int64) have the same shape, [k] or [steps, k]: they are the
     candidates after the first token.
     """

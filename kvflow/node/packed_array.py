@@ -34,7 +34,7 @@ class PackedArray(msgspec.Struct, frozen=True):
     def of(array: NDArray[Any] | torch.Tensor) -> PackedArray:
         """Pack a copy of a numpy array or a torch tensor, on any device and in any memory order.
 
-        Raises: MisuseError for any other dtype.
+        Raises: MisuseError for an unsupported dtype.
         """
         found = getattr(array, "dtype", type(array))
         dtype = found.name if isinstance(found, np.dtype) else str(found).removeprefix("torch.")
@@ -70,7 +70,7 @@ class PackedArray(msgspec.Struct, frozen=True):
         return np.frombuffer(self.data, _IN_NUMPY[self.dtype]).reshape(self.shape)
 
     def floats(self) -> NDArray[np.float32]:
-        """Return the elements as float32, bfloat16 included."""
+        """Return the elements, of any dtype, as float32."""
         found = self.array()
         # A bfloat16 is the upper half of a float32, so a shift converts it exactly.
         if self.dtype == "bfloat16":

@@ -26,7 +26,9 @@ from kvflow.transports.data.staged import StagedPlane
 from kvflow.transports.host.address import bracketed
 
 Bind = Callable[[str, int], tuple[ControlSocket, int]]
-"""Binds prefill's end of the control link: (host, port) -> (socket, port). Port 0 binds a free one.
+"""Binds prefill's end of the control link: (host, port) -> (socket, port).
+
+Port 0 binds a free port.
 
 Raises: MisuseError if the port is taken.
 """
@@ -148,9 +150,9 @@ class PrefillNode(Node[PrefillShell]):
         """Open the engine's half of a room.
 
         The method is synchronous, so that the caller learns of a refusal before it does any work.
-        If decode did not announce the room, its half must arrive within `rendezvous_s` (by default
-        the node's timing). An announced room waits for as long as that decode lives. Raises:
-        MisuseError (room in use, empty prompt, invalid room id, ...).
+        If decode has not announced the room, decode's half must arrive within `rendezvous_s` (by
+        default that of the node's timing). An announced room waits for as long as its decode lives.
+        Raises: MisuseError (room in use, empty prompt, invalid room id, ...).
         """
         shell, (tokens, digest) = self._open_shell, check_prompt(prompt)
         if deadline_s is None:
@@ -211,7 +213,7 @@ class PrefillNode(Node[PrefillShell]):
             if drained:
                 # Goodbye names the unproven grants, so every write must have ended before.
                 await shell.part()
-            # Writes that a frozen peer blocks end here, as unproven.
+            # This ends the writes that a frozen peer blocks. They are then unproven.
             await self._close_memory()
             if not drained:
                 await shell.part()

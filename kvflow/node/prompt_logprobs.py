@@ -61,10 +61,10 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
         )
 
     def check(self, start: int, tokens: int, top: int, asked: int, vocabulary: int) -> None:
-        """Check that the log-probabilities are those that were requested: `start`, `tokens`
-        positions, `top` and `asked` entries at each, and ids within the vocabulary.
+        """Check that the log-probabilities begin at `start`, that they have `tokens` positions with
+        `top` and `asked` entries each, and that all ids are within the vocabulary.
 
-        Raises: WireError if they are not.
+        Raises: WireError otherwise.
         """
         sizes = (len(self.logprobs), len(self.top_ids), len(self.top_logprobs), len(self.asked))
         if self.start != start or sizes != tuple(
@@ -85,7 +85,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     ) -> Iterator[ScoredToken]:
         """Yield the tokens of `prompt` from `start` on, with their log-probabilities."""
         ids: list[int] = np.asarray(prompt[self.start :]).tolist()
-        # The token at `start` has no log-probability: they begin with the next token.
+        # The token at `start` has no log-probability. The next token has the first one.
         yield ScoredToken(ids[0], None, [], [])
         logprobs = np.frombuffer(self.logprobs, _FLOATS)
         shape = (len(logprobs), -1) if len(logprobs) else (0, 0)

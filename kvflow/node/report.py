@@ -26,7 +26,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     pages_free: int
     pages_total: int
     pages_by_kind: dict[str, int] = {}
-    # True while every page and row of the pool and the staging is free or evictable.
+    # True while every page and row of the pool and the staging is free, reserved or evictable.
     pages_at_rest: bool
     rows_free: int = 0
     # 0 if the model has no state per request.
@@ -65,8 +65,8 @@ def node_report(
 ) -> NodeReport:
     """Return a report on `node`. Call it on the node's event loop.
 
-    The engine passes what only it knows: the number of free pages, the pages of each kind of owner,
-    and whether its stores are at rest.
+    The engine passes what only it knows: the number of free pages, the number of pages for each
+    kind of owner, and whether its stores are at rest.
     """
     return NodeReport(
         incarnation=node.incarnation,

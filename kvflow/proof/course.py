@@ -16,7 +16,8 @@ from kvflow.proof.sim.scenario import Accident, Scenario
 from kvflow.proof.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
 from kvflow.proof.sim.variety import LATE, LATE_FENCE_S, NEVER
 
-# Probe rooms for each pair, and pages of each chunk: they fit beside a full quarantine.
+# Probe rooms for each pair, and pages of each of their chunks. The rooms fit into a pool whose
+# quarantine is full.
 PROBES, PROBE_CHUNKS = 6, (1, 1)
 
 
@@ -50,11 +51,11 @@ class Course:
         raise NotImplementedError
 
     def still_left(self, *, doubts: bool) -> list[str]:
-        """Return a line for all that is not at rest; with `doubts`, loans may lack proof."""
+        """Return a line for each thing not at rest. With `doubts`, loans may lack proof."""
         raise NotImplementedError
 
     def at_the_end(self) -> None:
-        """Run further checks, once everything is at rest and the probe rooms succeeded."""
+        """Run further checks, once everything is at rest and the probe rooms have succeeded."""
 
     def struck(self, node: Any, accident: Accident) -> None:
         """React to an accident that has just struck `node`."""
@@ -82,7 +83,7 @@ class Course:
         await self._two_kinds_at_least()
         self.calm()
         await self._until_rest(SETTLE_S, "with the faults over", doubts=True)
-        # Heartbeats bring back the links that nodes gave up.
+        # Heartbeats restore the links that nodes considered lost.
         await self.wait(RECOVER_S)
         if fences == LATE:
             # After this time, fences have answered for every dead process.
@@ -103,7 +104,7 @@ class Course:
     def happen(self, accident: Accident) -> None:
         node, world = self.places[accident.node], self._world
         kind, for_s = accident.kind, accident.for_s
-        # Only a prefill has an address and writes pages. A switch may have put a decode here.
+        # Only a prefill has an address and writes pages, and a switch may have put a decode there.
         of_prefills = kind in ("takeover", "stall")
         if not node.up or node.leaving or (of_prefills and not node.is_prefill):
             return
@@ -156,7 +157,7 @@ class Course:
             if len(self.faults.struck) >= 2:
                 return
             while not (up := [n for n, node in enumerate(self.places) if node.up]):
-                # Every node is about to start again.
+                # No node is up, but one will start or resume soon.
                 await self.wait(0.1)
             self.happen(Accident(0.0, kind, up[-1], 0.2))
             await self.wait(0.25)

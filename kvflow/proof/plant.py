@@ -1,4 +1,4 @@
-"""Declarations of planted bugs: names, installation from outside, and the seeds that find them.
+"""Declarations of planted bugs: their names, how to install them, and the seeds that find them.
 
     @bug("free on timer", nodes=(4, "I2"), unseen="it is in decode's shell")
     def free_on_timer() -> Installed:

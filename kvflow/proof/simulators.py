@@ -35,7 +35,10 @@ class Simulator(NamedTuple):
     hidden: Iterable[Plant] = ()  # plants that it cannot find, with the reason
 
     def planted(self, name: str) -> Installed:
-        """Return a context that installs the named plant, if any. Raises: MisuseError."""
+        """Return a context that installs the plant `name`, or none if `name` is empty.
+
+        Raises: MisuseError if this simulator has no such plant.
+        """
         if not name:
             return nullcontext()
         known = {plant.name: plant for plant in self.plants}
@@ -49,7 +52,7 @@ class Simulator(NamedTuple):
     def hunt(
         self, name: str, seeds: Sequence[int], say: Callable[[str], None] = _silent
     ) -> dict[str, Any]:
-        """Return the first seed that shows a plant, and its violation, or only the name."""
+        """Return the plant's name and, if seeds show it, the first of them and its violation."""
         with self.planted(name):
             for seed in seeds:
                 if (violation := self.simulate(seed).violation) is not None:

@@ -42,7 +42,7 @@ class Histogram:
         self.sum += value * times
 
     def observe_all(self, values: Sequence[float]) -> None:
-        """Observe each value once; cheaper than one call per value."""
+        """Observe each value once. This is cheaper than one call per value."""
         bounds, buckets = self.bounds, self.buckets
         for value in values:
             buckets[bisect_left(bounds, value)] += 1

@@ -108,7 +108,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     ) -> None:
         """Lend pages for an announced room. `DecodeThreadRoom.offer` calls it.
 
-        The pages are busy when it returns, unless the room ended.
+        The pages are busy when it returns, unless the room has ended.
         """
         layout = self.pool.layout
         if prefix_tokens is None:
@@ -190,7 +190,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     def _prefill(
         self, prefill: str | Sequence[RankInfo], dp_rank: int | None
     ) -> str | Sequence[RankInfo]:
-        """Check `prefill` and `dp_rank`, so that the error is raised in the caller's thread."""
+        """Check `prefill` and `dp_rank`, so that an error is raised in the caller's thread."""
         check_dp_rank(dp_rank)
         if not isinstance(prefill, str):
             return list(check_infos(prefill, "prefill"))

@@ -40,9 +40,7 @@ MakeThread = Callable[[str, LoopFactory | None], LoopThread]
 
 
 class NodeThread(Generic[N, A, R]):
-    """A node of either role in a thread, with its page store, its rooms that are not released, and
-    its events.
-    """
+    """A node of either role in a thread, with its page store, unreleased rooms, and events."""
 
     role = ""
     _make: Callable[[], N]
@@ -62,9 +60,10 @@ class NodeThread(Generic[N, A, R]):
         self._node: N | None = None
         # `start` and `close` hold this lock, because several threads may call them at once.
         self._life = threading.Lock()
-        # Guards the fields of rooms that are checked and changed in one step.
+        # Guards those fields of rooms that must be checked and changed in one step.
         self._lock = threading.Lock()
-        # The value is None until the loop opens the room. Only the loop changes or removes rooms.
+        # The value is None until the loop opens the room. While the loop runs, nothing else changes
+        # or removes entries.
         self._rooms: dict[R, A | None] = {}
         self._tasks: dict[asyncio.Task[None], A] = {}  # tasks that wait for events of a room
         self._events: deque[RoomEvent[R]] = deque()
@@ -82,7 +81,7 @@ class NodeThread(Generic[N, A, R]):
     def start(self) -> Self:
         """Start the thread and the node.
 
-        Raises: any error of creating or starting the node; MisuseError on a second call.
+        Raises: any error while the node is created or started; MisuseError on a second call.
         """
         with self._life:
             if self._thread is not None or self._closing:
@@ -177,9 +176,9 @@ class NodeThread(Generic[N, A, R]):
     def check_places(self, pages: PageIndices, *, last: bool = True) -> None:
         """Check that `pages` may be lent or sent.
 
-        In a pool with rows, the last place must be the room's row, and a chunk that is not the
-        `last` must have no row. Raises: LayoutError otherwise; OwnershipError for pages that a
-        writer of an earlier node over the pool may still write into.
+        In a pool with rows, the last place of the `last` chunk must be the room's row, and other
+        chunks must have no row. Raises: LayoutError otherwise; OwnershipError for pages that an
+        earlier node over the pool lent, and that a peer may still write into.
         """
         if (layout := self.pool.layout).num_rows:
             layout.check_places(pages, last=last)
@@ -225,7 +224,7 @@ class NodeThread(Generic[N, A, R]):
         unproven = await self._node.close()
         self._closed = True
         while due := [task for task, handle in self._tasks.items() if handle.when_released.given]:
-            # The end of one of these tasks starts another, which reports the room's release.
+            # When one of these tasks ends, another one starts and reports the room's release.
             await asyncio.wait(due)
         # The rooms of the remaining tasks have unproven loans, so they are never released.
         for task in self._tasks:
@@ -245,7 +244,7 @@ class NodeThread(Generic[N, A, R]):
         else:
             self._spawn(handle, self._follow(room, handle), partial(self._followed, room, handle))
         finally:
-            # This ends the hold of `_post_open`. If the node opened the room, it has its own hold.
+            # This ends the hold of `_post_open`. A node that opened the room has its own hold.
             self.pages.unhold(pages)
 
     def _act(self, act: Callable[[N], None]) -> None:
@@ -278,7 +277,7 @@ class NodeThread(Generic[N, A, R]):
             self._fail(room, failed)
 
         def released(problem: BaseException | None) -> None:
-            # An error occurs here only if the node closes while the room has unproven loans.
+            # `handle.released` fails only if the node closes while the room has unproven loans.
             if problem is None:
                 self._release(room)
 

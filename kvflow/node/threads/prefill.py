@@ -54,7 +54,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         super().__init__(pool, pages, loop_factory, make_thread)
         self._make = partial(PrefillNode, pool, plane, pages=self.pages, **options)
         self._host, self._registry_port = options.get("host", "127.0.0.1"), registry_port
-        self._numbers: set[int] = set()  # ids of rooms that are not released
+        self._numbers: set[int] = set()  # ids of rooms that have not been released
         self._stack = AsyncExitStack()
         self.registry = ""
 

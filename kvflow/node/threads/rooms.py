@@ -30,7 +30,7 @@ class ThreadRoom:
     def __init__(self, room: int, context: Any) -> None:
         self.room, self.context = room, context
         self.error: KvflowError | None = None  # why the room failed; None while open or successful
-        self.released = False  # True once the room's pages are not in use any more
+        self.released = False  # True once the room's pages are no longer in use
 
 
 R = TypeVar("R", bound=ThreadRoom)
@@ -46,7 +46,7 @@ class RoomEvent(msgspec.Struct, Generic[R], frozen=True):
               `prefix_tokens` tokens of the prompt
     done      prefill: every write landed
     failed    either: the room failed with `error`; its pages may still be in use
-    released  either: the room's pages are not in use any more; always the last event
+    released  either: the room's pages are no longer in use; always the last event
     """
 
     kind: Literal["begun", "opened", "landed", "matched", "done", "failed", "released"]
@@ -76,8 +76,8 @@ class DecodeThreadRoom(ThreadRoom):
         # `tokens` is the length of the prompt; `num_pages` is the number of pages to offer for it.
         self._side, self.tokens, self.num_pages = side, tokens, num_pages
         self.pages: PageIndices = NO_PAGES
-        self.offered = False  # True once the engine gave the room its pages
-        self.handoff: bytes | None = None  # prefill's hand-over, once every page landed
+        self.offered = False  # True once the engine has given the room its pages
+        self.handoff: bytes | None = None  # prefill's hand-over, once every page has landed
 
     def __repr__(self) -> str:
         if self.released:
@@ -92,7 +92,7 @@ class DecodeThreadRoom(ThreadRoom):
 
     @property
     def landed(self) -> bool:
-        """True once every page landed."""
+        """True once every page has landed."""
         return self.handoff is not None
 
     def offer(
@@ -101,13 +101,13 @@ class DecodeThreadRoom(ThreadRoom):
         """Lend pages for an announced room.
 
         `pages` are `num_pages` of the engine's own pages, or fewer if the engine meanwhile has the
-        first `prefix_tokens` tokens of the prompt. They are busy from now on. No effect on a room
-        that ended. Raises: MisuseError.
+        first `prefix_tokens` tokens of the prompt. They are busy from now on. The call has no
+        effect on a room that has ended. Raises: MisuseError.
         """
         self._side.offer_pages(self, pages, prefix_tokens)
 
     def close(self, cause: Cause | None = None) -> None:
-        """Abort the room. No effect if it ended, and on further calls.
+        """Abort the room, unless it has ended or has been aborted before.
 
         The engine may use the pages again once the room is released.
         """
@@ -152,7 +152,7 @@ class PrefillThreadRoom(ThreadRoom):
 
     @property
     def matched(self) -> bool:
-        """True once decode's half arrived, so that send() may be called."""
+        """True once decode's half has arrived, so that send() may be called."""
         return self.prefix_tokens is not None
 
     def begin(self) -> None:
@@ -166,8 +166,8 @@ class PrefillThreadRoom(ThreadRoom):
 
         Raises: MisuseError, and queues no chunk, if the room is not matched, its last chunk is
         already queued, the chunk has more pages than decode still expects (or fewer, if it is the
-        last), a page is outside the pool, or `handoff` comes before the last chunk. After the room
-        failed: its error.
+        last), a page is outside the pool, or `handoff` comes before the last chunk. If the room has
+        failed, its error is raised.
         """
         self._side.send_chunk(
             self,
@@ -179,10 +179,10 @@ class PrefillThreadRoom(ThreadRoom):
     def check_chunk(
         self, layout: PoolLayout, pages: PageIndices, last: bool, handoff_bytes: int
     ) -> None:
-        """Check a chunk in the caller's thread, as `PrefillEndpoint.check_chunk` does.
+        """Perform the checks of `PrefillEndpoint.check_chunk` in the caller's thread.
 
-        The endpoint does not yet know the chunks that are posted to its thread, so it cannot
-        perform this check.
+        The endpoint cannot perform them, because it does not yet know the chunks that are posted to
+        its thread.
         """
         if self.error is not None:
             raise self.error
@@ -193,7 +193,7 @@ class PrefillThreadRoom(ThreadRoom):
         check_chunk(self.room, layout, pages, self.left, last, handoff_bytes)
 
     def close(self, cause: Cause | None = None) -> None:
-        """End the room. No effect if it ended, and on further calls.
+        """End the room, unless it has already ended.
 
         The engine may use the pages again once the room is released.
         """

@@ -1,4 +1,4 @@
-"""The rule book of one run, which joins the judge with the rules for transfers and rooms."""
+"""The rule book of one run. It joins the judge with the rules for transfers and rooms."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Rules(Judge):
     def left(
         self, source: Side, control: str, parted: Iterable[int], linked: Iterable[Side]
     ) -> None:
-        """Verify a prefill that shut down while the decodes `linked` counted it as linked.
+        """Check the goodbye of a prefill that has shut down.
 
-        The decodes `parted` acknowledged its goodbye or sent their own.
+        The decodes `linked` still consider it linked. The decodes `parted` acknowledged its goodbye
+        or sent their own.
         """
         self.transfers.parted(source.incarnation, parted)
         self.rooms.has_left(source, control, linked)

@@ -1,5 +1,5 @@
-"""Rules for the two sides of a room (I4): both learn of a failure in time, and a peer is given up
-only for a reason.
+"""Rules for the two sides of a room (I4): both learn of a failure in time, and a node gives up on a
+peer only for a reason.
 
 The promise under which a room was opened identifies its two halves.
 """
@@ -33,7 +33,7 @@ class BothSides:
 
     # A room that waits for staging is announced within this time after it opens.
     announced_within_s = 0.0
-    # True if prefills remember so few ended grants that a grant may begin below the low-water mark.
+    # True if a prefill may have to forget ended grants or ended halves during the run.
     forgetful = False
 
     def __init__(self, judge: Judge, transfers: Transfers) -> None:
@@ -72,7 +72,7 @@ class BothSides:
         self._refusals[room].add(cause)
 
     def refused_at_prefill(self, source: int, room: int, cause: Cause) -> None:
-        """Record the cause of a refusal, which prefill keeps until decode announces the room."""
+        """Record the cause of a refusal. Prefill keeps it until decode announces the room."""
         self._turned_away[source, room].add(cause)
 
     def over_at_decode(self, target: int, record: DecodeRoomRecord) -> None:
@@ -92,9 +92,10 @@ class BothSides:
     def _not_for_nothing(
         self, record: Record, others: Sequence[Record], peers: Sequence[PrefillPeer], target: int
     ) -> None:
-        """Verify that a room which ended with PEER_LOST had a reason.
+        """Verify that there was a reason if a room ended with PEER_LOST.
 
-        Either one of `peers` was dead or in trouble, or one of the `others` has the same cause.
+        One of `peers` must have been dead or in trouble, or one of `others` must have ended for the
+        same cause.
         """
         cause, side = record.state.cause, self.sides[target]
         if cause is None or cause.code is not Code.PEER_LOST:
@@ -113,9 +114,9 @@ class BothSides:
     # --- partings
 
     def has_left(self, source: Side, control: str, linked: Iterable[Side]) -> None:
-        """Verify that no decode in `linked` could have heard the goodbye of a prefill that left.
+        """Verify that each decode in `linked` had a reason to miss the goodbye of prefill `source`.
 
-        Without a goodbye, loans would stay out for no reason (I5).
+        Without the goodbye, the loans of that decode stay out (I5).
         """
         for target in linked:
             quiet_s = self.now_s() - self._last_trouble_s(source, target, control)
@@ -147,11 +148,11 @@ class BothSides:
                 return
             over_at_s = self.over_at_s.get(prefill, decode.opened_at_s)
             if self.forgetful and over_at_s < decode.opened_at_s + self.announced_within_s:
-                # Prefill forgot the end of its half before decode's half arrived.
+                # Prefill may have forgotten the end of its half before decode's half arrived.
                 return
             troubled_at_s = self._troubled_at_s(source, target, peer.key.control)
             if decode.phase is DecodePhase.BOOTSTRAPPING and over_at_s < troubled_at_s:
-                # A repeated announcement may come after prefill forgot the end of the half.
+                # A repeated announcement may come after prefill has forgotten the end of the half.
                 return
         failed_here, failed_there = decode.state.cause is not None, prefill.state.cause is not None
         if not (failed_here or failed_there):
@@ -182,9 +183,9 @@ class BothSides:
     def _mixed_up(self, key: Promise, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
         """Return True if a room id was used again so soon that a half met the wrong counterpart.
 
-        There are three ways: the engine's half met the end of another room with that id, another
-        half met the end that was meant for this one, or the id belonged to another room at prefill
-        when this room ended at decode.
+        The engine's half may have met the end of another room with that id, or another half the end
+        that was meant for this one. Or the id belonged to another room at prefill when this room
+        ended at decode.
         """
         cause, over_at_s = decode.state.cause, self.over_at_s
         rooms = [room for room in self.decodes.values() if room.room == decode.room]

@@ -1,4 +1,4 @@
-"""The judge of a run, which keeps its first violation, and the view of a node that rules use."""
+"""The judge, which keeps the first violation of a run, and the rules' view of a node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Promise = tuple[int, int, int]
 
 
 class Side(Protocol):
-    """The state of a node that the rules consult."""
+    """The part of a node's state that the rules consult."""
 
     @property
     def name(self) -> str: ...
@@ -25,7 +25,7 @@ class Side(Protocol):
 
     @property
     def up(self) -> bool:
-        """True while alive and not halted."""
+        """True while the node is alive and not halted."""
 
     @property
     def displaced(self) -> bool:
@@ -44,7 +44,7 @@ class Side(Protocol):
         """Time by which every watcher knows of the node's death."""
 
     def reaches(self, target: int) -> bool:
-        """Return False if this prefill gave up on `target`; decode notices that only by silence."""
+        """Return False if this prefill gave up on `target`. Decode notices that only by silence."""
 
 
 class Judge:
@@ -63,7 +63,7 @@ class Judge:
         """
         self.now_s, self.later, self._stop, self._tell = now_s, later, stop, tell
         self.violation: Violation | None = None
-        # True during the clean-up after a run, whose events prove no violation.
+        # True during the clean-up after a run, when nothing counts as a violation.
         self.over = False
 
     def broken(self, invariant: str, text: str) -> None:

@@ -40,7 +40,7 @@ class Home:
         raise NotImplementedError
 
     def may_be_written(self, owner: Hashable) -> bool:
-        """Return True if a write may still reach places of this owner: a room or a quarantine."""
+        """Return True for a room or a quarantine, because a write may still reach its places."""
         raise NotImplementedError
 
     # --- what happens to places
@@ -67,7 +67,7 @@ class Home:
     def out_of_use(self, place: int, what: str) -> None:
         """Verify that no reader or writer reaches a place that becomes free or idle.
 
-        `what` is that state, for the text of a violation.
+        `what` names that state in the text of a violation.
         """
         if self.writers[place]:
             self.broken("I2", place, f"is {what} while a write may still reach it")

@@ -38,7 +38,7 @@ class AtDecode(NamedTuple):
 
 
 def left_at_prefill(node: AtPrefill, rules: Rules, *, doubts: bool) -> Iterator[str]:
-    """Yield a line for everything not at rest. With `doubts`, loans without proof may be out."""
+    """Yield a line for each thing not at rest. With `doubts`, loans without proof may be out."""
     name, core = node.side.name, node.core
     lent: Doubts = {}
     yield from _earlier(name, node.earlier, rules, lent, doubts=doubts)
@@ -68,7 +68,10 @@ def left_at_prefill(node: AtPrefill, rules: Rules, *, doubts: bool) -> Iterator[
 
 
 def left_at_decode(node: AtDecode, rules: Rules, lent: Doubts, *, doubts: bool) -> Iterator[str]:
-    """As `left_at_prefill`, and add the places that are rightly on loan to `lent`."""
+    """Yield a line for each thing not at rest, and add the places rightly on loan to `lent`.
+
+    See `left_at_prefill` for `doubts`.
+    """
     name, core, own = node.side.name, node.core, node.side.incarnation
     loans = len(node.earlier)
     frozen: set[int] = set()

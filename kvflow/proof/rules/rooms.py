@@ -1,4 +1,4 @@
-"""Rules for rooms and for the notices that their users receive (I3 to I8, I12).
+"""Rules for rooms and for the notices that their users receive (I3 to I6, I8, I12).
 
 A room ends once on each side, and keeps its first cause. Its user learns of the end once, in time,
 and with a true cause.
@@ -37,14 +37,14 @@ class Rooms(BothSides):
         # Cause that the user of each ended room received, or None for a success.
         self.told: dict[Record, Cause | None] = {}
         self.damaged = False  # True after bytes were damaged on purpose
-        self.leaving: set[int] = set()  # incarnations of nodes that shut down
+        self.leaving: set[int] = set()  # incarnations of nodes that have begun to shut down
         self._matched: set[PrefillRoomRecord] = set()
         self._told_begun: set[DecodeRoomRecord] = set()
         # Rooms whose whole prompt has a place in the engine.
         self._begun: set[PrefillRoomRecord] = set()
         self._by_serial: dict[tuple[int, int], PrefillRoomRecord] = {}
         self._stopped: set[int] = set()  # rooms with a write that did not land
-        self._causes: dict[int, set[Cause]] = {}  # causes that the driver gave
+        self._causes: dict[int, set[Cause]] = {}  # causes that the driver gave, by room
         self._deadlines: dict[int, float] = {}  # earliest deadline of each room's halves
         self._prompts: dict[int, set[tuple[int, bytes]]] = {}
 
@@ -178,7 +178,7 @@ class Rooms(BothSides):
                 self.broken("I3", text)
 
     def sent_a_chunk(self, record: PrefillRoomRecord) -> None:
-        """Verify that the room did not end inside the engine's own send(), which still uses it."""
+        """Verify that the room did not end during send(), in which the engine still uses it."""
         if record.ended:
             self.broken("I4", f"room {record.room} ends inside of its engine's own send()")
 

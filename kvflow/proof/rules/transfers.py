@@ -1,4 +1,4 @@
-"""Rules for writes and for messages about them (I2, I3, I6, I8, I9, I12).
+"""Rules for writes and for messages about them (I2, I3, I6 to I9, I12).
 
 The driver's data planes and wire report the facts.
 """
@@ -20,7 +20,7 @@ def handoff_of(digest: bytes) -> bytes:
 
 
 class Write:
-    """A data plane's write of `sources` to `targets`, of which the first `next` landed."""
+    """A data plane's write of `sources` to `targets`. The first `next` pages have landed."""
 
     __slots__ = ("home", "key", "next", "outcome", "readers", "record", "sources", "targets")
 
@@ -44,10 +44,10 @@ class Arrival(NamedTuple):
     """Room that landed at decode, as its user finds it."""
 
     room: int
-    keys: Sequence[Promise]  # promise to each rank, in the order of ranks
+    keys: Sequence[Promise]  # promise for each rank, in the order of ranks
     home: Home
     places: Sequence[int]  # places that decode lent
-    # is_right(index, rank): True if `places[index]` holds the bytes that the rank had to write.
+    # is_right(index, rank): True if page `index` of the room holds the bytes of that rank.
     is_right: Callable[[int, int], bool]
     digest: bytes
     handoff: bytes
@@ -63,7 +63,7 @@ class Transfers:
         # Grants that a goodbye names as unproven, by source and target.
         self.goodbyes: dict[tuple[int, int], frozenset[int]] = {}
         self.left: set[tuple[int, int]] = set()  # (source, target) pairs that parted
-        self.frozen: set[Write] = set()  # writes of living processes that never end
+        self.frozen: set[Write] = set()  # writes that never end although their process lives
 
     def running(self, key: Promise) -> bool:
         return any(write.outcome is None for write in self.writes.get(key, ()))
@@ -71,7 +71,7 @@ class Transfers:
     # --- writes
 
     def write_began(self, write: Write) -> None:
-        """Record a write. Its grant must be open, and its pages not yet written (I3, I6)."""
+        """Record a write. Its grant must be open, and its pages must be unwritten (I3, I6)."""
         key = write.key
         if key in self.acked or key[:2] in self.goodbyes:
             self.broken("I6", f"{key} is closed, and a write begins")
@@ -152,7 +152,7 @@ class Transfers:
     def _chunk_said(self, message: ChunkDone) -> None:
         key = message.source, message.target, message.grant
         writes = self.writes.get(key, [])[: message.seq + 1]
-        # The last chunk is empty if decode has the rest already. A plane need not write that chunk.
+        # The last chunk is empty if decode already has the rest. A plane need not write it.
         begun = message.seq + bool(message.pages)
         if len(writes) < begun or any(write.outcome is not WriteOutcome.LANDED for write in writes):
             self.broken("I3", f"{key}: chunk {message.seq} is said to have landed, and has not")

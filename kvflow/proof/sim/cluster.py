@@ -52,7 +52,7 @@ class Member:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     snapshots: Snapshots | None = None  # None at a prefill
     cache: Any = None  # a `cached.NodeCache`, if nodes have caches
-    engine: Engine | None = None  # engine without an event loop, if the node has one
+    engine: Engine | None = None  # set if the node's engine has no event loop
     leaving: bool = False
 
     @property
@@ -84,7 +84,8 @@ class Member:
 class Cluster:
     def __init__(self, loop: VirtualLoop, oracle: Oracle, faults: Faults, variety: Variety) -> None:
         self.loop, self.oracle, self.faults, self.variety = loop, oracle, faults, variety
-        self.data_parallel: Mapping[int, DpGroup] = {}  # groups of one prefill, by number
+        # Groups of the data-parallel prefill, by number.
+        self.data_parallel: Mapping[int, DpGroup] = {}
         self.wire = Wire(oracle, faults)
         self.planes = FakeNetwork()
         self.members: list[Member] = []
@@ -180,7 +181,7 @@ class Cluster:
         }
 
     def _staged(self, name: str, pool: PagedPool, books: Books) -> Staged | None:
-        """Return the staging of a pool, if any. All nodes that use the pool in turn share it."""
+        """Return a pool's staging, if any. Nodes that use the pool in turn share that staging."""
         size_bytes = self.variety.staging_bytes
         if size_bytes and pool not in self.staged:
             self.staged[pool] = Staged(name, pool, books, size_bytes, self.oracle, self.faults)
@@ -246,7 +247,7 @@ class Cluster:
             self.wire.unplug(member.process)
 
     def declare_dead(self) -> None:
-        """Let an operator declare all ended processes dead, which no fence proves here."""
+        """Let an operator declare all ended processes dead, because no fence proves their death."""
         dead = {m.node.incarnation for m in self.members if not m.alive}
         for member in (*self.living(DecodeNode), *self.living(PrefillNode)):
             if not member.up:
@@ -276,7 +277,7 @@ class Cluster:
                     self.wire.deliver([Frame(*where, True, data) for data in said])
 
     def start_again(self, member: Member) -> Member:
-        """Start a node again at its address. A closed decode passes on its pool."""
+        """Start a node again. A prefill keeps its address. A closed decode keeps its pool."""
         self.oracle.trace(lambda: f"{member.name} starts again")
         node = member.node
         if isinstance(node, DecodeNode):
@@ -380,7 +381,7 @@ class Cluster:
         staged: Staged | None = None,
         engine: Engine | None = None,
     ) -> Member:
-        """Add a node to the cluster, and start it unless its engine already did."""
+        """Add a node to the cluster, and start it unless its engine has already started it."""
         lent = None if staged is None else staged.books
         seen = Seen(process, node.incarnation, books, node.pool, lent)
         member = Member(name, process, node, plane, seen, group)
@@ -393,7 +394,7 @@ class Cluster:
             self.oracle.dp_groups.joined(node.incarnation, group)
         member.engine = engine
         if engine is None:
-            # Starting does not wait here, so one step of the coroutine completes it.
+            # In a simulation `start` waits for nothing, so one step of the coroutine completes it.
             start = node.start()
             with contextlib.suppress(StopIteration):
                 process.run(start.send, None)

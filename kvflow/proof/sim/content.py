@@ -1,4 +1,4 @@
-"""Content of the places of a simulated pool, which identifies the request and the place."""
+"""Content of the places of a simulated pool. It identifies the request and the place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvflow.testing.shards import placed_at_zero
 
 
 def content(digest: bytes, index: int, size_bytes: int, version: int = 0) -> bytes:
-    """Return bytes that depend on the request, on the place in it, and on the rewrites."""
+    """Return bytes that depend on the request, on the index of the place, and on `version`."""
     salt = index.to_bytes(4, "little") + version.to_bytes(4, "little")
     block = hashlib.blake2b(digest, digest_size=32, salt=salt).digest()
     return (block * (size_bytes // len(block) + 1))[:size_bytes]
@@ -58,7 +58,7 @@ class PlaceBytes:
 
 
 def _shares(whole: PoolLayout, part: PoolLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the index in `whole` of each byte of a page, and of a row, of `part`."""
+    """Return arrays for a page and a row. They map the bytes of `part` to indices in `whole`."""
     first, none = np.zeros(1, dtype=np.int32), NO_PLACES
     only = spans_served(served_of(part))
     pairing = Pairing(placed_at_zero(whole), placed_at_zero(part), only=only)

@@ -22,7 +22,7 @@ def after_half_a_copy(
 
 
 class Copy:
-    """Copy between two pools, whose places count as in use until it ends."""
+    """Copy between two pools. The places that it uses count as read until it ends."""
 
     def __init__(
         self,

@@ -89,8 +89,8 @@ class DpGroups:
             self._expect_told(node, room.room, groups)
 
     def refused(self, node: DecodeNode, room: int, prefill: Prefill, dp_rank: int | None) -> None:
-        """Record that decode must notify prefill that a room will not come. It notifies all groups
-        if the room names a group that prefill lacks.
+        """Record that decode must notify prefill that a room will not come. Decode must notify all
+        groups if the room names a group that prefill lacks.
         """
         groups = self._chosen(prefill, room, dp_rank)
         if not groups:

@@ -56,7 +56,8 @@ class Job:
         # The engine breaks down before chunk number `fails_at`, or refuses the whole request.
         self.fails_at, self.refused = fails_at, refused
         self.kept_s = kept_s  # time for which decode generates
-        # Delay of decode's pages after it announces the room; None for no announcement.
+        # Delay from decode's announcement of the room to its offer of pages. If None, decode
+        # announces nothing.
         self.offers_after_s = offers_after_s
         self.topples = topples  # called when the room ends
         self.stay = stay  # what the request does at decode after it lands

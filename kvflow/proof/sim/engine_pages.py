@@ -14,7 +14,7 @@ from kvflow.protocols.pages.layout import PageIndices
 
 
 class EnginePages:
-    """Hands out pages that no request of the engine holds and `store` does not call busy."""
+    """Allocator of pages that no request of the engine holds, and that are not busy in `store`."""
 
     def __init__(self, books: Books, store: ExternalPages, fails: Callable[[], bool]) -> None:
         self._books, self._store, self._fails = books, store, fails

@@ -18,7 +18,8 @@ SWITCH = "switch"
 a `Switch` have this fault.
 """
 
-# Bounds of the mean number of frames, writes, takes or copies per fault. Each run draws the mean.
+# Bounds of the mean number of frames, writes, takes or copies per fault. A run draws the mean for
+# each kind of fault.
 _EVERY_FRAMES = (3, 25)
 _EVERY_WRITES = (2, 6)
 _EVERY_TAKES = (3, 9)

@@ -25,7 +25,7 @@ def from_long_ago(source: Incarnation, peer: DecodePeer) -> list[bytes]:
     """Return the frames of a decode that lies about the past.
 
     It announces again every grant that prefill forgot, and claims that all used grants are settled,
-    though some are still in doubt.
+    although some may still be in doubt.
     """
     own, grants = peer.incarnation, peer.grants
     said: list[Message] = [

@@ -4,9 +4,9 @@
     loop.run_until_complete(main())
 
 All randomness comes from one generator, so the same seed gives the same run. Threads are virtual,
-too: work for an executor runs in one piece at a later moment, on this thread. Tasks and timers
-belong to the process (`Process.run`) that started them. A process can be halted for a while, as by
-SIGSTOP, or for good.
+too: work for an executor runs later, in the thread of the loop. Tasks and timers belong to the
+process (`Process.run`) that started them. A process can be halted for a while, as by SIGSTOP, or
+for good.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def current_process() -> Process | None:
 
 
 class VirtualThread(Executor):
-    """Executor without a thread, which decides when its work happens, and in how many parts."""
+    """Executor without a thread. It decides when its work happens, and in how many parts."""
 
     def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:
         """Schedule the work of `job` with timers of the running loop; at its end, resolve `done`.
@@ -116,7 +116,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         try:
             self.run_until_complete(task)
         except RuntimeError:
-            # asyncio raises if the loop stops before the task ends, as it does after `stop`.
+            # asyncio raises if `stop` ends the loop before the task ends.
             if task.done():
                 raise
 
@@ -140,7 +140,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, function: Callable[..., T], *arguments: Any
     ) -> asyncio.Future[T]:
-        """Do the work in one piece at a later moment. Cancelling the future does not stop it."""
+        """Do the work later, in one piece unless the executor is a `VirtualThread`.
+
+        Cancelling the future does not stop the work.
+        """
         future: asyncio.Future[T] = self.create_future()
         if isinstance(executor, VirtualThread):
             # Shipped code hands work over as jobs of `aio.Threads`.

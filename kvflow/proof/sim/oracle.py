@@ -1,4 +1,4 @@
-"""Facts about whole nodes for the rule book, seen at data planes, allocators and the wire."""
+"""Rule book of whole nodes, fed with what data planes, allocators and the wire show."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Seen:
         staging: Books | None = None,
     ) -> None:
         self.process, self.incarnation, self.books, self.pool = process, incarnation, books, pool
-        self.lent = books if staging is None else staging  # books of the pool that peers write
+        self.lent = books if staging is None else staging  # books of the pool that peers write into
         self.malformed = 0
         self.troubled_at_s = -1.0  # time of its last recovery from a halt, a cut or a jam
         self.stalled_until_s = -1.0  # end of the last stall of its data plane
@@ -79,7 +79,7 @@ class Oracle(Rules):
         self.by_incarnation: dict[int, Seen] = {}
         self.rooms.sides = self.by_incarnation
         self.by_address: dict[str, Seen] = {}  # by address of the node's data plane
-        self.garbage: set[bytes] = set()  # frames that are not a message
+        self.garbage: set[bytes] = set()  # frames that are not messages
         self.writing: PrefillRoomRecord | None = None  # room whose write is about to start
         self.dp_groups = DpGroups(loop, self.by_incarnation, self.broken)
 
@@ -111,7 +111,7 @@ class Oracle(Rules):
         self.transfers.write_began(write)
 
     def bytes_landed(self, running: FakeWrite, size_bytes: int) -> None:
-        """Count landed bytes of a write, page after page. A page landed when its last byte did."""
+        """Count a write's landed bytes, page after page. A page lands with its last byte."""
         write: PlaneWrite = running.seen  # type: ignore[attr-defined]
         write.begun_bytes += size_bytes
         while write.next < len(write.targets):

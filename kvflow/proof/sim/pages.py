@@ -153,7 +153,7 @@ class WatchedPages(PageAllocator):
 
 
 class Borrower:
-    """Request of an engine with pages of its own, which it owns whatever the node does."""
+    """Request that owns pages of its engine, whatever the node does with them."""
 
     __slots__ = ("engine_gone", "grant", "room")
 
@@ -168,7 +168,7 @@ class Borrower:
 
 
 class WatchedExternalPages(ExternalPages):
-    """The shipped store, which verifies that no reader or writer reaches an idle page."""
+    """The shipped store, with a check that no reader or writer reaches an idle page."""
 
     def __init__(self, books: Books) -> None:
         super().__init__(len(books.owners))
@@ -192,7 +192,7 @@ class WatchedExternalPages(ExternalPages):
 
 
 def grant_of(owner: Hashable | None) -> int | None:
-    """Return the grant under which decode lends a page, if its owner is a room or a quarantine."""
+    """Return the grant under which decode lends the pages of `owner`, or None if there is none."""
     if isinstance(owner, tuple):
         return owner[1] if owner[0] == "grant" else None
     return owner.grant if isinstance(owner, Quarantined | Borrower) else None

@@ -1,4 +1,4 @@
-"""Data plane in virtual time: pages land one by one; some writes stall, fail, or land late."""
+"""Data plane in virtual time. Pages land one by one, and some writes stall, fail, or land late."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PacedPlane(FakePlane):
         """Join `network`. `fences` is one of the values that `variety` defines."""
         super().__init__(network)
         self._oracle, self._faults, self._fences = oracle, faults, fences
-        # Start and end of the time for which its worker stands still.
+        # Start and end of the worker's last stall.
         self._stalls = (0.0, 0.0)
 
     @property

@@ -230,7 +230,7 @@ def second_cancel_skips_the_drain() -> Installed:
 @bug("garbage ends the loop", nodes=(3, "I5"), unseen="there is no task that reads")
 def garbage_ends_the_loop() -> Installed:
     """Prefill's reader dies of a malformed frame."""
-    # A CancelledError alone would be handled as any other error, so cancel the task first.
+    # A CancelledError alone would be handled like any other error, so cancel the task first.
 
     def parse(decoder: Any, frame: bytes) -> Any:
         if (message := parsed(decoder, frame)) is not None:

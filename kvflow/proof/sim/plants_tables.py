@@ -71,7 +71,7 @@ def _drains_again() -> Installed:
 @bug("success without the last word", nodes=(8, "I8"), bare=(12, "I8"))
 def _success_without_the_last_chunk() -> Installed:
     """A room that lost its source is told to its client as a success."""
-    # Its loan has no room afterwards, so it becomes doubtful instead of breaking the table.
+    # The loan outlives the room, so it becomes doubtful instead of breaking the table.
     success = Move(DecodePhase.SUCCESS, (DecodeCommand.TELL_LANDED, DecodeCommand.END))
     in_doubt: Move[LoanPhase, LoanCommand] = Move(LoanPhase.DOUBTFUL)
     swaps = ExitStack()

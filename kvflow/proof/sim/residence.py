@@ -1,5 +1,5 @@
-"""A request after its room succeeded: a shipped `Resident` and model steps, driven as an engine
-drives them.
+"""A request after its room succeeded. Like an engine, `Residence` drives a shipped `Resident` and
+model steps.
 
 The content of a place identifies its request. Wrong bytes are therefore detected in each model
 step, after each return, and in the places that the request left.
@@ -217,5 +217,5 @@ class Residence:
 
 
 def _phase(here: Resident) -> P:
-    """Return the phase, which a type checker would take for unchanged after an await."""
+    """Return the phase. A type checker would assume that an await leaves `here.phase` as it was."""
     return here.phase

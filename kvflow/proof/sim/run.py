@@ -306,7 +306,7 @@ def simulate(
     scenario = with_dp_groups(random.Random(f"dp groups {seed}"), draw(rng, faults))
     scenario = with_switch(random.Random(f"switch {seed}"), scenario)
     scenario = with_staging(random.Random(f"staging {seed}"), scenario)
-    # Threaded engines drive their own nodes, but a scheduler that is passed in must drive all.
+    # Threaded engines drive their own nodes, but a scheduler passed in must drive all nodes.
     if scheduler is None:
         scenario = with_threads(random.Random(f"threads {seed}"), scenario)
 
@@ -350,7 +350,7 @@ def played(
             if loop.raised and oracle.violation is None:
                 oracle.broken("I7", f"raised into the event loop: {loop.raised[0]}")
         steps, virtual_s = loop.steps, loop.time()
-        # The clean-up cancels tasks in the middle of their work, which would look like violations.
+        # The clean-up cancels tasks midway. That must not count as a violation.
         oracle.over = True
         with _logged(oracle):
             loop.wind_up()
@@ -380,8 +380,7 @@ def _plenty() -> AbstractContextManager[object]:
 
 @contextmanager
 def _logged(oracle: Oracle) -> Iterator[None]:
-    """Report every error that the handlers log, because they must survive whatever the wire
-    delivers.
+    """Report every error that the handlers log. They must survive whatever the wire delivers.
 
     The log of `kvflow.memory` is disabled, because copies from staging fail on purpose.
     """

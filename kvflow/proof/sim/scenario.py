@@ -14,7 +14,7 @@ from kvflow.proof.sim.variety import PAGE_SIZE, Variety, draw_variety
 
 Shape = tuple[tuple[int, ...], int]
 SHAPES: Sequence[Shape] = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1), 2), ((2, 1), 1))
-"""Ranks of each prefill group, and number of decodes: at least three nodes."""
+"""Ranks of each prefill group, and number of decodes. Each shape has at least three nodes."""
 PROMPT_PAGES_MAX = 6
 # Shares of the seeds that have each extension.
 SWITCHES_IN = 0.3
@@ -53,13 +53,14 @@ class Request(NamedTuple):
     refused: bool
     kept_s: float
     decode_refused: bool = False
-    # Delay between decode's announcement of the room and its offer of pages. None: no announcement.
+    # Delay from decode's announcement of the room to its offer of pages. If None, decode announces
+    # nothing.
     offers_after_s: float | None = None
     # True if the end of its room closes the other rooms of the node, from within `on_end`.
     topples: bool = False
     stay: Stay | None = None  # what the request does after it lands
     named: str = OWN_GROUP  # how decode names its prefill
-    # Group for which decode asks; None: the room's number decides.
+    # Group that decode asks for. If it is None, the room's number decides.
     dp_rank: int | None = None
 
 
@@ -105,9 +106,7 @@ class Scenario(NamedTuple):
 
     @property
     def forgetful(self) -> bool:
-        """True if prefills remember so few ended grants that a grant may begin below the low-water
-        mark.
-        """
+        """True if a prefill may have to forget ended grants or ended halves during the run."""
         bounds, rooms = self.variety.bounds, len(self.requests)
         return bounds.closed_grants < rooms or bounds.ended_halves < rooms
 
@@ -126,7 +125,7 @@ def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -
     for kind in (*ON_NODES, *ON_LINKS):
         if kind in faults.kinds:
             for _ in range(rng.randint(1, 2)):
-                # Only a prefill has an address and writes, so these two strike prefills alone.
+                # Only a prefill has an address and writes: takeovers and stalls strike no decode.
                 first = nodes if kind not in ("takeover", "stall") else sum(groups)
                 for_s = _duration_s(rng) * (2 if kind == "stall" else 1)
                 at_s = rng.uniform(0.05, 2.2)
@@ -135,7 +134,7 @@ def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -
 
 
 def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Give some seeds a prefill with two or three data-parallel groups; see `with_switch`.
+    """Give some seeds a prefill with two or three data-parallel groups.
 
     Requests with the same room number go to the same group.
     """
@@ -218,7 +217,7 @@ def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Give some seeds decodes with staging that is too small for all rooms; see `with_switch`.
+    """Give some seeds decodes with staging that is too small for all rooms.
 
     All rooms then get deadlines, because pages in quarantine may never return.
     """
@@ -240,7 +239,7 @@ def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def with_threads(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Give some nodes engines without an event loop, in seeds without staging; see `with_switch`.
+    """Give some nodes engines without an event loop, in seeds without staging.
 
     A node that changes its role keeps its event loop. Most of the decodes without one shut down
     once, just after a request came, and start again over their pool.

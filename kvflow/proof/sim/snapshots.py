@@ -17,7 +17,7 @@ from kvflow.proof.sim.pages import Books, watch
 
 
 class CopyFailedError(Exception):
-    """Failure of a copy that the simulator injected."""
+    """Copy failure that the simulator injected."""
 
     def __init__(self) -> None:
         super().__init__(FAILED)
@@ -82,7 +82,7 @@ class CopyThread(VirtualThread):
         self._after_next: list[tuple[int, Callable[[], object]]] = []
 
     def after_next(self, turns: int, do: Callable[[], object]) -> None:
-        """Call `do` once the event loop made `turns` turns after the end of the next copy."""
+        """Call `do` once the event loop has made `turns` turns after the end of the next copy."""
         self._after_next.append((turns, do))
 
     def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:

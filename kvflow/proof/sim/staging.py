@@ -81,7 +81,7 @@ class Staged:
         self._oracle.trace(lambda: f"room {room.room} waits for {wanted} places of staging")
 
     def has_its_places(self, room: DecodeRoom) -> None:
-        """Verify that a room which got its places passed none that waited too long (I7)."""
+        """Verify that a room which got its places passed no room that had waited too long (I7)."""
         for other, wait in self._still_waiting():
             if other is room:
                 break
@@ -120,7 +120,7 @@ class Staged:
         return isinstance(owner, Quarantined) or (room is not None and room.phase in OVER_AT_DECODE)
 
     def _fits(self, wanted: int, counts: Callable[[Hashable | None], bool]) -> bool:
-        """Return True if enough places, not withheld, have owners that satisfy `counts`."""
+        """Return True if enough places that are not withheld have owners that satisfy `counts`."""
         books = self.books
         owners = enumerate(books.owners)
         places = [p for p, owner in owners if counts(owner) and p not in books.withheld]

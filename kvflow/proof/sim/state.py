@@ -20,7 +20,7 @@ ANY = b""
 
 
 class State:
-    """Expected content of one request: its pages, then its row, in their order."""
+    """Expected content of one request's pages, in their order, and of its row."""
 
     def __init__(self, books: Books, digest: bytes, places: list[int], broken: Broken) -> None:
         self._books, self._digest, self._broken = books, digest, broken
@@ -43,7 +43,7 @@ class State:
                 self._broken(f"{when}, {self._books.name(place)} has other bytes than its own")
 
     def compute(self, places: list[int]) -> None:
-        """Write to the last page and the row, as a model step does; after a loss, to all places."""
+        """Write what a model step writes: the last page and the row, or all places after a loss."""
         self._version += 1
         count = len(self._pages)
         for index in range(0 if self.lost else count - 1, len(places)):
@@ -65,7 +65,7 @@ class Squatter:
     def __init__(
         self, pool: PagedPool, books: Books, sizes: tuple[int, int], what: str, broken: Broken
     ) -> None:
-        """Take as many places as `sizes`, all pages, all rows, or none, as `what` states."""
+        """Take places. `what` states which: as many as `sizes`, all pages, all rows, or none."""
         self._books, self._broken = books, broken
         self._taken: list[tuple[PageAllocator, PageIndices, list[int]]] = []
         if what:

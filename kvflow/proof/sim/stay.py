@@ -22,7 +22,8 @@ class Disturbance(NamedTuple):
 
     how: str
     after_s: float
-    # Turns of the event loop after the end of the next copy; None for `after_s` seconds.
+    # If not None, the disturbance comes this many turns of the event loop after the next copy ends,
+    # and `after_s` has no effect.
     turns: int | None = None
 
 
@@ -38,7 +39,10 @@ class Act(NamedTuple):
 
 
 class Stay(NamedTuple):
-    """Acts of a request. It comes back before its next act, and with `returns` after the last."""
+    """Acts of a request. A request that is away comes back before its next act.
+
+    With `returns`, it also comes back after its last act.
+    """
 
     acts: tuple[Act, ...]
     returns: bool = True

@@ -14,8 +14,8 @@ Swap = tuple[object, str, object]
 
 @contextmanager
 def swapped(owner: object, name: str, replacement: object) -> Iterator[None]:
-    """Replace `owner.name` while the context lasts. Raises: AttributeError if there is none."""
-    # Delete a name that was inherited, or the owner would keep a copy of it.
+    """Replace `owner.name` while the context lasts. Raises: AttributeError if it does not exist."""
+    # An inherited name is deleted at the end, so that the owner keeps no copy of it.
     mine = name in vars(owner)
     original = getattr(owner, name) if not mine else vars(owner)[name]
     setattr(owner, name, replacement)

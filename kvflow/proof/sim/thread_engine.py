@@ -54,7 +54,7 @@ class _Request(Generic[R]):
         """True if its pages return at its last event; False if they return once they are idle."""
         self.pages: PageIndices = NO_PAGES
         self.kinds: list[str] = []  # kinds of its events so far
-        self.over = False  # True once the request needs its pages no more
+        self.over = False  # True once the request no longer needs its pages
         self.closed: Cause | None = None  # cause of a close before the room was open
         self.matched: Answer[None] = Answer()
         self.ended: Answer[bytes] = Answer()
@@ -100,7 +100,7 @@ class ThreadEngine(Generic[F, N, R]):
     # --- requests
 
     async def _opened(self, request: _Request[R], open_room: Callable[[], R]) -> None:
-        """Open a request's room, maybe after the call was cancelled. Raises: KvflowError."""
+        """Open a request's room, even if the caller is cancelled meanwhile. Raises: KvflowError."""
 
         def opened() -> None:
             self._requests[request] = None
@@ -212,7 +212,7 @@ class ThreadEngine(Generic[F, N, R]):
         for step in self._steps:
             await asyncio.wait([step.answer])
         self._look()
-        lost: dict[int, set[int]] = {}  # pages by room; rooms may share a number
+        lost: dict[int, set[int]] = {}  # pages by room number, which rooms may share
         for loan in unproven:
             if self._store.busy(loan.pages).size < loan.pages.size:
                 text = f"pages of room {loan.room}, which is in doubt, are idle"
@@ -250,7 +250,7 @@ class ThreadEngine(Generic[F, N, R]):
     # --- checks
 
     def left(self, in_doubt: set[GrantId]) -> list[str]:
-        """Return a line for everything not at rest. Grants `in_doubt` may keep their pages."""
+        """Return a line for each thing not at rest. Grants `in_doubt` may keep their pages."""
         found = [
             f"{self._name}: {request!r} has had {request.kinds}"
             for request in self._requests
@@ -273,7 +273,7 @@ class ThreadEngine(Generic[F, N, R]):
 
 
 class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom]):
-    """Engine at decode, which lends its own pages and holds them for a while after they landed."""
+    """Engine at decode. It lends its own pages, and holds them for a while after they land."""
 
     make_front = DecodeThread
     before_the_end, success = ("begun", "opened"), "landed"
@@ -383,7 +383,7 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
             )
 
         await self._opened(request, open_room)
-        # Half of the requests report that prefill begins, which is optional.
+        # The report that prefill begins is optional, so only half of the requests make it.
         if request.handle is not None and self._oracle.loop.rng.getrandbits(1):
             request.handle.begin()
         wanted = sum(job.chunks) + bool(self._layout.num_rows)

@@ -26,7 +26,7 @@ LAYOUT = build_layout(_KINDS[:2], page_size=PAGE_SIZE, num_pages=NUM_PAGES)
 LAYOUT_WITH_ROWS = build_layout(_KINDS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, num_rows=NUM_ROWS)
 
 TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, rendezvous_s=2.0, register_s=1.5)
-"""Shorter timeouts than in production; repetitions are as frequent."""
+"""Timeouts are shorter than in production, but messages are repeated as often."""
 SHIPPED_RATIO = msgspec.structs.replace(TIMING, register_s=2 * TIMING.lost_after_s)
 
 PROMPT, LATE, NEVER = "prompt", "late", "never"
@@ -37,12 +37,12 @@ LATE_FENCE_S = 2.5
 class Variety(NamedTuple):
     bounds: Bounds
     timing: Timing
-    # Proof of death by the data planes: PROMPT, LATE, or NEVER (an operator must declare it).
+    # When data planes prove a death: PROMPT, LATE, or NEVER. If never, an operator declares it.
     fences: str
     verify: bool
     layout: PoolLayout
     host: tuple[int, int]  # pages and rows of a decode's host memory
-    staging_bytes: int = 0  # size at each decode; 0: prefill writes into the pool
+    staging_bytes: int = 0  # size at each decode; if 0, prefill writes into the pool
 
 
 def draw_variety(rng: random.Random, decodes: int) -> Variety:

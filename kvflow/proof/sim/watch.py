@@ -37,7 +37,7 @@ def _at_decode(oracle: Oracle) -> Iterator[Swap]:
 
     def landed(self: DecodeShell, command: c.RoomLanded) -> None:
         room = self.rooms[command.grant]
-        # With staging, landing returns these places, so they are read before.
+        # With staging, landing returns the lent places, so read them first.
         lent = room.holding.lent
         land(self, command)
         told(room, None)

@@ -41,7 +41,7 @@ class Wire(Network):
                 self.leave(socket)
 
     def carry(self, frame: Frame) -> None:
-        """Carry a frame, with its fault, if any. A cut link loses it, a jammed one keeps it."""
+        """Carry a frame. A fault may strike it, a cut link loses it, and a jammed link keeps it."""
         message = frame.message
         self._oracle.sent(frame, message)
         if frame.control in self.cut_controls or frame.peer in self.cut_peers:
@@ -62,14 +62,14 @@ class Wire(Network):
             self._oracle.disturbed(frame)
             return
         if fault == "reorder":
-            # `_last_at` stays as it was, so that later frames of the link may overtake.
+            # `_last_at` stays as it was, so that later frames of the link may overtake this one.
             loop.later(delay_s + loop.rng.uniform(*FRAME_S) * 3, self._deliver, frame)
             return
         if fault == "delay":
             self._oracle.disturbed(frame)
             delay_s += loop.rng.uniform(*DELAY_S)
             loop.later(delay_s, self._oracle.disturbed, frame)
-        # Two frames of one moment would have no order.
+        # Two frames at the same moment would have no order.
         at_s = max(loop.time() + delay_s, self._last_at.get(link, 0.0) + TICK_S)
         self._last_at[link] = at_s
         loop.later(at_s - loop.time(), self._deliver, frame)
@@ -81,7 +81,7 @@ class Wire(Network):
             loop.later(delay_s, self._deliver, spoilt)
 
     def unjam(self, end: str | bytes) -> None:
-        """Deliver the frames that waited in one burst, in the order in which they were sent."""
+        """Deliver the waiting frames in one burst, in the order in which they were sent."""
         frames, now = self.jammed.pop(end, []), self._oracle.loop.time()
         links = {(frame.control, frame.peer, frame.to_prefill) for frame in frames}
         at_s = max([now, *(self._last_at.get(link, now) for link in links)]) + TICK_S
