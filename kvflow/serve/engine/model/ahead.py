@@ -2,7 +2,8 @@
 slice of a plan.
 
 Making a step from scratch takes 100 us for one row and 300 us for 16, while the model's kernels
-wait. Gathering the pages of 16 rows takes longer than attending to them.
+wait. The steps of a plan also share gathered states, because gathering the pages of 16 rows takes
+longer than attention over them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from kvflow.serve.engine.model.step import Row, Step
 
 # Limit on the steps in one plan, and in one call of the model thread.
 MOST_STEPS = 8
-# A stream that would exceed this limit is gathered into new memory in every step.
+# Limit on the kept memory of all streams. A stream for which no memory is left is gathered into
+# new memory in every step.
 _MOST_KEPT_BYTES = 64 << 20
 
 
@@ -32,7 +34,10 @@ class KeptMemory:
         self._used_bytes: dict[Hashable, int] = {}
 
     def of(self, stream: Hashable, count: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return uninitialized memory [count] in the dtype of `like`, or None over the limit."""
+        """Return uninitialized memory [count] in the dtype of `like`.
+
+        Returns None if the memory of all streams together would exceed the limit.
+        """
         self._used_bytes[stream] = count * like.element_size()
         if sum(self._used_bytes.values()) > _MOST_KEPT_BYTES:
             del self._used_bytes[stream]
@@ -46,11 +51,12 @@ class KeptMemory:
 
 
 class DecodeSteps(Step):
-    """A packed step of decoding rows, which can `advance` to the next step of the same rows until
-    their pages are full.
+    """A packed step of decoding rows. It can `advance` to the later steps of a plan.
 
+    A plan has `MOST_STEPS` steps of the same rows, or fewer if the pages of a row are full earlier.
     The first step gathers the states into memory with space for the keys of all planned steps. Each
-    step adds its new states to that memory as well as to the pages, so no page is read twice.
+    step adds its new states to that memory as well as to the pages, so that later steps read no
+    pages. Streams without such memory (see `KeptMemory`) are gathered in every step.
     """
 
     def __init__(
@@ -156,7 +162,7 @@ class DecodeSteps(Step):
 class _Kept:
     """The gathered `states` of one stream, [1, heads, keys, dim].
 
-    `regions` are views of the same memory for each batch, [heads, rows, width, dim].
+    `regions` has one view of this memory for each batch, [heads, rows, width, dim].
     """
 
     __slots__ = ("regions", "states")

@@ -102,7 +102,10 @@ def _batched(
 
 
 def _keys_of(batch: Batch, states: torch.Tensor, last: int) -> torch.Tensor:
-    """Return the last keys [rows, kv heads, last, dim] of `states` [1, kv heads, keys, dim]."""
+    """Return the last keys of each row of the batch, [rows, kv heads, last, dim].
+
+    `states` are [1, kv heads, keys, dim], and `last` is the number of keys to return per row.
+    """
     if batch.rows == 1:
         return states.narrow(2, batch.k0 + batch.keys - last, last)
     return batch.region(states[0]).transpose(0, 1).narrow(2, batch.keys - last, last)
@@ -160,7 +163,7 @@ def _weighted(scores: torch.Tensor, sinks: torch.Tensor | None, v: torch.Tensor)
     """
     keys = scores.shape[-1]
     if sinks is not None:
-        # Each head has one sink. In a batch, the heads that share a K/V head are queries.
+        # Each query head has one sink. In `_batched`, heads that share a K/V head are its queries.
         share = sinks.view(1, scores.shape[1], -1, 1)
         scores = torch.cat([scores, share.expand(scores.shape[0], -1, scores.shape[2], 1)], dim=-1)
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)[..., :keys] @ v

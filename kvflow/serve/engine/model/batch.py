@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from kvflow.serve.engine.model.device import Place
 
 # Rows of very different lengths go into separate batches, each of which is one attention call.
-# Padding may take up to this share of the keys, plus as many keys as another call would cost.
+# Padding may add this share to a batch's keys, plus `_CALL_KEYS` keys, because one more call costs
+# about as much as attention over that many keys.
 _PADDED_SHARE, _CALL_KEYS = 0.25, 512
 # Masks are made with this many extra columns, so that the following steps can reuse them.
 _MORE_COLUMNS = 8
@@ -57,7 +58,7 @@ class Batch:
         self._place = place
 
     def later(self, steps: int) -> Batch:
-        """Return the same rows `steps` steps later; each step adds a key to every row, in place."""
+        """Return this batch as it will be after `steps` steps, each of which adds a key per row."""
         lengths = [length + steps for length in self.lengths]
         return Batch(self.q0, lengths, self.k0, self.width - lengths[-1], self._masks, self._place)
 
@@ -75,7 +76,10 @@ class Batch:
         return own.view(own.shape[0], self.rows, self.width, own.shape[2])
 
     def mask(self, last: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a mask [rows, 1, 1, last] to add to the scores, or None if no key is padding."""
+        """Return a mask [rows, 1, 1, last] to add to the scores of each row's last `last` keys.
+
+        Returns None if none of these keys is padding.
+        """
         if last <= self.lengths[0]:
             return None
         if dtype not in self._masks or self._masks[dtype].shape[1] < self.keys:

@@ -17,7 +17,7 @@ Place = Callable[[NDArray[Any]], torch.Tensor]
 
 
 def cuda_devices() -> list[str]:
-    """Return the names of the usable CUDA devices, such as "NVIDIA H100 80GB HBM3", in order."""
+    """Return the names of the usable CUDA devices, such as "NVIDIA H100 80GB HBM3", by number."""
     # ROCm builds of torch also name their devices cuda, so check for a CUDA build.
     if torch.version.cuda is None or not torch.cuda.is_available():
         return []
@@ -66,7 +66,7 @@ def wait_for(device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    # A blocking event sleeps instead of spinning, because the event loop needs the core.
+    # With a blocking event, this thread sleeps instead of spinning: the event loop needs the core.
     done = torch.cuda.Event(blocking=True)
     done.record(torch.cuda.current_stream(device))
     done.synchronize()

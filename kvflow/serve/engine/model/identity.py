@@ -1,6 +1,7 @@
 """The identity of a model.
 
-Prefill and decode compare it when they register, because one model cannot use the KV of another.
+Prefill and decode compare identities when they register, because one model cannot use the KV of
+another.
 """
 
 from __future__ import annotations

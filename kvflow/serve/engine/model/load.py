@@ -1,4 +1,4 @@
-"""Loading a model from a directory or a Hugging Face name; models that cannot run are refused."""
+"""Loading a model from a directory or a Hugging Face name, and refusing one that cannot run."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class LoadedModel:
     tokenizer: Any
     fingerprint: str
     sampling_defaults: Mapping[str, float]
-    """The values that generation_config.json recommends, by the names of `SamplingParams`."""
+    """The values that generation_config.json recommends, by field of `SamplingParams`."""
     part: ModelPart = WHOLE
     neighbours: Neighbours = ALONE
     """The processes of the other parts. Call `neighbours.close` when no more steps run."""
     other_states: bool = False
-    """True if some part of the model keeps conv or recurrent states."""
+    """True if some part of a divided model keeps conv or recurrent states."""
 
     @property
     def hidden_size(self) -> int:
@@ -118,7 +118,8 @@ class LoadedModel:
 
         A prompt that cannot be divided is computed as a whole. A model with states may treat a
         single token like a generated one, with different results (nemotron_h does). So for such a
-        model, a chunk has at least two tokens and leaves either none or at least two.
+        model, a chunk has at least two tokens, except in a prompt of one token. It leaves either
+        none or at least two.
         """
         if self.whole_prompts:
             return remaining
@@ -130,7 +131,7 @@ class LoadedModel:
         return count
 
     def runner(self, pool: PagedPool) -> Runner:
-        """Return a runner over `pool`. Raises: LayoutError if it lacks the model's streams."""
+        """Return a runner over `pool`. Raises: LayoutError if the pool does not fit."""
         return Runner(
             self.model, self.layers, pool, packed=self.mode == "packed", neighbours=self.neighbours
         )
@@ -148,7 +149,7 @@ def load_model(
 ) -> LoadedModel:
     """Load, probe and self-test a model. Blocks until the model is ready.
 
-    For `attention`, "auto" is packed mode if it works, otherwise pad. For `device`, see
+    For `attention`, "auto" is packed mode if that works, otherwise pad mode. For `device`, see
     `find_device`; for `sliding_window_rows`, see the module `windows`.
 
     A model may be divided over `part.ranks` processes of this machine, each of which loads one
@@ -163,7 +164,7 @@ def load_model(
     name, where = str(path), find_device(device)
     report = progress or (lambda stage, done: None)
     with quiet(report), joined(part, meeting) as others:
-        # The model is located before the first report of progress, because the name may be wrong.
+        # Locate the model first, so that a wrong name raises before any progress is reported.
         source = locate(name)
         config = _checked_config(source, name, part, where, report)
         model = _weights(source, name, dtype, where, *_class_for(config, part, name))
@@ -243,7 +244,7 @@ def _weights(
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     # transformers replaces functions while it loads; two loads at once could lose the originals.
     with _LOADING, explained(f"model {name!r} cannot be loaded"):
-        # Mismatches are reported below: transformers only prints them.
+        # Mismatches are raised below, because transformers would only print them.
         loaded: Any = model_class.from_pretrained(
             source, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **more
         )

@@ -25,10 +25,7 @@ def memory_of(kind: StateKind, pool: PagedPool) -> torch.Tensor:
 
 
 class PagedStream:
-    """K, V or indexer keys of one layer: a view [pages, page size, heads, dim] of the pool.
-
-    Only this stream writes the view.
-    """
+    """K, V or indexer keys of one layer: a view [pages, page size, heads, dim] of the pool."""
 
     def __init__(self, pages: torch.Tensor) -> None:
         count, page_size, heads, dim = pages.shape
@@ -42,7 +39,7 @@ class PagedStream:
         self._rows = pages.as_strided((starts, row), (step, 1))
 
     def exchange(self, step: Step, new: torch.Tensor) -> torch.Tensor:
-        """Write the new states [batch, heads, tokens, dim]; return all that rows attend to."""
+        """Write the new states [batch, heads, tokens, dim]; return all that the rows attend to."""
         batch, heads, tokens, dim = new.shape
         flat = new.transpose(1, 2).reshape(batch * tokens, heads, dim)
         self._pages.index_put_((step.write_pages, step.write_slots), flat)
@@ -89,7 +86,7 @@ class PagedLayer(CacheLayerMixin):
         stream = RingStream if streams.ring else PagedStream
         self._k = stream(memory_of(streams.keys, pool))
         self._v = stream(memory_of(streams.values, pool))
-        # Indexer keys have no heads.
+        # Indexer keys have no heads, so they get an axis of one head.
         self._index_k = (
             PagedStream(memory_of(streams.indexer, pool).unsqueeze(2)) if streams.indexer else None
         )
@@ -131,7 +128,7 @@ class StateLayer(LinearAttentionLayer):
             self.is_recurrent_states_initialized[i] = kind is not None
 
 
-# The bases declare `lazy_initialization` differently, but neither of them uses it.
+# The bases declare `lazy_initialization` differently, but it is never called.
 class PagedStateLayer(PagedLayer, StateLayer):  # type: ignore[misc]
     """A layer that has both attention and conv or recurrent states."""
 
@@ -159,7 +156,7 @@ class StateRows:
             )
 
     def gather(self, rows: torch.Tensor, *, new: bool) -> None:
-        """Copy states from `rows`, int64 [batch]; those of `new` requests begin at zero."""
+        """Copy states from `rows`, int64 [batch], into the layers; with `new`, set them to zero."""
         for layer in self.layers:
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, not new)
         for states, i, pool in self._parts:
@@ -172,7 +169,7 @@ class StateRows:
             found = states[i]
             assert found is not None
             pool.index_copy_(0, rows, found)
-            # No state outlives the forward.
+            # The layers keep no state after the forward.
             states[i] = None
 
 

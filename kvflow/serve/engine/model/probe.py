@@ -14,8 +14,8 @@ from kvflow.protocols.pages.kinds import DTYPE_BYTES, ROW, StateKind
 from kvflow.serve.engine.model.parallel.stage import is_stage
 
 _TOKENS = 2
-# Suffix of the stream names of layers that keep their state in rings.
-# As the name of a setting, it shows in errors which setting differs between the peers.
+# Suffix of the names of streams in rings. It is the name of a setting, so that an error about
+# different streams shows which setting differs between the peers.
 RINGS = "sliding_window_rows"
 # Tensors of transformers' cache layers that are constants, not state of a request.
 _CONSTANTS = frozenset({"_sliding_window_tensor"})
@@ -49,7 +49,7 @@ class LayerStreams(NamedTuple):
 
     @property
     def has_states(self) -> bool:
-        """True if the layer keeps conv or recurrent states, which depend on chunks."""
+        """True if the layer keeps conv or recurrent states. They depend on a prompt's chunks."""
         return any(kind.unit == ROW for kind in self.beside)
 
     @property
@@ -101,8 +101,8 @@ def cache_argument(model: Any) -> str | None:
 def probe(model: Any, name: str) -> Layers:
     """Run the model over two tokens, and return the state that every layer keeps.
 
-    Raises: MisuseError for a model whose forward takes no cache, or whose cache has state of an
-    unknown name or shape.
+    Raises: MisuseError for a model whose forward takes no cache or writes nothing to it, or whose
+    cache has state of an unknown name or shape.
     """
     config, argument = model.config, cache_argument(model)
     if argument is None:

@@ -1,4 +1,4 @@
-"""Keeping transformers quiet while it loads: progress bars become reports, errors one line."""
+"""Keeping transformers quiet: progress bars become reports, and errors become single lines."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _fall_silent(undo: contextlib.ExitStack) -> None:
 
 
 def _with_report(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replace the progress bar for weights by an iterable that reports; keep all other bars."""
+    """Replace the progress bar for weights with an iterable that reports; keep other bars."""
     report = _reporting.report
     items = args[0] if args else kwargs.get("iterable")
     if (

@@ -21,7 +21,7 @@ from kvflow.serve.engine.model.device import Place
 from kvflow.serve.engine.model.probe import Layers
 
 GatherToKeep = Callable[[Hashable, torch.Tensor, torch.Tensor], torch.Tensor | None]
-"""Gathers like `Rings.read`, but into memory that is kept; None if no more may be kept."""
+"""Gathers like `Rings.read`, but into kept memory. Returns None if no more memory may be kept."""
 
 
 class RingLayers:
@@ -32,7 +32,7 @@ class RingLayers:
         self._rings = frozenset(self._windows.values()) - {0}
 
     def window_of(self, layer: int, window: int) -> int:
-        """Return the slots of the ring that a layer attends to; 0 if its keys are in pages.
+        """Return the number of slots in a layer's ring; 0 if the layer's keys are in pages.
 
         A layer that keeps no K and V attends to those of another layer with the same `window`.
         """
@@ -96,8 +96,9 @@ class Rings:
         self._gathers: dict[tuple[int, int], torch.Tensor] = {}
 
     def gather(self, ring_rows: int, slot_rows: int) -> torch.Tensor | None:
-        """Return the indices of the rows to gather, like `Step.gather`. Rings are `ring_rows` rows
-        apart.
+        """Return the indices of the rows to gather, like `Step.gather`.
+
+        Rings are `ring_rows` rows apart, and slots `slot_rows` rows.
 
         The states gathered for a new token are meaningless: the token's own states replace them.
         """
@@ -204,7 +205,7 @@ class DecodeRings(Rings):
         self.batches = [batch.later(at) for batch in self._plan]
         self.write_slots, self.new_at = self._slots[at], self._new_at[at]
         if self._filling:
-            # Each step fills one more slot of a ring that is not full, so the rows change.
+            # In each step, rings that are not full have one more slot to gather.
             self._gathers.clear()
 
     def gather(self, ring_rows: int, slot_rows: int) -> torch.Tensor | None:

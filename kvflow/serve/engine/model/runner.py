@@ -156,7 +156,7 @@ class Runner:
     def _forward_padded(self, rows: list[Row]) -> torch.Tensor:
         step = Step(rows, self._page_size, self._place)
         new = rows[0].new
-        # A model without attention needs no mask, which mamba would multiply with the new tokens.
+        # Without attention, a model gets no mask: mamba would multiply the new tokens by it.
         if not self._attends:
             step.batch, mask = len(rows), None
         elif (mask := step.pad(new)) is None and not self._takes_positions:
@@ -179,8 +179,11 @@ class Runner:
     def _call(
         self, ids: torch.Tensor, positions: torch.Tensor, keep: Any, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Call the model; return the logits [kept tokens, vocabulary] of a packed row, or those of
-        the last token of each padded row.
+        """Call the model, and return logits [tokens, vocabulary].
+
+        A single row yields the logits of all tokens for which the model returns them, and several
+        rows those of each row's last token. Wanted hidden states are appended to each token's
+        logits.
         """
         more: dict[str, Any] = {"attention_mask": mask, self._cache_argument: self._cache}
         if self._takes_positions:
@@ -199,7 +202,7 @@ class Runner:
         finally:
             if hook is not None:
                 hook.remove()
-        # Concatenate both, so that the selections of tokens below apply to both.
+        # Concatenate both, so that each later selection of tokens applies to both.
         if seen:
             hidden = seen[0].to(logits.dtype).reshape(*logits.shape[:-1], seen[0].shape[-1])
             logits = torch.cat((logits, hidden), dim=-1)

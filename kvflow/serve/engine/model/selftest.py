@@ -1,4 +1,4 @@
-"""The self-test at start-up, which checks a model over pages and chooses its attention mode."""
+"""The self-test at start-up. It runs a model over pages, and chooses its attention mode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ CHUNK = 10
 # For windows up to this size, a test prompt is longer than the window, so that rings wrap around.
 MOST_WRAPPED = 256
 
-# The allowed difference of logits, relative to their spread. A wrong mask makes it about 1.
+# The allowed difference of logits, relative to their spread. With a wrong mask, the difference is
+# about 1.
 _TOLERANCE = {"float32": 2e-3, "float16": 0.05, "bfloat16": 0.15}
 _MAX_TOLERANCE = {"float32": 1e-2, "float16": 0.5, "bfloat16": 0.7}
 
@@ -43,7 +44,7 @@ class Fit(NamedTuple):
 class Reference(NamedTuple):
     """The prompts of the self-test, and the logits of the model with transformers' own cache.
 
-    `logits` [prompts, vocabulary] follow the last token of each prompt, if the prompt is fed
+    `logits` [prompts, vocabulary] follow the last token of each prompt, when the prompt is fed
     `chunk` tokens at a time and the last token alone. `noise` is the difference from the logits of
     the same prompts when fed in another way. `whole` is True if prompts must be computed in one
     chunk.
@@ -131,7 +132,7 @@ def _try(
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the largest error of a row, relative to the spread of that row of `b`."""
+    """Return the largest error of any row of `a`, relative to the spread of that row of `b`."""
     a, b = a.float(), b.float()
     spread = (b - b.mean(dim=-1, keepdim=True)).norm(dim=-1)
     found = ((a - b).norm(dim=-1) / spread.clamp_min(1e-6)).max()
@@ -140,7 +141,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _reference(model: Any, layers: Layers, window: int) -> Reference:
-    """Compute the test's logits; `window` is the size of the smallest ring, 0 without rings."""
+    """Compute the reference; `window` is the size of the smallest ring, 0 without rings."""
     vocabulary = model.get_input_embeddings().num_embeddings
     lengths, chunk = LENGTHS, CHUNK
     if max(LENGTHS) <= window <= MOST_WRAPPED:
@@ -168,7 +169,8 @@ def _reference(model: Any, layers: Layers, window: int) -> Reference:
         return Reference(prompts, alone, max(lengths), distance(alone, whole), whole=True)
     chunked = logits(chunk)
     noise = distance(chunked, whole)
-    # nemotron_h computes a single token differently (it does not clamp dt), so feed one alone too.
+    # nemotron_h computes a single token differently (without clamping dt). `chunked` feeds the last
+    # token alone, so compare it with prompts fed in this way too.
     if states:
         noise = min(noise, distance(chunked, stepped()))
     return Reference(prompts, chunked, chunk, noise)
@@ -178,7 +180,7 @@ def _reference(model: Any, layers: Layers, window: int) -> Reference:
 def _ignores_states(model: Any, prompt: list[int], states: set[str]) -> bool:
     """Return True if a chunk ignores some of the `states` that the previous chunk left.
 
-    The scans of mamba and jamba do so: they begin at zero.
+    The scans of mamba and jamba ignore these states, and begin at zero.
     """
 
     def second_chunk(spoiled: str = "") -> torch.Tensor:
@@ -191,7 +193,7 @@ def _ignores_states(model: Any, prompt: list[int], states: set[str]) -> bool:
         return _forward(model, cache, prompt, CHUNK, 2 * CHUNK)[0]
 
     honest = second_chunk()
-    # This is 0 if the kernels are deterministic.
+    # The noise is 0 if the kernels are deterministic.
     noise = distance(second_chunk(), honest)
     return any(distance(second_chunk(name), honest) <= 4 * noise for name in states)
 
@@ -200,7 +202,7 @@ def _ignores_states(model: Any, prompt: list[int], states: set[str]) -> bool:
 def _stock(model: Any, prompt: list[int], chunk: int) -> torch.Tensor:
     """Return the logits [1, vocabulary] after `prompt`, computed with transformers' own cache.
 
-    The prompt is fed `chunk` tokens at a time. If this divides it, the last token is fed alone.
+    A prompt longer than `chunk` is fed that many tokens at a time, and its last token alone.
     """
     cache = stock_cache(model)
     logits = torch.empty(0)
@@ -217,7 +219,7 @@ def _stock(model: Any, prompt: list[int], chunk: int) -> torch.Tensor:
 def _forward(
     model: Any, cache: DynamicCache, prompt: list[int], start: int, end: int
 ) -> torch.Tensor:
-    """Return the logits [1, tokens, vocabulary] of the tokens from `start` to `end`."""
+    """Return the logits [1, tokens, vocabulary] of the tokens `start`..`end` - 1."""
     more: dict[str, Any] = {"use_cache": True, cache_argument(model) or "": cache}
     if "position_ids" in inspect.signature(model.forward).parameters:
         # Without position ids, some models count positions from 0.
@@ -229,7 +231,10 @@ def _forward(
 
 
 def _paged(model: Any, layers: Layers, reference: Reference, *, packed: bool) -> torch.Tensor:
-    """Return the reference's logits over pages; the last tokens of all prompts form one batch."""
+    """Compute the reference's prompts over pages, and return the logits after each of them.
+
+    The last tokens of all prompts form one batch.
+    """
     prompts = reference.prompts
     count = sum(-(-len(p) // PAGE_SIZE) for p in prompts)
     num_rows = len(prompts) if have_rows(layers) else 0

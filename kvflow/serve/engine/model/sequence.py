@@ -21,7 +21,7 @@ class Sequence:
     pool has no rows.
 
     One thread at a time changes a sequence: the model thread during a step, otherwise the event
-    loop. Only the event loop changes the pages and the row, and never during a step.
+    loop. In an engine, only the event loop changes the pages and the row, and never during a step.
     """
 
     __slots__ = (

@@ -30,8 +30,8 @@ _LFS_POINTER = b"version https://git-lfs"
 def locate(name: str) -> str:
     """Return what transformers should load: a checked folder, or the name of a model on the hub.
 
-    If the hub does not answer, or HF_HUB_OFFLINE is set, this is the model's folder in the cache of
-    the hub's client.
+    If the hub does not answer, or HF_HUB_OFFLINE is set, the result is the model's folder in the
+    cache of the hub's client.
 
     Raises: MisuseError if the model is not found, or if its files are broken.
     """

@@ -38,7 +38,7 @@ class Step:
     `write_pages` and `write_slots`, int64 [tokens], are the page and the slot of every new token.
     The step may sort its rows: `order` lists the given rows in sorted order, and `last` has the
     index of each given row's last query. `logits_to_keep` is transformers' argument: the queries
-    whose logits are wanted, in the order of the given rows, or 0 for all queries as they are.
+    whose logits are wanted, in the order of the given rows, or 0 if these are all queries in order.
 
     A packed step has `spans`, or `batches` if every row decodes one token (`ahead.DecodeSteps`). A
     padded step has `batch` rows, with `past` positions before the new tokens.

@@ -39,8 +39,8 @@ class ModelThread:
     ) -> None:
         """`device` is None if a step leaves no work behind when the thread returns.
 
-        `wait_for_others` blocks until every other process that takes part in the steps finishes
-        them or exits.
+        `wait_for_others` blocks until each of the other processes that run these steps has ended
+        them, or has exited.
         """
         self._executor, self._places, self._layout, self._device = executor, places, layout, device
         self._wait_for_others = wait_for_others

@@ -26,7 +26,7 @@ def load_tokenizer(source: str, name: str) -> Any | None:
         with explained(f"model {name!r}: the tokenizer cannot be loaded"):
             return AutoTokenizer.from_pretrained(source)
     except MisuseError:
-        # A model on the hub may have no tokenizer. In a directory with its files, this is an error.
+        # A model on the hub may have no tokenizer, but tokenizer files in a directory must load.
         if not here.is_dir():
             return None
         raise

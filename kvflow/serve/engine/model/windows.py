@@ -1,7 +1,7 @@
 """The decision whether layers with a sliding window keep their K and V in rings.
 
-A ring takes one row of the pool per request, with a slot for each token of the window. Pages, in
-contrast, grow with every token.
+In rings, these K and V take one row of the pool per request, with a slot for each token of the
+window, however long the request is. In pages, they grow with every token.
 
 The setting "auto" depends on the model alone, since prefill and decode must agree even if their
 pools differ. It chooses rings if the windows are short, both in tokens and relative to the context
@@ -24,7 +24,7 @@ MOST_TOKENS = 256
 LEAST_WINDOWS = 8
 
 RingChoice = Literal["never", "try", "need"]
-"""The use of rings: none, tried (if the model passes its self-test with them), or required."""
+"""The use of rings; "try" uses them if the model passes its self-test with them."""
 
 
 def choose_rings(layers: Layers, setting: str, attention: str, context_length: int) -> RingChoice:

@@ -40,10 +40,10 @@ class Followed:
 
     @property
     def may_send(self) -> bool:
-        """True if the request is started here and kept at the first rank, and its room has not
-        ended.
+        """True if the request is started at this rank and kept at the first rank, and its room has
+        not ended.
 
-        Before it is started here, the group ignores pages that land. Before it is kept, the first
-        rank may still take its places away.
+        Before this rank starts it, the group ignores pages that land. Before the first rank keeps
+        it, that rank may still take its places away.
         """
         return self.started and self.kept and not self.room.ended

@@ -38,12 +38,12 @@ class StepFollower:
     A request takes its places with the first step that names it. Steps have the same order at every
     rank, so requests take places in the same order too. The places become free when the first rank
     preempts the request or announces that no further step will name it, or when the generation
-    ends. A request that fails here is still computed until then, because the other ranks depend on
-    it. Its pages are not sent before the group starts it.
+    ends. A request that fails at this rank is still computed until then, because the other ranks
+    depend on it. The pages of a request are not sent before the group starts the request.
 
     When the first rank asks about a request, this rank loads the request's cached pages from the
-    host and locks them. The first step that names the request states how many of these tokens all
-    ranks have.
+    host and locks them. The first step that names the request states how many tokens all ranks have
+    cached.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class StepFollower:
         """`shards` is the number of ranks in each stage. With `tells_openings`, this rank reports
         every request that it opens, because the first rank may begin requests early.
 
-        `prefetch` decides how long an answer to the first rank waits for pages that are loaded.
+        `prefetch` decides how long an answer to the first rank waits for the pages to load.
         """
         self._shards, self._tells_openings = shards, tells_openings
         self.steps, self._socket, self._neighbours = steps, socket, neighbours
@@ -100,7 +100,7 @@ class StepFollower:
 
     async def close(self) -> None:
         """End the generation, and wait for the running step even if cancelled (I12)."""
-        # Set this before ending the generation, so that work that waits within it stops too.
+        # Set this first: without it, this rank could still run steps of the ended generation.
         self._closing = True
         self._end(Cause(Code.SHUTDOWN, "this rank is shutting down"))
         self._wake.set()
@@ -163,7 +163,7 @@ class StepFollower:
     # --- the first rank
 
     async def _read(self) -> None:
-        """Receive messages until cancelled; a message that fails is only counted (I7)."""
+        """Receive messages until cancelled; a message that fails is dropped and counted (I7)."""
         while True:
             for _, frame in await self._socket.receive():
                 try:
@@ -185,7 +185,7 @@ class StepFollower:
         ):
             self.dropped += 1
         elif isinstance(message, wire.Keep) and not self._awaits_preemption(message.ticket):
-            # This message is not queued: pages already computed need not wait for earlier steps.
+            # This message is not queued: computed pages need not wait for the queued steps.
             self._keep(message.ticket)
         else:
             self._queue.append(message)
@@ -203,10 +203,10 @@ class StepFollower:
         self._generation, self._step, self._open = message.generation, 0, True
 
     def _end(self, cause: Cause, failed: int | None = None) -> None:
-        """End the generation: abort the running step, after which `_run` frees its requests.
+        """End the generation: abort the running step, after which `_run` frees all places.
 
-        The shards of the first stage run the announced steps to their end instead, because the
-        first rank began these steps, and waits for the other shards within each layer.
+        Unless a step failed at one of them, the shards of the first stage instead run the announced
+        steps to their end, because the first rank waits for the other shards within each layer.
         """
         if self._open:
             self._open, self._over = False, True
@@ -411,7 +411,10 @@ class StepFollower:
         return request
 
     async def _take_places(self, request: PrefillRequest, start: int) -> None:
-        """Wait until all places beyond the first `start` tokens are free; take them."""
+        """Take the places for the prompt from token `start` on; wait until enough are free.
+
+        All ranks have the tokens before `start` cached.
+        """
         self.steps.agree(request, start)
         missing = request.sequence.pages_missing(request.sequence.prompt_length)
         if missing > self.steps.pages.capacity:

@@ -98,11 +98,11 @@ class PrefillGroup:
         """Compute `prompt` on all ranks, and send its pages.
 
         Returns the first token when all pages have landed everywhere. If the ranks have caches, the
-        prompt begins with the tokens that all of them have cached under `namespace`. A cancellation
-        ends the request on all ranks.
+        tokens that all of them have cached under `namespace` are not computed again. A cancellation
+        ends the request on all ranks, unless the first token is already known.
 
-        Raises: MisuseError, CapacityError, or LostError while a rank is missing; decode's half is
-        then refused. Later, the error with which the group ended the request.
+        Raises: MisuseError, CapacityError, or LostError while a rank is missing; every rank then
+        refuses decode's half. Once the request is open, the error with which the group ended it.
         """
         try:
             self._check(prompt, params)
@@ -126,10 +126,10 @@ class PrefillGroup:
         self._serving.add(serving)
         serving.add_done_callback(self._forget)
         try:
-            # Shielded, so that a cancellation still awaits the writes and the group's decision.
+            # Shielded, so that after a cancellation, the task still awaits the group's decision.
             return await asyncio.shield(serving)
         except asyncio.CancelledError:
-            # After the token is chosen, only writes are left, which end soon.
+            # Once the token is known, only writes are left, and they end soon.
             # Decode may already have its answer, so the request continues.
             if not asked.token.done():
                 opened.close(Cause(Code.CLIENT_GONE, "the request was cancelled"))
@@ -170,7 +170,7 @@ class PrefillGroup:
             serving.exception()
 
     def opened(self, ticket: int, room: PrefillRoom) -> None:
-        """Pass a request to the engine when its half of the room is open at this rank."""
+        """Pass a request to the engine when prefill's half of the room is open at this rank."""
         asked = self._asked.get(ticket)
         # The group decided on the request before this rank opened it.
         if asked is None:
@@ -201,7 +201,10 @@ class PrefillGroup:
         self.opened_at(0, ticket)
 
     def opened_at(self, rank: int, ticket: int) -> None:
-        """Record that a request is open at `rank`; once all ranks know it, a step may name it."""
+        """Record that a request is open at `rank`.
+
+        Once it is open at every rank, a step may name it.
+        """
         asked = self._asked.get(ticket)
         if asked is None:
             return
@@ -230,7 +233,7 @@ class PrefillGroup:
             if computing is not None and (asked.started or self._engine.has_places(computing)):
                 asked.group.close(cause)
                 self._engine.drop(computing)
-                # The other ranks must free its places before a step is announced that needs them.
+                # The other ranks must free the request's places before a later step needs them.
                 self._steps.drop(asked.group.ticket)
                 if not asked.token.done():
                     asked.token.set_exception(room_error(cause))

@@ -2,8 +2,8 @@
 least.
 
 The caches of ranks may differ, because pools differ in size, copies fail, or a rank is restarted.
-So the first rank asks before the first step of a request, and each rank locks the tokens that it
-reports as cached.
+So the first rank asks the others before the first step of a request, and each rank locks the tokens
+that it reports as cached.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HitVotes:
         return self._last
 
     def answer(self, rank: int, number: int, tokens: int) -> Agreed | None:
-        """Record an answer; return the agreement if it was the last one, else None."""
+        """Record an answer. Returns the agreement if no answer is missing any more, else None."""
         question = self._questions.get(number)
         if question is None or rank not in question.missing:
             return None
@@ -65,6 +65,6 @@ class HitVotes:
             del self._questions[number]
 
     def clear(self) -> None:
-        """Drop all questions, after a rank was lost or the caches were flushed."""
+        """Drop all questions, because the generation ended or the caches were flushed."""
         self._questions.clear()
         self._numbers.clear()

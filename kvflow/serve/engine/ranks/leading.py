@@ -31,7 +31,7 @@ class Neighbours(Protocol):
         """True if no other generation can begin in this process."""
 
     def abort(self, *, shards: bool = True) -> None:
-        """Make a waiting call raise, and every later call until `begin`.
+        """Make every call raise until `begin`, including a call that waits.
 
         With `shards` False, calls that wait for another shard of this stage continue.
         """
@@ -59,8 +59,8 @@ class StepLeader:
         on_ready: Callable[[], None],
         on_unusable: Callable[[KvflowError], None],
     ) -> None:
-        """`shards` is the number of ranks in each stage, and `places` are the pages and rows of
-        this rank.
+        """`shards` is the number of ranks in each stage. `places` are the numbers of pages and rows
+        at this rank.
 
         `on_opened` is called with a rank and a ticket, `on_agreed` with a ticket and the number of
         its prompt's tokens that all ranks have cached, `on_broken` with the cause when a generation
@@ -78,7 +78,7 @@ class StepLeader:
         self._hellos: dict[int, wire.Hello] = {}  # by rank, for ranks that are ready or take part
         self._ranks: dict[bytes, int] = {}  # rank by routing id
         self._generation = self._step = 0
-        # By ticket: the last step before its latest preemption.
+        # By ticket: the last step before the request's latest preemption.
         self._preempted: dict[int, int] = {}
         self._open = self._stepping = False
         self._task: asyncio.Task[None] | None = None
@@ -95,7 +95,7 @@ class StepLeader:
         self._begin_if_complete()
 
     async def close(self) -> None:
-        """End the generation, and stop reading. The other ranks notice the closed connection."""
+        """End the generation, and stop reading messages."""
         self._end(Cause(Code.SHUTDOWN, "the first rank is shutting down"))
         if self._task is not None:
             self._task.cancel()
@@ -171,7 +171,7 @@ class StepLeader:
         self._send_all(wire.Keep(ticket=ticket))
 
     def drop(self, ticket: int, *, succeeded: bool = False) -> None:
-        """Announce that no step names a request any more, and whether it `succeeded`."""
+        """Announce that no step names a request any more, and whether the request succeeded."""
         self._preempted.pop(ticket, None)
         self._hits.drop(ticket)
         self._send_all(wire.Drop(ticket=ticket, succeeded=succeeded))
@@ -238,8 +238,9 @@ class StepLeader:
         for peer, rank in self._ranks.items():
             if not self._socket.send(frame, peer) and self._open:
                 log.warning("rank %d cannot be reached", rank)
-                # End the generation only when all ranks have this message, and its step its pages.
-                # Otherwise other shards of this stage would run the step, and wait for this one.
+                # End the generation in the next turn of the loop. Then every rank has this message,
+                # and the announced step has begun here and holds its pages. If the step did not
+                # begin, the other shards of this stage would run it, and wait for this one.
                 asyncio.get_running_loop().call_soon(self._unreachable, peer, rank)
 
     def _unreachable(self, peer: bytes, rank: int) -> None:
@@ -247,7 +248,7 @@ class StepLeader:
             self.lost(rank, f"rank {rank} of the group cannot be reached")
 
     async def _read(self) -> None:
-        """Receive messages until cancelled; a message that fails is only counted (I7)."""
+        """Receive messages until cancelled; a message that fails is dropped and counted (I7)."""
         while True:
             for peer_id, frame in await self._socket.receive():
                 try:

@@ -1,4 +1,4 @@
-"""Waiting until a rank is ready: decode's half arrived, and the pages came from storage."""
+"""Waiting until a rank is ready: decode's half has arrived, and so have pages from storage."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class _Told:
 
 
 class ShardLeader:
-    """Implements `Followers` over the links to the other shards, which have numbers from 1.
+    """Implements `Followers` over the links to the other shards, which are numbered from 1.
 
     A step ends when every shard reports its end. If a shard is lost, closes its connection or falls
     silent, or if a step fails anywhere, no other step can run, and the first shard kills the
@@ -129,7 +129,7 @@ class ShardLeader:
         return len(self._told)
 
     def lost(self, number: int, why: str) -> None:
-        """Report that the process of a shard ended. Any thread may call this."""
+        """Report that the process of a shard has ended. Any thread may call this."""
         self._lose(LostError(f"shard {number} of the model is gone: {why}"))
 
     # --- Followers
@@ -202,7 +202,7 @@ class ShardLeader:
             self._changed.wait_for(lambda: self._broken is not None or self._closing or condition())
 
     def _wait_for_reason(self) -> None:
-        """Wait for the watcher's report, which follows soon after a broken link."""
+        """Wait briefly for a call of `lost`, which states why a link broke."""
         with self._changed:
             self._changed.wait_for(lambda: self._broken is not None or self._closing, _REASON_S)
 
@@ -238,7 +238,7 @@ class ShardLeader:
         while not self._closing and self._broken is None:
             ready = wait([shard.link.fileno() for shard in self.shards], self._timing.heartbeat_s)
             before_s, now_s = now_s, time.monotonic()
-            # This process may pause, so a round adds at most one heartbeat to the others' silence.
+            # This process may pause, so a round adds at most a heartbeat interval to a silence.
             passed_s = min(now_s - before_s, self._timing.heartbeat_s)
             for shard in self.shards:
                 if shard.link.fileno() in ready:

@@ -1,8 +1,8 @@
 """Messages between the first shard of a decode and the other shards: announcements of steps, and
 reports of their end.
 
-A socket pair that no other process can use connects the first shard with each other one. Both ends
-block. The thread that runs a step announces it, so no step runs unannounced.
+A socket pair that no other process can use connects the first shard with each of the others. Calls
+at both ends block. The thread that runs a step announces it, so no step runs unannounced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Reports that this shard loaded its part of the model."""
+    """Reports that this shard has loaded its part of the model."""
 
     process: ProcessIdentity
 
@@ -32,7 +32,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Reports that this shard no longer reads or writes for this step or an earlier one.
 
-    Step 0 reports that the shard mapped the pool.
+    Step 0 reports that the shard has mapped the pool.
     """
 
     step: _Count
@@ -141,7 +141,7 @@ class ShardLink:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket. Abort a call that waits first. Idempotent."""
+        """Close the socket. A waiting call must already be aborted. Idempotent."""
         self.abort()
         with self._lock:
             self._socket.close()

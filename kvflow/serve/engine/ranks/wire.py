@@ -90,16 +90,17 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=4):
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
-    """Reports that this rank opened the request.
+    """Reports that this rank has opened the request.
 
-    Once every rank did, a step may name it before the group starts it (`--optimistic-prefill`).
+    Once every rank has opened it, a step may name the request before the group starts it
+    (`--optimistic-prefill`).
     """
 
     ticket: _Number
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=6):
-    """Answers `Find`: the first `tokens` tokens of the prompt are cached here, and locked."""
+    """Answers `Find`: this rank has the first `tokens` tokens of the prompt cached and locked."""
 
     number: _Number
     tokens: _Tokens
@@ -134,7 +135,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=12):
 class Drop(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=13):
     """Announces that no further step names this request.
 
-    `succeeded` is True if the group decided so; the cache may then keep the request's pages.
+    `succeeded` is True if the request succeeded; the cache may then keep the request's pages.
     """
 
     ticket: _Number
@@ -144,15 +145,15 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True,
 class Preempt(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=15):
     """Announces that this request loses its places and everything that was computed.
 
-    The group did not start the request at the first rank yet. A later step may name it again, from
-    its first token.
+    The group has not started the request at the first rank yet. A later step may name it again,
+    from its first token.
     """
 
     ticket: _Number
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=16):
-    """Announces that the first rank started this request. It is not preempted, and may send."""
+    """Announces that the group started this request, which keeps its places and may be sent."""
 
     ticket: _Number
 
@@ -160,8 +161,8 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True,
 class Find(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=17):
     """Asks how many of the first `tokens` tokens of a prompt are cached.
 
-    The rank locks them for the request until a step, `Drop` or `Preempt` names that request, or the
-    generation ends. The answer repeats `number`.
+    The rank locks them for the request until a step, `Drop` or `Preempt` names that request, a
+    `Flush` arrives, or the generation ends. The answer repeats `number`.
     """
 
     generation: _Number
@@ -173,14 +174,14 @@ class Find(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True,
 class Flush(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=18):
     """Announces that every rank has to flush its cache.
 
-    Each rank also releases the prefixes that it locked for requests that no step named yet.
+    Each rank also releases the prefixes that it locked for requests that no step has named yet.
     """
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=14):
     """Announces that the generation ended; `failed` is the rank whose step failed, if one did.
 
-    Each rank aborts the running step, and frees what the generation took.
+    Each rank ends the running step, and frees what the generation took.
     """
 
     generation: _Number
@@ -196,7 +197,7 @@ parse_at_others: Callable[[bytes], ToOthers] = codec.parser(ToOthers)
 
 
 class GroupPrompt(msgspec.Struct, frozen=True, array_like=True, tag=21):
-    """A request, as the leader of the group receives it and every rank opens it.
+    """A request that the leader of the group receives, and that every rank opens.
 
     `ids` are uint32, little-endian; `digest` is the one that `check_prompt` computes.
     """

@@ -32,7 +32,7 @@ class CountPenalties(LogitsProcessor):
 
 
 class Adjustments:
-    """A callable that makes one request's changes to its logits.
+    """A callable that changes one request's logits.
 
     The changes depend on the request's own tokens alone, not on the batch or on earlier calls. The
     model thread makes the calls; `sequence` must hold all tokens before the one to choose.

@@ -2,9 +2,9 @@
 same token.
 
 The first rank gives a request its places, which include the pages that its own cache has, and asks
-the other ranks. No step names the request until all of them answer. If one of them has less, the
-request frees its places and takes others, perhaps a moment later. It is certain to get them,
-because all prompts that have places fit into every pool, even without a cache.
+the other ranks how much they have cached. No step names the request until all of them answer. If
+one of them has less, the request frees its places and takes others, perhaps a moment later. It is
+certain to get them, because all prompts that have places fit into every pool, even without a cache.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Beginnings:
     def flushed(self, placed: Iterable[PrefillRequest]) -> None:
         """Flush the caches of the other ranks, after this rank's cache was flushed.
 
-        Requests of `placed` that no step named yet begin without cached pages, at every rank.
+        Requests of `placed` that no step has named yet begin without cached pages, at every rank.
         """
         if self._lockstep is None:
             return

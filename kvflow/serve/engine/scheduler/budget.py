@@ -2,10 +2,10 @@
 
 The first request in the queue is never passed over, even if a later one would fit.
 
-Decode uses this queue. It announces a room before the room's request waits here, and prefill gives
-the room no places before the request leaves the queue. So a request that has places at prefill
-never waits in this queue, and requests cannot wait for each other in a circle, in whatever order
-their legs arrive at several prefills and decodes.
+Decode uses this queue. It announces a room to prefill before the room's request waits here. Prefill
+gives the room no places before the request leaves the queue, except those of an early start, which
+it can take back. So requests cannot wait for each other in a circle, in whatever order their legs
+arrive at several prefills and decodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.page_waiter import PageWaiter
 from kvflow.protocols.errors import CapacityError, KvflowError
 
-# If no request runs, all pages that are not free are in quarantine.
+# While no request runs, all pages that are neither free nor cached are in quarantine.
 # A request that needs them fails after this time, so that others get the free ones.
 STUCK_S = 20.0
 DECAY_STEPS, LEAST_SHARE, RETRACT_STEPS = 600, 0.14, 20  # values of SGLang's scheduler
@@ -53,7 +53,7 @@ class NewTokenRatio:
 
 
 class Shortage:
-    """Measures how long pages are missing that no running request will free."""
+    """Measures the time during which too few pages are free, and no running request frees more."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
@@ -85,7 +85,7 @@ class Admission:
     base: int
     priority: int
     number: int
-    away: bool = False  # True after it ran and was retracted
+    away: bool = False  # True once the request has been retracted
     row_taken: bool = field(init=False)
     covered: int = 0
     granted: asyncio.Future[None] = field(
@@ -100,14 +100,14 @@ class Admission:
         self.row_taken = True
 
     def cover(self, pages: int) -> None:
-        """Record how many cached pages the request begins with. Repeating it is harmless."""
+        """Record how many cached pages the request begins with. A repeated call is harmless."""
         self.has(pages - self.covered)
         self.covered = pages
 
     def has(self, pages: int) -> None:
-        """Promise `pages` fewer pages, which the request has without taking them (cached ones).
+        """Promise `pages` fewer pages, because the request has that many cached pages.
 
-        A negative number means that it lost them, so that they are promised again.
+        If the number is negative, the request lost cached pages, and they are promised again.
         """
         self.total, self.base = max(self.taken, self.total - pages), max(0, self.base - pages)
         if pages > 0:
@@ -119,7 +119,7 @@ class Admission:
 
     @property
     def opening(self) -> int:
-        """Pages that the request needs in order to begin, and does not own yet."""
+        """The number of pages that the request needs in order to begin, and does not own yet."""
         return max(0, self.base - self.taken)
 
     @property
@@ -181,7 +181,10 @@ class PageBudget:
 
     @property
     def spare(self) -> int:
-        """Free pages that running requests may grow into; the others are for new requests."""
+        """The number of free pages that running requests may grow into.
+
+        The other free pages are promised to requests that begin.
+        """
         return self._pages.free_pages - self._opening
 
     @property
@@ -189,7 +192,7 @@ class PageBudget:
         return sum(a.opening for a in self._live)
 
     def reclaim(self, count: int) -> None:
-        """Let the cache evict until `spare` is `count`, or nothing if that is impossible."""
+        """Make the cache evict pages until `spare` is `count`; evict none if that is impossible."""
         if self._pages.reclaimables:
             self._pages.reclaim(self._opening + count)
 
@@ -199,14 +202,14 @@ class PageBudget:
         return self._pages.available_pages - self._opening
 
     def shortage(self, what: str, asked: int, free: int) -> CapacityError:
-        """Return the error for missing pages, which it counts in tokens, as clients do."""
+        """Return the error for missing pages. It counts tokens, the unit that clients know."""
         return CapacityError(what, asked * self._page_size, max(0, free) * self._page_size)
 
     async def admit(
         self, total: int, taken: int = 0, *, base: int | None = None, priority: int = 0
     ) -> Admission:
-        """Wait for a promise of `base` pages (by default `total`), and of a share of those up to
-        `total`.
+        """Wait for a promise of `base` pages (by default `total`), and of a share of the remaining
+        pages up to `total`.
 
         Requests are admitted in order of priority and arrival.
 
@@ -321,7 +324,7 @@ class PageBudget:
         return CapacityError("free rows, and no running request will free more", 1, max(0, rows))
 
     def close(self, error: KvflowError) -> None:
-        """Admit no more requests; the waiting ones raise `error`."""
+        """Make all waiting requests raise `error`. Call `admit` no more afterwards."""
         self._returned.close()
         if self._timer is not None:
             self._timer.cancel()

@@ -28,7 +28,8 @@ from kvflow.serve.engine.scheduler.budget import Admission
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut, finish
 from kvflow.serve.engine.scheduler.sampling import Choice, Draw, choose
 
-# Shorter steps share a delivery, which takes the interpreter lock from the model thread.
+# Steps that end within this time share a delivery, because each delivery takes the interpreter lock
+# from the model thread.
 DELIVER_EVERY_S = 0.01
 
 
@@ -43,7 +44,8 @@ class DecodeRequest:
     `tokens` carries its tokens, or the error that ended it, to its reader. The request keeps
     prefill's hand-over (I9), so there is no shared slot that a later hand-over could fill.
     `resident` owns its places in the pool, or its host memory. `prefix` holds the cached pages with
-    which it begins. They belong to the cache, and remain locked while the request is retracted.
+    which it begins. They belong to the cache, and remain locked while the request is retracted,
+    unless `Retractions` unlocks them.
     """
 
     number: int
@@ -102,8 +104,8 @@ class DecodeRequest:
     ) -> Row:
         """Return a row of tokens whose state is computed again after a retraction.
 
-        The row has about `most` tokens, as far as the model can divide them (`chunk`). If it ends
-        with the last token, it also yields the next one.
+        The row has about `most` tokens; `chunk` decides how many. If it includes the last token,
+        the step also generates the next one.
         """
         s = self.sequence
         left = s.length - s.computed
@@ -141,9 +143,9 @@ class Burst:
         one_by_one: bool = False,
         chunk: Callable[[int, int], int] = min,
     ) -> None:
-        """With `one_by_one`, generated tokens are computed again one per step, for models whose
-        state would otherwise differ. `chunk` divides prompts that are computed again; see
-        `LoadedModel.chunk`.
+        """With `one_by_one`, a recomputation takes one step for each generated token, because the
+        states of some models would otherwise differ. `chunk` divides prompts that are computed
+        again; see `LoadedModel.chunk`.
 
         `deliver` is called on the event loop with the tokens of one or more steps, in order. A
         request's last token is delivered at once, other tokens within `DELIVER_EVERY_S` plus one
@@ -158,10 +160,10 @@ class Burst:
     def run(
         self, batch: list[DecodeRequest], most_steps: int, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Run at most `most_steps` steps in the model thread, none after one in which a request
-        ends.
+        """Run at most `most_steps` steps, and none after a step in which a request ends.
 
-        Other requests may wait for the pages of that request, which are held until the burst ends.
+        The model thread calls this. The pages of the ended request are held until the burst ends,
+        and other requests may wait for them.
         """
         held: list[Tokens] = []
         delivered_at_s = time.monotonic()

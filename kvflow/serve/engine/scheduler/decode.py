@@ -1,4 +1,4 @@
-"""The decode engine: continuous batching of sequences whose pages landed, one token per step."""
+"""The decode engine, which batches sequences whose pages have landed: one token each per step."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ READERS_PER_TURN = 16  # readers that receive tokens in one turn of the loop
 class DecodeEngine(EngineLoop):
     """Decodes all running requests together, at most `max_batch` per step.
 
-    Other requests wait in order of priority and arrival. So does a request whose pages cannot be
-    promised yet.
+    Requests above this limit, and requests whose pages cannot be promised yet, wait in order of
+    priority and arrival.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class DecodeEngine(EngineLoop):
     ) -> None:
         """`new_token_ratio` is the share of a request's new tokens for which it is promised pages.
         Below 1.0, the engine retracts requests when the pool runs short: it copies their state to
-        host memory (`snapshots`). If that is full or absent, it computes the state again later
-        (`recompute`), or ends the request with an error.
+        host memory (`snapshots`). If that is full or absent, it computes the state again later, or
+        ends the request with an error if `recompute` is False.
 
         `cache`, the prefix cache of this pool, keeps the pages that requests computed, unless they
         end with an error. `prefetch` decides how long a prompt waits for pages that it loads.
@@ -105,7 +105,7 @@ class DecodeEngine(EngineLoop):
             model.neighbours.wait_for_followers,
         )
         self._max_batch = max_batch
-        self._running: dict[int, DecodeRequest] = {}  # by number, in order of arrival
+        self._running: dict[int, DecodeRequest] = {}  # by number, in the order in which they joined
         self._numbers = itertools.count()
         self._outgoing: dict[DecodeRequest, list[TokenOut | KvflowError]] = {}
         self._paused = False
@@ -165,7 +165,7 @@ class DecodeEngine(EngineLoop):
             self._fail(request, room_error(cause))
 
     def pause(self) -> None:
-        """Start no step until `resume`, so that requests collect for one batch."""
+        """Start no step until `resume`, so that requests gather for one batch."""
         self._paused = True
 
     def resume(self) -> None:
@@ -173,7 +173,7 @@ class DecodeEngine(EngineLoop):
         self._wake.set()
 
     def retract_all(self) -> None:
-        """Retract every running request before the next step; they return in turn."""
+        """Retract all running requests before the next step; they return in turn."""
         self._retract_all = True
         self._wake.set()
 
@@ -199,7 +199,7 @@ class DecodeEngine(EngineLoop):
         With the policy best_effort, the cache meanwhile fetches the prompt's pages from storage to
         the host.
 
-        Raises: MisuseError, CapacityError for a request that can never run.
+        Raises: MisuseError, CapacityError (see `PageBudget.admit`).
         """
         self._refuse_when_closing()
         self.check(prompt, params)
@@ -348,7 +348,7 @@ class DecodeEngine(EngineLoop):
         )
 
     def _first(self, request: DecodeRequest) -> TokenOut:
-        """Return the first token. The request joins the batch, unless it ends here."""
+        """Return the first token. The request joins the batch, unless this token ends it."""
         handoff = request.handoff
         check_handoff(
             handoff, request.sequence.prompt_length, request.params, self._model.vocab_size
@@ -394,11 +394,10 @@ class DecodeEngine(EngineLoop):
     def _keep(self, request: DecodeRequest) -> None:
         """Hand over to the cache the full pages of a request that ended without an error.
 
-        A step that still runs writes only after these pages.
+        A step that still runs writes only to later pages.
 
         A model with states may compute other values for a generated token than prefill would
-        (nemotron_h: K differs by 0.05 of 8). For such a model, the cache keeps only pages of the
-        prompt.
+        (nemotron_h does). For such a model, the cache keeps only pages of the prompt.
         """
         prefix, s, resident = request.prefix, request.sequence, request.resident
         if self.cache is None or prefix is None or resident.phase is not ResidencyPhase.RESIDENT:
@@ -425,7 +424,7 @@ class DecodeEngine(EngineLoop):
         while not self._closing:
             self._wake.clear()
             self._returned.look()
-            # Pages that the last burst or a copy held are free now.
+            # The last burst or a copy may have held pages that are free now.
             self._budget.grant()
             batch, most_steps = self._next_batch()
             if not batch:
@@ -458,7 +457,7 @@ class DecodeEngine(EngineLoop):
             victims = self._retractions.victims(self._running.values(), self._growth.short)
             self._leave(victims)
             batch = list(filter(self._is_running, batch)) if victims else batch
-        # An admitted request that does not run yet frees pages in time: it ends, or is retracted.
+        # Admitted requests that do not run yet free pages later, when they end or are retracted.
         on_the_way = self._budget.admitted > len(self._running)
         may_come = bool(batch or self._retractions.coming_pages or leaving or on_the_way)
         if self._growth.short and not may_come and self._retractions.release_cached():
@@ -474,7 +473,7 @@ class DecodeEngine(EngineLoop):
     async def _sleep(self) -> None:
         if self._growth.short:
             self._returned.wait()
-        # After this time, the loop ends requests for which no pages returned.
+        # After this time, the loop ends requests for which no pages have become free.
         with suppress(TimeoutError):
             async with asyncio.timeout(self._growth.stuck_in_s):
                 await self._wake.wait()
@@ -488,7 +487,7 @@ class DecodeEngine(EngineLoop):
         return request.number in self._running
 
     def _goes_on(self) -> bool:
-        """Return True until a request joins or leaves. The model thread calls this."""
+        """Return True until the loop is woken, paused or closed. The model thread calls this."""
         return not (self._wake.is_set() or self._paused or self._closing)
 
     def _deliver(self, steps: list[Tokens]) -> None:

@@ -1,4 +1,4 @@
-"""Taking pages for the next tokens of running requests, or ending them if there are none."""
+"""Taking pages for the next tokens of running requests, and ending requests that get none."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ class Growth:
         return ready, most_steps
 
     def fail_stuck(self, *, may_come: bool) -> None:
-        """End the requests in `short` if the shortage lasts and no step or copy may end it."""
+        """End the requests in `short` once no pages have come for `STUCK_S`.
+
+        `may_come` is True while a step or a copy may still free pages; the time then starts again.
+        """
         self.stuck_in_s = None
         if may_come or not self.short:
             self._shortage.ended()

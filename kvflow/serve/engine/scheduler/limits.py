@@ -37,7 +37,7 @@ class EngineLimits:
     ) -> None:
         """`hidden_size` is the width of the last hidden states, 0 if they are not available.
 
-        With `whole_prompts`, one step computes each prompt, and the logits of all scored tokens.
+        With `whole_prompts`, a single step computes a prompt and the logits of its scored tokens.
         """
         self.context_length, self.pool_tokens = context_length, page_size * num_pages
         self._vocabulary, self._page_size = vocab_size, page_size
@@ -80,7 +80,7 @@ class EngineLimits:
     def check_new_tokens(self, prompt: Prompt, params: SamplingParams, *, generates: bool) -> None:
         """Check that all of `max_new_tokens` fit, for callers that do not shorten requests.
 
-        With `generates`, they must fit into the pool too, because decode keeps new tokens there.
+        With `generates`, the tokens must also fit into the pool, because decode keeps them there.
 
         Raises: CapacityError.
         """
@@ -94,14 +94,14 @@ class EngineLimits:
             self.check_total(len(prompt) + max(1, params.max_new_tokens))
 
     def check_total(self, tokens: int) -> None:
-        """Check a prompt with its new tokens against the pool. Raises: CapacityError."""
+        """Check that a prompt and completion of `tokens` tokens fit. Raises: CapacityError."""
         if tokens > self.max_tokens:
             raise CapacityError(
                 f"tokens of prompt + max_new_tokens in {_POOL}", tokens, self.max_tokens
             )
 
     def check_sampling(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Check the sampling parameters against the model and the hand-over.
+        """Check the sampling parameters against the limits of the model and of hand-overs.
 
         Raises: MisuseError for token ids outside the vocabulary, bad words that may leave no token
         to choose, a position outside the prompt, more log-probabilities than a hand-over holds, or
@@ -168,9 +168,9 @@ class EngineLimits:
                 raise MisuseError(text)
 
     def new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
-        """Return `max_new_tokens` cut to the context, and at least 1, for prefill's token."""
+        """Return `max_new_tokens` within the context, but at least 1: prefill chooses a token."""
         return min(max(1, params.max_new_tokens), self.context_length - len(prompt))
 
     def worst_pages(self, prompt: Prompt, new_tokens: int) -> int:
-        """Return the pages needed; the last new token is never fed back."""
+        """Return the number of pages needed. The last new token is not fed back, and needs none."""
         return -(-(len(prompt) + new_tokens - 1) // self._page_size)

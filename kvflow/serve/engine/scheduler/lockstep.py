@@ -18,12 +18,12 @@ class Lockstep(Protocol):
 
     @property
     def most_places(self) -> tuple[int, int]:
-        """The pages and rows that the smallest pool of all ranks has."""
+        """The smallest number of pages, and the smallest number of rows, that a rank's pool has."""
 
     def announce(self, rows: list[Row], requests: list[PrefillRequest]) -> None: ...
 
     def preempt(self, request: PrefillRequest) -> None:
-        """Announce that a request lost its places here.
+        """Announce that a request lost its places at this rank.
 
         A later step may name it again, from its first token.
         """
@@ -38,13 +38,13 @@ class Lockstep(Protocol):
     def flush(self) -> None:
         """Flush the caches of all other ranks.
 
-        They also release the prefixes locked for requests that no step named yet.
+        They also release the prefixes locked for requests that no step has named yet.
         """
 
     def stepped(self) -> None:
-        """Report that the step announced last ended here."""
+        """Report that the most recently announced step has ended at this rank."""
 
     def break_off(self, cause: Cause) -> None:
-        """End the current generation of steps, because a step failed here and the other ranks wait
-        for data that will not come.
+        """End the current generation of steps, because a step failed at this rank and the other
+        ranks wait for data that will not come.
         """

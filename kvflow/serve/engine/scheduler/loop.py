@@ -75,7 +75,7 @@ class EngineLoop:
             raise room_error(self._closing_cause)
 
     def _failed(self, what: str, error: Exception) -> Cause:
-        """Count and log a failure; return the cause with which the requests in it end."""
+        """Count and log a failure; return the cause with which the affected requests end."""
         self.failed_steps += 1
         # Another process of the model is at fault, so a traceback of this one would not help.
         if isinstance(error, LostError):

@@ -1,8 +1,8 @@
 """Optimistic starts: prompts that are computed before decode's half of their room arrives
 (`--optimistic-prefill`).
 
-Such an early request may lose its places at any time: a request with both halves of its room takes
-them, from the early requests with the least work to lose. So no request with both halves waits for
+Such an early request may lose its places at any time to a request with both halves of its room. The
+early requests with the least work to lose give way first. So no request with both halves waits for
 a half that may never arrive, and there is no deadlock, however many prompts begin early. Lost work
 is computed again. A request that lost its places too often waits for its match before it begins
 again.
@@ -39,7 +39,7 @@ def urgency(request: EarlyRequest) -> int:
 
 
 class OptimisticStarts(Generic[R]):
-    """The requests of one prefill whose rooms are not matched yet, if they may begin early or did.
+    """The requests of one prefill that may begin, or began, before their rooms are matched.
 
     `first` is the next request to begin, in order of priority and arrival. A request begins early
     at most `tries` times.
@@ -64,7 +64,10 @@ class OptimisticStarts(Generic[R]):
         return self._waiting[0] if self._waiting else None
 
     def load(self, running: int, unmatched: int, waiting: int) -> EngineLoad:
-        """Return the load. Early requests are both `running` and `unmatched`, but count once."""
+        """Return the load.
+
+        A request that began early is among the `running` and the `unmatched`, but counts once.
+        """
         return EngineLoad(running, unmatched - len(self._holding) + waiting)
 
     def add(self, request: R) -> None:
@@ -104,8 +107,8 @@ class OptimisticStarts(Generic[R]):
         number of pages missing at a rank without cached pages, where each early request has all
         pages of its prompt. `in_use` are cached pages that other requests read.
 
-        The chosen requests begin again if they may. Call this between steps, when no step includes
-        any of them (I13).
+        The chosen requests begin again if they have tries left. Call this between steps, when no
+        step includes any of them (I13).
         """
         holding = list(self._holding.values())
 

@@ -27,7 +27,7 @@ MAX_LOGIT_BIAS = 4096
 MAX_BAD_WORD_TOKENS = 8192  # in all bad words together
 MAX_BIAS = 100
 MAX_PRIORITY = (1 << 63) - 1  # SGLang's range
-# Dividing by a lower temperature overflows a float, and the most likely token wins anyway.
+# Dividing by a lower temperature may overflow, and the most likely token wins anyway.
 GREEDY_BELOW = 1e-6
 
 _RANGES = {
@@ -96,8 +96,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     count generated tokens only. `repetition_penalty` is transformers': a factor that also applies
     to tokens of the prompt. `min_p` is a share of the most likely token's probability. `logit_bias`
     adds values to the logits of token ids, and `bad_words` are token sequences that are never
-    completed. No token ends the request before `min_new_tokens`. Log-probabilities are those of the
-    model, unaffected by these parameters.
+    completed. No token ends the request before `min_new_tokens` tokens are generated.
+    Log-probabilities are those of the model, unaffected by these parameters.
 
     `logprob_token_ids` are tokens whose log-probabilities are returned at every position, in
     addition to that of the chosen token. `prompt_logprobs_from` asks for the log-probabilities of
@@ -108,7 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `priority` decides which requests wait, not which tokens are chosen. The waiting request with
     the largest priority starts first, and the running request with the smallest is retracted first.
-    Among equals, the order of arrival decides.
+    Among waiting requests of equal priority, the order of arrival decides.
 
     Raises: MisuseError, which names the field, the value and the limit.
     """
@@ -197,9 +197,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Return a digest of all parameters that affect the first token.
 
         Two requests for the same prompt may share a first token if their digests are equal.
-        Parameters that affect only later tokens are left out, and so are those that decide where
-        the answer ends. Entries in another order, or 1 in place of 1.0, do not change the digest,
-        since a proxy may rewrite the body that it sends to prefill and to decode.
+        Parameters that affect only later tokens are left out. So are those that decide where the
+        answer ends, unless `min_new_tokens` bans the ending tokens. Entries in another order, or 1
+        in place of 1.0, do not change the digest, since a proxy may rewrite the body that it sends
+        to prefill and to decode.
         """
         return self._digest(spares_ending=self.min_new_tokens > 0)
 
@@ -283,7 +284,7 @@ class EngineRetractions(msgspec.Struct, frozen=True, kw_only=True):
 def finish(
     token_id: int, generated: int, limit: int, params: SamplingParams, eos_ids: frozenset[int]
 ) -> tuple[FinishReason | None, int | None]:
-    """Return the reason why `token_id` ends the request, and the stop token's id if it is one.
+    """Return the reason why `token_id` ends the request, and the id again if it is a stop token.
 
     Both are None if the request continues. `token_id` is the `generated`-th new token of at most
     `limit`.

@@ -94,8 +94,8 @@ class PrefillEngine(EngineLoop):
         # Unmatched requests hold no places unless they begin early.
         self._early: OptimisticStarts[PrefillRequest] = OptimisticStarts(optimistic_tries)
         self._waiting: deque[PrefillRequest] = deque()
-        self._running: dict[int, PrefillRequest] = {}  # by id, in order of arrival
-        # Requests, by id, that hold places. `drop` or a preemption removes the entry.
+        self._running: dict[int, PrefillRequest] = {}  # by id, in the order of placement
+        # Requests, by id, that have places from the engine. `drop` or a preemption removes them.
         self._placed: dict[int, PrefillRequest] = {}
         self._numbers = itertools.count()
         self._prefetch: PrefetchPolicy = prefetch
@@ -201,7 +201,7 @@ class PrefillEngine(EngineLoop):
         return self._new_request(room, prompt, params, ticket=ticket, namespace=namespace)
 
     def may_begin(self, request: PrefillRequest) -> None:
-        """Let a request begin before its room is matched. Later calls have no effect."""
+        """Let a request begin before its room is matched. Has no effect after the match."""
         if id(request) in self._unmatched:
             self._early.add(request)
             self._wake.set()
@@ -209,9 +209,10 @@ class PrefillEngine(EngineLoop):
     def matched(
         self, request: PrefillRequest, prefix: int, into: PageIndices | None = None
     ) -> None:
-        """Record that decode's half of the room arrived, and has `prefix` tokens of the prompt.
+        """Record that decode's half of the room has arrived.
 
-        `into` has the meaning that it has in `prefill`.
+        Decode already has `prefix` tokens of the prompt. `into` has the same meaning as in
+        `prefill`.
 
         Raises: AbortedError if the engine is closing.
         """
@@ -221,11 +222,11 @@ class PrefillEngine(EngineLoop):
         self._enqueue(request, into)
 
     def has_places(self, request: PrefillRequest) -> bool:
-        """Return True if a step may have named the request."""
+        """Return True if the request has places, so that a step may have named it."""
         return id(request) in self._placed
 
     def agreed(self, request: PrefillRequest, tokens: int) -> None:
-        """Record the answer to `Lockstep.find`; the request begins after these tokens."""
+        """Record the answer to `Lockstep.find`. The request begins after `tokens` cached tokens."""
         self._beginnings.agreed(request, tokens)
 
     def flush(self) -> None:
@@ -295,7 +296,7 @@ class PrefillEngine(EngineLoop):
         self._running.pop(id(request), None)
         if self._early.holds(request):
             self._early.forget(request)
-            # The request's task waits for the match, which raises this error once the room closes.
+            # The request's task waits for the match. Closing the room makes that raise this error.
             request.room.close(error.cause())
         elif not request.first.done():
             request.first.set_exception(error)
@@ -343,7 +344,7 @@ class PrefillEngine(EngineLoop):
 
     def _step_failed(self, requests: list[PrefillRequest], error: Exception) -> None:
         lockstep = self._lockstep
-        # The group already ended this step, and its requests, with a cause that is known.
+        # The generation already ended, and its requests with it, for a known cause.
         if lockstep is not None and not lockstep.ready:
             lockstep.stepped()
             return
@@ -425,10 +426,10 @@ class PrefillEngine(EngineLoop):
     def _short_of(self, request: PrefillRequest) -> tuple[int, int, int]:
         """Count the places that a request's whole prompt lacks; negative if more are free.
 
-        Returns the pages missing here, the rows missing at the rank that lacks the most, and the
-        pages missing at the rank with the smallest pool if nothing were cached there. The other
-        ranks may hold the places of a request until `drop`, so requests whose rooms ended count
-        too.
+        Returns the pages missing at this rank, the rows missing at the rank that lacks the most,
+        and the pages missing at the rank with the smallest pool if nothing were cached there. The
+        other ranks may hold the places of a request until `drop`, so requests whose rooms ended
+        count too.
         """
         missing, missing_rows = self.steps.short_of(request)
         if self._lockstep is None:
@@ -449,7 +450,7 @@ class PrefillEngine(EngineLoop):
             s = request.sequence
             remaining = s.prompt_length - s.computed
             if not remaining or request.is_asking:
-                # Its last chunk is already sent, or the other ranks have not answered yet.
+                # The whole prompt is computed, or the other ranks have not answered yet.
                 continue
             if not left or len(rows) == self._max_rooms:
                 break

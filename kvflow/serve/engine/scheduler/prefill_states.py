@@ -1,8 +1,8 @@
 """Saving the states of prompts in prefill's prefix cache, and restoring them.
 
 A state is useful only at the end of a page. So a prompt with states is divided in such a way that
-one chunk ends with its last full page, and one where the prompt departs from what is cached. Other
-chunks end at page boundaries, as far as the limits of a step allow.
+one chunk ends with the last full page, and another one where the prompt departs from what is
+cached. Other chunks end at page boundaries if the limits of a step permit that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Copy(NamedTuple):
 
 
 class StepCopies(NamedTuple):
-    """Copies of states into rows before a step, and out of rows after it, in the model thread."""
+    """Copies of states that the model thread makes: into rows before a step, from rows after it."""
 
     store: StateStore
     restored: list[_Copy]
@@ -59,7 +59,7 @@ class StepCopies(NamedTuple):
 
 
 class PromptStates:
-    """Manages the states of one prefill's prompts. Used on the event loop."""
+    """Manages the states of one prefill's prompts. Only the event loop uses it."""
 
     def __init__(
         self, cache: PrefixCache, store: StateStore, fewest: int, device: torch.device
@@ -120,10 +120,10 @@ class PromptStates:
             prefix.release_state()
 
     def _slot_for(self, request: CachedRequest, end: int) -> int | None:
-        """Return a slot for the state before token `end`; None if no page ends there or none is
+        """Return a slot for the state before token `end`; None if no page ends there or no slot is
         free.
 
-        If slots are short, the request gives up the slot of its earliest state.
+        If slots are short, the request reuses the slot of its earliest state.
         """
         s, states = request.sequence, request.states
         if end % self._page_size:

@@ -41,7 +41,7 @@ from kvflow.serve.engine.scheduler.scoring import PromptScorer
 def most_cached(prompt_length: int, params: SamplingParams, fewest_tokens: int = 1) -> int:
     """Return how many tokens of a prompt the cache may supply at most.
 
-    The others must be computed, because their logits are wanted: at least those of the last token.
+    The model must compute tokens whose logits are wanted, and at least the last `fewest_tokens`.
     """
     start, most = params.prompt_logprobs_from, prompt_length - fewest_tokens
     return most if start is None else min(start, most)
@@ -71,7 +71,7 @@ class PrefillRequest:
     is_asking: bool = False
     # The locked cached pages with which the request begins; None while none are locked.
     prefix: Prefix | None = None
-    # Slots of the state store that the request owns, by the tokens that each state covers.
+    # Slots of the state store that the request owns, by the number of tokens that a state covers.
     states: dict[int, int] = field(default_factory=dict)
     cached_tokens: int = 0  # tokens of the prompt that the cache had
     queued_at_s: float = field(default_factory=time.perf_counter)
@@ -81,8 +81,8 @@ class PrefillRequest:
     )
     scorer: PromptScorer | None = field(init=False)
     hidden_states: PackedArray | None = field(init=False)  # at the last token of the prompt
-    has_begun: bool = field(init=False)  # True once a step named it
-    choice: Choice | None = field(init=False)  # set once computed, if this rank chooses
+    has_begun: bool = field(init=False)  # True once a step has named the request
+    choice: Choice | None = field(init=False)  # set at the prompt's end, if this rank chooses
     # The first token from another rank, if it arrives before the group starts the request.
     early_token: TokenOut | None = field(init=False)
 
@@ -109,7 +109,7 @@ class PrefillRequest:
         return most if self.agreed is None else min(most, self.agreed)
 
     def start_again(self) -> Places:
-        """Forget what was computed; return the places to free. The token stays the same."""
+        """Forget what was computed, and return the places to free. `draw` stays the same."""
         self._begin()
         return self.sequence.start_again()
 
@@ -200,7 +200,7 @@ class PrefillSteps:
         )
 
     async def load(self, request: PrefillRequest, policy: PrefetchPolicy) -> None:
-        """Copy pages from the host, and lock the cached ones. The request must have no places."""
+        """Load cached pages from the host, and lock the prefix. The request must have no places."""
         assert self.cache is not None
         s = request.sequence
         prefix = await bring(
@@ -231,7 +231,7 @@ class PrefillSteps:
         return cache.match(s.tokens[: s.prompt_length], request.most_cached, request.namespace)
 
     def give_back(self, request: PrefillRequest) -> None:
-        """Free the places of a request; those in use become free when that ends (I13)."""
+        """Free the places of a request; those in use become free when their use ends (I13)."""
         self._give_back(request, request.sequence.places)
 
     def keep(self, request: PrefillRequest) -> None:
@@ -322,7 +322,7 @@ class PrefillSteps:
         )
 
     def send(self, request: PrefillRequest) -> None:
-        """Send the full pages of a request that were not sent before.
+        """Send the full pages of a request that have not been sent yet.
 
         After the prompt's last chunk, send the remaining pages and the row, with the hand-over if
         this rank chose the first token.

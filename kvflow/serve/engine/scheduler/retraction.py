@@ -33,8 +33,8 @@ REPORT_EVERY_S = 10.0
 class Retractions:
     """Chooses the requests to retract, and moves them off the device and back.
 
-    `back` is called with each request that returns, `failed` with each that cannot. Used on the
-    event loop. No step includes a request while it is moved.
+    `back` is called with each request that returns, `failed` with each that cannot. Only the event
+    loop uses this class. No step includes a request while it is moved.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Retractions:
         return True
 
     def _release_prefix(self, request: DecodeRequest) -> None:
-        """Unlock the cached pages, to be looked up or computed again later."""
+        """Unlock the request's cached pages. They are looked up or computed again later."""
         assert request.prefix is not None
         count = int(request.prefix.pages.size)
         request.prefix.release()

@@ -26,7 +26,7 @@ class PrefillRoomPort(Protocol):
         """
 
     async def done(self) -> None:
-        """Wait until every write landed."""
+        """Wait until every write has landed."""
 
     def close(self, cause: Cause | None = None) -> None:
         """Close the room. Idempotent, in any state.
@@ -49,7 +49,7 @@ class DecodeRoomPort(Protocol):
         """
 
     async def landed(self) -> bytes:
-        """Wait until all pages landed; returns prefill's hand-over.
+        """Wait until all pages have landed; returns prefill's hand-over.
 
         Raises: the room's error.
         """

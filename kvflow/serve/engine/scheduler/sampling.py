@@ -17,12 +17,12 @@ import torch
 from kvflow.serve.engine.scheduler.adjustments import Adjustments
 from kvflow.serve.engine.scheduler.params import SamplingParams
 
-# top_k and top_p first select among so many tokens, because sorting all of them is expensive.
+# top_k and top_p first select among this many tokens, because sorting all tokens is expensive.
 CANDIDATES = 1024
 
 
 class Draw(NamedTuple):
-    """The parameters of one row's draw; `position` is the index of the chosen token."""
+    """The parameters of one row's draw; `position` is the index of the token to choose."""
 
     params: SamplingParams
     seed: int

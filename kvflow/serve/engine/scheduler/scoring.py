@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.serve.engine.model.sequence import Sequence
 
-# Limit on the tokens scored in one step, whose logits are each as wide as the vocabulary.
+# Limit on the tokens scored in one step, because each needs logits for the whole vocabulary.
 TOKENS_PER_STEP = 256
 # The number of tokens whose float32 log-probabilities are in memory at a time.
 _SLICE = 32
@@ -30,12 +30,12 @@ class PromptScorer:
         self._parts: list[tuple[NDArray[np.generic], ...]] = []
 
     def logits_wanted(self, count: int) -> int:
-        """Return how many of the next `count` tokens, counted from the last one, need logits."""
+        """Return how many of the next `count` tokens need logits. These are the last ones."""
         computed = self._sequence.computed
         return max(0, computed + count - max(self._start, computed))
 
     def add(self, logits: torch.Tensor, end: int) -> None:
-        """Add the `logits` [tokens, vocabulary] of the next tokens before position `end`."""
+        """Add the `logits` [tokens, vocabulary] of the last tokens before position `end`."""
         following = self._sequence.tokens[
             end - len(logits) + 1 : min(end + 1, self._sequence.prompt_length)
         ]

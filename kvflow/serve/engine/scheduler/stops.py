@@ -8,7 +8,7 @@ from typing import Self
 from kvflow.protocols.errors import MisuseError
 
 MAX_STOPS = 64
-# The automaton has a state per character; this many take 0.5 ms to build, and 0.5 MB.
+# The automaton has a state per character. This many take 0.5 ms to build and 0.5 MB of memory.
 MAX_STOP_CHARACTERS = 2048
 
 
@@ -22,7 +22,7 @@ class StopStrings(tuple[str, ...]):
     """
 
     _next: list[dict[str, int]]
-    _shorter: list[int]  # by state: the longest shorter state with which it ends
+    _shorter: list[int]  # by state: the longest shorter state that is its suffix
     _length: list[int]
     _complete: list[bool]  # by state: True if it ends with a stop string
 
@@ -78,5 +78,5 @@ class StopStrings(tuple[str, ...]):
         return self._complete[state]
 
     def held(self, state: int) -> int:
-        """Return how many characters at the end of the text may become a stop string."""
+        """Return how many characters at the end of the text may be the start of a stop string."""
         return self._length[state]

@@ -15,7 +15,7 @@ from kvflow.serve.engine.scheduler.stops import StopStrings
 class TextStream:
     """Turns one request's tokens into text.
 
-    `stopped` is the stop string that ended the text. Feed no more tokens after that.
+    `stopped` is the stop string that ended the text, or None. Tokens fed after it add no text.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TextStream:
         self.stopped: str | None = None
 
     def feed(self, token_id: int) -> str:
-        """Return the text that becomes certain with this token, which is often empty."""
+        """Return the text that becomes certain with this token. It is often empty."""
         if self.stopped is not None:
             return ""
         unsearched, self._unsearched = self._unsearched > 0, self._unsearched - 1
@@ -88,7 +88,10 @@ class TextStream:
         return text
 
     def _end(self) -> str:
-        """Return the text up to the stop string that begins first; `stop` decides among equals."""
+        """End the text at the stop string that begins first, and return the last piece of text.
+
+        If several begin at the same character, the first of them in `stop` counts.
+        """
         hits = [(at, s) for s in self._stop if (at := self._pending.find(s)) >= 0]
         at, self.stopped = min(hits, key=lambda hit: hit[0])
         end = at + len(self.stopped) if self.include_stop else at

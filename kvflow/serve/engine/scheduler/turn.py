@@ -1,14 +1,14 @@
-"""Loading cached pages from host memory for the prompt of prefill whose turn it is, and locking
-them until it begins.
+"""Loading cached pages from host memory for the prefill prompt whose turn it is, and locking them
+until the prompt begins.
 
 A prompt loads pages only when it is the first in its queue and could take all of its places at
 once. If many prompts loaded pages while they waited, the last ones would evict the pages of the
-first ones before these began. Loaded pages are locked until the prompt takes its places, which then
-takes one turn of the event loop.
+first ones before these began. Loaded pages are locked until the prompt takes its places, before the
+engine's next step.
 
 So at most one prompt locks pages of the cache without having places, and it locks no more pages
-than it could have taken instead. If another prompt moves ahead of it in the queue, it loses its
-turn, and with it the locks and the copy that runs. No request that waits for places waits for pages
+than it could have taken instead. When another prompt moves ahead in the queue, the first one loses
+its turn, its locks and its running copy. No request that waits for places waits for pages
 that another waiting prompt locked. So there is no deadlock, however many prompts wait. The other
 ranks of a prefill load only for prompts that have places at the first rank, and all of these
 prompts fit into the smallest pool together.
@@ -113,7 +113,7 @@ class Turn:
     def begins(self, request: PrefillRequest) -> bool:
         """Return True if a request may take its places now; otherwise, start to load its pages.
 
-        It may if the host has no pages for it, or if its load ended.
+        A request may take its places if its load has ended, or if the host has no pages for it.
         """
         if self._request is request:
             return True
@@ -123,7 +123,7 @@ class Turn:
         return False
 
     def taken(self, request: PrefillRequest) -> None:
-        """End the turn of a request that took its places. They keep the loaded pages in use."""
+        """End the turn of a request that took its places. These keep the loaded pages in use."""
         if self._request is request:
             self._request = None
 

@@ -52,15 +52,15 @@ class Agreement:
         self.store.set(f"process/{part.rank}", msgspec.json.encode(mine).decode())
 
     def wait_for_weights(self) -> None:
-        """Block until all shards of the stage loaded. Raises: OtherRankError, LostError."""
+        """Block until all shards of the stage have loaded. Raises: OtherRankError, LostError."""
         self.exchange(f"weights/{self._attempt}", True, self._part.beside)
 
     def exchange(self, what: str, mine: T, ranks: range | None = None) -> list[T]:
-        """State `mine` under the name `what`; block until each of `ranks` (by default all) stated a
-        value, and return these values.
+        """State `mine` under the name `what`, and return the values that `ranks` state (by default
+        all ranks). Blocks until each of them has stated its value.
 
         Raises: OtherRankError if a rank could not load its part; LostError if the process of a rank
-        ended, or states no value before the timeout.
+        ended, or stated no value before the timeout.
         """
         self.store.set(f"{what}/{self._part.rank}", msgspec.json.encode(mine).decode())
         deadline, found = time.monotonic() + self._timeout_s, []
@@ -78,7 +78,7 @@ class Agreement:
         return found
 
     def fail(self, error: BaseException) -> None:
-        """Notify the others that this process ends, so that they do not wait for it."""
+        """Report to the other ranks that this one failed to load, so that they stop waiting."""
         self.store.set(f"failed/{self._part.rank}", str(error) or type(error).__name__)
 
     def _check_runs(self, rank: int) -> None:
@@ -87,7 +87,7 @@ class Agreement:
             found = self.store.get(key)
             other = msgspec.json.decode(found, type=ProcessOfRank)
             if rank in self._part.beside and other.attempt < self._attempt:
-                # The rank restarts too, and its new process did not state its identity yet.
+                # The rank restarts too, and its new process has not stated its identity yet.
                 return
             # The entry is read again, because a restarted process may have replaced it.
             if not is_alive(other.identity) and self.store.get(key) == found:

@@ -26,7 +26,7 @@ _ALLOWED = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.3}
 
 
 class Observed(NamedTuple):
-    """The logits of a forward, and by layer the tensors it kept, [1, heads or channels, ...]."""
+    """A forward's logits, and the tensors that each layer kept, [1, heads or channels, ...]."""
 
     logits: torch.Tensor
     kept: list[dict[str, torch.Tensor]]
@@ -97,7 +97,7 @@ def annotated(
 
 
 def split_of(whole: int, mine: int, part: ModelPart) -> Part | None:
-    """Return the part of `whole` entries that a shard with `mine` has; None if they do not fit."""
+    """Return which of `whole` entries a shard with `mine` of them has; None if they do not fit."""
     if mine == whole:
         return Part(replica=part.shard, replicas=part.shards)
     if not mine or whole % mine or part.shards % (whole // mine):

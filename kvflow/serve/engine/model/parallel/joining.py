@@ -1,4 +1,4 @@
-"""Loading one part of a model, in agreement with the processes that load the other parts."""
+"""Loading one part of a model, in step with the processes that load the other parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvflow.serve.engine.model.windows import RingChoice
 
 
 class _PartFit(msgspec.Struct, frozen=True):
-    """One part's way of running, as stated to the others; `rings` is None without windows."""
+    """The way in which one part runs, stated to the others; `rings` is None without windows."""
 
     fingerprint: str
     stages: int
@@ -34,7 +34,7 @@ class _PartFit(msgspec.Struct, frozen=True):
 
 
 class Joined:
-    """One part of a model while it is loaded.
+    """One part of a model while it is being loaded.
 
     The processes of all parts make the same calls in the same order.
     """
@@ -50,7 +50,7 @@ class Joined:
         if self.part.shards == 1:
             return layers
         before = observe(model)
-        # Loading may take minutes, for which the timeout of the group of shards is too short.
+        # Loading may take minutes, and the shard group's timeout is too short for that.
         self._agreement.wait_for_weights()
         self._shards = ShardGroup(self.part, self._meeting, self._agreement)
         divide(model, self._shards, name)

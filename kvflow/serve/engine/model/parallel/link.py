@@ -38,7 +38,7 @@ class HiddenLink(Protocol):
     """One end of a link that passes hidden states from a stage to the next one."""
 
     def begin(self, generation: int) -> None:
-        """Begin the steps of `generation`, counted from the first, and clear an abort.
+        """Begin `generation`, whose steps are counted from 0, and clear an abort.
 
         `generation` must be larger than every earlier one.
         """
@@ -50,7 +50,7 @@ class HiddenLink(Protocol):
         """
 
     def abort(self) -> None:
-        """Make a waiting call raise, and every later call until `begin`.
+        """Make every call raise until `begin`, including a call that waits.
 
         Any thread may call this.
         """
@@ -59,7 +59,7 @@ class HiddenLink(Protocol):
 
 
 class HiddenSink(HiddenLink, Protocol):
-    """The end of a link at the earlier stage, which sends."""
+    """The sending end of a link, at the earlier stage."""
 
     def send(self, hidden: torch.Tensor) -> None:
         """Queue `hidden` to be sent; block while too many tensors are under way.
@@ -71,21 +71,21 @@ class HiddenSink(HiddenLink, Protocol):
 
 
 class HiddenSource(HiddenLink, Protocol):
-    """The end of a link at the later stage, which receives."""
+    """The receiving end of a link, at the later stage."""
 
     def receive(self, like: torch.Tensor) -> torch.Tensor:
         """Return the next hidden states, on the device of `like`.
 
-        Raises: LostError after `abort`, or if the other end began a later generation; PeerError if
-        the shape or dtype differs from that of `like`, or if the tensor belongs elsewhere in the
-        step.
+        Raises: LostError after `abort`, or if the other end has begun a later generation; PeerError
+        if the shape or dtype differs from that of `like`, or if the tensor belongs to another step
+        or call.
         """
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     step: int
-    call: int  # the model's call within the step
+    call: int  # number of the model's call within the step
     dtype: str
     shape: list[int]
 
@@ -149,7 +149,7 @@ class _End:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Close the socket, and drop frames that were not sent. Abort a waiting call first."""
+        """Close the socket, and drop unsent frames. A waiting call must already be aborted."""
         with self._lock:
             if not self._socket.closed:
                 self._socket.close(linger=0)
@@ -190,7 +190,7 @@ class HiddenSender(_End):
 
     @property
     def in_flight(self) -> int:
-        """The number of sent tensors for which no credit arrived yet."""
+        """The number of sent tensors for which no credit has arrived yet."""
         return self._sent - self._received
 
     def send(self, hidden: torch.Tensor) -> None:
@@ -200,7 +200,7 @@ class HiddenSender(_End):
         tensor = hidden.detach().to("cpu").contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
         header = _Header(self.generation, self.step, self.call, dtype, list(tensor.shape))
-        # ZMQ reads the tensor's memory after this call returns, which is why it must not change.
+        # ZMQ may read the tensor's memory after this call returns, so that memory must not change.
         self._socket.send_multipart(
             [encode(header), tensor.view(torch.uint8).numpy().data], copy=False
         )

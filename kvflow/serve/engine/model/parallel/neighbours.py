@@ -1,4 +1,4 @@
-"""The processes that take part in this one's steps: adjacent stages, and shards of its stage."""
+"""The processes that run steps together with this one: adjacent stages, and shards of its stage."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Followers(Protocol):
     """
 
     def announce(self, rows: list[Row]) -> None:
-        """Announce a step that begins here. Raises: LostError if a shard is gone."""
+        """Announce a step that begins in this process. Raises: LostError if a shard is gone."""
 
     def rest(self) -> None:
         """Announce that no step follows soon."""
 
     def failed(self, error: Exception) -> LostError:
-        """Report that an announced step failed here, after which no other step can run.
+        """Report that an announced step failed in this process, and return the error to raise.
 
-        Returns the error to raise.
+        No other step can run afterwards.
         """
 
     def wait(self) -> None:
-        """Block until every other shard ended all announced steps, or its process ended.
+        """Block until every other shard has ended all announced steps, or its process has ended.
 
         Any thread may call this.
         """
@@ -71,7 +71,7 @@ class Neighbours:
             self._followers.rest()
 
     def wait_for_followers(self) -> None:
-        """Block until no follower reads or writes for a step that began here."""
+        """Block until no follower reads or writes for a step that began in this process."""
         if self._followers is not None:
             self._followers.wait()
 
@@ -81,7 +81,7 @@ class Neighbours:
         return self._sink is None
 
     def begin(self, generation: int) -> None:
-        """Begin a generation: count its steps from the first, and drop earlier hidden states.
+        """Begin a generation: count its steps from 0, and drop earlier hidden states.
 
         `generation` is the same in all processes, and larger than every earlier one.
 
@@ -103,8 +103,8 @@ class Neighbours:
         return self._broken
 
     def abort(self, *, shards: bool = True) -> None:
-        """Make the running step raise where it waits for another process, and every later step
-        until `begin`.
+        """Make the running step raise where it waits for another process, and make every later
+        step raise until `begin`.
 
         Any thread may call this. With `shards` False, the shards of this stage continue to wait for
         each other, and all of them must run the same steps to their end. Only passing hidden states

@@ -76,7 +76,7 @@ class Meeting:
 
     Only its owner may enter it. It begins empty, and the process that made it removes it.
 
-    `attempt` is the number of earlier starts of the shards of a stage. `load_timeout_s` limits how
+    `attempt` counts how often a stage's shards were started before. `load_timeout_s` limits how
     long a process waits for the others to load their parts; `collective_timeout_s` limits how long
     one shard waits for another in a step.
     """
@@ -121,7 +121,7 @@ def own_layers(config: Any, part: ModelPart, name: str) -> range:
 
 
 def _check_sharing(text: Any, part: ModelPart, count: int, name: str) -> None:
-    """Check that layers that share the K and V of earlier layers are in the same stage as those."""
+    """Check that each layer that uses an earlier layer's K and V is in the same stage as that."""
     shared = getattr(text, "num_kv_shared_layers", 0) or 0
     if not shared:
         return

@@ -108,7 +108,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _open_files() -> set[int]:
-    # Listing the directory opens a descriptor too, so only those that still exist count.
+    # Listing the directory opens a descriptor too, so count only those that still exist.
     return {
         number
         for number in map(int, os.listdir("/proc/self/fd"))

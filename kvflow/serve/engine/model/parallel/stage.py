@@ -68,7 +68,7 @@ class _Convention:
         self._more = [more for more in output[1:] if more is not None] if self.length else []
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check that a layer uses only hidden states of the one before. Raises: MisuseError."""
+        """Check that the layer before passes on only hidden states. Raises: MisuseError."""
         if self._more and any(
             value is more for value in (*args, *kwargs.values()) for more in self._more
         ):
@@ -128,7 +128,7 @@ def decoder_layers(model: Any, name: str) -> nn.ModuleList:
 
 
 def keep_layers(model: Any, own: range, name: str) -> None:
-    """Replace all layers of a model, except for `own`, by placeholders. Raises: MisuseError."""
+    """Replace all layers of a model, except for `own`, with placeholders. Raises: MisuseError."""
     layers, convention = decoder_layers(model, name), _Convention(name)
     for i in range(len(layers)):
         if i not in own:
@@ -176,7 +176,8 @@ def stage_class(config: Any, own: range, name: str) -> tuple[type, Any]:
     base = mapping[type(config)]
     if isinstance(base, (list, tuple)):
         base = base[0]
-    # A multimodal configuration may map to a text-only class, which takes the text part of it.
+    # A multimodal configuration may map to a text-only class. Such a class takes only the text part
+    # of the configuration.
     if getattr(base, "config_class", None) is type(config.get_text_config()):
         config = config.get_text_config()
 

@@ -1,5 +1,5 @@
-"""Tensor parallelism: weights that are already in memory are divided by transformers' plan for the
-model.
+"""Tensor parallelism: weights that are already in memory are divided as transformers' plan for the
+model states.
 
 from_pretrained with a `DistributedConfig` would divide them while it loads, but needs `accelerate`.
 This module uses private names of transformers, so the results of a shard are compared with those of
