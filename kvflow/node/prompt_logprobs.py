@@ -34,7 +34,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     it.
 
     `logprobs` is float32 [tokens]. `top_ids`, int32 [tokens, top], and `top_logprobs`, float32
-    [tokens, top], are the most likely tokens at each position, in descending order. `asked`,
+    [tokens, top], are the most likely tokens at each position, the most likely one first. `asked`,
     float32 [tokens, ids], are the log-probabilities of the ids that the request names.
     """
 

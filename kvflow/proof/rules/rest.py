@@ -32,7 +32,7 @@ class AtDecode(NamedTuple):
     side: Side
     core: DecodeCore
     handles: Collection[int]  # grants of rooms that its shell holds
-    out: Mapping[Hashable, int]  # places that peers can write and that are not free, by owner
+    out: Mapping[Hashable, int]  # places in use that peers can write into, by owner
     earlier: Sequence[UnprovenLoan]  # loans of earlier nodes over its pool
     quarantined: int
 

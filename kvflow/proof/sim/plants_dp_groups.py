@@ -1,4 +1,4 @@
-"""Planted bugs in data-parallel prefills: rooms and ends that go to the wrong groups."""
+"""Planted bugs in data-parallel prefills: messages about rooms go to the wrong groups."""
 
 from __future__ import annotations
 

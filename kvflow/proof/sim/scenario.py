@@ -241,8 +241,8 @@ def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
 def with_threads(rng: random.Random, scenario: Scenario) -> Scenario:
     """Give some nodes engines without an event loop, in seeds without staging.
 
-    A node that changes its role keeps its event loop. Most of the decodes without one shut down
-    once, just after a request came, and start again over their pool.
+    A node that changes its role keeps its event loop. Most decodes whose engine has no event loop
+    shut down once, just after a request arrives, and start again over their pool.
     """
     if rng.random() >= THREADS_IN or scenario.variety.staging_bytes:
         return scenario

@@ -99,7 +99,7 @@ class Wire(Network):
         super()._deliver(frame)
 
     def _watch(self, socket: Socket) -> Socket:
-        """Count the malformed frames that the node receives. Its own count must be the same."""
+        """Count the malformed frames that the node receives. The node's own count must be equal."""
         process = current_process()
         self._owners.append((process, socket))
         receive = socket.receive
