@@ -32,7 +32,7 @@ class PagedStream:
         row = heads * dim
         step = math.gcd(pages.stride(0), row)
         # `_rows` views the same memory as overlapping rows of one slot each, `step` elements apart.
-        # Gathering such rows takes a third of the time of gathering pages that lie apart.
+        # Gathering such rows takes a third of the time that gathering from a strided view takes.
         self._pages = pages
         self._page_rows, self._slot_rows = pages.stride(0) // step, row // step
         starts = (count - 1) * self._page_rows + (page_size - 1) * self._slot_rows + 1

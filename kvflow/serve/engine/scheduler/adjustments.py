@@ -1,4 +1,4 @@
-"""Changes to the logits before a token is chosen, with transformers' logits processors."""
+"""Changes that transformers' logits processors make to logits before a token is chosen."""
 
 from __future__ import annotations
 

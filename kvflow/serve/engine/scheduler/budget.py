@@ -215,8 +215,8 @@ class PageBudget:
 
         Raises: CapacityError in three cases. A request that can never fit fails at once. A request
         that already owns `taken` pages fails if no running request could free more, because its own
-        pages may be all that the next one needs. Any other request fails after `STUCK_S` in which
-        no request runs and too few pages return.
+        pages may be all that the next one needs. Any other request fails if no request runs and
+        too few pages return for `STUCK_S`.
         """
         if total > self.capacity:
             raise self.shortage(

@@ -1,8 +1,8 @@
 """The steps of prefill: computing chunks of prompts in the model thread, and sending pages after
 each step.
 
-This module makes no scheduling decisions. The engine chooses the prompts of a step, or the first
-rank's engine does, if this rank follows it.
+This module makes no scheduling decisions. The engine chooses the prompts of a step. If this rank
+follows the first one, the first rank's engine chooses them.
 """
 
 from __future__ import annotations

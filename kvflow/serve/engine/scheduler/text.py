@@ -1,4 +1,4 @@
-"""Incremental detokenization with split characters and stop strings."""
+"""Incremental detokenization that handles split characters and stop strings."""
 
 from __future__ import annotations
 
