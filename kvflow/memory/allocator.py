@@ -5,9 +5,9 @@ Every page is in exactly one state: reserved, free, owned, or returning (given b
 withheld while free). An operation takes a few microseconds for one page, and well under a
 millisecond for 2,048 pages.
 
-An allocator belongs to one event loop. Operations that change it still take a lock, which costs a
-few tens of nanoseconds, because a node that closes in another thread may withhold pages here, and
-may later free them.
+An allocator belongs to one event loop. Operations that change it still take a lock, because a node
+that closes in another thread may withhold pages, and may later free them. The lock costs a few tens
+of nanoseconds.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Kept(Enum):
 
 
 class Reclaimable(Protocol):
-    """An owner that gives up pages when another owner needs them, such as a cache."""
+    """An owner, such as a cache, that gives up pages when another owner needs them."""
 
     @property
     def evictable_pages(self) -> int:
         """Pages that the owner can give back now."""
 
     def evict(self, count: int) -> None:
-        """Give back up to `count` pages, as many as possible."""
+        """Give back `count` pages, or as many as possible."""
 
 
 class _Account:
@@ -78,7 +78,7 @@ class PageAllocator:
             )
         self._unit = unit
         self._num_pages, self._reserved = num_pages, reserved
-        # Free pages. `take` takes them from the end.
+        # The first `_free` entries are the free pages. `take` takes from the end of these.
         self._stack: PageIndices = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._free = num_pages - reserved
         self._marks: NDArray[np.int32] = np.full(num_pages, _FREE, dtype=np.int32)
@@ -88,7 +88,7 @@ class PageAllocator:
         self._next_mark = itertools.count()
         self._spare_marks: list[int] = []  # marks of former owners
         self._returning = 0
-        # A worker that changes its role has two caches for a while.
+        # This is a list because a worker that changes its role has two caches for a while.
         self.reclaimables: list[Reclaimable] = []
         self.waiters: set[PageWaiter] = set()
         self._lock = threading.Lock()
@@ -128,7 +128,7 @@ class PageAllocator:
         )
 
     def reclaim(self, count: int) -> int:
-        """Evict pages of `reclaimables` until `count` pages are free, if they have enough.
+        """Evict pages of `reclaimables` until `count` pages are free, if that is possible.
 
         Returns the number of free pages. A page that a model step or a write still reads is not
         free after its eviction, so more pages are evicted instead.
@@ -171,7 +171,7 @@ class PageAllocator:
             return pages
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """Take pages as `take` does, because this store has no rows.
+        """Take `count` pages for a room, which needs no row in this store.
 
         Raises: CapacityError (nothing is taken).
         """
@@ -196,7 +196,7 @@ class PageAllocator:
             self._debit(owner, pages.size)
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
-        """Return pages to the free list; a held page follows when its last hold ends (I13).
+        """Return pages to the free list. A held page follows when its last hold ends (I13).
 
         Raises: OwnershipError for a page that `owner` does not own, or that is named twice (nothing
         is given back).
@@ -218,7 +218,7 @@ class PageAllocator:
             self.wake_waiters()
 
     def hold(self, pages: PageIndices) -> None:
-        """Count one more reader or writer of `pages` that cannot be stopped.
+        """Add one hold to each of `pages`, for a reader or writer that cannot be stopped.
 
         A page that is named twice is held twice. Raises: OwnershipError for a page without an owner
         (nothing is held).
@@ -291,8 +291,8 @@ class PageAllocator:
     def withhold(self, pages: PageIndices) -> None:
         """Keep pages from every new owner until `unhold`.
 
-        Free pages leave the free list, and owned pages cannot return to it. Each call adds a hold,
-        as `hold` does. May be called from any thread. Raises: OwnershipError for a page outside the
+        Free pages leave the free list, and owned pages cannot return to it. Each call adds one hold
+        to each page. May be called from any thread. Raises: OwnershipError for a page outside the
         pool (nothing is withheld).
         """
         with self._lock:
@@ -311,7 +311,7 @@ class PageAllocator:
     def owned(self) -> dict[Hashable, int]:
         """Count the pages of each owner. Returning pages are counted under `Kept.RETURNING`.
 
-        The counts plus the free and the reserved pages add up to the pool.
+        The counts, the free pages and the reserved pages add up to `num_pages`.
         """
         found: dict[Hashable, int] = {
             owner: account.count for owner, account in self._accounts.items()
@@ -371,7 +371,7 @@ class PageAllocator:
             waiter.wake()
 
     def tell_evictable(self) -> None:
-        """Wake every waiter, if `reclaimables` can give back more pages than before."""
+        """Wake each waiter if more pages are available than when it began to wait."""
         for waiter in tuple(self.waiters):
             waiter.evictable()
 
@@ -450,7 +450,7 @@ class PageAllocator:
 
 
 def _where(pages: PageIndices) -> tuple[Index, bool]:
-    """Return an index for numpy arrays that selects `pages`, and True if it names each page once.
+    """Return a numpy index that selects `pages`, and True if it names each page once.
 
     The index is a slice, or an ascending array of intp: numpy would convert an int32 array each
     time that it is used.

@@ -50,7 +50,8 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[Available]:
             root, files = cgroups / "memory", _V1
         else:
             continue
-        # In a container the path may be the host's. The root of the mount is then the own group.
+        # In a container the path may be the host's. The root of the mount is then the group of this
+        # process.
         group = root / path.lstrip("/")
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
             yield from _of_group(folder, files)

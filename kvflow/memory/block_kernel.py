@@ -17,7 +17,7 @@ from triton import language as tl
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.pages.plan import Blocks
 
-# From this average size on cudaMemcpyAsync is as fast, and needs no multiprocessor.
+# For blocks of this average size or more, cudaMemcpyAsync is as fast, and needs no multiprocessor.
 LARGE_BYTES = 256 << 10
 _MIN_BLOCKS = 16
 _WORD_BYTES = 8
@@ -31,7 +31,7 @@ class BlockKernel:
     """The kernel, compiled for one device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Compile the kernel; this takes about a second the first time."""
+        """Compile the kernel. This takes about a second the first time."""
         self._device = device
         words = torch.zeros(2, device=device, dtype=torch.int64)
         address = np.array([words.data_ptr()], dtype=np.int64)

@@ -22,14 +22,14 @@ from kvflow.protocols.pages.components import in_order
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices, Places, PoolLayout
 
-# The ranks of one room need at most half of this cache of plans.
+# Size of a cache of plans. The ranks of one room need at most half of it.
 SHARES = 128
 # `update` holds the GIL for small blocks, so other threads get a turn after this many bytes.
 _BREATH_BYTES = 1 << 20
 
 
 class _Stretch(NamedTuple):
-    """`size_bytes` bytes at `offset` of every page, or row; pages are `page_bytes` apart."""
+    """The `size_bytes` bytes at `offset` in every page (or row). Pages are `page_bytes` apart."""
 
     memory: memoryview
     page_bytes: int
@@ -53,7 +53,7 @@ class PageChecksums(PageTasks):
     def __init__(
         self, pool: PagedPool, layout: PoolLayout | None = None, *, within_s: float = WITHIN_S
     ) -> None:
-        """`layout` describes the part of the pool that checksums cover; by default the whole pool.
+        """`layout` describes the part of the pool that checksums cover, by default all of it.
 
         A checksum fails after `within_s` seconds. Raises: LayoutError for a pool that is not in
         host memory.
@@ -88,7 +88,7 @@ class PoolSums:
     def sum(
         self, places: Places, served: tuple[Served, ...] | None, cancelled: Callable[[], bool]
     ) -> bytes:
-        """Return the checksum of `places`; empty if cancelled. Runs in a thread.
+        """Return the checksum of `places`, or an empty result if cancelled. Runs in a thread.
 
         With `served`, the checksum covers only the parts that one rank sent, in that rank's order
         of bytes. It then equals the rank's own checksum.
@@ -111,7 +111,7 @@ def _gathered(layout: PoolLayout, served: tuple[Served, ...]) -> GatheredSum | N
 def sum_places(
     found: xxh3_64, stores: Stores, places: Places, cancelled: Callable[[], bool]
 ) -> bool:
-    """Update `found` with pages, then rows, in their order. Returns False if cancelled."""
+    """Update `found` with the pages, then with the rows. Returns False if cancelled."""
     summed_bytes = 0
     for stretches, indices in (
         (stores.pages, places.pages.tolist()),
@@ -142,10 +142,10 @@ def stores_of(layout: PoolLayout) -> Stores:
 
 
 def _stretches(layout: PoolLayout, memories: list[memoryview], *, in_rows: bool) -> list[_Stretch]:
-    """Return the parts of each page, or row, in an order that does not depend on the layout.
+    """Return the parts of each page, or row, in an order that peers with another layout share.
 
-    The order follows the names and entries of components; in an opaque pool, the bytes of a page.
-    Parts that are adjacent in memory are merged.
+    The parts are ordered by component name and entry. In an opaque pool, they have the order in
+    which its layout lists them. Parts that are adjacent in memory are merged.
     """
     found: list[_Stretch] = []
     for c in layout.components if layout.tag else in_order(layout.components):

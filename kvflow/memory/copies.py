@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from kvflow.memory.block_kernel import BlockKernel
 
-# Releasing the GIL costs more than copying a small block. This many bytes take some 150 us.
+# Releasing the GIL costs more than copying a small block, so a copier holds it until it has copied
+# this many bytes. They take some 150 us.
 _HELD_BYTES = 1 << 20
 # Blocks up to this average size are copied by numpy, if there are at least `_FEW_BLOCKS`.
 SMALL_BYTES = 512
@@ -173,7 +174,7 @@ class HostCopier:
 
     @staticmethod
     def copy(blocks: Blocks) -> None:
-        """Copy all blocks. The GIL is released every `_HELD_BYTES`, and for the last block."""
+        """Copy all blocks. The GIL is released every `_HELD_BYTES` bytes and for the last block."""
         if are_small(blocks):
             for start in range(0, blocks.sizes.size, _HELD_BYTES // SMALL_BYTES):
                 copy_small(
@@ -237,7 +238,7 @@ class CudaCopier:
                 self._synchronize()
 
     def takes_kernel(self, blocks: Blocks) -> bool:
-        """Return True if the kernel copies these blocks: it can access pinned host memory only."""
+        """Return True if the kernel copies these blocks. The kernel needs pinned host memory."""
         if self._kernel is None or not self._kernel.suits(blocks):
             return False
         sources, targets, sizes = blocks
@@ -310,7 +311,7 @@ class Runtime:
         return int(self._unregister(address))
 
     def attribute(self, which: int, device: int) -> int:
-        """Return the device attribute with number `which`; 0 if the runtime does not know it."""
+        """Return the device attribute with number `which`, or 0 if the runtime does not know it."""
         value = ctypes.c_int()
         return 0 if self._attribute(ctypes.byref(value), which, device) else value.value
 

@@ -46,7 +46,7 @@ def memory_of(device: torch.device) -> Available:
 
 
 def stream_in(memory: torch.Tensor, layout: PoolLayout, c: Component) -> torch.Tensor:
-    """Return a view of one component of a pool in `memory`, in the shape of `PagedPool.array`.
+    """Return a view of one component of a pool in `memory`. `PagedPool.array` describes its shape.
 
     Raises: LayoutError if the component is not aligned for its dtype.
     """

@@ -1,4 +1,4 @@
-"""A page store for engines with an allocator: kvflow counts uses of pages, and hands out none."""
+"""A page store for engines that have their own allocator. It counts uses, and hands out no page."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ExternalPages:
     # --- called by the engine
 
     def busy(self, pages: Sequence[int] | PageIndices) -> PageIndices:
-        """Return those of `pages` that are busy, in their order.
+        """Return those of `pages` that are busy, in the given order.
 
         Raises: OwnershipError (a page outside the pool).
         """
@@ -65,7 +65,7 @@ class ExternalPages:
     def wait_idle(self, pages: Sequence[int] | PageIndices, timeout_s: float | None = None) -> bool:
         """Block until no page of `pages` is busy. Returns False after `timeout_s`.
 
-        Never call it on the node's event loop, which ends the uses that it waits for. Raises:
+        Never call it on the node's event loop, because that loop ends the uses. Raises:
         OwnershipError (a page outside the pool), MisuseError (an invalid `timeout_s`).
         """
         found = self._checked(pages)
@@ -77,9 +77,9 @@ class ExternalPages:
     # --- called by nodes
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
-        """Return an empty array if `count` is 0, because this store hands out no page.
+        """Return an empty array for a `count` of 0: this store hands out no page.
 
-        Raises: CapacityError if `count` is not 0: the room was opened without `pages`.
+        Raises: CapacityError for any other `count`: the room was opened without `pages`.
         """
         if count:
             error = CapacityError("pages", count, 0)

@@ -51,7 +51,7 @@ class GatheredSum:
             )
 
     def sum(self, places: Places, cancelled: Callable[[], bool]) -> bytes:
-        """Return the checksum of `places`; empty if cancelled. Runs in a thread."""
+        """Return the checksum of `places`, or an empty result if cancelled. Runs in a thread."""
         digests = [self._sum(pairing, places, cancelled) for pairing in self._pairings] or [
             xxh3_64().digest()
         ]
@@ -84,7 +84,7 @@ class GatheredSum:
 
 
 def is_as_it_lies(layout: PoolLayout, served: tuple[Served, ...]) -> bool:
-    """Return True if one rank served all of the pool, which stores it once."""
+    """Return True if one rank served every part of the pool, and the pool stores each part once."""
     return sends_all(layout, served) and all(
         len(copies) == 1 for copies in copies_of(layout.components)
     )

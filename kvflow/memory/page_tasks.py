@@ -1,7 +1,7 @@
 """Tasks that read or copy pages in threads, and that can be awaited and cancelled.
 
-A task that takes too long fails. Its thread may hang in a read; until it returns, the pages stay
-held and the memory stays mapped.
+A task that takes too long fails. Its thread may hang in a read. Until the thread returns, the pages
+stay held and the memory stays mapped.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ CLOSE_S = 10.0
 log = logging.getLogger("kvflow.memory")
 
 Work = Callable[[Callable[[], bool]], bytes]
-"""Work for a thread. It calls its argument between two slices; if that returns True, the task was
-cancelled, and the work returns an empty result.
+"""Work for a thread. It calls its argument between two slices. If this call returns True, the task
+was cancelled, and the work returns an empty result.
 """
 
 
@@ -48,7 +48,7 @@ class PageTasks:
         return task
 
     async def close(self) -> None:
-        """Cancel every task, and wait for their threads for at most `CLOSE_S`."""
+        """Cancel every task, and wait up to `CLOSE_S` seconds for their threads."""
         for task in list(self._running):
             task.cancel()
         try:

@@ -12,9 +12,10 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLa
 
 
 class PlaceAllocator:
-    """One store over the two allocators of a pool with rows, which may also be used directly.
+    """One store over the two allocators of a pool with rows.
 
-    Implements `protocols.ports.PageStore`. An operation that raises changes neither of them.
+    Implements `protocols.ports.PageStore`. An operation that raises changes neither allocator. Both
+    may also be used directly.
     """
 
     def __init__(self, layout: PoolLayout, pages: PageAllocator, rows: PageAllocator) -> None:
@@ -34,7 +35,10 @@ class PlaceAllocator:
         return self.pages.take(count, owner)
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """Take `count - 1` pages, then a row. Raises: CapacityError (nothing is taken)."""
+        """Take `count - 1` pages and a row, and return the row last.
+
+        Raises: CapacityError (nothing is taken).
+        """
         row = self.rows.take(1, owner)
         try:
             pages = self.pages.take(count - 1, owner)

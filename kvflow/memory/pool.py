@@ -41,7 +41,7 @@ _BITS = {
 class PagedPool:
     """The memory of one pool, owned (`allocate`, `mapped`) or borrowed (`wrap`).
 
-    `layout.buffers` have addresses in this process.
+    The addresses in `layout.buffers` are addresses in this process.
 
     A decode node that closes leaves its unproven loans in `quarantine`, and every later node over
     this pool watches their writers. Until these loans end, no store of such a node hands out their
@@ -190,7 +190,7 @@ class PagedPool:
 
     @property
     def unproven(self) -> list[UnprovenLoan]:
-        """Loans that earlier nodes left, and whose end is not proven."""
+        """Unproven loans that earlier nodes left."""
         return self.quarantine.loans
 
     @property
@@ -360,7 +360,7 @@ class PagedPool:
         return found[0]
 
     def _view(self, c: Component) -> NDArray[Any]:
-        # A pool without its own memory has an array for every component, so it never comes here.
+        # A pool without its own memory has an array for every component, and needs no other view.
         assert self._memory is not None
         b = self.layout.buffers[c.buffer]
         dtype = np.dtype(_BITS.get(c.dtype, c.dtype))

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class _Lease:
-    """The pages of one room, their loans that did not end, and the stores that withhold them."""
+    """The pages of one room, their unproven loans, and the stores that withhold the pages."""
 
     __slots__ = ("loans", "pages", "stores")
 
@@ -56,7 +56,7 @@ class PoolQuarantine:
 
     @property
     def loans(self) -> list[UnprovenLoan]:
-        """Loans of earlier nodes whose end is not proven."""
+        """Unproven loans that earlier nodes left."""
         with self._lock:
             return [loan for lease in self.leases.values() for loan in lease.loans]
 
@@ -158,7 +158,7 @@ class PoolQuarantine:
             for store in (lender, *self._own, *(store for _, store in self._heirs)):
                 self._withhold(store, fresh.values())
             heirs = [heir for heir, _ in self._heirs]
-        # The heirs are called without the lock: they may need it in another thread.
+        # The heirs are called without the lock, because their own threads may need it.
         for heir in heirs:
             heir.inherit(self, loans)
 
@@ -182,7 +182,8 @@ class PoolQuarantine:
                 lease.loans = [
                     o for o in lease.loans if (o.incarnation, o.writer) != (incarnation, writer)
                 ]
-                # No heir may be there to free a lease without loans. Freeing it twice is harmless.
+                # Perhaps no heir exists that would free a lease without loans, so free it now. An
+                # heir may free it again, which is harmless.
                 if not lease.loans:
                     self.free(name)
             heirs = [heir for heir, _ in self._heirs]

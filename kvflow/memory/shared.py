@@ -1,14 +1,14 @@
 """Shared memory that processes of the same user can open through /proc. It has no name in a file
-system that could outlive its processes.
+system, so it cannot outlive its processes.
 
 A segment is a sealed memfd. It can neither shrink nor grow, so a process that maps it never
 receives SIGBUS. Children do not inherit its mappings (MADV_DONTFORK), and exec closes its
 descriptor. So only the process that mapped a segment can write through the mapping: the death of
 that process is the fence of the local data plane.
 
-The last page of a segment is not mapped. There the owner writes claims: the incarnations of the
-nodes whose pool it is. A peer that passes another node's descriptor off as its own cannot write
-there.
+The last page of a segment is not mapped. The owner writes claims to this page: the incarnations of
+the nodes whose pool is in the segment. A peer that passes another node's descriptor off as its own
+cannot write there.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class SharedSegment:
             raise TransferError(f"cannot map the pool of process {pid}: {error}") from error
         finally:
             os.close(ours)
-        # The result is ignored: if the kernel cannot pre-fault, the first writes do so.
+        # The result is ignored: if the kernel cannot pre-fault, the first writes fault pages in.
         prefault(segment.address, segment.size_bytes)
         return segment
 

@@ -37,7 +37,7 @@ from kvflow.protocols.ports import PageStore
 VERSION = 1
 # A cancelled copy stops after the current slice, which takes some 2 ms with memmove.
 SLICE_BYTES = 8 << 20
-# The device is idle between two slices. One takes some 0.6 ms over PCIe 5.
+# The device is idle between two slices. A slice takes some 0.6 ms over PCIe 5.
 DEVICE_SLICE_BYTES = 32 << 20
 
 

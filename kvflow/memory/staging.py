@@ -107,8 +107,8 @@ class Staging:
     ) -> bool:
         """Copy places of the staging into the pool; see `copy_out`.
 
-        With `served`, only the parts of that rank are copied, because its chunk landed. Writes of
-        other ranks may still be running.
+        With `served`, only the parts that one rank served are copied. Its chunk has landed, but
+        writes by other ranks may still be running.
         """
         into = self._into
         if served is not None and not sends_all(self.pool.layout, served):

@@ -28,7 +28,7 @@ Fields = Mapping[str, SupportsIndex]
 
 
 class Stream(NamedTuple):
-    """One array, described as memory.
+    """A description of one array in memory.
 
     `strides` are in bytes; `start` and `end` bound the allocation that contains the array.
     """
@@ -147,7 +147,7 @@ def _num_pages(streams: Sequence[Stream], given: SupportsIndex | None) -> int:
             raise LayoutError(
                 f"num_pages is for pools of nothing but rows: stream {paged.name!r} has pages"
             )
-        # `describe` replaces this number by the pages of the streams.
+        # `describe` replaces this number with the number of pages in the streams.
         return 1
     if given is None:
         raise LayoutError(
@@ -181,7 +181,7 @@ def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
 
 
 def _buffer(group: list[Stream], num_pages: int) -> Buffer:
-    # The last page of the buffer must not exceed the allocation, so it may start earlier.
+    # The last page must end within the allocation, so the buffer may start before its first stream.
     first, size_bytes = group[0], group[0].step * num_pages
     # A tensor made by torch.from_numpy knows only the memory of its array.
     low, high = min(s.start for s in group), max(s.end for s in group)

@@ -46,11 +46,11 @@ class Decode(Node):
         )
         super().__init__(world, name, number, self.endpoint)
         self.pages = DecodePages(name, world.rules, world.variety.layout)
-        # By grant. A room leaves once it has ended and its pages are free or the user's.
+        # By grant. A room is removed once it has ended and its pages are free or the user's.
         self.rooms: dict[int, Room] = {}
         self.watches: set[PeerKey | int] = set()
         self.turns: Turns[Room] = Turns()
-        # Loans without proof, for the next decode over this pool; None until this decode leaves.
+        # Unproven loans, for the next decode over this pool. None until this decode leaves.
         self.left_behind: list[UnprovenLoan] | None = None
         # Loans of earlier decodes over this pool, by the grant that this endpoint gave them.
         self.inherited: dict[int, list[UnprovenLoan]] = {}
@@ -154,7 +154,7 @@ class Decode(Node):
     # --- links
 
     def read(self, burst: Burst) -> None:
-        """Handle a burst link by link, as a shell with one socket per link does."""
+        """Handle a burst link by link, because a shell has one socket for each link."""
         by_link: dict[PeerKey, Burst] = {}
         for received in burst:
             by_link.setdefault(received[0], []).append(received)
@@ -207,7 +207,7 @@ class Decode(Node):
         return self.world.kill(self, "has left")
 
     def _without_proof(self) -> list[UnprovenLoan]:
-        """Return the loans without proof. Their leases keep the pages."""
+        """Return the unproven loans. Their leases keep the pages."""
         found = self.inherited_loans()
         for room in self.rooms.values():
             self.pages.check(room.pages, room.lease, "left behind")
@@ -278,7 +278,7 @@ class Decode(Node):
         self.wait(THREAD_S, self._summed, room, command)
 
     def _summed(self, room: Room, command: c.VerifyChunk) -> None:
-        """Report a chunk's checksum, which is empty if the room ended or the computation fails."""
+        """Report a chunk's checksum, which is empty if the room has ended or summing fails."""
         checksum = b""
         if not room.told and not self.world.fails_sum():
             pages = room.pages[command.first : command.first + command.count]
@@ -290,7 +290,7 @@ class Decode(Node):
         self.run()
 
     def _stop_verifying(self, command: c.StopVerifying) -> None:
-        """Do nothing: `_summed` ignores rooms that ended."""
+        """Do nothing: `_summed` computes no checksum for a room that has ended."""
 
     def _landed(self, command: c.RoomLanded) -> None:
         room = self.rooms[command.grant]

@@ -14,7 +14,7 @@ from kvflow.protocols.prefill.records import PrefillRoomRecord
 
 
 class Who(Side, Protocol):
-    """A node, as rooms and writes see it."""
+    """The members of a node that rooms and writes use."""
 
     routes: set[int]  # decodes that it can write to
 

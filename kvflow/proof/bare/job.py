@@ -50,7 +50,7 @@ class DecodeJob(_Job):
     prefix_pages: int = 0
     announces: bool = True
     offers_after_s: float | None = None
-    # Decode holds the pages back until prefill begins the room, or until `offers_after_s`.
+    # True if decode holds the pages back until prefill begins the room or `offers_after_s` is over.
     waits: bool = False
     kept_s: float = 0.0
 
@@ -68,7 +68,7 @@ class PrefillJob(_Job):
     _: KW_ONLY
     fails_at: int | None = None
     rendezvous_s: float | None = None
-    # None: the job takes no turn, and prefill never sends Begun.
+    # If None, the job takes no turn, and prefill never sends Begun.
     begins_after_s: float | None = None
 
     def chunks_after(self, prefix_pages: int) -> list[int]:

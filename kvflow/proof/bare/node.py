@@ -110,7 +110,7 @@ class Scene:
         return self._strikes("no checksum", self.twists.fails_sums)
 
     def freezes(self) -> bool:
-        """Draw whether a stuck write never ends; at most one does in a run."""
+        """Return True if this stuck write is never to end. A run has at most one such write."""
         if self.frozen or not self._strikes("frozen", self.twists.freezes):
             return False
         self.frozen += 1
@@ -136,12 +136,13 @@ class Node:
         # Actions that wait while this node is halted; None while it runs.
         self.parked: list[tuple[Callable[..., object], tuple[Any, ...]]] | None = None
         self.unread: Burst = []  # frames received since it was halted
-        self.watchers: list[tuple[Node, Any]] = []  # (node to notify of the death, its key)
-        self.malformed = 0  # spoilt frames that were delivered here
+        # (node to notify of the death, argument of its `known_dead`)
+        self.watchers: list[tuple[Node, Any]] = []
+        self.malformed = 0  # spoilt frames that this node received
         self.troubled_at_s = -1.0
         self.stalled_until_s = -1.0
         self.routes: set[int] = set()
-        self.proven_at_s = float("inf")  # time by which every watcher has proof of its death
+        self.proven_at_s = float("inf")  # about when the last watcher has proof of its death
         self._due_at_s = float("inf")
         self._fires_at_s = 0.0
 
@@ -204,7 +205,7 @@ class Node:
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Close as an operator would: end every room, wait a while for proof, and part."""
+        """Shut down in order: end every room, wait a while for proof, and part."""
         self.leaving = True
         self._ticking.leave(self.clock.now)
         self.run()
@@ -226,7 +227,7 @@ class Node:
         return self.has_parted()
 
     def has_parted(self) -> None:
-        """End the node, after every peer acknowledged the goodbye or the time for that was over."""
+        """End the node: every peer has acknowledged the goodbye, or the time for that is over."""
         raise NotImplementedError
 
     def died(self) -> None:

@@ -11,8 +11,8 @@ from kvflow.proof.rules.places import Home, Receiver
 from kvflow.protocols.pages.layout import PoolLayout
 
 Content = tuple[bytes, int]
-"""A prompt's digest, and the index of a page in that prompt; the row's index follows the last
-page's. Damage in transit replaces the digest by `DAMAGED`.
+"""A prompt's digest, and the index of a page in that prompt. The row's index follows that of the
+last page. Damage in transit replaces the digest with `DAMAGED`.
 """
 Lease = tuple[int, int]
 """Owner of pages that a decode lends: its incarnation, and the grant."""
@@ -57,7 +57,7 @@ class Pages(Home):
         return taken
 
     def check(self, pages: list[int], owner: Hashable, what: str) -> None:
-        """Verify that `owner` has these pages; `what` names its action in case of a violation."""
+        """Verify that `owner` has these pages. `what` names its action in case of a violation."""
         for page in pages:
             if self.owners[page] != owner:
                 self.broken("I1", page, f"of {self.owners[page]!r} is {what} by {owner!r}")
@@ -69,7 +69,7 @@ class Pages(Home):
 
 
 class DecodePages(Pages):
-    """Pages of a decode. A lease owns those of a room or a loan, and then the room's user."""
+    """Pages of a decode. Those of a room belong to its lease, or to the user that keeps them."""
 
     def __init__(self, who: str, judge: Receiver, layout: PoolLayout) -> None:
         super().__init__(who, judge, layout)

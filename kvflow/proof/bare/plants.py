@@ -1,7 +1,7 @@
 """Planted bugs that runs of bare endpoints must find.
 
-Some are bugs that whole nodes or the walk find too, and that live in endpoints and tables. The
-others are too rare for whole nodes, too large for a walk, or concern rooms that begin.
+Some are bugs in endpoints and tables that whole nodes or the walk find too. The others are too rare
+for whole nodes, too large for a walk, or concern `Begun` messages.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ shells have.
 
 
 for name, first in OF_THE_WALK.items():
-    # A plant of the walk has a suffix here if a different plant has the same name.
+    # A name in `OF_THE_WALK` has a suffix if a different plant has the same name.
     walked = BY_NAME[name.removesuffix(" (walk)")]
     PLANTS.append(Plant(name, walked.text, walked.install, {"bare": first}))
 PLANTS += [plant for plant in OF_NODES if "bare" in plant.found]

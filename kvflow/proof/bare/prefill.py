@@ -241,7 +241,7 @@ class Prefill(Writer):
 
     def _close_route(self, command: c.CloseRoute) -> None:
         self.routes.discard(command.peer)
-        # A living decode lost its place here, so the oracles count this as a disturbance.
+        # A living decode may lose its place at this rank, so this counts as a disturbance.
         self.world.wire.disturbed(self.control, self.world.nodes[command.peer])
         self.watches.discard(command.peer)
         self.rules.transfers.route_closed(self, command.peer)

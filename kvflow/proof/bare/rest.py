@@ -13,7 +13,7 @@ from kvflow.proof.rules.rest import AtDecode, AtPrefill, left_at_decode, left_at
 
 
 def left(world: World, *, doubts: bool) -> Iterator[str]:
-    """Yield a line for everything not at rest. With `doubts`, loans without proof may be out."""
+    """Yield a line for everything not at rest. With `doubts`, unproven loans may remain."""
     for node in world.nodes.values():
         if node.alive:
             if isinstance(node, Prefill):

@@ -52,7 +52,7 @@ class Run(Course):
             self._schedule(request, twist)
 
     def _schedule(self, request: Request, twist: Twist) -> None:
-        """Schedule both legs of a request; a twist may send the same room to a second decode."""
+        """Schedule both legs of a request. A twist may send the same room to a second decode."""
         issue, digest = self.world.rules.rooms.issue, prompt_digest(request.prompt)
         if request.prefill is not None:
             self.schedule_prefill(request, twist, request.prefill, digest)
@@ -155,7 +155,7 @@ class Run(Course):
     def _give_up_waiting(self) -> None:
         """Make decodes offer pages for rooms that prefill has not begun.
 
-        Every lost message was sent again by now, so such a room will never begin.
+        Every lost message has been sent again by now, so such a room will never begin.
         """
         for node in self.world.nodes.values():
             if node.alive and isinstance(node, Decode):
@@ -256,7 +256,7 @@ def played(seed: int, cast: Cast, *, visits: Counter[Cell] | None, tell: Tell | 
     run = cast.run(world, scenario, twists)
     with swaps(observed(rules.rooms)), covered(Counter() if visits is None else visits):
         try:
-            # Waiting takes no real time here, so one step of the coroutine is the whole run.
+            # In virtual time no `await` suspends the coroutine, so this one step is the whole run.
             run.play().send(None)
         except (BrokenError, StopIteration):
             pass

@@ -19,13 +19,13 @@ class Twist(NamedTuple):
     announces: bool = True
     rendezvous_s: float | None = None
     second_decode: int | None = None  # another decode that opens the same room
-    # Seconds until prefill asks for a place for the whole prompt; None: it never does.
+    # Seconds until prefill asks for places for the whole prompt, or None if it never does.
     begins_after_s: float | None = None
-    waits: bool = False  # True if decode holds its pages back until prefill began
+    waits: bool = False  # True if decode holds its pages back until prefill begins
 
 
 class Visit(NamedTuple):
-    """A visit by a decode, for which prefill has a place only if a silent decode makes way."""
+    """A visit by a guest decode. Prefill has a place for it only if a silent decode makes way."""
 
     at_s: float
     decode: int  # the decode that is halted at `at_s`, for `silent_s`
@@ -61,7 +61,7 @@ def draw_all(
 
 
 def draw_waiting(rng: random.Random, faults: Faults) -> tuple[Scenario, Twists]:
-    """Draw as `draw_all` does, and in some runs let decodes wait until prefill begins a room."""
+    """Call `draw_all`, and in some runs let decodes wait until prefill begins a room."""
     scenario, twists = draw_all(rng, faults)
     if rng.random() < _WAIT:
         twists = twists._replace(requests=[_waiting(rng, twist) for twist in twists.requests])

@@ -24,7 +24,7 @@ class Turns(Generic[User]):
         self._wait: deque[tuple[User, Callable[[User], None]]] = deque()
 
     def ask(self, user: User, go: Callable[[User], None]) -> None:
-        """Call `go` when it is the user's turn, which is at once if there are places."""
+        """Call `go` when it is the user's turn: at once if places suffice and no user waits."""
         self._wait.append((user, go))
         self._serve()
 

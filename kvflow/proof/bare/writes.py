@@ -70,7 +70,7 @@ class PacedWrite(Write):
         self._slice()
 
     def _slice(self) -> None:
-        """Land the next page. A cancelled write ends after the page under way."""
+        """Go on: land the next page, or end. A cancelled write ends after the page under way."""
         source = self.source
         if self.targets and source.clock.now < source.stalled_until_s:
             return source.wait(STALL_LOOK_S, self._slice)
@@ -82,7 +82,7 @@ class PacedWrite(Write):
             if self.next == self.stops_at:
                 if self.fault == "late":
                     source.wait(LATE_S, self._land_rest)
-                # It failed before its first byte left, which proves that no byte arrives.
+                # The write failed before its first byte left, which proves that no byte arrives.
                 elif not self.next:
                     return self._end(WriteOutcome.CANCELLED)
                 return self._end(WriteOutcome.UNPROVEN)

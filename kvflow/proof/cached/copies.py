@@ -16,7 +16,7 @@ from kvflow.protocols.errors import TransferError
 
 
 class CopyThread(VirtualThread):
-    """Executor of one direction, which runs one copy at a time, as a single thread does."""
+    """Executor for one direction. Like a single thread, it runs one copy at a time."""
 
     def __init__(self, source: Books, target: Books, oracle: Oracle, faults: Faults) -> None:
         self._source, self._target, self._oracle, self._faults = source, target, oracle, faults

@@ -156,9 +156,10 @@ def empty_folder() -> Path:
 
 
 def spoil(folder: Path, faults: DiskFaults, *, most: bool = False) -> None:
-    """Remove some files and damage others, as a failing disk does.
+    """Remove some files and damage others, like a failing disk.
 
-    With `most`, half of the remaining files are torn, as after a crash of the machine.
+    `most` simulates a crash of the machine: half of the remaining files are torn, if the run has
+    this fault.
     """
     for path in files_in(folder):
         if faults.strikes("page lost"):

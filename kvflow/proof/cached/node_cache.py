@@ -111,7 +111,7 @@ class NodeCache:
         return store
 
     def die(self) -> None:
-        """End the cache as its process dies: its threads never finish their work."""
+        """End the cache because its process died. Its threads never finish their work."""
         self.lost = self._disk.dead = True
         if self._host_books is not None:
             self._host_books.lost = True

@@ -85,7 +85,9 @@ OF_THE_WALK = {
     "eviction not told": (0, "I10"),
     "chunk without pages lands at once": (1, "I4"),
 }
-"""Plants of the exhaustive walk that seeds must also find, with a seed and its invariant."""
+"""Plants of the exhaustive walk that seeds must find too, with a seed that finds each and the
+invariant that it breaks.
+"""
 _walked: list[Any] = [*OF_THE_INDEX, *WALKED]
 PLANTS += [
     Plant(plant.name, plant.text, plant.install, {"cache": OF_THE_WALK[plant.name]})

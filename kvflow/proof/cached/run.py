@@ -237,7 +237,7 @@ def simulate(
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Keep logged errors that the simulator injected off the console, and raise all others."""
+    """Raise errors when they are logged, except those that the simulator injected. Print none."""
     with ExitStack() as swaps:
         for name in ("kvflow.serve.cache", "kvflow.storage"):
             logger = logging.getLogger(name)

@@ -42,7 +42,7 @@ class CachingScheduler:
     ) -> None:
         """Use `caches`, which maps the `id()` of a node to its cache."""
         self._texts, self._caches, self._counts, self._rng = texts, caches, counts, rng
-        # Number of pages that rooms still have to take, by the `id()` of the node.
+        # Number of pages that open jobs need besides their prefixes, by the `id()` of the node.
         self._promised: Counter[int] = Counter()
 
     async def prefill(self, node: PrefillNode, job: Job) -> None:
@@ -136,9 +136,9 @@ class CachingScheduler:
         owner: object,
         prefix: Prefix,
     ) -> int:
-        """Close the room, and return the number of its pages that the cache owns, the prefix.
+        """Close the room, and return the size of the prefix, whose pages the cache owns.
 
-        The cache must not keep the others, which may not be computed.
+        The cache must not keep the other pages: some of them were perhaps never computed.
         """
         room.close(job.cause(Code.ENGINE_ERROR, "the engine broke down"))
         return int(prefix.pages.size)
@@ -156,7 +156,7 @@ class CachingScheduler:
                 await mine.cache.fetch(np.array(prompt), most_tokens)
 
     async def _load(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> Prefix:
-        """Return a prompt's cached pages, locked, after loading others for at most `LOAD_S`."""
+        """Load pages of a prompt for at most `LOAD_S`, then lock and return its cached prefix."""
         tokens = np.array(prompt)
         try:
             async with asyncio.timeout(LOAD_S):
@@ -183,7 +183,7 @@ class CachingScheduler:
 
     @contextmanager
     def _promise(self, node: DecodeNode, job: Job, prefix: Prefix) -> Iterator[None]:
-        """Count the pages that a job will take, so that `_make_room` frees enough for all jobs."""
+        """Count the pages that a job needs, so that `_make_room` frees enough for all jobs."""
         wanted = -(-len(job.prompt) // PAGE_SIZE) - int(prefix.pages.size)
         self._promised[id(node)] += wanted
         try:
@@ -192,7 +192,7 @@ class CachingScheduler:
             self._promised[id(node)] -= wanted
 
     async def _make_room(self, node: DecodeNode) -> None:
-        """Reclaim pages until as many are free as the jobs of the node will take.
+        """Reclaim pages until as many are free as the open jobs of the node need.
 
         With write_back, evicted pages become free only after they are copied.
         """

@@ -25,7 +25,7 @@ class Texts:
         self.names: dict[bytes, int] = {}
 
     def add(self, prompt: list[int]) -> list[bytes]:
-        """Return a digest for each page of a prompt, including a partial last page."""
+        """Add a prompt. Returns a digest for each of its pages, including a partial last page."""
         key = prompt_digest(prompt)
         if (found := self._pages.get(key)) is None:
             found = digests_of_prompt(prompt, PAGE_SIZE)

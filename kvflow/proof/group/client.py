@@ -13,7 +13,7 @@ from kvflow.protocols.wire.group import Ticket
 
 
 class Fate(NamedTuple):
-    """The misfortunes of one request; None stands for one that does not happen.
+    """The misfortunes of one request. None stands for a misfortune that does not happen.
 
     A field that holds a rank concerns only this rank.
     """
@@ -34,7 +34,7 @@ class StageJob(PrefillJob):
 
 @dataclass(eq=False)
 class Client:
-    """The client of one request, which asks the leader and expects one answer."""
+    """A client, which sends one request to the leader and expects one answer."""
 
     number: int
     room: int

@@ -60,7 +60,7 @@ class Lines:
         self.clock, self.rng, self.faults, self._traced = clock, rng, faults, traced
         self.leaders: dict[int, Process] = {}  # by group: the process that answers as its leader
         self.members: dict[bytes, Process] = {}  # by routing id
-        self.cut: set[int] = set()  # ranks that are cut off from their group
+        self.cut: set[int] = set()  # incarnations of ranks that are cut off from their group
         self.jammed: dict[int, list[tuple[Process, bool, bytes]]] = {}
         self.trouble: dict[int, float] = {}  # time of the last disturbance, by member
         self._last_at: dict[tuple[int, bool], float] = {}

@@ -4,10 +4,10 @@ leader and members issue.
 - order: every member applies the decisions of one leader's log in the order of the log, without a
   gap;
 - start: a request starts only when every rank is ready;
-- success: the group succeeds only after every rank landed, and a rank settles a success only after
-  the group's decision;
-- once: a request is decided once, a client has one answer, a rank settles once;
-- first cause: the cause is the first failure that reached the leader;
+- success: the group succeeds only after every rank has landed, and a rank settles a success only
+  after the group's decision;
+- once: a request is decided once, its client gets one answer, and each rank settles it once;
+- first cause: a failed request has the cause of the first failure that reached the leader;
 - spread: while the lines are up, a failure of one rank ends the room at every rank within a second;
 - patience: a rank or a leader is abandoned only for a reason.
 
@@ -49,7 +49,7 @@ class Agreement:
     def __init__(self, judge: Judge, clock: Clock, lines: Lines) -> None:
         self.broken, self.clock, self.lines, self.ranks = judge.broken, clock, lines, range(0)
         self.counts: Counter[str] = Counter()
-        # Causes with which the group ended rooms of ranks that had no trouble themselves.
+        # Causes that a rank's room got from the group. The rank itself may have had no trouble.
         self.group_causes: set[Cause] = set()
         self._log: dict[tuple[Incarnation, int], Entry] = {}
         self._numbers: dict[tuple[TicketKey, Ruling], int] = {}
@@ -63,7 +63,7 @@ class Agreement:
         self._sessions: dict[Incarnation, Session | None] = {}
         self._members: dict[Incarnation, dict[Any, Membership]] = {}
         self._first: Cause | None = None  # cause of the failure that the leader reads now
-        # Pairs (who gave up, on whom). The other one may then do the same.
+        # Pairs (process that gave up, process on which it gave up). The latter may then give up.
         self._given_up_by: set[tuple[Incarnation, Incarnation]] = set()
 
     # --- the log
@@ -168,7 +168,7 @@ class Agreement:
         vote = _failure(frame)
         ticket = Ticket(0) if vote is None else vote.ticket
         member = None if vote is None else _membership(leader, vote)
-        # The leader accepts only the next vote of a session; it ignores repeated and early ones.
+        # The leader accepts only the next vote of a session. It ignores repeated and early ones.
         takes = member is not None and vote is not None and vote.seq == member.link.received_below
         open_ = ticket in leader.requests
         leader.receive(peer_id, frame, self.clock.now)

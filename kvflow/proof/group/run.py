@@ -24,7 +24,7 @@ from kvflow.proof.sim.scenario import Accident, Leg, Request, Scenario, Shape
 RANKS = 4
 # Share of room ids that are used again, often while the first room drains.
 REUSES = 0.1
-# Share of requests that a client ends early, on top of those in any scenario.
+# Share of requests that a client ends early, in addition to those that `draw_all` ends.
 ABORTS = 0.35
 
 
@@ -49,9 +49,9 @@ def _stormy(rng: random.Random, request: Request) -> Request:
 
 
 def _used_again(rng: random.Random, request: Request, decodes: int) -> Request:
-    """Return a request that uses the same room id again, as after the loss of a decode.
+    """Return a request that uses the same room id again. This happens when a decode is lost.
 
-    The first room may be over, drain, or run. The new one is at another decode, if there is one.
+    The first room may be over, drain, or run. The new one is at a random decode.
     """
     at_s = max(leg.at_s for leg in (request.prefill, request.decode) if leg is not None)
     at_s += rng.uniform(0.0, 0.4)

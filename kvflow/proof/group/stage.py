@@ -1,4 +1,4 @@
-"""One rank of a group: a prefill whose rooms do as the group decides. Rank 0 also leads."""
+"""One rank of a group: a prefill whose rooms follow the group's decisions. Rank 0 also leads."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _LEAVING = Cause(Code.SHUTDOWN, "the leader of the group shuts down")
 class Group(NamedTuple):
     lines: Lines
     agreement: Agreement
-    # The body of a request is its client's index here.
+    # In this proof, the body of a request is the index of its client in `clients`.
     clients: list[Client]
-    forges: bool  # ranks send votes in each other's name
+    forges: bool  # True if ranks send votes in each other's name
 
 
 class Stage(Prefill):
@@ -204,7 +204,7 @@ class Stage(Prefill):
     # --- what happens to this rank's half of a room
 
     def ready(self, leg: Leg) -> None:
-        """Vote READY; the engine starts when the group does."""
+        """Vote READY. The engine starts when the group starts."""
         if leg.pages:
             self.agreement.ready(self, _key(leg))
             self.member.matched(_key(leg))

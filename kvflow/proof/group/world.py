@@ -1,4 +1,4 @@
-"""The nodes of one run whose prefills form groups, and the accidents that can happen to them."""
+"""The nodes of a run in which prefills form groups, and the accidents that can happen to them."""
 
 from __future__ import annotations
 

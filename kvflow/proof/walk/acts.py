@@ -39,7 +39,7 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation
 # A time so far in the past that every wait which began then is over.
 AGED = -1e9
 May = Callable[..., None]
-"""may(text, do, *arguments, price=..., fair=...): add the act `do(side, *arguments)`."""
+"""`may(text, do, *arguments, price=..., fair=...)` adds the act `do(side, *arguments)`."""
 
 _CLOSABLE = (PagePhase.LANDED, PagePhase.KEPT)
 _SENT_AGAIN = {LinkPhase.UP: "sends a heartbeat", LinkPhase.PARTING: "says goodbye again"}
@@ -50,7 +50,7 @@ class Acts:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        # Very many states of the world share the state of one machine, so the walk keeps its acts.
+        # Many states of the world contain the same state of one machine, so its acts are kept.
         self._done: dict[Any, Any] = {}
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
@@ -59,7 +59,7 @@ class Acts:
         return self._done[key]
 
     def _adding(self, make: Callable[..., Act[Any]], value: Any) -> tuple[list[Act[Any]], May]:
-        """Return an empty list, and a function that adds acts which the world allows to it."""
+        """Return an empty list, and a function that adds to it each act that the world allows."""
         found: list[Act[Any]] = []
 
         def may(
@@ -91,7 +91,7 @@ class Acts:
         try:
             after = side.run(do)
         except Exception as error:  # noqa: BLE001
-            # An endpoint must not raise here, so every exception is a violation.
+            # A side handles its endpoint's expected errors. Any other exception is a violation.
             broken = _broken(error)
         words = tuple(map(tuple, side.words))
         return Act(f"decode {text}", price, fair, after, words, timer, broken, side.succeeded)
@@ -106,7 +106,7 @@ class Acts:
         return f" of rank {rank}" if self.world.bounds.ranks > 1 else ""
 
     def of_decode(self, value: Decode, rank: int, seen: Neighbour) -> list[Act[Decode]]:
-        """Return decode's acts towards `rank`; for rank 0 also those that concern no rank."""
+        """Return decode's acts that concern `rank`. Rank 0 also gets those that concern no rank."""
         if not value.alive:
             return []
         general, timers = self._once(
@@ -123,7 +123,7 @@ class Acts:
         for kind, life, act in timers:
             dead = seen.life != life or not seen.alive
             if kind == "long":
-                # No heartbeat can arrive in these cases, so the wait ends without a fault.
+                # If prefill cannot answer on this link, the wait ends without a fault.
                 fair = dead or not seen.answers or value.ranks[rank].dialled != life
                 price = Price.NOTHING if fair else Price.SILENCE
                 if self.world.allows(price):
@@ -197,7 +197,7 @@ class Acts:
         may(text, summed, *where, b"", lingers=True, price=Price.CHECKSUM)
 
     def _decode_pages(self, number: int, grant: Grant, endpoint: DecodeEndpoint, may: May) -> None:
-        """Add the acts of threads and of the room's user on the pages of a grant."""
+        """Add what threads and the room's user can do with the pages of a grant."""
         record = endpoint.rooms.get(GrantId(number))
         awaited = sum(check.found is None for check in record.checks) if record else 0
         if grant.threads > awaited:
@@ -213,9 +213,10 @@ class Acts:
             may(text, DecodeSide.feed, number, PageKind.CLOSE, fair=True)
 
     def _decode_timers(self, value: Decode, rank: int) -> list[tuple[str, int, Act[Decode]]]:
-        """Return (kind, life of the link, act) for every timer that concerns `rank`.
+        """Return (kind, life of the rank, act) for each timer that matters to `rank`.
 
-        The kind is "repeat" (sends a message again), "beat" (a heartbeat) or "long" (ends a wait).
+        The kind is "repeat" (asks or dials again), "beat" (sends a heartbeat) or "long" (ends a
+        wait). The life is 0 for the timer of a grant.
         """
         found: list[tuple[str, int, Act[Decode]]] = []
         endpoint, who = self.world.decodes.take(value.endpoint), self._of(rank)
@@ -284,7 +285,7 @@ class Acts:
         try:
             after = side.run(do)
         except Exception as error:  # noqa: BLE001
-            # An endpoint must not raise here, so every exception is a violation.
+            # A side handles its endpoint's expected errors. Any other exception is a violation.
             broken = _broken(error)
         words = () if after.target_gone else tuple(side.words)
         return Act(f"prefill {text}", price, fair, after, (words,), False, broken)
@@ -427,7 +428,7 @@ class Acts:
                 record = core.rooms[timer.key]
                 waits_for_decode = record.phase is PrefillPhase.EXPECTED
                 if not waits_for_decode and record.phase is not PrefillPhase.BOOTSTRAPPED:
-                    # The timer is left from an earlier wait; the endpoint would only reset it.
+                    # The timer is left over from an earlier wait. The endpoint would only reset it.
                     continue
                 alone = (over or value.target_gone) if waits_for_decode else never
                 price = Price.NOTHING if alone else Price.PREFILL_ABORT

@@ -60,7 +60,8 @@ def walk(world: World[S], say: Callable[[str], None] = lambda _: None) -> dict[s
                 fair.append((source, number[after]))
     can = {n for state, n in number.items() if world.rests(state)}
     report["rest_states"] = len(can)
-    # Follow fair acts backwards from the states of rest. The others cannot come to rest.
+    # Follow fair acts backwards from the states of rest. A state that this does not reach cannot
+    # come to rest.
     into: dict[int, list[int]] = {}
     for source, target in fair:
         into.setdefault(target, []).append(source)

@@ -1,7 +1,7 @@
 """The walk over the shipped prefix index in a small world, through every order of events.
 
-A state is the pickled index with the memory, the store, the requests and the subscriber around it.
-One step is one call of the index.
+A state is the index with the memory, the store, the copies, the locks and the subscriber around it.
+One step is one operation on the index, such as an insertion or the end of a copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class State:
     def __init__(self, life: Life, left: CacheBounds) -> None:
         self._key = (life.fingerprint(), left)
         self.resting = not life.copies and not life.locks
-        # `CacheWorld.acts` pickles it, because most states that the walk reaches are not new.
+        # `CacheWorld.acts` pickles it. The walk calls `acts` for new states only, so it pickles no
+        # other state.
         self.life: Life | None = life
         self.left = left
 
@@ -155,7 +156,7 @@ def _begin(life: Life, prompt: Prompt, route: Route, count: int) -> bool:
 
 
 def _end(life: Life, number: int, landed: bool) -> bool:
-    # The sources are read only now, so that the rules see one that changed meanwhile.
+    # Read the sources at the end of the copy, so that the rules see a source that has changed.
     copy = life.copies.pop(number)
     if landed and copy.target is Tier.STORAGE:
         life.store.update(life.memory[copy.source][page] for page in copy.source_pages)

@@ -72,7 +72,7 @@ class Life:
         return life
 
     def take(self, tier: Tier, keys: list[Prompt]) -> PageIndices:
-        """Take the lowest free pages of `tier` for the contents `keys`; () means garbage."""
+        """Take the lowest free pages of `tier` for the contents `keys`, where () means garbage."""
         memory = self.memory[tier]
         free = [page for page in range(POOL) if page not in memory][: len(keys)]
         assert len(free) == len(keys), "the world's pools are too small"

@@ -101,7 +101,10 @@ def _check_subscriber(life: Life, present: list[set[Prompt]]) -> None:
 
 
 def _check_pins(life: Life, nodes: list[Node]) -> None:
-    """Check the index's count of evictable device pages: those that no request or copy uses."""
+    """Check the index's count of evictable device pages.
+
+    A page can be evicted unless a request or a copy uses it, or uses a page below it.
+    """
     # The expected count comes from the world's own locks and copies, not from the nodes' pins.
     used = {(lock.epoch, lock.key) for lock in life.locks}
     for copy in life.copies.values():
@@ -142,7 +145,7 @@ def check_rest(rest: Life) -> None:
 
 def check_landed(life: Life, copy: Copy) -> None:
     """Check that each page of a landed write is readable in the target tier, even after a split."""
-    # A flush removed the pages from the tree meanwhile.
+    # If the epoch differs, a flush has removed the pages from the tree.
     if copy.epoch != life.epoch:
         return
     present: set[Prompt] = set()

@@ -13,7 +13,7 @@ Prompt = tuple[int, ...]
 
 FIRST: Prompt = (1, 2, 3, 4)
 FORKS: tuple[Prompt, ...] = ((1, 2, 5, 6), (1, 7), (1, 2, 3, 8))
-"""Prompts that leave the first one after its second, its first and its third page."""
+"""Prompts that differ from `FIRST` after its second, its first and its third page."""
 
 
 class CacheBounds(NamedTuple):

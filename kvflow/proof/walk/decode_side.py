@@ -43,7 +43,7 @@ EARLIER = (-1, 1)
 class Owner(IntEnum):
     """The owner of a set of pages, as the walk's store knows it."""
 
-    STORE = 0  # also the caller, for pages of its own
+    STORE = 0  # or the caller, if the pages are its own
     ROOM = 1
     USER = 2
     WITHHELD = 3  # in the store's quarantine
@@ -63,7 +63,7 @@ class Grant(NamedTuple):
 
     @property
     def home(self) -> bool:
-        """True if the pages lent to ranks are free or the user's, so no write may reach them."""
+        """True if the pages lent to ranks are free or the user's: a write must not reach them."""
         if self.pages.staging is not None:
             return self.staging is Owner.STORE
         landed = self.pages.target is PagePhase.LANDED
@@ -71,7 +71,7 @@ class Grant(NamedTuple):
 
     @property
     def kept_for_nothing(self) -> bool:
-        """True if the room still holds pages that its user did not receive."""
+        """True if the room still holds pages that its user has not received."""
         landed = self.pages.target is PagePhase.LANDED
         return self.staging is Owner.ROOM or (self.target is Owner.ROOM and not landed)
 
@@ -120,7 +120,7 @@ class Decode(NamedTuple):
     endpoint: int  # number on the shelf, or -1 if the process is dead
     grants: tuple[Grant, ...] = ()
     opened: int = 0  # rooms that were opened or refused
-    watched: frozenset[tuple[int, int]] = frozenset()  # (rank, life) whose fence decode awaits
+    watched: frozenset[tuple[int, int]] = frozenset()  # (rank, life) whose death decode awaits
     declared: frozenset[tuple[int, int]] = frozenset()
     left: bool = False
     closed: bool = False
@@ -223,7 +223,7 @@ class DecodeSide:
         self.endpoint.tick(0.0)
 
     def open_room(self, lives: tuple[int, ...]) -> None:
-        """Open the next room. `lives` names the life of each rank that the registry lists."""
+        """Open the next room. `lives` are the lives of the ranks, as listed in the registry."""
         world, bounds = self.world, self.world.bounds
         infos = [world.info(rank, life) for rank, life in enumerate(lives)]
         room = bounds.rooms[self.value.opened]

@@ -63,7 +63,7 @@ class State(NamedTuple):
     members: tuple[bytes | None, ...]
     to_leader: tuple[Frames, ...]
     to_member: tuple[Frames, ...]
-    mourned: tuple[bool, ...]  # by rank: True once the leader noticed its death
+    mourned: tuple[bool, ...]  # by rank: True once the leader has noticed its death
     rooms: tuple[Room, ...]
     facts: frozenset[tuple[Any, ...]]  # events so far, for the rules
     left: GroupBounds
@@ -89,7 +89,7 @@ def _seen(data: bytes) -> Any:
 class GroupWorld:
     def __init__(self, bounds: GroupBounds) -> None:
         self.bounds = bounds
-        # Very many states refer to equal endpoints, so these share one bytes object.
+        # Many states contain equal endpoints, so equal ones share one bytes object.
         self._pieces: dict[bytes, bytes] = {}
 
     def start(self) -> State:
@@ -233,7 +233,10 @@ class GroupWorld:
         return found
 
     def _crash(self, state: State, rank: int) -> State:
-        """Kill the process of `rank`, and with rank 0 the leader. Frames to it are lost."""
+        """Kill the process of `rank`. Frames on their way to it are lost.
+
+        The process of rank 0 contains the leader.
+        """
         state = self._bad(state)._replace(left=state.left._replace(crashes=state.left.crashes - 1))
         state = state._replace(
             members=_with(state.members, rank, None),
@@ -384,15 +387,16 @@ class GroupWorld:
         )
 
     def _kept(self, end: GroupLeader | GroupMember) -> bytes:
-        """Pickle an endpoint such that equal endpoints have equal bytes."""
-        # Unconfirmed messages would make equivalent states differ, and these links lose none.
+        """Pickle an endpoint so that equal endpoints have equal bytes."""
+        # These links lose no message, so all can be confirmed. Unconfirmed messages would make
+        # equivalent states differ.
         links = [end.session] if isinstance(end, GroupMember) else end.members.values()
         for one in links:
             if one is not None:
                 one.link.confirm(one.link.sent_below)
         stream = io.BytesIO()
         pickler = _Pickler(stream, protocol=5)
-        # Fast mode does not record which equal values are one object: no step depends on it.
+        # Fast mode does not record which equal values are one object. No step depends on that.
         pickler.fast = True
         pickler.dump(end)
         data = stream.getvalue()

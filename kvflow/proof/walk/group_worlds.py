@@ -18,7 +18,7 @@ class GroupBounds(NamedTuple):
     aborts: int = 0
     crashes: int = 0  # deaths of members; rank 0 takes the leader with it
     silences: int = 0
-    # At most 1. The leader cannot open such a request: a rank is missing, or the room is in use.
+    # Requests that the leader cannot open: a rank is missing, or the room is in use. At most 1.
     refusals: int = 0
     same_room: bool = False  # True if all requests are for one room id
     restarts: bool = True  # True if a dead member may start again

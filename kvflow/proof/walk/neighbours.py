@@ -10,21 +10,21 @@ from kvflow.proof.walk.world import DECODE, World
 
 
 class Neighbour(NamedTuple):
-    """The state of one rank, as far as decode's acts depend on it."""
+    """The part of a rank's state on which decode's acts depend."""
 
     life: int
     alive: bool
     answers: bool  # True if it answers heartbeats on a link to this life
     silent: bool  # True while it counts decode as silent
-    oldest: int  # oldest ended grant that it remembers
+    oldest: int  # lowest grant that it remembers, or 0
     fenced: bool  # True if its first life is dead and its writes cannot land any more
 
 
 class Target(NamedTuple):
-    """The state of decode, as far as a rank's acts depend on it."""
+    """The part of decode's state on which a rank's acts depend."""
 
     over: bool  # True if no room is open and decode will open no more
-    beats: tuple[bool, bool]  # by life, first and second: decode sends it heartbeats
+    beats: tuple[bool, bool]  # by life, first and second: True if decode sends it heartbeats
 
 
 def neighbour(prefill: Prefill) -> Neighbour:
@@ -40,7 +40,7 @@ def target(decode: Decode, rank: int, rooms: int) -> Target:
 
 
 def orphaned(prefill: Prefill) -> Prefill:
-    """Return `prefill` after decode died, whose memory no late write can reach."""
+    """Return `prefill` after decode's death. No late write can reach a dead decode's memory."""
     return prefill._replace(target_gone=True, late=0)
 
 

@@ -105,7 +105,7 @@ _queue_chunk = PrefillEndpoint.queue_chunk
 
 
 def lands_at_once(endpoint: PrefillEndpoint, record: Any, source_pages: Any, **how: Any) -> None:
-    """End the write of a chunk without pages inside `queue_chunk`, and with it maybe the room."""
+    """End the write of a chunk without pages inside `queue_chunk`. This may end the room too."""
     _queue_chunk(endpoint, record, source_pages, **how)
     if not len(source_pages):
         write = endpoint.outbox.pop().write  # type: ignore[union-attr]  # it is the StartWrite

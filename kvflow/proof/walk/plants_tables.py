@@ -34,7 +34,7 @@ LOSSY = TINY._replace(drops=1)
 
 
 class Plant(NamedTuple):
-    """A bug, which breaks `invariant` in the world `bounds` while it is installed."""
+    """A bug that breaks `invariant` in the world `bounds` while it is installed."""
 
     name: str
     text: str

@@ -42,7 +42,7 @@ class Write(NamedTuple):
 
     peer: Incarnation
     grant: int
-    pages: int  # a bit for each page of the grant
+    pages: int  # a bit for each page that it writes, by index in the grant
     cancelled: bool = False
 
 
@@ -77,7 +77,7 @@ class Prefill(NamedTuple):
     other: Other = Other.ABSENT
     stalled: bool = False
     left: bool = False
-    parted: bool = False  # True once it sent Goodbye
+    parted: bool = False  # True once it has sent Goodbye
     named: bool = False  # True if its Goodbye named an unproven grant
     # The walk reads these fields without restoring the endpoint.
     knows: bool = False  # True while decode is up and its heartbeats are answered
@@ -313,7 +313,7 @@ class PrefillSide:
         if not self.routes.get(command.peer):
             raise ViolationError("I2: a write is started without a route")
         targets = command.target_pages.tolist()
-        # `send` numbers source pages by their place in the prompt, as `pages_of` does in a grant.
+        # `send` and, within a grant, `pages_of` number pages by their place in the prompt.
         if command.source_pages.tolist() != [page % GRANT_PAGES for page in targets]:
             raise ViolationError("I8: pages are written to another place of the prompt")
         grant = self.core.writes[command.write][0].grant

@@ -13,7 +13,7 @@ Numbers = NDArray[np.int64]
 
 
 class Interned(Generic[V]):
-    """A numbering of values, with columns: arrays that answer one question for every value."""
+    """A numbering of values, with columns. A column is an array with one number for each value."""
 
     def __init__(self, bits: int) -> None:
         self.values: list[V] = []
@@ -31,7 +31,7 @@ class Interned(Generic[V]):
         return found
 
     def column(self, question: Callable[[V], Any]) -> Numbers:
-        """Return the numbers that answer `question` for each value, cached by the question."""
+        """Return the answers to `question` for all values. They are cached by `question`."""
         known = self._columns.get(question, np.empty(0, np.int64))
         # `question` may number a new value, which then needs an answer too.
         while len(known) < len(self.values):
@@ -105,7 +105,7 @@ class Index:
         """Insert new keys, each of which occurs once in `keys`."""
         while len(keys):
             slots = self._slots(keys)
-            # Two keys may belong in one slot: the first takes it, the other one probes again.
+            # Two keys may belong in one slot. The first takes it, and the other probes again.
             _, first = np.unique(slots, return_index=True)
             self._keys[slots[first]], self._numbers[slots[first]] = keys[first], numbers[first]
             rest = np.ones(len(keys), np.bool_)
@@ -113,12 +113,12 @@ class Index:
             keys, numbers = keys[rest], numbers[rest]
 
     def find(self, keys: Numbers) -> Numbers:
-        """Return the number of each key, -1 for an unknown key; keys must not be negative."""
+        """Return the number of each key, or -1 for an unknown key. Keys must not be negative."""
         slots = self._slots(keys)
         return np.where(self._keys[slots] == keys, self._numbers[slots], -1)
 
     def number(self, keys: Numbers) -> Numbers:
-        """Return the number of each key; new keys get the next numbers."""
+        """Return the number of each key. New keys get the next numbers."""
         found = self.find(keys)
         missing = found < 0
         if missing.any():
@@ -143,7 +143,7 @@ class Rows:
         self._start, self._count, self._rows = Growing(), Growing(), Growing(width)
 
     def of(self, keys: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the rows of all keys, and for each row the index of its key in `keys`."""
+        """Return two arrays: for each row its key's index in `keys`, and the rows themselves."""
         numbers = self._index.number(keys)
         if len(self._index) > self._start.count:
             made = [self._make(key) for key in self._index.keys[self._start.count :].tolist()]

@@ -59,7 +59,7 @@ TABLES: dict[str, AnyTable] = {
     "cached_run": cached_run.TABLE,
     **{f"pages_{source.name.lower()}": table for source, table in ownership.TABLES.items()},
 }
-# Prefixes of the names of group worlds and of cache worlds.
+# The names of group worlds and of cache worlds begin with these prefixes.
 _GROUP = "group-"
 _CACHE = "cache-"
 _OTHERS: dict[str, tuple[str, GroupBounds | CacheBounds]] = {
@@ -121,7 +121,10 @@ def run(
 
 
 def _cells(name: str, visits: Counter[Cell]) -> dict[str, Any]:
-    """Return the legal cells of a table, how many the walk visited, and the impossible ones."""
+    """Count a table's legal cells, and those of them that the walk visited.
+
+    Lists the unvisited ones, and any impossible cells that the walk visited.
+    """
     found = report(visits, {name: TABLES[name]})
     missing, wrong = (
         [cell.removeprefix(f"{name} ") for cell in found[key]] for key in ("missing", "error")
@@ -147,7 +150,7 @@ def _walk_named(name: str, say: Callable[[str], None]) -> dict[str, Any]:
 def walk(bounds: Bounds, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Walk one world, and return the report.
 
-    `states` counts each state once, `looked_at` once for each set of remaining faults.
+    `states` counts each state once. `looked_at` counts it once for each set of remaining faults.
     """
     began = monotonic()
     with one_task_at_a_time() if bounds.step_by_step else nullcontext():

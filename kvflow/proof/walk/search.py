@@ -28,7 +28,7 @@ _BLOCK = 1 << 16  # states whose steps are computed at once; bounds the memory o
 
 
 class Level(NamedTuple):
-    """States first reached after some steps. `left` numbers their remaining faults."""
+    """States first reached after some steps, and the number of each one's remaining `Faults`."""
 
     states: States
     left: NDArray[np.uint8]
@@ -39,7 +39,7 @@ class Level(NamedTuple):
 
 
 class Faults:
-    """A numbering of the sets of remaining faults, without crashes, which the states show."""
+    """A numbering of the sets of remaining faults. It omits crashes, which a state itself shows."""
 
     def __init__(self, bounds: Bounds) -> None:
         limits = {price: bounds.limit(price) for price in Price if price is not Price.CRASH}
@@ -196,7 +196,7 @@ class Walk:
     # --- a path in words
 
     def path(self, depth: int, state: np.uint64, left: int) -> list[str]:
-        # Predecessors would take too much memory, so a path finds them again level by level.
+        # Storing all predecessors would take too much memory, so find them again, level by level.
         texts: list[str] = []
         for level in reversed(self.levels[:depth]):
             text, state, left = self._came_from(level, state, left)

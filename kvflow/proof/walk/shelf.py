@@ -33,8 +33,8 @@ from kvflow.protocols.wire.ranks import RankInfo
 FAR = 1e9
 """The time of every deadline that the walk has not made due."""
 FIRST = Cause(Code.CLIENT_GONE, "first")
-"""The cause of every room after each step, so that a later change of it shows. No step depends on
-a cause.
+"""Replaces the cause of each failed room after a step, so that a later change of the cause shows.
+No step depends on a cause.
 """
 
 LEFT_OUT = frozenset(
@@ -42,7 +42,7 @@ LEFT_OUT = frozenset(
         # These are the same in every endpoint, or empty.
         *("observer", "timing", "bounds", "verify", "staged", "outbox"),
         *("_timing", "_bounds", "_outbox", "layout", "served", "_served", "coverage"),
-        # Times, which the walk sets itself: see above.
+        # Times, which the walk sets itself, and the stories and reports of rooms.
         *("received_at_s", "sent_at_s", "tried_at_s", "used_at_s", "opened_at_s", "ready_at_s"),
         *("moving_at_s", "progress_at_s", "deadline_at_s", "recalled_at_s", "cancelled_at_s"),
         *("repeat_after_s", "resync_after_s", "forget_at_s", "story", "report"),
@@ -76,7 +76,7 @@ class Shelf(Generic[E_]):
         return len(self._pickled)
 
     def put(self, endpoint: E_) -> int:
-        """Tidy and store `endpoint`, whose commands were read, and return its number."""
+        """Tidy and store `endpoint`, and return its number. Read its commands before this call."""
         self._tidy(endpoint)
         key = freeze(endpoint, {})
         found = self._numbers.get(key)
@@ -128,7 +128,7 @@ def freeze(value: Any, seen: dict[int, int]) -> Hashable:
 
 def _way_of(value: Any) -> Way:
     kind = type(value)
-    # No step depends on a cause, so all causes are equal here.
+    # No step depends on a cause, so all causes have one value.
     if kind is Cause:
         return lambda value, seen: "cause"
     if issubclass(kind, Enum) or kind in (RankInfo, PlaneAddress, PeerKey):

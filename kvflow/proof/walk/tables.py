@@ -46,7 +46,7 @@ from kvflow.proof.walk.world import (
 
 _LANE_PART = 20  # bits for prefill, for a queue to it, for a queue to decode
 _MASK = (1 << _LANE_PART) - 1
-_LANE_BITS = {1: 40, 2: 23}  # bits for a lane, by the number of ranks; decode has the others
+_LANE_BITS = {1: 40, 2: 23}  # bits for a lane, by the number of ranks; decode has the other bits
 _WORD_BITS, _SAID_BITS, _SEEN_BITS = 8, 12, 8
 
 
@@ -114,7 +114,7 @@ class Tables:
             lane = (prefill << _LANE_PART | to_prefill) << _LANE_PART | queue
             lanes.append(self.lanes.number(lane))
         decode = parts.decode
-        # The walk counts a state and its mirror image as one, that with the smaller first lane.
+        # Of a state and its mirror image, the walk keeps the one whose first lane is smaller.
         if len(lanes) == 2:
             first, second = lanes
             mirror = self.decodes.column(self._mirror)[decode]
@@ -150,8 +150,8 @@ class Tables:
         return home & late > 0
 
     def at_rest(self, parts: Parts) -> NDArray[np.bool_]:
-        """Mark the states at rest: no work is under way, all rooms ended, and each open loan waits
-        for a rank that cannot prove what became of its writes.
+        """Mark the states at rest: no work is under way, all rooms have ended, and each open loan
+        waits for a rank that cannot prove what became of its writes.
         """
         rest = self.decodes.column(self._over)[parts.decode] > 0
         # An earlier decode's loan must end too, if a fence can prove that rank 0's first life died.
@@ -166,7 +166,7 @@ class Tables:
             rest &= (owes == 0) | ((owes == 1) & cannot_know)
             oldest = self.prefills.column(_oldest)[prefill]
             settled = self.decodes.column(_SETTLED[rank])[parts.decode]
-            # Prefill must not remember ended grants below the bound that decode settled.
+            # Prefill must remember no grant below `settled`: decode needs no message about those.
             rest &= (oldest == 0) | (oldest >= settled)
         return rest
 
@@ -201,7 +201,7 @@ class Tables:
                 found += [self._fault_moves(parts, rank, way) for way in (0, 1)]
         kept = []
         for moves in found:
-            # At most one process may crash, and a step that leads back to its own state adds none.
+            # At most one process may crash. A step that leads back to its own state adds nothing.
             keep = (moves.price != Price.CRASH) | ~crashed[moves.source]
             keep &= (moves.state != states[moves.source]) | moves.broken
             if fair_only:
@@ -351,7 +351,7 @@ class Tables:
         queue = self.queues.values[key >> _SAID_BITS]
         if timer and any(word in queue for word in said):
             return []
-        # A full queue drops the rest, as a ZMQ socket does at its high-water mark.
+        # A full queue drops the rest, like a ZMQ socket at its high-water mark.
         return [(self.queues.number((queue + said)[:free]),)]
 
     def _fault_rows(self, key: int) -> list[tuple[int, ...]]:

@@ -47,9 +47,9 @@ class Price(IntEnum):
 
 
 class Bounds(NamedTuple):
-    """The bounds of one world: limits on each kind of fault, and its variants.
+    """The bounds of one world: a limit for each kind of fault, and the variants to walk.
 
-    A full queue drops further words, as a ZMQ socket does at its high-water mark.
+    A full queue drops further words, like a ZMQ socket at its high-water mark.
     """
 
     ranks: int = 1
@@ -77,12 +77,13 @@ class Bounds(NamedTuple):
     user: bool = False  # the user keeps landed pages, or closes the room
     fences: bool = True  # the data plane can prove a writer's death
     out_of_order: bool = False  # writes of one prefill may end in any order
-    step_by_step: bool = False  # a tick handles one room or loan, so that messages arrive between
+    # A tick handles only one room or loan, so that messages can arrive in between.
+    step_by_step: bool = False
     patient: bool = False  # decode repeats messages only while every queue is empty
     targets: int = 8
     closed_grants: int = 8
     quarantine_share: float = 1.0
-    # An earlier decode left a loan to rank 0, in whose pages a late write may land.
+    # An earlier decode left a loan to rank 0. A late write may land in the pages of this loan.
     earlier: bool = False
 
     @property
@@ -108,7 +109,7 @@ MAX_RANKS, GRANT_PAGES, PAGE_SIZE = len(LIVES), 8, 4
 SUM, OTHER_SUM = b"sum", b"another"
 LATER = Cause(Code.PEER_LOST, "later")
 NO_WORD = wire.Heartbeat(source=Incarnation(1), target=Incarnation(1))
-"""The first word of an empty queue."""
+"""Stands for the first word of an empty queue."""
 
 Word = Any
 """A message between decode and rank 0 as a hashable value, with LATER in place of its cause."""
