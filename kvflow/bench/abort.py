@@ -18,15 +18,16 @@ from kvflow.transports.data.write_thread import SLICE_BYTES
 
 WORKER = "kvflow.bench.abort_worker"
 SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}  # 2 MiB per page
-# The most bytes that a plane may have under way when it is asked to stop.
+# Maximum number of bytes that a plane may have under way when it is asked to stop.
 WINDOWS = {"local": SLICE_BYTES, "mooncake": WINDOW_BYTES, "nixl": TRANSFERS_WINDOW_BYTES}
 # An abort counts only between these fractions of the transfer's bytes.
 EARLIEST, LATEST = 0.1, 0.9
 # Share of the aborts after which whole pages are checked, and not only their marks.
 WHOLE_PAGES_IN = 0.1
-# Seconds until the bare plane is asked to stop, when an abort would hit 512 MiB.
+# Range of the seconds until the bare plane is asked to stop. An abort of a 512 MiB transfer would
+# come after about as long.
 STOPPED_AFTER_S = (0.01, 0.06)
-TRIES = 10  # attempts per abort that counts
+TRIES = 10  # maximum number of attempts for each abort that counts
 SETTLE_S = 1.0
 PEER_TIMES = 20
 PEER_AFTER_S = 0.25  # the peer aborts at most this long after its first byte
@@ -37,7 +38,7 @@ DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 
 
 class Plan(NamedTuple):
-    """Parameters of one measurement: `times` aborts of rooms of `pages` pages each."""
+    """Parameters of one measurement: `times` aborts, each of a room that has `pages` pages."""
 
     times: int
     pages: int

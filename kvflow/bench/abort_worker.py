@@ -30,7 +30,7 @@ from kvflow.transports.control.zmq import ZmqSocket, bind_router, connect_dealer
 
 # uvloop rounds anything shorter down to 0, and the loop would spin.
 POLL_S = 0.001
-# Reused pages are watched while this many more rooms run, since a late write takes time to show.
+# Reused pages are watched while this many more rooms run, because late writes show up later.
 WATCHED_ROOMS = 3
 _SCRATCH = "scratch"
 
@@ -74,7 +74,8 @@ class AbortWorker(Worker):
         kept, others = self.node.pages.take(pages, _SCRATCH), self.node.pages.free_pages
         left = self.node.pages.take(others, "wipe")
         self._canary.mark(left)
-        # The pages go back one by one, in this order, so that those of a room stay scattered.
+        # The pages go back one by one, in the order of `left`. `take` sorts a list of `MANY_PAGES`
+        # pages or more, so only a shorter list keeps a scattered order.
         for one in left[:, None]:
             self.node.pages.give_back(one, "wipe")
         return {"targets": kept.tolist()}
@@ -84,16 +85,16 @@ class AbortWorker(Worker):
     ) -> dict[str, Any]:
         """Move windows to `targets` over the bare data plane, until decode asks prefill to stop.
 
-        Decode asks after `after_s`, and returns the seconds until prefill's answer: the rest of the
-        window, a change of threads, and two messages over a control socket, without any room.
-        Prefill returns the seconds of the last window.
+        Decode asks after `after_s`, and returns the seconds until prefill's answer. They cover the
+        rest of the window, a change of threads, and two messages over a control socket, without any
+        room. Prefill returns the seconds of the last window.
         """
         if self.role == "decode":
             socket = self._bare_socket = self._bare_socket or connect_dealer(
                 control, self.node.incarnation
             )
             socket.send(b"")
-            # Prefill answers when its thread runs, so `after_s` counts from the start of the move.
+            # Prefill answers as it starts to move windows, so `after_s` counts from about then.
             await socket.receive()
             await asyncio.sleep(after_s)
             asked_at_s = time.monotonic()
@@ -171,7 +172,7 @@ class AbortWorker(Worker):
         while moved < aim and not room.ended:
             await asyncio.sleep(POLL_S)
             moved = self._canary.moved(room.pages)
-        # The transfer ended before the abort could hit it: the try does not count.
+        # The transfer ended before the abort could hit it, so the try does not count.
         if room.ended:
             await room.landed()
             self._canary.mark(room.pages)
@@ -203,7 +204,7 @@ class AbortWorker(Worker):
         return home.set_result(reused)
 
     def _let_go(self) -> None:
-        # This worker alone owned and marked them, so any other byte is a late write by prefill.
+        # Only this worker owned and marked the pages, so any other byte is a late write by prefill.
         reused = self._watched.popleft()
         foreign = self._canary.foreign_bytes(reused.pages, whole=reused.whole)
         self._seen["foreign_bytes"] += int(foreign.sum())

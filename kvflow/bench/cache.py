@@ -2,7 +2,7 @@
 
 For each prompt, the benchmark takes the usual steps of a radix tree: it matches the prompt, locks
 the path that was found, evicts as much as the rest needs, inserts the rest, and releases the lock.
-With events, it then takes them and encodes them as subscribers read them. Only the index runs,
+With events, it then takes the index's events and encodes them for subscribers. Only the index runs,
 without a pool or a model, and the clock is the CPU time of its thread. Tokens are prepared before
 the clock starts. The peer is SGLang's compiled tree.
 """
@@ -98,7 +98,7 @@ async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> F
 
 
 def measure(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool) -> Figures:
-    """Return the figures of kvflow's index, in the form of the peer's driver."""
+    """Measure kvflow's index, and return figures with the same names as the peer's driver."""
     # Frozen, the millions of objects in `prompts` do not lengthen collections during the replay.
     gc.collect()
     gc.freeze()
@@ -112,9 +112,9 @@ def measure(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bo
 def replay(
     prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool = False
 ) -> Figures:
-    """Replay `prompts` in a cache of `capacity` pages; a longer prompt is cached in part.
+    """Replay `prompts` in a cache of `capacity` pages. A longer prompt is cached only in part.
 
-    Returns CPU seconds of every call by its part, and the share of tokens that was cached.
+    Returns the CPU seconds of every call, by part, and the share of tokens found in the cache.
     """
     index, encoder = PrefixIndex(page_size, events=events), BatchEncoder(page_size)
     match_s, lock_s, evict_s, insert_s, events_s = seconds = [list[float]() for _ in PARTS]

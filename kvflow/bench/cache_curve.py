@@ -35,7 +35,7 @@ Row = dict[str, Any]
 async def capacity_curve(
     name: str, prompts: Sequence[Prompt], plot: Path | None, say: Say
 ) -> dict[str, Any]:
-    """Measure the hit rate at every capacity in `MILLIONS`, and write an SVG of it to `plot`.
+    """Measure the hit rate at every capacity in `MILLIONS`. Write an SVG plot to `plot`, if given.
 
     Returns {"table": rows, "holds": True if all rows are within 0.01 of the paper's, None for a
     trace without figures in the paper}.
@@ -106,7 +106,7 @@ def printed(rows: Sequence[Row]) -> Table:
 
 
 WIDTH, HEIGHT, MARGIN = 720, 420, 56
-TOP = 0.8  # the axis of hit rates ends here, or at a higher rate in the data
+TOP = 0.8  # end of the axis of hit rates; a higher rate in the data extends it
 INDEX_COLOUR, PAPER_COLOUR = "#1f77b4", "#d62728"
 
 

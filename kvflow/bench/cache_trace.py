@@ -35,7 +35,7 @@ class Prompt(NamedTuple):
 
 
 def find_trace(name: str, folder: Path | None) -> Path:
-    """Return the path of a trace: the file `name`, or that of a known name in `folder`.
+    """Return the path of a trace: the file `name`, or the file of a known trace in `folder`.
 
     Raises: MisuseError if there is no such file.
     """

@@ -1,7 +1,8 @@
-"""Canaries: one word that prefill writes, and another that the next owner of the same pages writes.
+"""Canaries: words in reused pages, by which late writes are detected.
 
-Marks are the first and the last word of every component of a page, so a page of 32 layers has 128
-of them: a write that comes late cannot miss all the marks of a page it reaches.
+Prefill sends one word everywhere, and the next owner of the pages writes another word into their
+marks. Marks are the first and the last word of every component of a page, so a page of 32 layers
+has 128 of them. A late write that reaches a page hits at least one mark.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class CanaryPool:
     def __init__(self, pool: PagedPool) -> None:
         """Map the words of `pool`.
 
-        Raises: MisuseError unless one buffer holds all components, and each is whole words.
+        Raises: MisuseError unless one buffer holds all components, and each has only whole words.
         """
         layout = pool.layout
         edges = [
@@ -50,7 +51,7 @@ class CanaryPool:
         return len(self._edges)
 
     def fill(self) -> None:
-        """Fill the whole pool as prefill does before it sends."""
+        """Fill the whole pool with the word that prefill sends."""
         self._words[:] = WRITTEN
 
     def moved(self, pages: PageIndices) -> float:
@@ -66,7 +67,7 @@ class CanaryPool:
     def foreign_bytes(
         self, pages: PageIndices, word: np.uint64 = CANARY, *, whole: bool = False
     ) -> NDArray[np.int64]:
-        """Count bytes other than `word` in each page's marks, or in all of it: int64 [n]."""
+        """Count bytes that differ from `word` in each page's marks or in whole pages: int64 [n]."""
         if not whole:
             return _differing(self._words[pages[:, None], self._edges], word)
         return np.concatenate([_differing(self._words[few], word) for few in self._in_turn(pages)])

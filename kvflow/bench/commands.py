@@ -365,7 +365,7 @@ def offload(
     from kvflow.memory.past_caches import copying_environment
 
     environment = copying_environment(os.environ)
-    # glibc reads its tunables before the program starts, so the process is replaced.
+    # glibc reads its tunables before the program starts, so a new program replaces this one.
     if environment != dict(os.environ):
         os.execve(sys.executable, sys.orig_argv, environment)
     if device != "cpu":
@@ -431,7 +431,7 @@ def profile(
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
-    """Return the numbers in a list with commas. Raises: MisuseError for any other text."""
+    """Return the numbers in a comma-separated list. Raises: MisuseError for any other text."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
         raise MisuseError(

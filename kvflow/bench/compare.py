@@ -1,9 +1,9 @@
 """`kvflow bench compare`: one measurement of several checkouts, in interleaved turns.
 
 Each turn measures every tree once and the first once more (A/A), in an order that rotates. Every
-ratio is to the first tree's figures of the same turn, so other load on the machine affects both;
+ratio is to the first tree's figures of the same turn, so other load on the machine affects both.
 A/A shows the spread that a difference must exceed. Rooms and transfers alternate in short rounds
-(`side_by_side.py`); for anything else a turn is a whole run of `kvflow bench ...` in each tree.
+(`side_by_side.py`). For anything else, a turn is a whole run of `kvflow bench ...` in each tree.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ async def bench_compare(
 ) -> dict[str, Any]:
     """Run the bench `what` over all `trees`, which are absolute paths, in interleaved turns.
 
-    Returns {"trees", "what", "turns": the figures of each, "table": rows}.
+    Returns {"trees", "what", "turns": the figures of each turn, "table": rows}.
 
     Raises: MisuseError if a tree is not a checkout, or for options of a bench that takes none;
     KvflowError if a run fails.
     """
-    # Without the check a mistyped path would measure whatever kvflow Python finds elsewhere.
+    # Without the check, a mistyped path would measure any other kvflow that Python finds.
     await asyncio.gather(*(_check(tree) for tree in trees))
     runs = {chr(ord("A") + at): tree for at, tree in enumerate(trees)} | {AGAIN: trees[0]}
     if what[0] in SIDE_BY_SIDE and "--open" not in what:
@@ -84,7 +84,7 @@ async def _whole_runs(
 
 async def measure(tree: str, what: Sequence[str]) -> dict[str, Any]:
     """Run `kvflow bench` once over the library in `tree`, and return its report."""
-    # Older trees lack `--open`, and figures of open rooms compare only if one bench measures all.
+    # Older trees lack `--open`, and only figures that the same bench measures are comparable.
     if "--open" in what:
         what, tree = (*what, "--tree", tree), str(HERE)
     text = await _run(tree, "-m", "kvflow.cli", "bench", *what, "--json")
@@ -93,7 +93,7 @@ async def measure(tree: str, what: Sequence[str]) -> dict[str, Any]:
 
 
 def flatten(report: dict[str, Any], path: tuple[str, ...] = ()) -> Figures:
-    """Return a report's figures by path: the CPU of both sides together, and medians."""
+    """Return figures by path. A spread counts as its median. The CPU of both sides is added up."""
     found: Figures = {}
     for name, value in report.items():
         here = (*path, name)
@@ -115,8 +115,8 @@ def table(seen: list[dict[str, Figures]]) -> list[dict[str, Any]]:
     """Return a row for each figure and tree: the first tree's median, the tree's ratios to it turn
     by turn, and the first tree's ratios to itself.
 
-    A ratio is to the geometric mean of the first tree's two figures of that turn. `spread` is the
-    factor by which these two typically differ; a tree is worse if its median ratio is worse by more
+    A ratio is to the geometric mean of the first tree's two figures in that turn. `spread` is the
+    factor by which these two typically differ. A tree is worse if its median ratio is worse by more
     than that. Other load can only make a figure worse, so `best` also compares the better quartiles
     over all turns, of the tree and of A/A, with the first tree's. A figure that is 0 in some turn
     has no ratio and no row.

@@ -1,4 +1,4 @@
-"""Crowds for `kvflow bench stalls`: connections and rooms that load prefill by their number."""
+"""Crowds for `kvflow bench stalls`: large numbers of connections or rooms at prefill."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ IDLE_CONNECTIONS = 2_000
 ANNOUNCED_ROOMS = 32_000
 
 Crowd = Callable[[Process, dict[str, Any], float], Awaitable[int]]
-"""Gathers a crowd at prefill, from its reply to `setup` and seconds to watch; returns its size."""
+"""A function that gathers a crowd at prefill, and returns the size of the crowd.
+
+Its arguments are the prefill process, the reply of that process to `setup`, and the seconds for
+which the crowd is watched.
+"""
 
 
 def allow_many_connections() -> None:
-    """Raise this process's limit on file descriptors as far as the system allows, as roles do."""
+    """Raise this process's limit on file descriptors to the hard limit. Roles do so too."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def idle_connections(prefill: Process, ready: dict[str, Any], watch_s: float) -> int:
-    """Open connections to the control port that never send a byte, and return their number."""
+    """Open silent connections to prefill's control port, and return how many prefill counts."""
     # This end needs as many descriptors as prefill.
     allow_many_connections()
     loop, port = asyncio.get_running_loop(), int(ready["rank"]["control"].rpartition(":")[2])

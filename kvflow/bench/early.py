@@ -2,8 +2,8 @@
 
     python -m kvflow.bench.early [--turns N] [--gap-s S]
 
-Two `kvflow up` run side by side and receive requests in turn: first prefill's leg, then, after the
-gap, decode's leg, at which the clock starts. This is the best case, since prefill is idle
+Two `kvflow up` run side by side and receive requests in turn. Prefill's leg comes first. Decode's
+leg follows after the gap, and starts the clock. This is the best case, because prefill is idle
 otherwise. Where requests wait for prefill, the option gains no time.
 """
 

@@ -1,8 +1,8 @@
-"""A model whose decode steps cost about the same for any batch, as they do on accelerators.
+"""A model whose decode steps, like those on accelerators, cost about the same for any batch.
 
 It is deep and very narrow: on a CPU, the calls of its many small kernels take longer than the
-arithmetic in them. Its weights are random and its tokens have no meaning, so it serves for timings
-alone.
+arithmetic in them. Its weights are random and its tokens have no meaning, so it is useful only for
+timings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def build_fixed_cost_model(directory: Path) -> None:
         eos_token_id=2,
         pad_token_id=0,
     )
-    # The seed makes the weights the same in every run; the fork keeps the caller's generator.
+    # The seed makes all runs use the same weights. The fork leaves the caller's generator alone.
     with torch.random.fork_rng():
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(directory)

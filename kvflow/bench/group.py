@@ -26,12 +26,12 @@ from kvflow.protocols.wire.messages import Incarnation, RoomId
 WORKER = "kvflow.bench.group_worker"
 CONCURRENCY = (1, 32)
 DECISIONS = 3  # decisions for a request that succeeds
-REQUEST_BYTES = 1_024  # body of a request that rank 0 passes to the engines: a short prompt
+REQUEST_BYTES = 1_024  # size of a request with a short prompt, as rank 0 sends it to the engines
 
 
 def frame_sizes() -> tuple[list[int], int]:
     """Return the size in bytes of each decision about one request, and of one vote."""
-    # Numbers of a group that ran for some time: msgpack encodes small ones in fewer bytes.
+    # A group that has run for some time has such numbers. Smaller ones encode in fewer bytes.
     ends: dict[str, Any] = {
         "leader": Incarnation(1 << 62),
         "member": Incarnation(1 << 61),
@@ -110,7 +110,7 @@ class Ranks:
         }
 
     async def at_rest(self) -> dict[str, int]:
-        """Return the numbers of requests and of errors that are left, summed over all ranks."""
+        """Return the number of requests left, and of errors so far, summed over all ranks."""
         # The last decision may still be on its way to the other ranks.
         await asyncio.sleep(0.2)
         left = await self.every("rest")
@@ -157,7 +157,7 @@ async def bench_group(sizes: tuple[int, ...], rounds: int, count: int, say: Say)
 
 
 async def _measure(group: Ranks, rounds: int, count: int) -> dict[str, Any]:
-    # Both kinds warm up first: connections, allocators and caches.
+    # One run of each kind warms up connections, allocators and caches.
     await group.agree(count // 10 + 1, 8)
     await group.bare(count // 10 + 1, 8)
     found: dict[str, Any] = {}
@@ -178,7 +178,7 @@ async def _measure(group: Ranks, rounds: int, count: int) -> dict[str, Any]:
 
 
 def growth_of(rows: dict[int, dict[str, Row]]) -> dict[str, Row]:
-    """Return the CPU ms of one room, over all processes, that each further rank adds."""
+    """Return the CPU ms that each further rank adds to one room, over all processes."""
     fewest, most = min(rows), max(rows)
     if fewest == most:
         return {}

@@ -33,7 +33,7 @@ from kvflow.transports.host.identity import own_identity, wait_dead
 HOST = "127.0.0.1"
 LEADER_LIFE = 1_000
 JOIN_S = 30.0
-BARE_HEADER = 8  # bytes of a bare frame that name its request
+BARE_HEADER = 8  # a bare frame begins with this many bytes, which name its request
 
 
 class SwiftRoom(PrefillRoom):
@@ -168,7 +168,7 @@ class GroupWorker:
         self._bare = context.socket(zmq.DEALER)
         self._bare.setsockopt(zmq.ROUTING_ID, b"%d" % self._rank)
         self._bare.connect(f"tcp://{HOST}:{port}")
-        # The ROUTER can reach this rank only after it received this frame.
+        # The ROUTER can reach this rank only after it has received this frame.
         self._bare.send(b"")
         return {"port": port}
 
@@ -183,7 +183,7 @@ class GroupWorker:
     async def bare(
         self, *, count: int, concurrency: int, sizes: list[int], vote_bytes: int
     ) -> dict[str, Any]:
-        """Play the frames of `count` requests over the bare sockets, in threads.
+        """Send and receive the frames of `count` requests over the bare sockets, in threads.
 
         For each request rank 0 sends every rank a frame of each of `sizes` in turn. Every rank,
         rank 0 included, answers each frame but the last with a frame of `vote_bytes` bytes.

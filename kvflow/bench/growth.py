@@ -2,9 +2,9 @@
 
 Two processes share N rooms of one page each. The bench measures them while they open, at rest, and
 at rest with more links. Then each peer in turn is killed, or falls silent and is killed later, and
-the bench measures how the other side ends all rooms. A stall is the CPU time that the event loop's
-thread took in one go while a 1 ms ticker waited; `late_*` is the ticker's whole lateness, to which
-other processes of the machine contribute.
+the bench measures how the other side ends all rooms. A stall is the part of a 1 ms ticker's
+lateness in which the event loop's thread ran. `late_*` is the whole lateness, to which other
+processes on the machine contribute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SETTLE_S = 1.0
 WATCH_S = 0.3  # seconds for which the ticker runs before the peer is lost
 END_S = 120.0
 MUST_STALL_MS = 5.0
-MUST_ROOMS = 10_000  # most rooms for which the limit is a must; above them it is an aim
+MUST_ROOMS = 10_000  # the limit is a "must" up to this many rooms, and an "aim" above
 LOSSES = ("killed prefill", "silent prefill", "killed decode", "silent decode")
 
 Figures = dict[str, Any]
@@ -39,9 +39,9 @@ class Growth(NamedTuple):
 
     plane: str = "local"
     rest_s: float = 5.0
-    links: int = 300  # links, each to another prefill; 1 skips their measurement
+    links: int = 300  # links, each to a prefill of its own; with 1, links are not measured
     losses: tuple[str, ...] = LOSSES
-    frozen: bool = True  # gc.freeze during and after the opening, as in the roles
+    frozen: bool = True  # call gc.freeze while rooms open and afterwards, as the roles do
     tree: str = ""  # another checkout of the library, if given
 
 
@@ -85,7 +85,8 @@ class OpenRooms:
 
     async def more_links(self) -> None:
         """Open one room over each further link."""
-        # Registering is slow on a busy machine, and the halves that wait for it have a deadline.
+        # Registering is slow on a busy machine, and the halves that wait for it have a deadline. So
+        # only `LINKS_AT_ONCE` links register at a time.
         size = {"plane": self._plan.plane, "links": self._plan.links}
         ready = await self.sides["prefill"].ask("link", ranks=[], **size)
         await self.sides["decode"].ask("link", ranks=ready["ranks"], **size)
@@ -191,7 +192,7 @@ def judge(count: int, figures: Figures) -> list[Figures]:
         elif "stall_max_ms" in seen:
             stalls[phase] = seen["stall_max_ms"]
         else:
-            # The prefills of all links share one event loop here, which they never do in a cluster.
+            # In a cluster, the prefills of all links would not share one event loop.
             sides = ("decode",) if "links" in phase else ("prefill", "decode")
             stalls |= {f"{phase}, {side}": seen[side]["stall_max_ms"] for side in sides}
     kind = "must" if count <= MUST_ROOMS else "aim"

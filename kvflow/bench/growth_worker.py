@@ -1,4 +1,4 @@
-"""The process of one role in `kvflow bench rooms --open`, which takes commands (`child.py`).
+"""The process of one role in `kvflow bench rooms --open`. It takes commands as in `child.py`.
 
     python -m kvflow.bench.growth_worker prefill|decode
 
@@ -31,7 +31,7 @@ from kvflow.transports.data.select import open_plane
 
 PAGE_SIZE = 16
 PROMPT = np.arange(PAGE_SIZE, dtype=np.int64)  # one page per room
-# The watch goes on after all rooms end: messages are repeated, and loans still await proof.
+# The watch goes on after all rooms end, while messages are repeated and loans await proof.
 AFTERMATH_S = 1.0
 
 
@@ -87,7 +87,7 @@ class GrowthWorker:
         return await self.link(plane=plane, links=1, ranks=ranks)
 
     async def link(self, *, plane: str, links: int, ranks: list[Any]) -> dict[str, Any]:
-        """At prefill, start nodes until there are `links`. At decode, store their `ranks`."""
+        """At prefill, start nodes until there are `links`. At decode, store prefill's `ranks`."""
         while self._role == "prefill" and len(self._prefills) < links:
             data_plane = await asyncio.to_thread(open_plane, plane, self._pool.segment)
             node = PrefillNode(self._pool, data_plane, bind=self._bind)
@@ -99,7 +99,7 @@ class GrowthWorker:
     async def open(
         self, *, first: int, count: int, first_link: int = 0, links: int = 1
     ) -> dict[str, Any]:
-        """Open `count` rooms over `links` links; prefill answers when every one is matched."""
+        """Open `count` rooms over `links` links. At prefill, wait until all are matched."""
         opened: list[Callable[[], Awaitable[Any]]] = []
         halves = []
         for number in range(first, first + count):
@@ -110,17 +110,17 @@ class GrowthWorker:
                 opened.append(half.done)
             else:
                 opened.append((await self._decode.room(number, [self._ranks[at]], PROMPT)).landed)
-            # The requests of an engine come one by one, not all in one turn of the loop.
+            # An engine receives requests one by one, and not all in one turn of the loop.
             await asyncio.sleep(0)
         await asyncio.gather(*(half.matched() for half in halves))
         self._all_ended.clear()
         self._waiting |= {asyncio.create_task(self._wait(ended)) for ended in opened}
-        # One turn of the loop starts every task, so each of them waits when the driver goes on.
+        # One turn of the loop starts every task, so each one already waits when the driver goes on.
         await asyncio.sleep(0)
         return {}
 
     async def opening(self, *, on: bool) -> dict[str, Any]:
-        """Begin to measure; if `on` is False, return stalls and memory per room since then."""
+        """Begin to measure if `on`. Otherwise return stalls and memory per room since then."""
         if on:
             self._ticker, self._rss_before = StallTicker(), _rss_kib()
             return {}
@@ -156,9 +156,9 @@ class GrowthWorker:
         return {**ticker.stalls(), "cpu_percent": percent, **rates, "open": len(self._waiting)}
 
     async def ending(self, *, within_s: float, pages_return: bool) -> dict[str, Any]:
-        """Wait until every room ended, and with `pages_return` until all pages of decode are free.
+        """Wait until every room has ended, and if `pages_return`, until decode's pages are free.
 
-        The returned times are monotonic, which all processes of a machine share.
+        The returned times come from `time.monotonic`, which all processes of a machine share.
         """
         ticker = StallTicker()
         async with asyncio.timeout(within_s):
@@ -196,7 +196,7 @@ class GrowthWorker:
 
 
 def _full_collection_ms() -> float:
-    # CPU time, as for stalls: the pause must not include turns of other processes.
+    # The CPU clock, which stalls use too, leaves out the turns of other processes.
     begun = time.thread_time()
     gc.collect()
     return round((time.thread_time() - begun) * 1e3, 3)

@@ -19,8 +19,7 @@ async def bench_guards(
     """Measure four runs in interleaved turns.
 
     "A" and "A/A" are plain, "key" has CURVE on the control link, and "verify" has a checksum of
-    every page. Returns {"turns": the figures of each, "table": rows as `kvflow bench compare` makes
-    them}.
+    every page. Returns {"turns": the figures of each turn, "table": the rows of `compare.table`}.
     """
     # An empty path stands for this tree: the runs differ only in their options.
     with TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
-"""`kvflow bench offload`: the speed of copies between a pool and host memory, beside a memcpy.
+"""`kvflow bench offload`: speed of copies between a pool and host memory, compared with memcpy.
 
-The memcpy moves as many bytes between the same two memories, and interleaves with the copies. The
+The memcpy moves as many bytes between the same two memories, and alternates with the copies. The
 report also has the stalls of the event loop during the copies, and the slowdown that the copies
 cause in a model's decode steps (`offload_steps`).
 """
@@ -39,8 +39,8 @@ MUST_RATIO = 0.8
 class OffloadPlan(NamedTuple):
     """Parameters of `bench_offload`.
 
-    `pages` pages of 2 MiB, scattered over a pool, move in `rounds` interleaved turns of each way.
-    Decode steps of `batch` sequences (0: no steps) run beside each way for at least `steps_s`.
+    `pages` pages of 2 MiB, scattered over a pool, move each way in `rounds` interleaved turns.
+    Decode steps of `batch` sequences (0: no steps) run during each way for at least `steps_s`.
     """
 
     pages: int = 512
@@ -165,7 +165,7 @@ async def _beside_steps(
     pages = (
         np.random.default_rng(2).permutation(pool.layout.num_pages)[: plan.pages].astype(np.int32)
     )
-    # `_rounds` took every page and the row and keeps them, so the bench already owns these.
+    # `_rounds` took every page and one row and keeps them, so the bench already owns these.
     places = Places(pages, np.zeros(1, dtype=np.int32))
     total_bytes = plan.pages * pool.layout.page_bytes
 

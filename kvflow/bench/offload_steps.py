@@ -1,10 +1,11 @@
-"""The slowdown of a model's decode steps beside copies of pages, and of the copies beside steps.
+"""The slowdown that copies of pages cause in a model's decode steps, and steps in copies.
 
-Steps of the demo model run in a thread, as a decode runs them. In each round they run alone, beside
-a busy core that uses no memory, beside one large memcpy, which is the cheapest way to move as many
-bytes, beside copy-outs, and beside restores. A figure is the time of a step divided by its time
-alone in the same round. The cost of a busy core shows a lack of cores, the further cost of a memcpy
-a lack of memory bandwidth, and the further cost of copies is kvflow's.
+Steps of the demo model run in a thread, as in a decode. In each round they run alone, and then
+together with each of these: a busy core that uses no memory, one large memcpy, copy-outs, and
+restores. The memcpy is the cheapest way to move as many bytes. A figure is the time of a step
+divided by its time alone in the same round. The cost of a busy core shows a lack of cores. What a
+memcpy costs beyond that shows a lack of memory bandwidth. What copies cost beyond a memcpy is
+kvflow's own cost.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Times = dict[str, list[float]]
 
 
 class DecodeBatch:
-    """Sequences that decode in a thread, without end: the last token leads back to the prompt."""
+    """Sequences that decode in a thread without end. When full, they return to their prompts."""
 
     def __init__(self, model: LoadedModel, batch: int) -> None:
         """Compute the prompts of `batch` sequences. Raises: LayoutError without enough memory."""
@@ -81,7 +82,7 @@ class DecodeBatch:
 
 
 async def make_batch(batch: int, device: str) -> DecodeBatch:
-    """Return a batch over the demo model, on one CPU thread, as roles run it by default."""
+    """Return a batch of the demo model, which runs on one CPU thread, the default of roles."""
     torch.set_num_threads(1)
     return await asyncio.to_thread(
         lambda: DecodeBatch(load_model(str(DEMO_MODEL_DIR), device=device), batch)
@@ -98,11 +99,11 @@ def keep_busy() -> float:
 
 
 class BesideSteps:
-    """Times of decode steps and of other work, each alone and beside the other."""
+    """Times of decode steps and of other work, each alone and together with the other."""
 
     def __init__(self, steps: DecodeBatch, at_least_s: float) -> None:
         self._steps, self._at_least_s = steps, at_least_s
-        # One figure a round, by the name of the work beside the steps.
+        # Keys name the work that runs during the steps. Each list has one figure per round.
         self._step_s: Times = {}
         self._slowest_s: Times = {}
         self._work_s: Times = {}
@@ -116,7 +117,7 @@ class BesideSteps:
         await self._steps_beside("quiet", wait)
 
     async def work(self, name: str, work: Callable[[], Awaitable[float]]) -> None:
-        """Measure `work`, which returns its seconds: once alone, then repeatedly beside steps."""
+        """Measure `work`, which returns its seconds: once alone, then repeatedly during steps."""
         self._alone_s.setdefault(name, []).append(await work())
         await self._steps_beside(name, work)
 

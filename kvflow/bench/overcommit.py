@@ -1,13 +1,15 @@
 """`kvflow bench overcommit`: requests per second of a decode whose pool is too small.
 
 Three servers receive the same requests in the same turns. The first has a pool for the worst case
-of all requests. The others have a share of it: in safe mode (`--new-token-ratio 1.0`) a server
-reserves every request's worst case, and the other one is over-committed. All answers must equal
-those of the first server. Over-commitment helps requests that end early, at a stop token.
+of all requests. The others have only a share of those pages. One runs in safe mode
+(`--new-token-ratio 1.0`), which reserves every request's worst case, and one is over-committed. All
+answers must equal those of the first server. Over-commitment helps requests that end early, at a
+stop token.
 
-The gain depends on the fixed cost of a step and on the cost of each row: where rows cost most, as
-for the demo model on a CPU, a larger batch saves little. So the report has the first server's rate
-divided by safe mode's as the bound, and a step's cost fitted to the seconds and steps of all turns.
+The gain depends on the fixed cost of a step and on the cost of each row. Where rows cost most, for
+example with the demo model on a CPU, a larger batch saves little. So the report has a bound, the
+first server's rate divided by safe mode's. It also has the cost of a step, fitted to the seconds
+and steps of all turns.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
     """Measure the three servers under two loads: requests that end early, and requests that do not.
 
     Returns {load: {server: requests per second, "ratio": over-committed / safe mode, "bound": all
-    fit / safe mode, "batch": {server: tokens of a step}, "step_ms": cost of a step, counters}}.
+    fit / safe mode, "batch": {server: tokens per step}, "step_ms": cost of a step, counters}}.
 
     Raises: KvflowError if a server does not start, or an answer differs.
     """
@@ -161,12 +163,12 @@ async def _load(
 
 
 def _ratio(over: list[_Turn], under: list[_Turn]) -> dict[str, float]:
-    """Return the spread of the ratios of rates within each turn, `over` divided by `under`."""
+    """Return the spread, over all turns, of the rate of `over` divided by the rate of `under`."""
     return extremes([slow.seconds / fast.seconds for fast, slow in zip(over, under, strict=True)])
 
 
 def _step_cost(turns: list[_Turn], tokens: int) -> dict[str, float]:
-    """Return the ms of a step and of each row in it, from a linear fit; empty without one."""
+    """Return the ms of a step and of each row in it, by a linear fit; empty if there is none."""
     # Turns with the same number of steps do not determine a line.
     if len({turn.steps for turn in turns}) < 2:
         return {}
@@ -200,7 +202,7 @@ def _body(prompt: list[int], new_tokens: int) -> dict[str, Any]:
 
 def _stopping(body: dict[str, Any], tokens: list[int], dice: random.Random) -> dict[str, Any]:
     """Return the request with a stop token that ends it at about a random position."""
-    # A stop token counts where it first occurs: the closest such position is chosen.
+    # The request ends where its stop token first occurs, so only first positions are candidates.
     wanted = dice.randrange(len(tokens))
     first = {token: at for at, token in reversed(list(enumerate(tokens)))}
     token = min(first, key=lambda token: abs(first[token] - wanted))

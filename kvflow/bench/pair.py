@@ -15,7 +15,7 @@ WORKER = "kvflow.bench.worker"
 
 
 def checkout_env(tree: str) -> dict[str, str]:
-    """Return the environment in which Python imports kvflow from `tree`; empty for this one."""
+    """Return environment variables by which Python imports kvflow from `tree`, if it is given."""
     if not tree:
         return {}
     return {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
@@ -76,7 +76,7 @@ class Process(Closed):
         return reply
 
     def freeze(self) -> None:
-        """Stop the process in place, so that it is silent but not dead."""
+        """Suspend the process, so that it is silent but not dead."""
         self._child.send_signal(signal.SIGSTOP)
 
     async def kill(self) -> None:
@@ -108,8 +108,8 @@ class WorkerPair(Closed):
     ) -> WorkerPair:
         """Start both workers and set them up.
 
-        Each process runs `module` with its role as the argument, over the checkout `tree` if there
-        is one. `shape` has layers, heads, dim, page_size, pages and order.
+        Each process runs `module` with its role as the argument, over the checkout `tree` if it is
+        given. `shape` has layers, heads, dim, page_size, pages and order.
         """
         prefill, decode = [
             await Process.run_module(module, role, tree=tree) for role in ("prefill", "decode")
@@ -139,9 +139,9 @@ class WorkerPair(Closed):
         return await self.prefill.ask("raw_setup", **await self.decode.ask("exported"))
 
     async def raw(self, count: int, pages: int) -> float:
-        """Return the seconds that the bytes of `count` rooms take through the bare data plane."""
+        """Return the seconds that the bare data plane takes to move the bytes of `count` rooms."""
         first, self._next_room = self._next_room, self._next_room + count
-        # Pause as `rooms` does, because sockets and caches in recent use are a third faster.
+        # `rooms` pauses too. Without a pause, warm sockets and caches would be a third faster.
         await asyncio.sleep(START_DELAY_S)
         return float(
             (await self.prefill.ask("raw", first=first, count=count, pages=pages))["seconds"]

@@ -12,7 +12,7 @@ from kvflow.bench.pair import START_DELAY_S, WorkerPair
 
 WORKER = "kvflow.bench.profiled_worker"
 ROOMS = 3000
-FUNCTIONS = 20  # most functions that a side reports by name
+FUNCTIONS = 20  # maximum number of functions that a side reports by name
 
 
 async def bench_profile(trees: Sequence[str], plane: str, at_once: int, say: Say) -> dict[str, Any]:
@@ -39,8 +39,8 @@ async def bench_profile(trees: Sequence[str], plane: str, at_once: int, say: Say
 
 
 def per_room(functions: list[list[Any]], count: int) -> dict[str, Any]:
-    """Return the calls and microseconds of one room, and the functions that take most time."""
-    # The bench's functions are left out, because they are not part of the library.
+    """Return the calls and microseconds of one room, and the functions that take the most time."""
+    # `ours` leaves out the bench's functions, because they are not part of the library.
     ours = [row for row in functions if "/kvflow/" in row[0] and "/kvflow/bench/" not in row[0]]
     named = sorted(functions, key=lambda row: float(row[3]), reverse=True)[:FUNCTIONS]
     return {

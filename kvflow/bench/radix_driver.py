@@ -1,4 +1,4 @@
-"""A driver for SGLang's prefix tree with its compiled core, which takes the steps of `cache.py`.
+"""A driver that runs the steps of `cache.py` on SGLang's prefix tree with its compiled core.
 
 It runs under the peer's Python, and imports no module of kvflow.
 
@@ -84,7 +84,7 @@ def replay(prompts: list[Any], page_size: int, capacity: int, events: bool) -> d
     }
     clock = time.thread_time
     hits = total = held = 0
-    # Frozen prompts do not lengthen garbage collections during the replay, as in `cache.measure`.
+    # As in `cache.measure`, frozen prompts do not lengthen garbage collections during the replay.
     gc.collect()
     gc.freeze()
     for num_tokens, blocks in prompts:

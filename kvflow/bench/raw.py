@@ -1,7 +1,7 @@
 """The physical limit for every goodput figure: the same page lists over the bare data plane.
 
 Blocks are planned before the clock starts. Each writer tries several ways and keeps the fastest.
-Ways differ in their block size, and for a windowed plane also in the window and in whether the
+Ways differ in their block size, and for mooncake and nixl also in the window and in whether the
 writer spins or pauses while it waits (spinning takes a core from the engine).
 """
 
@@ -32,7 +32,7 @@ TUNE_PAGES = 256
 
 
 class Way(NamedTuple):
-    """One way of driving the bare plane; only a windowed plane uses `window` and `pause_s`."""
+    """One way of driving the bare plane. The local plane ignores `window` and `pause_s`."""
 
     block_bytes: int
     window: int = 0
@@ -123,7 +123,7 @@ class RawWindow(RawWriter):
     def _follow(self, window: deque[int], check: Any) -> None:
         before = len(window)
         while window and (status := check(window[0])):
-            # Mooncake's status: 0 while the block is under way, 1 when it landed.
+            # Mooncake's status is 0 while the block is under way, and 1 when it has landed.
             if status != 1:
                 raise RuntimeError(f"raw write ended with status {status}")
             window.popleft()

@@ -22,7 +22,7 @@ IDLE_S = 1.0
 def row(
     opened: dict[Any, float], done: dict[Any, float], prefill_cpu_s: float, decode_cpu_s: float
 ) -> Row:
-    """Return the figures of a round by decode's clock, from opening to last page."""
+    """Return a round's figures. `opened` and `done` are the times of each room at decode."""
     latency_ms = np.array([(done[r] - opened[r]) * 1e3 for r in done])
     n = len(done)
     return {
@@ -103,8 +103,8 @@ def compare(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the peer's medians, and the medians of kvflow's per-round ratios to the peer.
 
-    They belong to the peer's fastest polling interval. CPU is also reported, and compared, at the
-    interval that uses least of it.
+    Both are for the peer's fastest polling interval. CPU is an exception: its ratio is for the
+    interval that uses the least CPU, and the medians also have that interval and its CPU.
     """
     best: dict[str, Any] = {}
     ratios: dict[str, Any] = {plane: {} for plane in planes}

@@ -1,9 +1,9 @@
 """`kvflow bench serve`: tokens per second of `kvflow up`, compared with stock `generate`.
 
 Stock transformers runs in one process with the same number of threads, and completes the same
-prompts as one batch. Each turn has one batch of stock's and the same prompts as concurrent streams
-through the router of every server, so both sides of a ratio come from one turn. Afterwards the
-bench times short GETs while many streams run.
+prompts as one batch. In each turn, stock completes the batch, and then the same prompts run as
+concurrent streams through the router of every server, so both sides of a ratio come from one turn.
+Afterwards the bench times short GETs while many streams run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HERE = "this tree"
 
 @dataclass(frozen=True)
 class Server:
-    """One `kvflow up`, with the URL and the process id of each role by its name."""
+    """One `kvflow up`, with the URLs and the process ids of its roles by name."""
 
     urls: dict[str, str]
     pids: dict[str, int]
@@ -101,7 +101,7 @@ async def _beside_stock(
     client: Process,
     say: Say,
 ) -> dict[str, Any]:
-    """Return tokens per second of stock and of every server: in all, and after first tokens."""
+    """Measure stock and every server with `clients` streams, and return each server's figures."""
     prompts = [prompt_of(i) for i in range(clients)]
     total = clients * plan.new_tokens
     seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in servers}
@@ -140,7 +140,7 @@ def _summary(
     cpu: dict[str, list[dict[str, float]]],
     say: Say,
 ) -> dict[str, Any]:
-    """Return the spread of rates, first tokens and CPU times over all turns, by server."""
+    """Return the spread of rates, first-token times and CPU times over all turns, by server."""
     found: dict[str, Any] = {}
     for name, turns in seen.items():
         cpu_us = {role: extremes([of[role] for of in cpu[name]]) for role in cpu[name][0]}
@@ -159,7 +159,7 @@ def _summary(
 
 
 async def _gets_beside_streams(plan: ServePlan, server: Server, client: Process) -> dict[str, Any]:
-    """Return latencies of GET /health at router and decode, idle and beside streams."""
+    """Return latencies of GET /health at router and decode, when idle and during streams."""
     found: dict[str, Any] = {}
     for beside in (0, plan.streams):
         streams: asyncio.Future[Any] | None = None
@@ -183,7 +183,7 @@ async def _gets_beside_streams(plan: ServePlan, server: Server, client: Process)
 
 
 async def _pings(urls: dict[str, str], until: asyncio.Future[Any] | None) -> dict[str, list[float]]:
-    """Return the seconds of GETs to each role until the streams end; 100 without streams."""
+    """Send GETs to each role until `until` is done, or 100 of them. Return their seconds."""
     # Bare sockets: an HTTP client's own CPU time would count as latency.
     seen: dict[str, list[float]] = {"router": [], "decode": []}
     connections = {role: await _connected(urls[role]) for role in seen}
@@ -221,7 +221,10 @@ async def _streamed(
 
 
 def _check(name: str, tokens: list[Any], expected: list[list[int]], new_tokens: int) -> None:
-    """Raise KvflowError unless streams have stock's tokens, or as many if the API sends no ids."""
+    """Raise KvflowError unless every stream has stock's tokens.
+
+    For an API that sends no ids, only their number is compared.
+    """
     for i, found in enumerate(tokens):
         if found != (expected[i] if isinstance(found, list) else new_tokens):
             raise KvflowError(f"{name}: stream {i} has {found}, stock generate {expected[i]}")
@@ -260,7 +263,10 @@ async def serving(
 
 
 async def _announced(child: asyncio.subprocess.Process) -> Server:
-    """Read the roles that `kvflow up` prints when all are healthy: name, URL, "pid", process id."""
+    """Read the roles that `kvflow up` prints once all are healthy.
+
+    Each line has a name, a URL, the word "pid" and a process id.
+    """
     server = Server({}, {})
     assert child.stdout is not None
     while "router" not in server.urls:

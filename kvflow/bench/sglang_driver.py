@@ -6,7 +6,7 @@ It runs under the peer's Python, and imports no module of kvflow.
 
 It reads commands and writes replies as JSON lines, like `worker.py`: setup, rooms, abort, quit. The
 manager, the sender and the receiver are SGLang's released ones. The harness polls them in a loop,
-so every figure names the polling interval that gave the best result.
+and `rooms` takes the polling interval as an argument.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def rooms(pair: Any, numbers: list[int], command: dict[str, Any]) -> dict[str, o
 
 
 def abort(pair: Any, room: int, pages: int, after_s: float) -> dict[str, object]:
-    """Abort one room `after_s` after its first byte, and return how the peer reuses its pages."""
+    """Abort one room `after_s` seconds after its first byte.
+
+    Returns the seconds until its pages were free, and how many of them late writes hit after that.
+    """
     pair.send("prefill", "abort_prefill", room=room, npages=pages, chunk=pages)
     pair.send("decode", "abort_decode", room=room, npages=pages, abort_after=after_s, watch=0.7)
     decode = pair.recv("decode")

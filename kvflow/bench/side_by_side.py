@@ -1,11 +1,11 @@
-"""Rooms and transfers of several checkouts, in short rounds that alternate between running pairs.
+"""Rooms and transfers of several checkouts, measured in turn in short rounds.
 
 A round takes a few tenths of a second, so other load on the machine affects every tree alike. Only
 the workers run the tree's code; their commands and the clock are the same for all trees. Processes
-start anew every `LIFE_TURNS` turns, in another order, since a process keeps the cores and the
-memory that it got. By chance these change CPU per room by some 15 %, and the first process to start
-has 7 % more goodput in a local transfer. With two trees, each one starts first equally often in 12
-turns.
+start anew every `LIFE_TURNS` turns, in another order, because a process keeps the cores and the
+memory that it got at its start. They depend on chance, and change CPU per room by some 15 %. The
+first process to start also has 7 % more goodput in a local transfer. With two trees, each one
+starts first equally often in 12 turns.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ async def _by_turns(
 
 def _order(names: list[str], turn: int) -> list[str]:
     # The rotation changes which tree comes first, the reversal which tree each one follows. The
-    # reversal lasts for a whole rotation: of two trees, the same one would come first otherwise.
+    # reversal lasts for a whole rotation. If it changed every turn, it would undo the rotation of
+    # two trees, and the same one would always come first.
     rotations, first = divmod(turn, len(names))
     return (names[first:] + names[:first])[:: -1 if rotations % 2 else 1]
 

@@ -13,7 +13,7 @@ from kvflow.protocols.errors import MisuseError
 
 # Bytes of one rank's share of K, or of V, in one token slot.
 SLICE_BYTES = (64, 128, 256, 512, 1024, 4096, 16384, 65536)
-# Both limit a room, since this many tiny slices already keep mooncake busy for 1.3 s.
+# Both limit a room: this many tiny slices already keep mooncake busy for 1.3 s.
 ROOM_BYTES, ROOM_SLICES = 64 << 20, 1 << 16
 WAYS = ("as they are", "through staging")
 _LAYERS, _PAGE_SIZE = 4, 16

@@ -70,7 +70,7 @@ def cases() -> list[Case]:
 def _near_misses() -> tuple[int, list[str]]:
     """Return the demo model's token with the most spaces, and stop strings as long as limits allow.
 
-    A text of that token matches every stop string except for its last character.
+    A text of many such tokens contains every stop string but for its last character.
     """
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
     texts = {token: tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())}
@@ -80,11 +80,11 @@ def _near_misses() -> tuple[int, list[str]]:
 
 
 async def bench_stalls(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure every case in each of `rounds` rounds, and return the figures of its worst round.
+    """Measure every case in each of `rounds` rounds, and return the maximum of each figure.
 
     Returns {"rounds", "cases": {case: {role: {"ticks", "late_p50_ms", "late_p99_ms", "late_max_ms",
-    "stall_p99_ms", "stall_max_ms"}}}}: `late` is a tick's lateness, `stall` the part of it that the
-    loop caused (see `child.StallTicker`).
+    "stall_p99_ms", "stall_max_ms"}}}}. `late` is a tick's lateness, and `stall` is the part of it
+    that the loop caused (see `child.StallTicker`).
     """
     found: dict[str, dict[str, dict[str, float]]] = {}
     async with AsyncExitStack() as stack:

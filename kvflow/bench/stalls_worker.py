@@ -2,9 +2,9 @@
 
     python -m kvflow.bench.stalls_worker prefill|decode|idle|crowd
 
-Commands: setup, watch, watched, connections, announce, announced, quit. HTTP, tokenizer, node,
-registry and data plane are the real ones. The engine makes tokens without a model, so that prompts
-of a million tokens are served in a second.
+Commands: setup, watch, watched, connections, announce, announced, quit. The HTTP server, the
+tokenizer, the node, the registry and the data plane are real. The engine makes tokens without a
+model, so that prompts of a million tokens are served in a second.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Engine:
 
     healthy = True
     failed_steps = 0
-    cache = None  # the prefix cache
+    cache = None  # no prefix cache
 
     def __init__(self, pool: PagedPool) -> None:
         self.pool = pool
@@ -90,7 +90,7 @@ class ReadyPrefill(_Engine):
         sequence.add_pages(self.pool.pages.take(len(prompt), sequence.owner))
         try:
             handoff = HandOff(first_token=7, prompt_tokens=len(prompt)).encode()
-            # In chunks, as engines compute: one call for a million pages would stall any loop.
+            # Real engines send in chunks too: one call for a million pages would stall any loop.
             for start in range(0, len(prompt), CHUNK_PAGES):
                 end = start + CHUNK_PAGES
                 last = end >= len(prompt)

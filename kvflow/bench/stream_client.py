@@ -1,7 +1,7 @@
 """A process of clients that stream completions from one server with as little CPU time as possible.
 
 On a machine with few cores, clients take CPU time away from the server. So a client only stores
-bytes while streams run, and decodes them after all streams end.
+bytes while streams run, and decodes them after all streams have ended.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class Stream:
             writer.close()
 
     def tokens(self) -> int | list[int]:
-        """Return the token ids, or their number if the API sends none. Raises:
-        StreamFailedError.
+        """Return the token ids, or their number if the API sends no ids.
+
+        Raises: StreamFailedError.
         """
         head, _, rest = b"".join(self._pieces).partition(b"\r\n\r\n")
         text = unchunked(rest)

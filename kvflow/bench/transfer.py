@@ -33,7 +33,7 @@ PEER_CASES = (Case(64, 1), Case(512, 1), Case(64, 8))
 
 
 async def through_rooms(pair: WorkerPair, case: Case) -> float:
-    """Return the goodput in GB/s, from the opening of the first room at decode to its last page."""
+    """Return GB/s, from the first room's opening at decode until decode's last room is done."""
     _, decode = await pair.rooms(case.rooms, case.rooms, case.pages)
     seconds: float = max(decode["done"].values()) - min(decode["opened"].values())
     return case.rooms * case.pages * pair.page_bytes / seconds / 1e9
@@ -47,11 +47,10 @@ async def bare(pair: WorkerPair, case: Case) -> float:
 async def bench_plane(
     plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say
 ) -> dict[str, Any]:
-    """Measure one data plane: interleaved (rooms, bare) measurements of every case, `pairs` or
-    more.
+    """Measure one data plane, with at least `pairs` interleaved pairs (rooms, bare) of every case.
 
-    Returns {case: {"pairs": measurements, "ratio": quartiles, "rooms_gb_s": quartiles, "raw_gb_s":
-    quartiles}}.
+    Returns {"raw": the way of the bare writer, case: {"pairs": their number, "ratio": quartiles,
+    "rooms_gb_s": quartiles, "raw_gb_s": quartiles}}.
     """
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}
@@ -82,7 +81,7 @@ async def bench_plane(
 async def bench_verified(
     plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say
 ) -> dict[str, Any]:
-    """Measure the ratio of goodput with `--verify-transfers` to goodput without, alternately."""
+    """Measure goodput with `--verify-transfers` as a ratio to goodput without, alternately."""
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}
     async with await WorkerPair.open(plane, order=order, pages=pages, **SHAPE) as pair:
@@ -106,7 +105,7 @@ async def bench_verified(
 
 async def peer_goodput(peer: Process, case: Case, page_bytes: int, poll_ms: float) -> float:
     """Return the peer's GB/s, from its first send to decode's last success."""
-    # The interval is shorter than kvflow's, so the comparison favours the peer.
+    # The clock starts later than for kvflow, so the comparison favours the peer.
     seen = await peer.ask(
         "rooms", count=case.rooms, concurrency=case.rooms, pages=case.pages, poll_ms=poll_ms
     )
@@ -115,7 +114,10 @@ async def peer_goodput(peer: Process, case: Case, page_bytes: int, poll_ms: floa
 
 
 async def bench_against_peer(harness: str, pairs: int, say: Say) -> dict[str, Any]:
-    """Measure kvflow (page-first) and SGLang over Mooncake TCP, at its better polling interval."""
+    """Measure kvflow (page-first) and SGLang, both over Mooncake TCP.
+
+    Each turn counts the better one of SGLang's polling intervals.
+    """
     pages = max(case.pages * case.rooms for case in PEER_CASES) + SPARE_PAGES
     report: dict[str, Any] = {}
     async with (
@@ -149,7 +151,7 @@ async def bench_transfer(
     verify: bool,
     say: Say,
 ) -> dict[str, Any]:
-    """Measure planes and page orders in turn, then the peer; or with `verify`, checksums."""
+    """Measure every plane and page order, or the cost of checksums if `verify`, then the peer."""
     report: dict[str, Any] = {"pairs": pairs, "shape": SHAPE}
     measure = bench_verified if verify else bench_plane
     for plane in planes:

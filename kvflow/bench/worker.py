@@ -2,8 +2,8 @@
 
     python -m kvflow.bench.worker prefill|decode
 
-Commands: setup, verify, rooms, raw (prefill only), idle, quit. The driver (`pair.py`) sends the
-same `rooms` to both sides.
+Commands: setup, verify, rooms, raw_setup and raw (prefill only), exported, idle, state, quit. The
+driver (`pair.py`) sends the same `rooms` command to both sides.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Worker:
     ) -> dict[str, Any]:
         """Run `count` rooms from number `first`, `concurrency` at a time, each of `pages` pages.
 
-        `ticking` also measures the lateness of the loop. It is off for goodput, since a thousand
+        `ticking` also measures the lateness of the loop. It is off for goodput, because a thousand
         wake-ups a second take the GIL from copying threads.
         """
         prompt = np.arange(pages * self.pool.layout.page_size, dtype=np.int64)
@@ -212,7 +212,7 @@ class Worker:
         return {"late_p99_ms": ticker.stop(), "cpu_percent": (cpu_s() - cpu_before) / seconds * 100}
 
     async def state(self) -> dict[str, Any]:
-        """Return the rooms and pages that are still in use, and the endings of rooms so far."""
+        """Return the numbers of open rooms and of free pages, and the endings of rooms so far."""
         left = {"rooms": len(self.node.shell.endpoint.rooms), "endings": self.node.counts.endings}
         total = self.pool.layout.num_pages
         free = total if self.role == "prefill" else self.node.pages.free_pages
@@ -223,7 +223,7 @@ class Worker:
 
 
 def source_slice(pages: PageIndices, number: int, count: int) -> PageIndices:
-    """Return the same `count` of the shuffled `pages` whenever a room has this number."""
+    """Return `count` of the shuffled `pages`. Rooms with the same number get the same pages."""
     start = number * count % (len(pages) - count + 1)
     return pages[start : start + count]
 

@@ -1,6 +1,4 @@
-"""POST /abort_request, compatible with SGLang: aborted requests respond with their tokens so
-far.
-"""
+"""POST /abort_request, as in SGLang: aborted requests respond with their tokens so far."""
 
 from __future__ import annotations
 

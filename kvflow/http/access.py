@@ -12,7 +12,8 @@ from aiohttp import web
 from kvflow.telemetry.requests import CURRENT, NO_REQUEST, RequestTrace, clean_request_id
 
 REQUEST_ID_HEADER = "X-Request-ID"
-# Requests that other programs repeat every second or two: at debug level unless one fails.
+# Other programs repeat these requests every second or two, so they are logged at debug level unless
+# they fail.
 _PROBED = {"/livez", "/health", "/health_generate", "/metrics"}
 _WATCHED = {"/server_info", "/get_server_info", "/get_load", "/get_loads", "/workers"}
 POLLED_PATHS = _PROBED | _WATCHED
@@ -45,7 +46,7 @@ def shown_path(request: web.Request) -> str:
 
 
 def log_access(request: web.Request, status: int, started: float, trace: RequestTrace) -> None:
-    """Log one request that ended. `started` is the value of `time.perf_counter` at its start."""
+    """Log a request that has ended. `started` is `time.perf_counter` at its start."""
     path = shown_path(request)
     level = logging.DEBUG if path in POLLED_PATHS and status < 400 else logging.INFO
     if not _log.isEnabledFor(level):

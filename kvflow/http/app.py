@@ -34,7 +34,7 @@ MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
 # Idle time after which a connection is closed; longer than routers keep idle connections.
 IDLE_TIMEOUT_S = 120.0
-# Requests of a crowd that continue in one turn of the loop, so as not to delay streams.
+# Number of waiting requests that continue in one turn of the loop. More would delay streams.
 BODIES_PER_TURN = 4
 _log = logging.getLogger("kvflow.http")
 
@@ -82,7 +82,7 @@ def _answered(metrics: HttpMetrics) -> Middleware:
                 response = await _response(request, handler, trace)
                 status = response.status
                 if not response.prepared:
-                    # `echo_request_id` adds the id to a response that is already prepared.
+                    # A prepared response already has the id, which `echo_request_id` added.
                     response.headers[REQUEST_ID_HEADER] = trace.request_id
             except (asyncio.CancelledError, ConnectionError):
                 metrics.client_gone()
@@ -152,7 +152,7 @@ def _with_body(turnstile: Turnstile) -> Middleware:
 
 
 class _MalformedRequestFilter(logging.Filter):
-    """Drops records about bytes that are not HTTP/1, which aiohttp answers with 400."""
+    """Drops records about malformed requests, which aiohttp answers with 400, and lost clients."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

@@ -2,7 +2,7 @@
 
 `ROUTES` assigns every route of every role to a class of access. `build_app` refuses an application
 with any other route. The classes are those of SGLang, with one difference. If a server has an API
-key and no operator's key, SGLang accepts the API key on the operator's routes, and kvflow refuses
+key and no operator's key, SGLang accepts the API key on the operator's routes, but kvflow refuses
 every caller there. The operator's key also opens the routes of clients.
 """
 
@@ -59,7 +59,7 @@ ROUTES: dict[Access, frozenset[str]] = {
             *("GET /flush_cache", "POST /flush_cache", "POST /abort_request"),
             *("GET /rooms", "GET /rooms/{room}", "GET /peers"),
             *("GET /workers", "GET /workers/{worker_id}"),
-            "PUT /ranks/{rank}",  # decodes connect to the address given here
+            "PUT /ranks/{rank}",  # decodes connect to the address in this request
         }
     ),
     Access.CONTROL: frozenset(
@@ -79,7 +79,10 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def authorized(keys: Keys) -> Middleware:
-    """Return the middleware that responds with 401, or with 403 on routes that no key opens."""
+    """Return the middleware that responds with 401 to a missing or wrong key.
+
+    It responds with 403 on routes that no key opens.
+    """
 
     @web.middleware
     async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -99,7 +102,7 @@ def check_routes(app: web.Application) -> None:
 
 
 def routes_of(app: web.Application) -> Iterable[str]:
-    """Yield the routes of an application in the form of `ROUTES`. HEAD counts as GET."""
+    """Yield the routes of an application, written as in `ROUTES`, but without HEAD routes."""
     for route in app.router.routes():
         if route.resource is not None and route.method != "HEAD":
             yield f"{route.method} {route.resource.canonical}"
@@ -131,7 +134,7 @@ def _refusal(request: web.Request, keys: Keys) -> Failure | None:
 
 
 def _access(request: web.Request) -> Access:
-    """Return the class of a request's route; that of clients for an unknown path."""
+    """Return the class of a request's route, or `CLIENT` for an unknown path."""
     resource = request.match_info.route.resource
     method = "GET" if request.method == "HEAD" else request.method
     if resource is None:

@@ -11,7 +11,7 @@ from kvflow.protocols.errors import AbortedError, Code
 ROLE_HEADER = "X-Kvflow-Role"
 """Header in which a router states the role that it expects of a worker.
 
-A worker that meanwhile changed its role refuses the request.
+A worker that has changed its role meanwhile refuses the request.
 """
 _SHUTTING_DOWN = "this server is shutting down"
 
@@ -71,6 +71,6 @@ class Drainable:
 def refusal(reason: str) -> AbortedError:
     """Return the error for a request that another worker may serve."""
     error = AbortedError(reason)
-    # With this code, unlike that of an abort, a router tries another pair.
+    # A router tries another pair after this code, but not after that of an abort.
     error.code = Code.SHUTDOWN
     return error

@@ -24,12 +24,12 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 STATUS_OF_CODE: dict[Code, int] = {
     # No client reads this response. As a 4xx it does not count against a circuit breaker.
     Code.CLIENT_GONE: 499,
-    # The status appears in log lines and metrics only: both legs respond with what they have.
+    # The status appears in log lines and metrics only: both legs respond with their tokens so far.
     Code.ABORTED: 499,
     Code.DEADLINE: 504,
     Code.RENDEZVOUS: 504,
     Code.CAPACITY: 503,
-    Code.REFUSED: 502,  # prefill and decode do not fit together; another pair may
+    Code.REFUSED: 502,  # prefill and decode do not fit together, but those of another pair may
     Code.BAD_REQUEST: 400,
     Code.PROMPT_MISMATCH: 400,
     Code.ROOM_IN_USE: 409,
@@ -125,7 +125,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, status: int, body: bytes) -> Self:
-        """Read an error body of another server. Its message is truncated to `MAX_CAUSE_TEXT`
+        """Read an error body from another server. Its message is truncated to `MAX_CAUSE_TEXT`
         characters.
 
         A body that is not an error body is not passed on. If `status` is 0, as for an event in a
@@ -166,7 +166,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def bounded_code(code: str) -> str:
-    """Return `code` as the label of a metric; "other" if it is not kvflow's or a status."""
+    """Return `code` as the label of a metric; "other" unless kvflow uses it or it is a status."""
     # Another server may send any code, and each new one would add a time series.
     if code in _KNOWN_CODES or (len(code) == 3 and code.isascii() and code.isdigit()):
         return code

@@ -23,7 +23,7 @@ REQUEST_SECONDS = (
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 Figure = tuple[str, str] | tuple[str, str, str]
-"""Suffix of the name, help, and the attribute with the value, which is by default the suffix."""
+"""Suffix of a family's name, its help, and the attribute with its value (default: the suffix)."""
 V = TypeVar("V", bound=tuple[str, ...])
 
 
@@ -59,7 +59,7 @@ def histograms(
     bounds: Sequence[float] | None = None,
     unit: float = 1.0,
 ) -> HistogramMetricFamily:
-    """Return a family of histograms; the keys of `found` are label values.
+    """Return a family of histograms. The keys of `found` are tuples of label values.
 
     `unit` is the family's unit, measured in that of the histograms. `bounds` selects some bounds of
     the histograms, in the family's unit; by default all are used.

@@ -1,7 +1,7 @@
 """JSON values that grow, so that a cumulative stream encodes every token only once.
 
 `encode` returns pieces of a body, and does not copy the full blocks of a growing value. `write`
-sends the pieces in steps of bounded size, so a large event is never joined to one string.
+sends the pieces in steps of bounded size, so a large event is never joined into one string.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from aiohttp import web
 
 # Maximum number of bytes that are written at a time, which blocks the event loop for some 50 us.
 BLOCK_BYTES = 1 << 17
-# A placeholder for a growing value. JSON never contains this byte, because strings escape it.
+# A placeholder for a growing value. JSON never contains this byte, which is escaped in strings.
 _CUT = b"\0"
 _RAW_CUT = msgspec.Raw(_CUT)
 

@@ -1,7 +1,6 @@
-"""Decoding of large JSON bodies in steps. Decoding 8 MiB at once would block the event loop for 80
-ms.
+"""Decoding of large JSON bodies in steps. Decoding 8 MiB at once would block the loop for 80 ms.
 
-A thread would not help, since the decoder holds the GIL. Long strings and long arrays of token ids
+A thread would not help: the decoder holds the GIL. Long strings and long arrays of token ids
 are decoded in steps, and a marker replaces each of them in the body. The small rest is then decoded
 like any other body, and `LongValues.put_back` replaces the markers with the values.
 """
@@ -24,11 +23,11 @@ from kvflow.http.errors import RequestError
 LARGE_BYTES = 1 << 16
 # Strings and arrays of at least this size are cut out.
 LONG_BYTES = 1 << 8
-# Maximum number of bytes outside of long values. They are decoded at once, in some 4 ms.
+# Maximum size of a body without its long values. This rest is decoded at once, in some 4 ms.
 MAX_REST_BYTES = 1 << 19
-# Most bytes that a router adds to a body: its rooms, and the address of their prefill.
+# Maximum number of bytes that a router adds to a body: its rooms, and their prefill's address.
 MAX_ADDED_BYTES = 1 << 13
-# Most strings and lists of a large body, which the scan handles one by one in Python.
+# Maximum number of strings and lists in a large body. The scan handles each of them in Python.
 MAX_VALUES = 1 << 18
 PROMPTS = frozenset({"input_ids", "prompt", "tokens"})
 # Decoding this many bytes takes some 200 us.
@@ -54,7 +53,7 @@ class LongValues:
         self._found: list[str | NDArray[np.uint32]] = []
 
     def marker(self, value: str | NDArray[np.uint32]) -> bytes:
-        """Store `value` and return its marker as JSON: a string, or for an array a list."""
+        """Store `value` and return its marker as JSON: a string, or a list in place of an array."""
         self._found.append(value)
         index = len(self._found) - 1
         return msgspec.json.encode(
@@ -66,7 +65,7 @@ class LongValues:
 
         In the fields of `PROMPTS` a long array of token ids stays an array, uint32 [n].
 
-        Raises: RequestError for a body that is nested too deep.
+        Raises: RequestError for a body that is nested too deeply.
         """
         if not self._found:
             return body
@@ -135,7 +134,7 @@ class _Body:
         while (quote := self._raw.find(b'"', at)) >= 0:
             await self._between_strings(at, quote)
             end = await self._string(quote)
-            # The string has no end, so the body is not JSON. Decoding the rest reports the error.
+            # The string is invalid, so the body is not JSON. Decoding the rest reports the error.
             if not end:
                 return
             at = end

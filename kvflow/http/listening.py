@@ -44,7 +44,7 @@ def url_of(made: socket.socket, host: str) -> str:
 def reachable(host: str) -> str:
     """Return the address at which peers reach a server that listens on `host`.
 
-    If it listens on every interface, this is our address on the default route.
+    If it listens on every interface, this is the address of this machine on the default route.
     """
     if host not in ("0.0.0.0", "::"):
         return host

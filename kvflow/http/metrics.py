@@ -16,7 +16,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 
 
 class HttpMetrics:
-    """Metrics of requests and responses, together with the metrics of the server behind them."""
+    """Metrics of requests and responses, together with those of the server itself."""
 
     def __init__(
         self, families: Callable[[Tally[str]], Iterable[Metric]] = lambda refusals: ()

@@ -1,4 +1,4 @@
-"""Prometheus families for the memory and the transfers of a node, with any engine."""
+"""Prometheus families for the memory and the transfers of a node, whatever its engine is."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def node_families(report: NodeReport) -> Iterator[Metric]:
 def _memory(report: NodeReport) -> Iterator[Metric]:
     pages = GaugeMetricFamily("kvflow_pages", "Pages of the KV pool by owner.", labels=["owner"])
     yield labelled(pages, {"free": report.pages_free, **report.pages_by_kind})
-    # Only models with state once per request, such as a recurrent state, have rows.
+    # Only models with one state per request, such as a recurrent state, have rows.
     if report.rows_total:
         rows = GaugeMetricFamily(
             "kvflow_rows", "State rows of the pool by owner; a request has one.", labels=["owner"]

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from kvflow.http.growing import BLOCK_BYTES, encode, write
 
-# Time in which a client must read a response that exceeds the buffers on the way to it.
+# Time in which a client must read a response that exceeds the buffers on the way to the client.
 READ_TIMEOUT_S = 60.0
 
 
@@ -23,7 +23,7 @@ def json_response(body: Any, status: int = 200) -> web.Response:
 async def long_json_response(http: web.Request, body: Any) -> web.StreamResponse:
     """Return `body` as a JSON response; it may contain growing values.
 
-    A large response is already sent when this returns.
+    When this function returns, a large response has already been sent.
 
     Raises: ConnectionError if the client disconnects, or does not read the response in time.
     """
@@ -40,7 +40,7 @@ async def long_json_response(http: web.Request, body: Any) -> web.StreamResponse
             await write(response, pieces)
             await response.write_eof()
     except TimeoutError:
-        # `close` would wait until the client reads the buffered bytes, so the transport is aborted.
+        # `close` would wait for the client to read the buffered bytes, so the transport is aborted.
         if http.transport is not None:
             http.transport.abort()
         raise ConnectionResetError(

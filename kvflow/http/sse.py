@@ -27,7 +27,7 @@ _HEADERS = {
 
 
 class EventStream:
-    """A response that is a stream of events. Writes raise ConnectionError without a client."""
+    """A response that is a stream of events. After a disconnect, writes raise ConnectionError."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -64,9 +64,9 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
 
     If the reader waits for `silence_s` without an item, it receives an empty batch. The first error
     of a source is raised after the items before it. A slow reader receives larger batches. An item
-    needs no task or timer: each source has one task, and all sources share one timer.
+    needs no task or timer of its own: each source has one task, and all sources share one timer.
 
-    Use it as an async context manager. Leaving it closes all sources, and returns only after that,
+    Use it as an async context manager. The exit closes all sources, and waits until they are closed
     even if it is cancelled repeatedly.
     """
 
@@ -128,7 +128,7 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         return batch
 
     def has_begun(self, index: int) -> bool:
-        """Return True once the source began to run. A source that is stopped first never runs."""
+        """Return True once a source has begun to run. One that is stopped first never runs."""
         return index in self._begun
 
     def stop(self, index: int, last: T) -> None:
@@ -170,5 +170,5 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         if left_s <= 0:
             self._silent = True
             self._wake()
-        # To restart the timer for each item would cost more than the item.
+        # Restarting the timer for each item would cost more than the item itself.
         self._look_in(left_s if left_s > 0 else silence_s, silence_s)

@@ -25,7 +25,7 @@ from kvflow.telemetry.requests import name_error
 
 
 class ClientAnswer:
-    """The answer to one client request, which begins at most once.
+    """The answer to one client request. It begins at most once.
 
     The first pair that streams sends the headers. A later pair may continue the same stream,
     because only empty lines and comments follow the headers before the first token.
@@ -39,7 +39,7 @@ class ClientAnswer:
         self.cut_off: LegFailedError | None = None
 
     async def relay(self, pair: Pair, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Relay decode's stream event by event, and an error event if decode is lost meanwhile.
+        """Relay decode's stream event by event. Send an error event if decode is lost meanwhile.
 
         Raises: PairFailedError before the first token.
         """
@@ -89,7 +89,7 @@ class ClientAnswer:
                 opened, rest = split_opening(rest)
                 opening += opened
                 passed = bool(silence or opened)
-        # An engine may refuse a request after its headers. Another pair may then still serve it.
+        # An engine may send headers and then refuse the request. Another pair may still serve it.
         if failure := error_in(rest):
             raise PairFailedError(failure)
         self._measures.first_token(self._arrived_at_s)
@@ -98,8 +98,9 @@ class ClientAnswer:
     async def fail(
         self, failure: Failure, answer: web.Response | None = None
     ) -> web.StreamResponse:
-        """End the request with an error: an event if a stream began, else `answer` or a
-        response.
+        """End the request with an error.
+
+        It is an event if a stream has begun, and otherwise `answer` or a response from `failure`.
         """
         name_error(failure.summary)
         self._measures.failed(failure)

@@ -34,7 +34,7 @@ class KnownBlocks:
             bit = _BIT_OF_MEDIUM.get(event.medium or "GPU", _OTHER_MEDIUM)
             for one in event.block_hashes:
                 media = self._media.get(one, 0)
-                # A full index still records further media, so that a block outlives its first one.
+                # Even a full index records where else a known block is, so that it stays known.
                 if media or len(self._media) < MAX_BLOCKS:
                     self._media[one] = media | bit
         elif isinstance(event, RemovedBlocks):
@@ -63,7 +63,7 @@ class KnownBlocks:
         self._expected.update(hashes)
 
     def settle(self, hashes: Sequence[int]) -> None:
-        """Stop counting the blocks of a request that ended."""
+        """Stop counting the blocks of a request that has ended."""
         expected = self._expected
         for one in hashes:
             if expected[one] > 1:

@@ -65,7 +65,10 @@ class CacheView:
 
     @contextmanager
     def expecting(self, prompts: Prompts) -> Iterator[None]:
-        """Count these prompts as cached within the `with` statement; then events report them."""
+        """Note that the worker gets these prompts.
+
+        Within the `with` statement, their blocks count as cached. After that, events report them.
+        """
         self.prefixes.note(prompts.chains)
         # A restarted worker may get another feed meanwhile, which does not count these prompts.
         feed = self.feed
@@ -81,7 +84,7 @@ class CacheView:
                 feed.blocks.settle(one)
 
     def forget(self) -> None:
-        """Forget all prompts, because the worker emptied its cache. Its events update the feed."""
+        """Forget all prompts, because the worker has emptied its cache. Events tell the feed."""
         self.prefixes.forget()
 
     def begin_anew(self) -> None:

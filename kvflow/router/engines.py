@@ -16,7 +16,7 @@ from kvflow.router.workers import Worker
 
 
 class Forwarded(NamedTuple):
-    """A client's request in the form in which workers receive it."""
+    """The parts of a client's request that its legs forward to workers."""
 
     session: aiohttp.ClientSession
     path: str
@@ -33,9 +33,9 @@ class Completion(Protocol):
     def open_pair(
         self, request: Forwarded, prefill: Worker, decode: Worker
     ) -> AbstractAsyncContextManager[Pair]:
-        """Open one try: within the `with` statement both workers are asked.
+        """Open one try on these two workers.
 
-        On exit, connections without a complete answer are closed.
+        On exit, connections whose answer is incomplete are closed.
         """
 
 
@@ -64,7 +64,7 @@ class Engine(Protocol):
 
     @property
     def retried_statuses(self) -> Collection[int]:
-        """Statuses after which another pair may serve a request that has no token yet."""
+        """Statuses after which a request without a first token may be tried on another pair."""
 
     def read(self, body: bytes) -> Completion:
         """Parse a body from which long values were removed (`large_bodies.py`).

@@ -21,7 +21,7 @@ from kvflow.router.blocks import KnownBlocks
 from kvflow.transports.control.curve import ControlKey
 
 _log = logging.getLogger("kvflow.router")
-SILENCE_S = 20.0  # four heartbeats of a publisher
+SILENCE_S = 20.0  # four heartbeat intervals of a publisher
 REPLAY_S = 10.0  # longest wait between two messages of a replay
 PAUSE_S = 2.0  # pause before the next try after a failure
 MAX_MESSAGE_BYTES = 256 << 20
@@ -99,7 +99,7 @@ class BlockFeed:
         if self.source.needs_key and self.source.key is None:
             raise FeedError("it sends them to holders of a key (--kv-events-key-file) alone")
         with self._connected(zmq.SUB, self.source.endpoint) as subscriber:
-            # Subscribe first: a batch published before the snapshot then arrives twice, not never.
+            # Subscribe first: a batch published between snapshot and subscription would be lost.
             if self.source.replay_endpoint is not None:
                 await self._catch_up(0, SNAPSHOT)
                 self._live()
@@ -112,7 +112,7 @@ class BlockFeed:
                 self._last_live = seq
                 if self._next_seq is not None and seq > self._next_seq:
                     await self._mend(seq)
-                # Otherwise the replay already applied this batch.
+                # Otherwise the replay has already applied this batch.
                 if self._next_seq is None or seq >= self._next_seq:
                     await self._apply(seq, payload)
                 self._live()
@@ -129,7 +129,7 @@ class BlockFeed:
         assert self._next_seq is not None
         self.gaps += 1
         if self.source.replay_endpoint is None:
-            # Without a replay, any known block may have been removed by the lost batch.
+            # Without a replay, any known block may have been removed by a lost batch.
             self.blocks.clear()
             self._next_seq = seq
         else:
@@ -181,7 +181,7 @@ def _numbered(frames: list[bytes]) -> tuple[int, bytes]:
 def source_of(
     url: str, events: object, block_size: object, key: ControlKey | None = None
 ) -> Source | None:
-    """Return where the worker at `url` publishes its events; None if it does not.
+    """Return the event source of the worker at `url`; None if the worker publishes no events.
 
     `events` and `block_size` are `kv_events` and `page_size` of its /server_info. `key` is the key
     of all workers that need one.

@@ -28,7 +28,7 @@ class Traits(NamedTuple):
     data_plane: str = ""
 
     def conflict_with(self, other: Traits) -> str:
-        """Return the first difference between two workers as a text; empty if they fit together."""
+        """Return the first difference between two workers in words; empty if they fit together."""
         for name, mine, theirs in zip(
             ("model fingerprint", "wire version", "data plane"), self, other, strict=True
         ):
@@ -38,7 +38,7 @@ class Traits(NamedTuple):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """The identity that one worker reports; a text is empty if its engine does not report it."""
+    """The identity of one worker. A string is empty if the engine does not report that property."""
 
     role: str | None
     started_as: str | None

@@ -118,7 +118,7 @@ def _room_count(fields: _Fields) -> int:
 
 
 def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
-    """Return the fields of both legs' meeting, at most MAX_ADDED_BYTES of JSON."""
+    """Return the fields by which both legs meet, at most `MAX_ADDED_BYTES` of JSON."""
     room = rooms[0] if len(rooms) == 1 else rooms
     return {
         "bootstrap_host": prefill.host,
@@ -128,7 +128,7 @@ def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
 
 
 def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None) -> Identity:
-    """Return the identity in the /server_info answer, any JSON value, of the worker at `url`."""
+    """Return the identity of the worker at `url`, whose /server_info answered `info`."""
     found = info if isinstance(info, dict) else {}
     # Any program may answer at this URL, and wrong types must not reach the choice of workers.
     return Identity(

@@ -3,14 +3,14 @@
 Closing a leg's connection ends the leg: the worker treats it as an abort. A request that failed
 before its first token may be tried again:
 
-- if a connection could not be made, or ended before the answer;
-- after status 502 or 503: a worker drains, its queue is full, the link between the two is lost, or
-  they do not fit together;
+- if a connection could not be made, or was lost before the answer was complete;
+- after status 502 or 503: a worker drains, its queue is full, the link between the two workers is
+  lost, or they do not fit together;
 - after status 504 with code "rendezvous": the other leg never arrived.
 
-It is not tried again after an error of the request (4xx) or of the model (500), which another pair
-would repeat, nor after a deadline (504), because its time is used up. An engine whose statuses mean
-something else lists them in `Engine.retried_statuses`.
+It is not tried again after an error in the request (4xx) or in the model (500), which another pair
+would repeat, nor after a deadline (504), because its time is used up. Statuses of other engines may
+have other meanings, so `Engine.retried_statuses` lists those after which a retry may help.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Leg:
         self._answer: aiohttp.ClientResponse | None = None
 
     async def begin(self) -> aiohttp.ClientResponse | web.Response:
-        """Send the request. Return a stream as soon as it begins, another answer when it is
-        complete.
+        """Send the request, and return the answer.
+
+        A stream is returned as soon as it begins, and any other answer once it is complete.
 
         Raises: LegFailedError.
         """
@@ -97,8 +98,9 @@ class Leg:
             raise LegFailedError(self.worker, _describe(error)) from None
 
     async def complete(self) -> web.Response:
-        """Return the whole answer; for a stream, the error that it begins with or an empty
-        response.
+        """Read the whole answer and return it.
+
+        For a stream, return the error that it begins with, or an empty response.
 
         Raises: LegFailedError.
         """
@@ -107,7 +109,7 @@ class Leg:
             return answer
         start, failure = b"", None
         while piece := await self.read():
-            # The first event is incomplete so far: only empty lines and comments came before it.
+            # Until the first event is complete, drop the empty lines and comments before it.
             if b"\n\n" not in start:
                 start = split_silence(start + piece)[1]
                 failure = error_in(start)

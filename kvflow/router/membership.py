@@ -7,8 +7,8 @@
     DELETE /workers/{id}   leave; answers 202. The worker gets no more requests, and is forgotten
                            when those it has are answered
 
-There are two differences from sglang_router. The router asks a worker that joins for its identity
-before it answers, and `worker_type` may be left out. A worker that joins on its own initiative
+There are two differences from sglang_router. Before this router answers a join, it asks the worker
+for its identity, and `worker_type` may be left out. A worker that joins on its own initiative
 (`--join`) names its incarnation and repeats the request, so that a restarted router learns of it
 too. An operator's DELETE overrules these repetitions until the worker has another incarnation, or
 until an operator's POST.
@@ -59,7 +59,7 @@ class Membership:
         self._one_at_a_time = asyncio.Lock()
 
     async def join(self, request: JoinRequest) -> Worker:
-        """Add the worker at this URL and check it once; return a known worker if it joined before.
+        """Add the worker at this URL and check it once. Return a known worker if one joined before.
 
         Raises: RequestError (400), ConflictError (409: another role, another model, or an operator
         removed it), LostError (502: it does not answer), OverloadError.
@@ -86,11 +86,11 @@ class Membership:
         """Send this worker no more requests. Idempotent.
 
         A worker that leaves on its own initiative gives its `incarnation`. A successor at the same
-        URL has another one, and may join again.
+        URL has another one, and may join.
         """
         self._removed[worker.url] = (incarnation or worker.incarnation)[:MAX_URL_CHARACTERS]
         self._removed.move_to_end(worker.url)
-        # The number of removals is bounded, because URLs come from clients.
+        # The number of remembered removals is bounded, because URLs come from clients.
         if len(self._removed) > MAX_WORKERS:
             self._removed.popitem(last=False)
         self._workers.leave(worker)

@@ -26,11 +26,11 @@ class Pair(Protocol):
 
     @property
     def decode(self) -> Leg:
-        """The leg whose answer the client gets. Valid after `answer` returned."""
+        """The leg whose answer the client gets. Valid once `answer` has returned."""
 
     @property
     def asked(self) -> Collection[Worker]:
-        """Workers to which this try sent a request."""
+        """Workers to which this try has sent a request."""
 
     async def answer(self) -> aiohttp.ClientResponse | web.Response:
         """Return decode's stream once it begins, or its whole answer. Raises: PairFailedError."""
@@ -71,15 +71,16 @@ class TogetherPair:
             reading.cancel()
 
     async def _check_prefill(self, decode: asyncio.Task[Any]) -> None:
-        """Check prefill's answer, which is complete.
+        """Check prefill's complete answer.
 
-        Return also after a refusal that follows from decode's failure; the `decode` task is done
-        then.
+        If prefill refused because decode had ended the room, return once the `decode` task is done:
+        its result has the cause.
 
         Raises: PairFailedError.
         """
         answer = self._prefilling.result()
-        # Status 499: decode ended the room. Decode's answer, maybe on its way, has the cause.
+        # Status 499 means that decode ended the room. Decode's answer, which may still be on its
+        # way, has the cause.
         if answer.status != 499:
             check(answer)
             return
@@ -93,7 +94,7 @@ class TogetherPair:
         """Close both connections.
 
         This function must not await. When a write to a client that left fails, aiohttp cancels the
-        handler; an await here would raise at once and leave the legs open.
+        handler. An await would then raise at once and leave the legs open.
         """
         for leg, task in ((self.prefill, self._prefilling), (self.decode, self._decoding)):
             task.cancel()
@@ -115,9 +116,9 @@ async def together(
 
 
 class SequentialPair:
-    """A try that asks decode after prefill answered, using prefill's answer.
+    """A try that asks prefill first, and then uses prefill's answer to ask decode.
 
-    Without a prefill, `ask_decode` gets an empty answer. It may raise PairFailedError.
+    Without a prefill, `ask_decode` gets an empty answer. `ask_decode` may raise PairFailedError.
     """
 
     def __init__(self, prefill: Leg | None, ask_decode: Callable[[web.Response], Leg]) -> None:
@@ -148,7 +149,7 @@ class SequentialPair:
         return await self.decode.read()
 
     def close(self) -> None:
-        """Close both connections. This must not await either, see `TogetherPair.close`."""
+        """Close both connections without an await: see `TogetherPair.close`."""
         for leg in self._legs:
             leg.close()
 
@@ -159,7 +160,7 @@ async def sequential(
 ) -> AsyncGenerator[SequentialPair, None]:
     """Open the pair, and close both legs on exit.
 
-    Prefill counts as busy to the end, because decode reads its pages after it answered.
+    Prefill counts as busy until then, because decode reads prefill's pages after prefill answers.
     """
     busy = nullcontext() if prefill is None else prefill.worker.busy()
     with busy, decode.busy(), closing(SequentialPair(prefill, ask_decode)) as pair:

@@ -1,4 +1,4 @@
-"""Policies that choose among workers of one role which are equally fit for a request."""
+"""Policies that choose among equally fit workers of one role."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Loaded(Protocol):
     """The properties of a worker that a policy uses."""
 
     running: int  # requests at the worker now
-    served: int  # requests since it joined
-    turn: int  # number of its last request, in one count for all workers
+    served: int  # requests sent to the worker since it joined the router
+    turn: int  # number of its latest request; all workers share one numbering
     cache: CacheView
 
 
@@ -26,8 +26,8 @@ class Policy(msgspec.Struct, frozen=True):
     `cache_aware` prefers the worker that is known to have most of the prompt in its cache. It
     ignores the cache of an overloaded worker, that is, one with more than `balance_abs_threshold`
     requests more than the least loaded worker, and more than `balance_rel_threshold` times as many.
-    Both must hold: few requests easily differ by any factor, and many by any number. Among equals,
-    or if no worker has a part of the prompt, it prefers the least loaded.
+    Both must hold, because a factor means little for few requests, and a difference means little
+    for many. Among equals, or if no worker has a part of the prompt, it prefers the least loaded.
     """
 
     name: PolicyName = "cache_aware"
@@ -39,7 +39,10 @@ class Policy(msgspec.Struct, frozen=True):
         return self.name == "cache_aware"
 
     def order(self, worker: Loaded, least_running: int, prompts: Prompts) -> tuple[int, ...]:
-        """Return a worker's sort key, the best first. `least_running` is the lowest load of all."""
+        """Return a worker's sort key; the best worker has the smallest.
+
+        `least_running` is the lowest `running` among the fittest workers.
+        """
         if self.name == "round_robin":
             return (worker.turn,)
         matched = 0

@@ -30,8 +30,9 @@ class KnownPrefixes:
         return len(self._known)
 
     def resize(self, tokens: int) -> None:
-        """Limit the known prompts to what a cache of `tokens` tokens can hold; 0 without a
-        cache.
+        """Limit the known prompts to `MAX_BYTES`, and to what a cache of `tokens` tokens can hold.
+
+        `tokens` is 0 if the worker has no cache.
         """
         self.limit_bytes = min(tokens * BYTES_PER_TOKEN, MAX_BYTES)
         self._shrink()
@@ -51,7 +52,7 @@ class KnownPrefixes:
         if not self.limit_bytes:
             return
         for chain in chains:
-            # From the last chunk to the first, which is then the most recently used one.
+            # The first chunk comes last, so that it counts as the most recently used one.
             for index in range(len(chain) - 1, -1, -1):
                 one = chain[index]
                 if one in self._known:

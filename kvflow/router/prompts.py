@@ -3,8 +3,8 @@
 A prompt is hashed as a stream of bytes: its token ids if the body has them, otherwise its text, or
 the messages of its chat in a canonical form. The next turn of a conversation then continues the
 stream of the previous one. The stream is cut into chunks, and the hash of a chunk covers everything
-up to its end. Some fields separate prompts in a worker's cache (`cache_salt`, `extra_key`), or may
-change everything that a template writes; they enter all hashes.
+up to its end. Some fields separate prompts in a worker's cache (`cache_salt`, `extra_key`). Others
+may change everything that a template writes. All of them enter every hash.
 
 The hashes are Python's own, keyed by a secret of the process. They are fast, and a client cannot
 make its prompt collide with another client's.
@@ -37,7 +37,7 @@ def chunk_bytes(index: int) -> int:
 
 
 class PromptFields(msgspec.Struct):
-    """The fields of a body with its prompts, and those that decide which prompts share pages."""
+    """The fields that contain a body's prompts or decide which prompts share pages."""
 
     text: Any = None
     input_ids: Any = None
@@ -122,7 +122,7 @@ async def _hash_all(into: _Hashing, pieces: Iterator[bytes]) -> None:
 
 
 def _prompt(value: Any) -> Iterator[bytes]:
-    """Yield the bytes of one prompt; a token id takes 4, in a list as in an array."""
+    """Yield the bytes of one prompt. A token id takes 4 bytes, both in a list and in an array."""
     if isinstance(value, str):
         yield from _text(value)
     elif isinstance(value, list):

@@ -45,7 +45,7 @@ from kvflow.telemetry.requests import CURRENT
 
 _log = logging.getLogger("kvflow.router")
 CONNECT_TIMEOUT_S = 5.0
-ASK_TIMEOUT_S = 5.0  # limit for the answer to any request but a completion
+ASK_TIMEOUT_S = 5.0  # limit for a request that `ask` or `forward` sends
 _JSON = {"Content-Type": "application/json"}
 _NO_HEADERS: Mapping[str, str] = {}
 _FORWARDED = ("Authorization", "traceparent", "tracestate")
@@ -55,13 +55,13 @@ _ENDED = Failure(
 
 
 class Router(Drainable):
-    """One router over the workers at these URLs; `close` closes every leg.
+    """A router in front of the workers at these URLs. `close` closes every connection to them.
 
-    `keys` are the keys of the workers and of the router. A request whose client got no token yet is
-    tried on one pair after another. It waits at most `retry_timeout_s` in all for a worker to come
-    back, and at most `max_waiting` requests wait at a time. `encoder` is the model's tokenizer:
-    with it, the router also matches texts with the cache events of workers; without it, only
-    prompts of token ids. `engine` is the kind of worker, kvflow's own by default.
+    `keys` are the keys of the workers and of the router. A request whose client has got no token
+    yet is tried on one pair after another. It waits at most `retry_timeout_s` in all, for a worker
+    to come back or for its next try, and at most `max_waiting` requests wait at a time. `encoder`
+    is the model's tokenizer. Without it, the router matches only prompts of token ids with the
+    cache events of workers. `engine` is the kind of worker, kvflow's own by default.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Router(Drainable):
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncGenerator[None, None]:
-        """Limit a request to `request_timeout_s`, and to the time until `end_requests`."""
+        """End the block with TimeoutError after `request_timeout_s`, or at `end_requests`."""
         async with asyncio.timeout(self._timeout_s) as timeout:
             self._timeouts.add(timeout)
             try:
@@ -168,7 +168,7 @@ class Router(Drainable):
                 if isinstance(error, LegFailedError):
                     error.worker.mark_lost(str(error), loop.time())
                 elif error.passes or error.failure.status == 500:
-                    # The error does not show which of the two is at fault, so both are checked.
+                    # The error does not show which worker is at fault, so both are checked.
                     prefill.check_due.set()
                     decode.check_due.set()
                 tries.note(error, prefill, decode)
@@ -193,9 +193,11 @@ class Router(Drainable):
         )
 
     async def _next_pair(self, tries: Tries, prompts: Prompts) -> tuple[Worker, Worker]:
-        """Return the pair for the next try, after a pause if all pairs were tried.
+        """Return the pair for the next try.
 
-        Raises: PairFailedError, NoWorkerError if no further try is allowed.
+        Waits first if no worker of a role gets requests, or if `tries` has no untried pair.
+
+        Raises: PairFailedError or NoWorkerError if no further try is allowed.
         """
         may_begin = False
         while True:
@@ -211,7 +213,7 @@ class Router(Drainable):
             if (pair := tries.untried(prefills, decodes)) is not None:
                 return pair
             if may_begin:
-                # There is one: each worker that `ranked` returns fits one of the other role.
+                # `next` finds a pair: each worker that `ranked` returns fits one of the other role.
                 return next(fitting(prefills, decodes))
             assert tries.error is not None
             may_begin = await self._pause(functools.partial(asyncio.sleep, tries.pause_s()), tries)
@@ -242,7 +244,7 @@ class Router(Drainable):
         body: bytes | None = None,
         headers: Mapping[str, str] = _NO_HEADERS,
     ) -> Any:
-        """Return a worker's JSON answer; None if it cannot be reached or answers with an error.
+        """Return a worker's JSON answer; None if it does not arrive or its status is not 200.
 
         Raises: RefusedError if the worker has other keys than this router.
         """
@@ -264,11 +266,11 @@ class Router(Drainable):
     async def ask_as_operator(
         self, worker: Worker, path: str, method: str = "GET", body: bytes | None = None
     ) -> Any:
-        """Ask a worker on a route for operators, see `ask`."""
+        """Call `ask` with the operator's key, for a route that only operators may use."""
         return await self.ask(worker, path, method, body, bearer(self.keys.of_operator))
 
     async def forward(self, worker: Worker, http: web.Request) -> web.Response:
-        """Return a worker's answer to this request, whatever its status; 502 without an answer."""
+        """Return a worker's answer to this request, whatever its status, or a 502 if none comes."""
         url = f"{worker.url}{http.rel_url.raw_path_qs}"
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         headers = _forwarded_headers(http)

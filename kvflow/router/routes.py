@@ -87,7 +87,7 @@ def _operations(router: Router) -> list[web.RouteDef]:
         await asyncio.gather(
             *(router.ask_as_operator(worker, "/flush_cache", "POST") for worker in workers)
         )
-        # Workers no longer have these prompts, so the router forgets them as well.
+        # The workers' caches are empty now, so the router forgets which prompts were in them.
         for worker in router.workers.all:
             worker.cache.forget()
         return web.Response(text="Cache flushed.\n")

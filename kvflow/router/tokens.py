@@ -1,7 +1,7 @@
 """The blocks of a request's prompts, by the hashes with which cache events name them.
 
-The hashes cover tokens. They come from the body, or from its text if the router has the model's
-tokenizer.
+The hashes cover tokens. The body has the token ids, or a text that the router can encode only with
+the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvflow.router.prompts import PromptFields
 
 # The longest text that the router encodes: some 250,000 tokens, which take 200 ms in a thread.
 MAX_CHARACTERS = 1 << 20
-_STEP_BYTES, _STEP_BLOCKS = 1 << 16, 1 << 10  # hashing between two turns of the loop: some 400 us
+_STEP_BYTES, _STEP_BLOCKS = 1 << 16, 1 << 10  # hashed between two turns of the loop, in some 400 us
 
 
 class Encoder(Protocol):
@@ -49,7 +49,7 @@ async def block_hashes(
     try:
         prompts = [token_bytes(ids) for ids in await _token_ids(fields, encoder)]
         roots = [chain_root(_namespace(fields, i, len(prompts))) for i in range(len(prompts))]
-    # A body or its template can raise any error. A worker refuses it with a better message.
+    # A malformed body can raise any error. A worker refuses it with a better message.
     except Exception:  # noqa: BLE001
         return {}
     if not prompts:

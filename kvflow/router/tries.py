@@ -40,7 +40,9 @@ class Tries:
     def untried(
         self, prefills: Sequence[Worker], decodes: Sequence[Worker]
     ) -> tuple[Worker, Worker] | None:
-        """Return the first untried pair; None after as many tries as there are workers.
+        """Return the first untried pair, or None.
+
+        It is None if no pair is untried, or if as many pairs were tried as there are workers.
 
         Raises: the last error, if a pair that was tried would repeat it.
         """
@@ -53,7 +55,7 @@ class Tries:
         return None
 
     def pause_s(self) -> float:
-        """Return how long to wait before the next try, in seconds; longer each time."""
+        """Return the seconds to wait before the next try. They grow up to `LONGEST_PAUSE_S`."""
         pause_s = min(FIRST_PAUSE_S * 2**self._pauses, LONGEST_PAUSE_S)
         self._pauses += 1
         # The pause is random: requests that failed together must not all come back at once.

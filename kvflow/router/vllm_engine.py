@@ -3,15 +3,15 @@
 It follows the contract of vLLM's own proxies (checked with 0.32.0), and runs the legs in one of two
 orders:
 
-- Sequential works with every connector of that contract. Prefill gets the request for one token and
-  answers with `kv_transfer_params`, and decode gets the client's request with these.
+- Sequential works with every connector that keeps to that contract. Prefill gets the request for
+  one token and answers with `kv_transfer_params`. Decode gets the client's request with these
+  parameters.
 - Together is for kvflow's own connector. Both workers get the request at once, with the same room,
   and pages travel while prefill computes. Decode needs the address of prefill, which the router
   learns from prefill's answer to a sequential request. The first request to a prefill is therefore
   sequential, and so is the next one after a failure.
 
-If one transfer cannot serve a prompt, decode computes it alone, as any vLLM server can: `_alone`
-has the reasons.
+If one transfer cannot serve a request, decode computes the prompt itself. `_alone` has the reasons.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from kvflow.telemetry.requests import name_rooms
 _log = logging.getLogger("kvflow.router")
 LegOrder = Literal["sequential", "together"]
 CHAT = "/v1/chat/completions"
-# The largest integer that is still exact after a proxy read the JSON number as a double.
+# The largest integer that stays exact when a proxy reads the JSON number as a double.
 MAX_ROOM = (1 << 53) - 1
 _NOT_VLLM = (
     "it is not a vLLM server; a router in front of kvflow's own workers is started without "
@@ -79,15 +79,15 @@ class VllmEngine:
     def __init__(self, legs: LegOrder = "sequential") -> None:
         self._together = legs == "together"
         self._decoded_alone: Counter[str] = Counter()
-        self._without_params: set[str] = set()  # URLs of prefills that were logged already
+        self._without_params: set[str] = set()  # URLs of prefills that the log already names
 
     async def identify(
         self, session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None
     ) -> Identity:
-        """Return the identity of a server, from the last check if it is still up.
+        """Return `known`, or else the identity that a server reports now.
 
-        An identity changes only with a restart, and a vLLM takes seconds to start, during which
-        checks of its /health fail.
+        An identity changes only with a restart. A restart takes vLLM seconds, during which checks
+        of /health fail, so `known` is None after it.
         """
         if role is None:
             text = "give prefill or decode: a vLLM server does not say which of them it is"
@@ -124,7 +124,7 @@ class VllmEngine:
         yield labelled(alone, self._decoded_alone)
 
     def address_of(self, prefill: Worker) -> _Address | None:
-        """Return the address at which decode finds this prefill; None for a sequential request."""
+        """Return the address at which decode finds this prefill; None if legs run in sequence."""
         learned = prefill.learned
         if self._together and isinstance(learned, _Learned) and not learned.varies:
             return learned.address
@@ -156,7 +156,7 @@ class VllmCompletion:
 
     def __init__(self, engine: VllmEngine, fields: _Fields) -> None:
         if isinstance(fields.vllm_xargs, dict) and "kv_transfer_params" in fields.vllm_xargs:
-            # vLLM reads this entry as the field of that name, and crashes on a text there.
+            # vLLM treats this entry like the field of that name, and crashes if it is a string.
             raise RequestError(
                 "vllm_xargs: kv_transfer_params is not for clients", param="vllm_xargs"
             )
@@ -204,7 +204,7 @@ async def _open_together(
 
 
 def _prefill_leg(request: Forwarded, worker: Worker, params: dict[str, Any]) -> Leg:
-    """Return prefill's leg: the client's request, limited to its first token."""
+    """Return prefill's leg: the client's request, limited to one token of output."""
     fields: dict[str, Any] = {
         "stream": False,
         "stream_options": None,
@@ -247,7 +247,7 @@ def _alone(fields: _Fields) -> str:
         # vLLM answers with the params of the first prompt only.
         return "completions"
     if fields.n not in (None, 1):
-        # Each choice would read the pages, and prefill frees them after the first one.
+        # Each choice would read the pages, but prefill frees them after the first read.
         return "completions"
     if fields.prompt_logprobs is not None or fields.echo:
         # These options need the logits of every position, so vLLM loads no pages.
@@ -312,8 +312,8 @@ class _Learned:
     """The address of a prefill, learned from its answers since it came up."""
 
     def __init__(self) -> None:
-        self.address: _Address | None = None  # None after a failure
-        # True if several engines share the URL: any of them may get a request.
+        self.address: _Address | None = None  # None before the first answer and after a failure
+        # True once answers named different addresses: several engines then share the URL.
         self.varies = False
         self._last: _Address | None = None
 

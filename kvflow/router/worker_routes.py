@@ -14,7 +14,7 @@ from kvflow.router.workers import ROLES, Worker
 
 
 def routes(router: Router) -> list[web.RouteDef]:
-    """Return the routes for joining and leaving. A router has them with any engine."""
+    """Return the routes for joining and leaving. A router has these routes with any engine."""
     membership = router.membership
 
     async def all_workers(_: web.Request) -> web.StreamResponse:

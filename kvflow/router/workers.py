@@ -37,7 +37,7 @@ _turns = itertools.count(1)
 
 
 class NoWorkerError(KvflowError):
-    """No worker of a role is up. A retry may find one."""
+    """No worker of a role gets requests now. A retry may find one."""
 
     code = Code.CAPACITY
 
@@ -49,16 +49,16 @@ class NoWorkerError(KvflowError):
 class Worker:
     """One prefill or decode behind the router.
 
-    A worker that loses connections although its /health is fine is in backoff: it is used only if
-    there is no other worker. The backoff grows with each further loss. It ends when a request
-    succeeds, or when another process answers at the same address.
+    A worker whose connection is lost is in backoff for a while, even if its /health is fine. Other
+    workers are preferred meanwhile. Each further loss in a row makes the backoff longer. It ends
+    early when a request succeeds, or when another process answers at the same address.
     """
 
     def __init__(self, role: str, url: str, *, follows: bool = False) -> None:
         """`follows` is True for a worker that may come back in the other role.
 
-        Otherwise the worker must have the role `role`, or must have been started with it; it may
-        switch its role while it runs.
+        Otherwise the worker must report `role` as its role, or as the role that it was started with
+        (it may have switched since).
         """
         self.id = str(uuid.uuid4())
         self.role = role
@@ -68,11 +68,11 @@ class Worker:
         self.unavailable_reason = _NOT_CHECKED
         self.running = 0
         self.served = 0
-        self.turn = 0  # number of its last request, in one count for all workers
+        self.turn = 0  # number of its latest request; all workers share one numbering
         self.cache = CacheView(self.url)
         self.prefix_hits = 0
         self.bootstrap_port: int | None = None
-        self.learned: object = None  # knowledge of the engine, from answers since it came up
+        self.learned: object = None  # what the engine has learned since the worker came up
         self.identity: Identity | None = None  # result of the last successful check
         self.model = ""
         self.fingerprint = ""
@@ -116,12 +116,12 @@ class Worker:
     def mark_lost(self, reason: str, now: float) -> None:
         """Record that a connection to the worker failed or ended early.
 
-        The worker is down until a check succeeds, and then in backoff.
+        The worker is down until a check succeeds, and may still be in backoff after that.
         """
         self._backoff_until_s = now + min(FIRST_BACKOFF_S * 2**self._losses, LONGEST_BACKOFF_S)
-        # The bound keeps the power small for a worker that is away for days.
+        # The bound keeps `2**self._losses` small for a worker that is lost for days.
         self._losses = min(self._losses + 1, 16)
-        # The reason from the last check explains more than the failure of one request.
+        # If the worker is already down, its reason explains more than one failed request.
         if self.up:
             self.mark_down(reason)
         self.check_due.set()
@@ -149,7 +149,7 @@ class Worker:
         self.identity = identity
         self.bootstrap_port, self.model = identity.bootstrap_port, identity.model
         self.fingerprint = identity.fingerprint
-        # Another process has its own cache, and the losses of the last one do not count.
+        # A new process has its own cache, and the losses of its predecessor do not count.
         if identity.incarnation != self.incarnation:
             self.mark_served()
             self.cache.begin_anew()
@@ -174,7 +174,7 @@ class Worker:
                 self._on_idle()
 
     def sent(self, prompts: Prompts) -> AbstractContextManager[None]:
-        """Note that the worker gets these prompts. Leave the `with` statement when it answered."""
+        """Note that the worker gets these prompts. Leave the `with` block once it has answered."""
         self.prefix_hits += self.cache.matched(prompts) > 0
         return self.cache.expecting(prompts)
 
@@ -217,14 +217,14 @@ class Workers:
         self._session = session
         self._poll_s, self._policy, self._identify = poll_s, policy, identify
         self._watches: dict[Worker, asyncio.Task[None]] = {}
-        # Set, and replaced by a new event, when a worker becomes usable or changes its role.
+        # Set and replaced by a new event when a worker becomes usable or its role or traits change.
         self.came_up = asyncio.Event()
 
     async def start(self) -> None:
         """Check all workers once, and start the regular checks."""
         found = dict(zip(self.all, await asyncio.gather(*map(self._found, self.all)), strict=True))
         model = _model_of_most(found)
-        # Workers of that model come first, and decide which model the router serves.
+        # Workers with `model` are taken first, because they decide which model the router serves.
         for worker, identity in found.items():
             if isinstance(identity, Identity) and identity.fingerprint == model:
                 self._take(worker, identity)
@@ -246,13 +246,13 @@ class Workers:
         await self._check(worker)
 
     def leave(self, worker: Worker) -> None:
-        """Send the worker no more requests, and forget it when it answered its last. Idempotent."""
+        """Send the worker no more requests, and forget it once the last one ends. Idempotent."""
         if not worker.leaving:
             _log.info("%s %s leaves, with %d requests", worker.role, worker.url, worker.running)
             worker.leave(functools.partial(self._forget, worker))
 
     def stay(self, worker: Worker) -> None:
-        """Cancel the leaving of a worker, and send it requests again. Idempotent."""
+        """Let a leaving worker stay, and send it requests again. Idempotent."""
         worker.leaving = False
         worker.check_due.set()
         self._tell_waiting()
@@ -271,8 +271,8 @@ class Workers:
     ) -> list[Worker]:
         """Return the workers for the next try of a request, the best first.
 
-        The order is by how often they failed this request, then those not in backoff, then by the
-        policy.
+        Workers that have failed this request least often come first. Among equals, those not in
+        backoff come first, and then the policy decides.
 
         Raises: NoWorkerError.
         """
@@ -308,7 +308,10 @@ class Workers:
         return {worker.traits for worker in self._usable(role)}
 
     def _paired(self, role: str) -> list[Worker]:
-        """Return a role's workers that fit one of the other role; all if that role has none."""
+        """Return a role's usable workers that fit a usable worker of the other role.
+
+        Returns all of them if the other role has no usable worker.
+        """
         others = self._traits(_OTHER[role])
         alike = {
             one
@@ -340,7 +343,7 @@ class Workers:
 
     async def _check(self, worker: Worker) -> None:
         found = await self._found(worker)
-        # A worker that left during the check would follow cache events in an endless task.
+        # Taking a worker that left during the check would start a feed that never ends.
         if worker in self._watches:
             self._take(worker, found)
 
@@ -386,8 +389,9 @@ class Workers:
     def _other_model(self, worker: Worker, identity: Identity) -> str:
         """Return how a worker's model conflicts with those of other workers; empty if it does not.
 
-        It conflicts if others still serve the model that the worker served before, or if a prefill
-        and a decode of this router serve another one: either model could then answer a request.
+        It conflicts if it has changed while others still serve the worker's previous model, or if a
+        prefill and a decode of this router serve another model. A request could then be answered by
+        either model.
         """
         before, now = worker.fingerprint, identity.fingerprint
         others = [one for one in self.all if one is not worker and one.usable and one.fingerprint]
@@ -422,7 +426,7 @@ def _trouble(worker: Worker, others: Collection[Traits]) -> str:
 def _model_of_most(found: Mapping[Worker, Identity | str]) -> str:
     """Return the fingerprint of the model that the router serves at the start.
 
-    Models that both roles have come first, then those that most workers have.
+    A model that workers of both roles serve is preferred, and then one that most workers serve.
     """
     roles: dict[str, list[str]] = {}
     for worker, identity in found.items():
