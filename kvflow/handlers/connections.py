@@ -1,6 +1,7 @@
 """Decode's links to prefill ranks.
 
-Each link has a socket, a task that reads the socket, and a task that watches the writer's process.
+Each link has a socket, a task that reads the socket and, once the link is up, a task that watches
+the writer's process.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Connections:
 
     def poll(self, now: float) -> None:
         """Report to the endpoint every link that prefill rejects."""
-        # A read also empties the socket's queue of events, so links in every phase are polled.
+        # Reading `lockout_reason` also empties the socket's queue of events, so links in every
+        # phase are polled.
         if now - self._polled_at_s >= POLL_S:
             self._polled_at_s = now
             for key, connection in list(self.open.items()):

@@ -116,7 +116,9 @@ class DecodeShell(Shell):
         *,
         announce: bool = False,
     ) -> None:
-        """Open a room at `ranks`. Only MisuseError is raised: any other refusal ends the room."""
+        """Open a room at `ranks`. A refusal ends the room, and is raised only if it is a
+        MisuseError other than CapacityError.
+        """
         endpoint, now = self.endpoint, self.now()
         try:
             room.grant = endpoint.open_room(
@@ -202,7 +204,9 @@ class DecodeShell(Shell):
         room.when_landed.give(None, error)
 
     def refuse(self, room: int, ranks: Sequence[RankInfo], cause: Cause) -> None:
-        """Notify prefill ranks that decode refuses a request. A failure is only logged."""
+        """Notify prefill ranks that decode refuses a request. Errors other than MisuseError are
+        only logged.
+        """
         try:
             self.endpoint.refuse_room(room, ranks, cause, self.now())
         except MisuseError:
@@ -260,10 +264,10 @@ class DecodeShell(Shell):
         self.run()
 
     async def close(self) -> list[UnprovenLoan]:
-        """Wait until prefill ranks prove the end of their loans, send goodbye, then hang up.
+        """Wait for prefill ranks to prove the end of their loans, send goodbye, then hang up.
 
-        Call `leave` first. Returns the loans without proof. Their pages must not be used until
-        every writer that they name is known to have ended.
+        Call `leave` first. The wait ends after `lost_after_s`. Returns the loans without proof.
+        Their pages must not be used until every writer that they name is known to have ended.
         """
         core = self.endpoint.core
         await self.wait_while(
@@ -413,7 +417,7 @@ class DecodeShell(Shell):
         self.lend_returned()
 
     def lend_returned(self) -> None:
-        """Lend to waiting rooms, after another node over the same staging returned pages."""
+        """Lend to waiting rooms. Also called when another node over this staging returns pages."""
         if self.waiting and not self.stopped:
             self.guard(self._lend_waiting, "lending pages of staging")
 

@@ -1,6 +1,6 @@
 """The part of a shell that handles the loans of earlier nodes over the same pool.
 
-It watches the writers of these loans, and returns the pages when a loan ends.
+It watches the writers of these loans, and returns pages when the last loan of them ends.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ class EarlierShell:
         plane: DataPlane,
         stores: Sequence[tuple[Quarantine, PageStore]],
     ) -> None:
-        """`stores` pairs each store with the quarantine of its pool; the staging is last."""
+        """`stores` pairs each store with the quarantine of its pool. With staging, its store is
+        last.
+        """
         self._shell, self._loans, self._plane = shell, loans, plane
         self._quarantines = [quarantine for quarantine, _ in stores]
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         # Each value ends with the number of pages in the lease.
         self._leases: dict[GrantId, tuple[Quarantine, LeaseId, int]] = {}
-        # With staging, loans of the pool keep no page that this node lends, and are counted apart.
+        # With staging, leases of the pool's pages withhold no page that this node lends, so they
+        # are counted separately.
         self.leases_beside = self.pages_beside = 0
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._left = False
@@ -59,7 +62,7 @@ class EarlierShell:
             self._take_over(quarantine, quarantine.join(self, store))
 
     def leave(self) -> None:
-        """Leave the quarantines, which keep the pages that lack proof. Idempotent."""
+        """Leave the quarantines, which keep the pages whose loans are unproven. Idempotent."""
         self._left = True
         for quarantine in self._quarantines:
             quarantine.leave(self)
@@ -134,7 +137,7 @@ class EarlierShell:
     async def _watch(self, command: c.WatchEarlierWriter) -> None:
         shell = self._shell
         if command.address.backend != self._plane.name:
-            # Only the backend of the writes knows how long they outlive their process.
+            # Only the back end of the writes knows how long they can outlive their process.
             return
         if await fenced(self._plane, command.address, shell.timing, shell.counts):
             self._loans.writer_died(command.writer)
@@ -149,7 +152,7 @@ class EarlierShell:
 def check_unseen(plane: DataPlane, incarnation: int, address: PlaneAddress) -> None:
     """Raise MisuseError if the writer at `address` runs on this host.
 
-    An operator must not declare a process dead that may still write.
+    An operator must not declare a process dead while it may still write.
     """
     if plane.sees_alive(address):
         pid = address.process.pid
@@ -160,7 +163,9 @@ def check_unseen(plane: DataPlane, incarnation: int, address: PlaneAddress) -> N
 
 
 def log_declared(incarnation: int, why: str, ended: tuple[int, int]) -> None:
-    """Log a declaration of death. `ended` has the numbers of loans and of pages that it frees."""
+    """Log a declaration of death. `ended` holds the numbers of loans and pages that the declaration
+    frees.
+    """
     log.warning(
         "prefill %016x is declared dead (%s): %d loans end without proof, %d pages leave "
         "quarantine",

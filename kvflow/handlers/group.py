@@ -2,7 +2,7 @@
 leader's own.
 
 A shell reads frames from its socket, feeds its endpoint, and runs the endpoint's commands. A rank
-reports to the leader what happens to its room, and does to the room what the group decides.
+reports to the leader what happens to its rooms, and applies the group's decisions to them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ OpenRoom = Callable[[TicketKey, RoomId, bytes], PrefillRoom]
 """Opens this rank's half of a room for the request that the leader received.
 
 Every rank opens the rooms in the leader's order. Raises: KvflowError; the shell then refuses
-decode's half.
+decode's half, unless the room's id is in use.
 """
 RefuseRoom = Callable[[RoomId, Cause], None]
-"""Refuses a room at this rank, as `PrefillNode.refuse` does: decode receives the cause."""
+"""Refuses a room at this rank, so that decode receives the cause. See `PrefillNode.refuse`."""
 
 IsReady = Callable[[PrefillRoom, bytes], Awaitable[None]]
-"""Waits until this rank can begin: decode's half arrived, and the engine has what else the request
-needs here. The second argument is the request that the leader received.
+"""Waits until this rank can begin: decode's half has arrived, and the engine has everything else
+that the request needs at this rank. The second argument is the request that the leader received.
 
 Raises: the KvflowError that ended the room.
 """
@@ -59,7 +59,10 @@ class GroupRequest:
         self.when_decided: Answer[None] = Answer()
 
     async def decided(self) -> None:
-        """Wait until the request succeeded on every rank. Raises: the failure the group chose."""
+        """Wait until the request succeeded on every rank.
+
+        Raises: the KvflowError that ended the request.
+        """
         await self.when_decided.get()
 
     def close(self, cause: Cause | None = None) -> None:
@@ -104,8 +107,8 @@ class LeaderShell(Shell):
         """Open a room on every rank.
 
         The method is synchronous, so that the caller learns of a refusal before it does any work.
-        `open_room` of every rank receives `request`. After an error, every rank refuses decode's
-        half with that cause: do not call `refuse` as well.
+        `open_room` of every rank receives `request`. If this raises, every rank refuses decode's
+        half with that cause (unless `room` is not a room id), so do not call `refuse` as well.
 
         Raises: the errors of `GroupLeader.open` (room in use, capacity, a rank is missing), and
         AbortedError while shutting down.
@@ -123,7 +126,7 @@ class LeaderShell(Shell):
         return found
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """Refuse a room on every rank instead of opening it, as `PrefillNode.refuse` does at one.
+        """Refuse a room on every rank instead of opening it. See `PrefillNode.refuse` for one rank.
 
         Raises: MisuseError if `room` is not a room id.
         """
@@ -144,7 +147,7 @@ class LeaderShell(Shell):
     async def close(self) -> None:
         self.leave()
         try:
-            # The socket sends at the end of a turn, so the last decisions need one more turn.
+            # A socket may send only at the end of a turn, so the last decisions need one more turn.
             await asyncio.sleep(0)
         finally:
             await self.stop()
@@ -195,7 +198,10 @@ class RankRequest:
         self.when_settled: Answer[None] = Answer()
 
     async def settled(self) -> None:
-        """Wait until the request succeeded on every rank. Raises: the failure the group chose."""
+        """Wait until the request succeeded on every rank.
+
+        Raises: the KvflowError that ended the request.
+        """
         await self.when_settled.get()
 
 
@@ -236,7 +242,9 @@ class MemberShell(Shell):
         self.run()
 
     async def started(self) -> RankRequest:
-        """Wait for the next request, which may be over. Its order is the same at every rank."""
+        """Wait for the next request that starts. It may be over already. The order is the same at
+        every rank.
+        """
         return await self._started.get()
 
     async def drain(self, patience_s: float) -> None:
@@ -275,10 +283,10 @@ class MemberShell(Shell):
         await room.done()
 
     def _followed(self, request: RankRequest, error: BaseException | None) -> None:
-        """Report to the leader how this rank's room ended.
+        """Report to `member` how this rank's room ended.
 
-        An error of the engine's `ready` also ends the room. The leader receives the release only
-        after the room's writes are drained.
+        An error from the engine's `ready` also ends the room. The release is reported only after
+        the room's writes are drained.
         """
         if self.stopped:
             # The leader observes the end of the membership, and `stop` answers the users who wait.
@@ -314,7 +322,8 @@ class MemberShell(Shell):
                 raise MisuseError(f"open_room() returned {room!r}, which is no PrefillRoom")
         except BaseException as problem:  # noqa: BLE001 - `explained` raises what must pass
             cause = self.explained(problem, f"opening room {command.room}").cause()
-            # If the id is in use, decode's half is the other room's, or the node refused it.
+            # If the id is in use, decode's half belongs to the other room, or the node has refused
+            # it.
             if not isinstance(problem, RoomInUseError):
                 self.guard(
                     lambda: self._refuse_room(command.room, cause), f"refusing room {command.room}"

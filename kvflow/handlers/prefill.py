@@ -91,7 +91,7 @@ def write_report(write: Write) -> tuple[WriteOutcome, str, int]:
 
 
 class ChecksummedWrite:
-    """A write and the checksum of its source pages; it ends when both do.
+    """A write together with the checksum of its source pages. It ends when both have ended.
 
     If the checksum fails, a landed write counts as cancelled: decode could not verify its bytes.
     """
@@ -139,7 +139,7 @@ class ChecksummedWrite:
 
 def _is_short(error: BaseException | None) -> bool:
     """Return True if the error, or one of its causes, is a shortage of descriptors, memory or
-    staging. Such a shortage may end when the route of another decode is closed.
+    staging. Such a shortage may end when the route to another decode is closed.
     """
     while error is not None:
         if isinstance(error, CapacityError) or (
@@ -293,7 +293,8 @@ class PrefillShell(Shell):
 
     def _connected(self, peer: Incarnation, error: BaseException | None) -> None:
         if error is None:
-            # The decode may be gone. `_close_route` closed the route if it was stored by then.
+            # The decode may be gone. If the route was stored before that, `_close_route` has closed
+            # it.
             known = self.endpoint.route_opened(peer, self.now())
             if not known and (route := self.routes.pop(peer, None)) is not None:
                 route.close()
@@ -336,7 +337,7 @@ class PrefillShell(Shell):
             log.warning("the ends of %d rooms are not confirmed by decode %s", len(left), names)
 
     def _unconfirmed(self) -> list[DecodePeer]:
-        """Return the decode of each room whose end it did not confirm, unless it is down."""
+        """Return the decodes, one per room, that are up but have not confirmed the room's end."""
         return [
             peer
             for peer, grant in self._last_grants
@@ -344,9 +345,11 @@ class PrefillShell(Shell):
         ]
 
     async def part(self) -> None:
-        """Send goodbye to every decode, and wait at most two heartbeat intervals for the answers.
+        """Send goodbye to every decode, and wait for the answers.
 
-        Call it once, after `drain`. Writes that still run must be ended by closing the data plane.
+        First waits until every room has ended. Each of the two waits takes at most two heartbeat
+        intervals. Call this once, after `drain`. If writes still run then, close the data plane
+        first, which ends them.
         """
         await self.wait_while(lambda: bool(self.endpoint.rooms), 2 * self.timing.heartbeat_s)
         self.endpoint.part(self.now())

@@ -46,7 +46,7 @@ _INT32 = np.dtype(np.int32)
 
 
 class Quarantined:
-    """The owner of pages whose room ended before the last of their loans."""
+    """The owner of pages whose room ended before the last of their loans did."""
 
     __slots__ = ("grant",)
 
@@ -71,7 +71,7 @@ class RoomStores:
         """`layout` and `quarantine` belong to the pool of `pages`. `guard` is `Shell.guard`."""
         self.pages, self.layout, self.quarantine = pages, layout, quarantine
         self.staging, self.guard = staging, guard
-        # The caller's own pages in use. The store's holds would allow two rooms the same page.
+        # The caller's own pages in use. The store's holds alone would let two rooms use one page.
         self._own: NDArray[np.bool_] | None = None
 
     def hold_own(self, room: RoomId, pages: PageIndices) -> None:
@@ -120,7 +120,7 @@ class RoomPages:
         self._stores, self._room, self._settled = stores, room, settled
         self.state = Ownership(staging=None if stores.staging is None else PagePhase.NONE)
         self.pages: PageIndices = NO_PLACES
-        # Prefill writes into these: `pages` or, with staging, as many places of the staging.
+        # Prefill writes into these: `pages` or, with staging, an equal number of staging places.
         self.lent: PageIndices = NO_PLACES
         self._owner: Hashable = ("room", room)
         self._staging_owner: Hashable = self._owner
@@ -140,7 +140,7 @@ class RoomPages:
         self.feed(PageKind.TAKE, Source.OWN)
 
     def take_staging(self, count: int) -> None:
-        """Take `count` places of the staging. Raises: CapacityError."""
+        """Take `count` staging places. Raises: CapacityError."""
         staging = self._stores.staging
         assert staging is not None
         take = staging.take_room if self._stores.layout.num_rows else staging.take
@@ -327,9 +327,9 @@ class DecodeRoom:
     ) -> Self:
         """Lend pages for an announced room: the caller's own `pages`, or pages of the node's store.
 
-        Pass `prefix_tokens`, the prompt tokens that decode already has, if they are more than at
-        the announcement. Await the room next. No effect on a room that ended. Raises: the errors of
-        `DecodeNode.room`.
+        Pass `prefix_tokens`, the number of prompt tokens that decode already has, if it has grown
+        since the announcement. Await the room next. No effect on a room that ended. Raises: the
+        errors of `DecodeNode.room`.
         """
         if not self.ended:
             if not self.held_back:
@@ -390,7 +390,7 @@ class DecodeRoom:
             self.callbacks.append(callback)
 
     def __await__(self) -> Generator[Any, None, Self]:
-        """Wait until the room is open, as entering it does.
+        """Wait until the room is open, and return it.
 
         If the caller is cancelled meanwhile, the room is closed, because the caller may have no
         handle to close.
@@ -523,7 +523,7 @@ class PrefillRoom:
         Raises: MisuseError, and queues no chunk, if the room is not matched, its last chunk is
         already queued, the chunk has more pages than decode still expects (or fewer, if it is the
         last), a page is outside the pool, has no owner or is in quarantine, or `handoff` comes
-        before the last chunk. After the room ended: its error.
+        before the last chunk. Once the room has ended, its error is raised instead.
         """
         shell = self._shell
         indices = page_indices(pages, shell.num_pages, f"room {self.record.room}")

@@ -1,6 +1,6 @@
 """The base class of all shells.
 
-A shell makes no protocol decision. It feeds an endpoint with messages and ticks, runs the commands
+A shell makes no protocol decision. It passes messages and ticks to an endpoint, runs the commands
 that the endpoint returns, and keeps track of tasks.
 """
 
@@ -107,7 +107,8 @@ class Shell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._callbacks: list[Callable[[], None]] = []
         self._running = self.stopped = False
-        # `run` sets `changed` once `leaving` is True, so that `wait_while` checks its condition.
+        # While `leaving` is True, each `run` sets `changed`, so that `wait_while` checks its
+        # condition again.
         self.changed, self.leaving = asyncio.Event(), False
 
     def run(self, then: Callable[[], object] | None = None) -> None:
@@ -115,7 +116,7 @@ class Shell:
 
         A command may feed the endpoint and call this method again; the outer call then runs the new
         commands. A command may call user code, so every exception is logged, except those that end
-        the process. After one of these, the next call continues with the remaining commands.
+        the process. After one of those, the next call continues with the remaining commands.
         """
         if self._running:
             assert then is None
@@ -213,7 +214,9 @@ class Shell:
             self._tick()
 
     async def wait_while(self, condition: Callable[[], bool], patience_s: float) -> None:
-        """Wait until `condition` is false after some commands ran, for at most `patience_s`."""
+        """Wait until `condition` is false, for at most `patience_s`. It is checked again after each
+        `run`.
+        """
         until_s = self.now() + patience_s
         while condition() and (left_s := until_s - self.now()) > 0:
             self.changed.clear()
@@ -235,8 +238,8 @@ class Shell:
         of_caller: bool = False,
         ended: Callable[[BaseException | None], None] | None = None,
     ) -> asyncio.Task[None]:
-        """Start `work` as a task. Once the shell is stopped, the task is cancelled before its first
-        step.
+        """Start `work` as a task. If the shell is stopped already, the task is cancelled before its
+        first step.
 
         `ended` receives the exception that ended the task, a cancellation included, or None.
         Without `ended`, an error is logged and counted.
@@ -282,7 +285,7 @@ class Shell:
         """
         this = asyncio.current_task()
         assert this is not None
-        # A command of the last burst may have closed this socket and cancelled this task.
+        # A command that the last burst caused may have closed this socket and cancelled this task.
         while not this.cancelling():
             try:
                 if not (burst := await socket.receive()):

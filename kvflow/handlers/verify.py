@@ -1,8 +1,8 @@
-"""Verified transfers: prefill computes checksums of the pages that it sends, decode of the pages
-that landed, and decode's endpoint compares them.
+"""Verified transfers. Prefill computes checksums of the pages that it sends, decode computes those
+of the pages that landed, and decode's endpoint compares the two.
 
 Checksums run in threads, in parallel with writes and with each other. Pages stay held while a
-thread reads them, even if its checksum took too long (I13).
+thread reads them, even after its checksum timed out (I13).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ the room's pages.
 
 
 class NoSum:
-    """A checksum that could not be started. Implements `protocols.ports.ChecksumTask`."""
+    """A checksum or copy that could not be started. Implements `protocols.ports.ChecksumTask`."""
 
     def __init__(self, error: str) -> None:
         loop = asyncio.get_running_loop()
@@ -66,11 +66,12 @@ class ChunkVerifier:
     def begin(
         self, chunk: slice, served: tuple[Served, ...], ended: Callable[[bytes, str], None]
     ) -> None:
-        """Start to sum, or to copy, the parts of a chunk that one rank `served`.
+        """Start to sum or copy the parts of a chunk that one rank sent (`served`).
 
         `ended` receives the checksum and an empty text, or an empty checksum and the reason.
         """
-        # The room keeps its pages until the thread is done with them, even if it ends before (I13).
+        # The room keeps its pages until the thread is done with them, even if the room ends first
+        # (I13).
         self._pages.feed(PageKind.USE)
         task = begun(self._begin, self._pages.lent[chunk], self._pages.pages[chunk], served)
         self._running.add(task)
@@ -84,7 +85,8 @@ class ChunkVerifier:
             ended(task.done.result(), task.error)
 
         def done(found: Any) -> None:
-            # A checksum waits for its thread to end. A failure does not: the thread may hang.
+            # A checksum is reported after its thread ends. A failure is not delayed: the thread may
+            # hang.
             (task.released if found.result() else task.done).add_done_callback(report)
 
         task.released.add_done_callback(released)

@@ -1,4 +1,4 @@
-"""Checks of arguments from users and peers. Each error names the field, the value and the limit."""
+"""Checks of arguments from users and peers. Errors name the field, the value and the limit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
         raise MisuseError(
             f"the prompt must be a list of token ids, not shape {ids.shape} of {ids.dtype}"
         )
-    # A negative or too large id changes its value here, so one comparison checks both bounds.
+    # The conversion changes a negative or too large id, so one comparison checks both bounds.
     narrow = ids.astype(np.uint32)
     if np.count_nonzero(narrow != ids):
         low, high = int(ids.min()), int(ids.max())
@@ -90,8 +90,8 @@ def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
     """Return how many places decode needs for the part of a prompt that it lacks: its pages, and
     one row if the pool has rows.
 
-    Raises: MisuseError for a prefix that is not a whole number of pages, CapacityError for a prompt
-    that is too long for one room.
+    Raises: MisuseError for a prefix that is neither whole pages nor the whole prompt, CapacityError
+    for a prompt that is too long for one room.
     """
     if not 0 <= prefix_tokens <= tokens or (
         prefix_tokens % layout.page_size and prefix_tokens != tokens
@@ -132,8 +132,8 @@ def check_chunk(
     """Check a chunk of our `pages` for a room in which `left` of decode's places are not filled
     yet. Only the last chunk may fill the row.
 
-    Raises: MisuseError (more or fewer pages than are left, a hand-over before the last chunk),
-    CapacityError (a hand-over that is too large).
+    Raises: MisuseError (a wrong number of pages, a hand-over before the last chunk), CapacityError
+    (a hand-over that is too large).
     """
     if len(pages) != left if last else len(pages) > left - bool(layout.num_rows):
         given, needed = _counted(layout, pages), _needed(layout, left)

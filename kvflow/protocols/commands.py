@@ -16,8 +16,8 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation
 
 
 class PeerKey(msgspec.Struct, frozen=True, order=True, gc=False):
-    """One prefill rank as decode knows it. Another process could claim the incarnation or the
-    endpoint alone, so the key has both.
+    """Identifies one prefill rank at decode. Another process could claim the same incarnation or
+    the same control endpoint, so the key has both.
     """
 
     incarnation: Incarnation
@@ -30,7 +30,7 @@ class PeerKey(msgspec.Struct, frozen=True, order=True, gc=False):
 class SendToPrefill(msgspec.Struct, frozen=True, gc=False):
     peer: PeerKey
     frame: bytes
-    # True for an Abort: pages wait for its answer, so it leaves before the next command runs.
+    # True for an Abort: pages wait for its answer, so it is sent before the next command runs.
     at_once: bool = False
 
 
@@ -69,7 +69,9 @@ class WatchEarlierWriter(msgspec.Struct, frozen=True):
 
 
 class StopEarlierWatch(msgspec.Struct, frozen=True):
-    """End the watch of this writer, if any, and notify other nodes over the pool of its end."""
+    """Stop watching this writer, if it is watched, and notify other nodes over the pool that it
+    ended.
+    """
 
     writer: int
     incarnation: Incarnation
@@ -85,8 +87,8 @@ class Linked(msgspec.Struct, frozen=True, gc=False):
 
 
 class VerifyChunk(msgspec.Struct, frozen=True, gc=False):
-    """Compute the checksum of the parts that this rank writes (`served`) of the room's pages
-    `first` to `first + count`, then call `chunk_summed`. A decode that lends host memory also
+    """Compute the checksum of what this rank wrote, then call `chunk_summed`. The rank wrote the
+    parts `served` of the room's pages [first, first + count). A decode that lends host memory also
     copies these parts to the room's own pages.
     """
 
@@ -111,14 +113,14 @@ class RoomBegun(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoomLanded(msgspec.Struct, frozen=True, gc=False):
-    """Report that every page of every rank landed: the room's user may read them."""
+    """Report that every page from every rank landed, so the room's user may read the pages."""
 
     grant: GrantId
     handoff: bytes
 
 
 class RoomFailed(msgspec.Struct, frozen=True, gc=False):
-    """Report the error to the room's user; the room itself may still wait for its loans."""
+    """Report the error to the room's user. The room itself may still wait for its loans to end."""
 
     grant: GrantId
     cause: Cause
@@ -170,7 +172,7 @@ DecodeCommand = (
 class SendToDecode(msgspec.Struct, frozen=True, gc=False):
     peer_id: bytes  # routing id of decode's connection
     frame: bytes
-    # True for an AbortAck: decode's pages wait for it, so it leaves before the next command runs.
+    # True for an AbortAck: decode's pages wait for it, so it is sent before the next command runs.
     at_once: bool = False
 
 
@@ -216,7 +218,7 @@ class CancelWrite(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoomMatched(msgspec.Struct, frozen=True, gc=False):
-    """Report that decode's half arrived. Decode has the first `prefix_tokens` of the prompt."""
+    """Report that decode's half arrived. Decode already has the first `prefix_tokens` tokens."""
 
     serial: int
     prefix_tokens: int

@@ -1,8 +1,8 @@
-"""Loans of earlier nodes over the same pool: pages that a lost writer may still reach, although the
-node that lent them is closed.
+"""Loans that earlier nodes over the same pool left: a lost writer may still reach the pages,
+although the node that lent them is closed.
 
-The next node over the pool, of either role, takes them into its own ledger as loans of a writer
-that it is not linked to. Like every loan in doubt, they end when the data plane's fence proves that
+The next node over the pool, prefill or decode, takes these loans into its own ledger, without a
+link to their writers. Like every loan in doubt, they end when the data plane's fence proves that
 the writer ended, or when an operator declares the writer dead.
 """
 
@@ -44,15 +44,16 @@ class EarlierLoans:
     def __init__(
         self, ledger: Ledger[Any], outbox: list[Any], take_grant: Callable[[], GrantId]
     ) -> None:
-        """Share `ledger` and `outbox` with the endpoint. The sources here are `EarlierWriter`s,
-        those of the endpoint's own loans are links, and neither part reads the other's.
+        """Share `ledger` and `outbox` with the endpoint. The loans added by this class have
+        `EarlierWriter`s as sources, and the endpoint's own loans have links. Neither part reads the
+        other's loans.
         """
         self._ledger, self._outbox, self._take_grant = ledger, outbox, take_grant
         self._by_name: dict[tuple[int, PlaneAddress | None], EarlierWriter] = {}
         self.writers: dict[int, EarlierWriter] = {}  # writers with loans left, by number
         self._last_number = 0
-        # A dead writer may have thousands of loans. They wait here, and each tick ends a few, so
-        # that the event loop stays free.
+        # A dead writer may have thousands of loans. They wait in this queue, and each tick ends a
+        # few, so that the event loop stays free.
         self.tasks: deque[tuple[EarlierWriter, deque[GrantId]]] = deque()
 
     def inherit(self, loans: Sequence[UnprovenLoan]) -> dict[GrantId, LeaseId]:
@@ -129,7 +130,9 @@ class EarlierLoans:
             self._outbox.append(FreePages(grant))
 
     def _drop_if_idle(self, writer: EarlierWriter) -> None:
-        """Forget a writer, unless another node closed meanwhile and left more loans to it."""
+        """Forget a writer without loans. If another node closed meanwhile and left loans of this
+        writer, end those first.
+        """
         if self._ledger.owes(writer):
             self._end(writer)
             return

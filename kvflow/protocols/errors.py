@@ -3,8 +3,8 @@
 KvflowError
 ├── MisuseError            the caller broke a rule of the API; nothing was sent
 │   ├── LayoutError        a pool that cannot be described, or two pools that do not fit
-│   ├── OwnershipError     double free, foreign free, pages that another owner has
-│   ├── RoomInUseError     a room id whose earlier room is open or drains
+│   ├── OwnershipError     double free, or pages that the caller does not own or may not use
+│   ├── RoomInUseError     a room id whose earlier room is still open or draining
 │   └── CapacityError      more pages, rooms or bytes requested than there are (a retry may help)
 │       ├── QuarantineError  too many pages wait for proof that no peer writes into them
 │       └── HostMemoryError  the host memory for snapshots is full
@@ -26,7 +26,7 @@ MAX_CAUSE_TEXT = 2048
 
 
 class Code(StrEnum):
-    """The reason for which a room ended, as spelled on the wire and in metrics."""
+    """The reason why a room ended, as spelled on the wire and in metrics."""
 
     CLIENT_GONE = "client_gone"
     ABORTED = "aborted"
@@ -58,8 +58,8 @@ class Cause(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise MisuseError(
                 f"a cause is a kvflow.Code and a text, not {self.code!r} and {self.text!r}"
             )
-        # Causes are kept for a long time, and a peer chooses the text of some of them, so its
-        # length is bounded.
+        # Causes are kept for a long time, and a peer chooses the text of some of them, so long
+        # texts are cut.
         if len(self.text) > MAX_CAUSE_TEXT:
             msgspec.structs.force_setattr(self, "text", self.text[:MAX_CAUSE_TEXT])
 
@@ -73,8 +73,8 @@ class KvflowError(Exception):
     code: Code = Code.ENGINE_ERROR
 
     def cause(self) -> Cause:
-        """Return the cause to send to the peer. For an error that `room_error` created, this is
-        equal to the cause that it was created from.
+        """Return the cause to send to the peer. For an error that `room_error` created, this equals
+        the cause that was passed there.
         """
         # `str(Cause)` puts the code before the text, and a second code would be noise.
         text = str(self)
@@ -92,7 +92,7 @@ class LayoutError(MisuseError):
 
 
 class OwnershipError(MisuseError):
-    """A page was freed twice, or freed or given by a caller that does not own it."""
+    """A page has another owner, was freed twice, or must not be used now."""
 
 
 class RoomInUseError(MisuseError):

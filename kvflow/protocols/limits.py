@@ -14,7 +14,8 @@ LEAST_WAIT_S = 0.001
 def check_time(name: str, value_s: float, least_s: float = 0) -> float:
     """Check a number of seconds that a user passes, and return it.
 
-    Raises: MisuseError if it is not a number, NaN, or outside its limits, which the error names.
+    Raises: MisuseError if `value_s` is not a number, is NaN, or is outside its limits. The error
+    names the limits.
     """
     try:
         # NaN fails every comparison, so it needs no check.
@@ -30,13 +31,14 @@ def check_time(name: str, value_s: float, least_s: float = 0) -> float:
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Times of the control plane, in seconds.
 
-    Deadlines measure liveness: a peer that answers heartbeats is never lost, however loaded it is.
+    Deadlines measure liveness: a peer whose heartbeats arrive is not lost, however loaded it is.
     """
 
     heartbeat_s: float = 1.0
-    # Without a heartbeat for this long the link is lost: rooms end, loans do not.
+    # If no message arrives for this long, the link is lost. Its rooms end, but not their loans.
     lost_after_s: float = 5.0
-    # Register, Announce, Abort and Resync are repeated after this long without an answer.
+    # An unanswered Register, Announce, Abort, Resync, Goodbye or Join is first repeated after this
+    # long.
     repeat_after_s: float = 0.4
     # One half of a room waits this long for the other, if the other was never announced.
     rendezvous_s: float = 5.0
@@ -53,23 +55,25 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on what a node remembers, what a request may ask for, and what may wait for proof."""
 
     closed_grants: int = 65_536  # ended grants that prefill remembers per decode
-    # Hand-overs that decodes may still request again, in bytes over all decodes.
+    # Total bytes of the hand-overs that prefill keeps because decodes may request them again.
     kept_bytes: int = 256 << 20
     ended_halves: int = 65_536
     targets: int = 1_024  # decodes registered at one prefill
-    # Decodes that state the same process as theirs. Prefill opens a descriptor for each of them.
+    # Decodes whose addresses name the same process. Prefill opens a descriptor for each of them.
     decodes_per_process: int = 64
     decodes_per_address: int = 256  # decodes at one network address
     rooms: int = 32_768  # open rooms at one prefill; as many more may be announced
     links: int = 512  # prefill ranks that one decode is connected to
     ranks_per_room: int = 64
-    quarantine_share: float = 0.5  # share of decode's pages; above it, decode opens no room
-    # Share of prefill's pages that writes of one decode's ended rooms may read; above it, prefill
-    # refuses the rooms of that decode.
+    # While a larger share of decode's pages is overdue (see `Ledger.overdue_pages`), decode opens
+    # no room.
+    quarantine_share: float = 0.5
+    # Share of prefill's pages that unfinished writes for one decode's ended rooms may hold. Above
+    # it, prefill refuses new rooms from that decode.
     pinned_share: float = 1.0
 
     def pinned_limit(self, num_pages: int) -> int:
-        """Return `pinned_share` of a pool of `num_pages` as a number of pages."""
+        """Return the number of pages that `pinned_share` is in a pool of `num_pages`."""
         return int(self.pinned_share * num_pages)
 
     def __post_init__(self) -> None:

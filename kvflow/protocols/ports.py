@@ -1,4 +1,4 @@
-"""Interfaces between the handlers and the world, as `typing.Protocol`s: links, pages, data planes.
+"""Interfaces that the handlers use, as `typing.Protocol`s: links, page stores, data planes.
 
 These are protocols rather than base classes, so that an engine that embeds kvflow can pass its own
 objects.
@@ -50,11 +50,11 @@ class WriteOutcome(Enum):
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
-    """A process, identified so that another one on the same host can observe its death (pidfd).
+    """The identity of a process, for other processes on the host that wait for its end (pidfd).
 
     `pid` is valid only under the same `boot_id` and `pid_namespace`. `start_ticks` distinguishes a
-    re-used pid, and is valid only in the same `time_namespace`. `network_namespace` lists the
-    connections of the process.
+    re-used pid, and is valid only in the same `time_namespace`. `network_namespace` names the
+    namespace in which the host lists the process's connections.
     """
 
     boot_id: Word
@@ -68,10 +68,10 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
 class PlaneAddress(msgspec.Struct, frozen=True, array_like=True):
     """The address at which a data plane reaches this process.
 
-    Each back end defines its `locator`: a Mooncake session, the file descriptor of a shared
-    segment. `owner` is the incarnation that sent the address. The endpoint that receives it sets
-    `owner`, whatever the peer sent, and a back end that knows the owner of a pool refuses any other
-    incarnation. With 0 the owner is not checked.
+    Each back end defines what its `locator` is, such as a Mooncake session or the file descriptor
+    of a shared segment. `owner` is the incarnation that sent the address. The endpoint that
+    receives the address sets `owner`, whatever the peer sent, and a back end that knows the owner
+    of a pool refuses any other incarnation. With 0 the owner is not checked.
     """
 
     backend: Word
@@ -82,13 +82,13 @@ class PlaneAddress(msgspec.Struct, frozen=True, array_like=True):
 
 LeaseId = tuple[int, int]
 """The identity of one room's pages among all nodes over a pool: the incarnation of the decode that
-lent them, and its grant.
+lent them, and the grant under which it lent them.
 """
 
 
 class UnprovenLoan(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
-    """A loan that outlived the node that lent it: a lost or frozen writer may still write into its
-    pages. They become usable again only when proof arrives that the writer ended, or when an
+    """A loan that outlived the node that granted it: a lost or frozen writer may still write into
+    its pages. They become usable again only when proof arrives that the writer ended, or when an
     operator declares it dead. Every rank of a room has a separate loan of the same pages.
     """
 
@@ -123,13 +123,13 @@ class Observer(Protocol):
     rooms_opened: int
     mismatched: int  # chunks whose checksum differs from prefill's
     declared_dead: int  # peers that an operator declared dead
-    ended: list[tuple[RoomEnding, float]]  # ended rooms and their times, not counted yet
+    ended: list[tuple[RoomEnding, float]]  # rooms not counted yet, with the times of their ends
 
     def count_ended(self) -> None:
         """Count the rooms in `ended`, and clear the list."""
 
     def message_dropped(self, why: str) -> None:
-        """Count a message without effect: "malformed", "foreign" (of another peer) or "stale"."""
+        """Count a message that had no effect. `why`: "malformed", "foreign" (forged) or "stale"."""
 
 
 class Write(Protocol):
@@ -144,33 +144,33 @@ class Write(Protocol):
 
     @property
     def error(self) -> str:
-        """The error text of the data plane, or the reason why there is no checksum.
+        """The error text from the data plane, or the reason why there is no checksum.
 
         Empty after LANDED, and after a cancellation.
         """
 
     @property
     def done(self) -> Pending[WriteOutcome]:
-        """The outcome. It resolves on the event loop, when this write no longer reads or writes
-        memory, and never holds an exception.
+        """Resolves to the outcome, on the event loop, when this write no longer reads its source
+        pages. Never holds an exception.
         """
 
     def cancel(self) -> None:
-        """Submit no more blocks; `done` resolves when the others end. Idempotent."""
+        """Submit no more blocks; `done` resolves when the submitted ones end. Idempotent."""
 
 
 class Route(Protocol):
-    """A checked pairing of our pool with the pool of one incarnation of a peer."""
+    """Connects our pool to the pool of one incarnation of a peer, after a check that they fit."""
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> Write:
         """Start copying our `source_pages` onto the peer's `target_pages` (same length, int32 [n],
         indices in range; row r of a pool with rows is `num_pages + r`).
 
-        Returns at once; the plane's thread plans and copies. A tiny write may be made before this
+        Returns at once; the plane's thread plans and copies. A tiny write may complete before this
         returns: then `done` is already resolved. The caller keeps both page lists allocated until
         `done`. If the outcome is UNPROVEN, the target's pages stay on loan until there is proof.
-        Raises: LayoutError for lists of different length or indices outside either pool. After any
-        exception, no copy was started.
+        Raises: LayoutError for lists of different length or indices outside either pool. If this
+        raises, no copy was started.
         """
 
     def close(self) -> None:
@@ -189,16 +189,16 @@ class DataPlane(Protocol):
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which the plane's worker thread made no progress although it had work;
-        infinite when the thread died.
+        """Seconds for which the plane's worker thread has made no progress although it has work;
+        infinite if the thread has died.
 
         It measures our own thread, never a peer: a thread that keeps polling a write to a frozen
         peer makes progress, and is not stalled.
         """
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
-        """Make our pool (whose `layout.buffers` carry this process's addresses) known to the plane;
-        called once, before `connect`. Returns what a peer needs to reach it: the address, and the
+        """Register our pool with the plane, once, before `connect`. The buffers of `layout` carry
+        this process's addresses. Returns what a peer needs to reach the pool: the address, and the
         layout with addresses as the peer must use them (plain addresses for mooncake, offsets in
         the shared segment for local). Raises: LayoutError when the plane cannot reach the memory.
         """
@@ -208,16 +208,16 @@ class DataPlane(Protocol):
         `layout`; slow work runs in a thread.
 
         Raises: LayoutError (the pools do not fit), TransferError (the peer cannot be reached). If
-        we ran out of a resource that the route of another peer holds, the cause of the
-        TransferError is a CapacityError or the system's OSError (EMFILE ...).
+        we ran out of a resource that a route to another peer holds, the cause of the TransferError
+        is a CapacityError or the system's OSError (EMFILE ...).
         """
 
     async def fence(self, writer: PlaneAddress) -> None:
-        """Return once no write of `writer` can reach our pool any more, however long that takes
-        (the caller cancels).
+        """Wait until no write of `writer` can reach our pool any more. The wait has no timeout: the
+        caller cancels it.
 
-        Raises: TransferError when this back end can never prove it for that writer (on another
-        host, for example).
+        Raises: TransferError if this back end can never prove that, for example because the writer
+        is on another host.
         """
 
     def sees_alive(self, writer: PlaneAddress) -> bool:
@@ -234,17 +234,19 @@ class ChecksumTask(Protocol):
 
     @property
     def done(self) -> Pending[bytes]:
-        """The checksum. It resolves on the event loop, is empty after a cancellation, an error or a
-        timeout, and never holds an exception.
+        """Resolves, on the event loop, to the checksum, or to empty bytes after a cancellation, an
+        error or a timeout. Never holds an exception.
         """
 
     @property
     def error(self) -> str:
-        """The reason why there is no checksum, once `done` resolved; empty if it was cancelled."""
+        """The reason why there is no checksum, known once `done` resolved. Empty if there is one,
+        and if the task was cancelled.
+        """
 
     @property
     def released(self) -> Pending[None]:
-        """Resolves when the task no longer reads the pages, which may be later than `done`."""
+        """Resolves when the task no longer uses the pages. That may be later than `done`."""
 
     def cancel(self) -> None:
         """Request an early stop. Idempotent, returns at once."""
@@ -258,21 +260,21 @@ class Checksums(Protocol):
     def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> ChecksumTask:
         """Sum `pages` in their order, in a thread.
 
-        Prefill sums the parts that it sends. Decode passes the parts that one rank sends as
-        `served`, and sums them in that rank's order of bytes. The caller keeps the pages allocated
-        until `released`. Never raises.
+        Prefill sums the parts that it sends, and passes no `served`. Decode passes in `served` the
+        parts that one rank sends, and sums them in that rank's order of bytes. The caller keeps the
+        pages allocated until `released`. Never raises.
         """
 
     async def close(self) -> None:
-        """Cancel and drain. Afterwards only threads that hang may read the pool, whose memory stays
-        mapped for them.
+        """Cancel and drain. Afterwards only hung threads may still read the pool, and its memory
+        stays mapped for them.
         """
 
 
 class Arrivals(Protocol):
     """Pages of host memory that a decode lends instead of pages of its pool, so that no peer can
-    write into the pool. A copy brings the chunks that land there to the pages that the engine
-    reads.
+    write into the pool. Chunks land in host memory, and a copy brings them to the pages that the
+    engine reads.
     """
 
     @property
@@ -294,17 +296,19 @@ class Arrivals(Protocol):
         """
 
     async def close(self) -> None:
-        """Cancel and drain, as `Checksums.close` does."""
+        """Cancel and drain; see `Checksums.close`."""
 
 
 class ControlSocket(Protocol):
-    """One end of the control link. A peer is named by its routing id, which is empty on the side
+    """A socket for control messages. Peers are named by routing ids; the id is empty on a socket
     that has only one peer.
     """
 
     @property
     def lockout_reason(self) -> str:
-        """The reason why the other end rejects us, as far as it is known; empty if it does not."""
+        """The reason why the other end rejects us, if the socket knows of a rejection; otherwise
+        empty.
+        """
 
     def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
         """Queue a frame. Returns False when it cannot be delivered (no such peer, queue full);
@@ -314,7 +318,7 @@ class ControlSocket(Protocol):
         """
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
-        """Return the next burst of (peer, frame): at least one, and at most a few hundred."""
+        """Wait for the next burst of (peer, frame) pairs: at least one, at most a few hundred."""
 
     def sender_address(self) -> str:
         """Return the network address of the sender of the latest burst; empty if unknown."""
@@ -323,7 +327,7 @@ class ControlSocket(Protocol):
 
 
 class PageStore(Protocol):
-    """The owners of every page of one pool (I1). Owners are hashable, page lists int32 [n]."""
+    """The owners of one pool's pages (I1). Owners are hashable, and page lists are int32 [n]."""
 
     @property
     def free_pages(self) -> int: ...
@@ -332,48 +336,49 @@ class PageStore(Protocol):
         """Take `count` free pages for `owner`. Raises: CapacityError (no page is taken)."""
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """Take `count` places for a room, as `take` does; in a pool with rows the last is a row."""
+        """Take `count` places for a room; in a pool with rows, the last is a row. See `take`."""
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
-        """Change the owner of `pages`. Raises: OwnershipError when a page is not `owner`'s (no page
-        is moved).
+        """Change the owner of `pages`. Raises: OwnershipError if `owner` does not own a page (no
+        page is moved).
         """
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
-        """Return pages to the free list; pages that are held follow when their last hold ends
-        (I13). Raises: OwnershipError for pages that are free or another owner's (no page is given
-        back).
+        """Return pages to the free list. A held page follows when its last hold ends (I13). Raises:
+        OwnershipError if `owner` does not own a page (no page is given back).
         """
 
     def hold(self, pages: PageIndices) -> None:
-        """Keep pages from new owners while a reader or writer that cannot be stopped uses them: a
-        model step, a running write. Holds are counted.
+        """Keep pages from new owners while a reader or writer that cannot be stopped uses them,
+        such as a model step or a running write. Holds are counted.
         """
 
     def unhold(self, pages: PageIndices) -> None:
         """Release one hold. Raises: OwnershipError when a page is not held."""
 
     def withhold(self, pages: PageIndices) -> None:
-        """Keep these pages, owned or free, from every new owner until `unhold`. Calls are counted,
-        as for `hold`, and may come from the thread of another node over the pool.
-        Raises: OwnershipError for a page outside the pool (no page is withheld).
+        """Keep these pages, owned or free, from every new owner until `unhold`. Like holds, calls
+        are counted. They may come from the thread of another node over the pool. Raises:
+        OwnershipError for a page outside the pool (no page is withheld).
         """
 
 
 class Heir(Protocol):
-    """A running node, as other nodes over the same pool see it. Any thread may call its methods."""
+    """A running node that takes over loans from closed nodes over its pool. Its methods may be
+    called in any thread.
+    """
 
     def inherit(self, quarantine: Quarantine, loans: Sequence[UnprovenLoan]) -> None:
         """Take over the loans that another node left when it closed."""
 
     def writer_ended(self, incarnation: int, writer: PlaneAddress | None) -> None:
-        """End the loans of a writer: another node has proof that it writes no more, or an operator
+        """End the loans of a writer: another node has proof that the writer ended, or an operator
         declared it dead.
         """
 
 
 class Quarantine(Protocol):
-    """The loans that outlived the nodes over one pool. Any thread may call its methods."""
+    """The loans that closed nodes over one pool left behind. Any thread may call these methods."""
 
     @property
     def leases(self) -> Collection[LeaseId]:
@@ -387,7 +392,7 @@ class Quarantine(Protocol):
 
     def join(self, heir: Heir, store: PageStore) -> list[UnprovenLoan]:
         """Register a node that runs over the pool and hands out pages of `store`. Returns the loans
-        whose writers it has to watch.
+        whose writers that node has to watch.
         """
 
     def leave(self, heir: Heir) -> None:
@@ -399,7 +404,7 @@ class Quarantine(Protocol):
         """
 
     def free(self, lease: LeaseId) -> None:
-        """Let stores hand out these pages again, after the last loan of them ended. Idempotent."""
+        """Let stores hand out the lease's pages again, once its last loan has ended. Idempotent."""
 
     def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:
         """End all loans of this writer, free pages without another loan, and notify the nodes."""

@@ -2,8 +2,8 @@
 
 A room that fits may pass the rooms before it, since one large room would otherwise keep all small
 ones waiting. After `PASSED_FOR_S` no room may pass the oldest one, since small rooms would
-otherwise keep it waiting forever. A room that needs pages in quarantine may always be passed, since
-the end of a quarantine is not known.
+otherwise keep it waiting forever. A room that wants more pages than are outside quarantine may
+always be passed, since a quarantine may never end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Waits(msgspec.Struct, frozen=True):
 
 
 class Waiting(Generic[K]):
-    """Waiting keys in order of arrival, each with its pages. Calls cost O(distinct sizes)."""
+    """Waiting keys in order of arrival, each with the number of pages that it wants. `next` and
+    `report` cost O(distinct sizes).
+    """
 
     def __init__(self) -> None:
         self._sizes: dict[K, int] = {}

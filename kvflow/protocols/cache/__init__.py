@@ -28,7 +28,7 @@ page hashes are the ones that every subscriber computes. In any other, the chain
 with a digest of the namespace: see `chain_root`.
 
 **Events.** An index created with `events=True` records which pages become readable in each tier,
-and which cease to be: see `events`.
+and which stop being readable there: see `events`.
 
 **Models with states.** A node may carry a state: the data that a request keeps in addition to its
 pages (convolution, SSM, ring of a sliding window). An index created with `needs_state=True` matches

@@ -1,4 +1,4 @@
-"""Addresses of cache events: one is configured, and each rank or worker derives its own from it."""
+"""Addresses for cache events. One is configured, and ranks and workers derive theirs from it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def numbered_address(name: str, address: str, number: int) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if only processes of this machine reach a socket bound to "tcp://host:port"."""
+    """Return True if only this machine's processes can reach a socket at "tcp://host:port"."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
         return ip_address(host).is_loopback

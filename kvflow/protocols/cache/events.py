@@ -46,7 +46,9 @@ class Removed(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """Event after which no page can be read in any tier: the cache was flushed."""
+    """Event after which no page can be read in any tier: the cache was flushed, or a snapshot of it
+    follows.
+    """
 
 
 Event: TypeAlias = Stored | Removed | Cleared

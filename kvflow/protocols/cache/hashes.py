@@ -55,7 +55,7 @@ def page_hashes(tokens: bytes, page_size: int, previous: bytes = b"") -> list[by
     before them, or the `chain_root`.
     """
     size = page_size * TOKEN_BYTES
-    # One call of numpy cuts all pages, which costs less than a slice of `tokens` for each.
+    # One numpy call cuts all pages. That costs less than slicing `tokens` for each page.
     pages = np.frombuffer(tokens, f"V{size}", len(tokens) // size).tolist()
     return [previous := sha256(previous + page).digest() for page in pages]
 

@@ -38,13 +38,14 @@ class Match(NamedTuple):
     """The longest cached prefix of a prompt.
 
     A node stands for the prefix that ends with it; None stands for the empty one. In an index that
-    needs states, a state is stored at both ends. `branch_pages` is the number of pages after which
-    the prompt diverges from the cached tokens: a state stored there would allow a longer match.
+    needs states, a state is stored at `end` and at `device_end`. `branch_pages` is the number of
+    pages after which the prompt diverges from the cached tokens: a state stored there would allow a
+    longer match.
     """
 
     num_pages: int = 0  # cached on device or host
     end: Node | None = None
-    # Device page numbers (int32 [n]) of the first n cached pages, which can be read there.
+    # The device pages (int32 [n]) that hold the first n pages of the prefix.
     device_pages: PageIndices = NO_PLACES
     device_end: Node | None = None
     state: int | None = None  # the state at `device_end`
@@ -53,8 +54,8 @@ class Match(NamedTuple):
 
 class Inserted(NamedTuple):
     end: Node | None
-    # Pages that the cache did not take because it has others for the same tokens. The caller frees
-    # them.
+    # Pages that the cache did not take, because it has, or is receiving, others for the same
+    # tokens. The caller frees them.
     duplicates: PageIndices
 
 
@@ -77,9 +78,8 @@ class Stats(NamedTuple):
 class PrefixIndex:
     """One prefix cache.
 
-    The caller numbers the pages. The index keeps every page that it receives until it returns it,
-    exactly once, as a duplicate or in `Freed`. The caller passes the time in seconds, which must
-    never go back.
+    The caller numbers the pages. The index returns every page that it receives exactly once, as a
+    duplicate or in `Freed`. The caller passes the time in seconds, which must never go back.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class PrefixIndex:
         needs_state: bool = False,
         events: bool = False,
     ) -> None:
-        """`page_size`: tokens per page. `needs_state`: match only prefixes that end in a state.
-        `events`: record events for `take_events`. Raises: MisuseError.
+        """`page_size`: tokens per page. `needs_state`: match only prefixes at whose end a state is
+        stored. `events`: record events for `take_events`. Raises: MisuseError.
         """
         if page_size < 1:
             raise MisuseError(f"page_size {page_size}: at least 1 token is needed")
@@ -109,7 +109,7 @@ class PrefixIndex:
     ) -> Match:
         """Return the longest cached prefix of whole pages of `tokens` (see `hashes.token_bytes`),
         and mark it as used now. With `hit`, also count one more use; a caller that matches one
-        prompt repeatedly passes True only once. Raises: MisuseError.
+        prompt repeatedly passes `hit=True` only once. Raises: MisuseError.
         """
         self._check(tokens, now_s)
         root = self._residents.roots.get(namespace)
@@ -156,9 +156,9 @@ class PrefixIndex:
         priority: int = 0,
     ) -> Inserted:
         """Insert the device pages of a finished request. `pages` is int32, with one page for each
-        whole page of `tokens` after the first `shared`. Those belong to the cache already: the
-        request matched and locked them. The index keeps the array, which must not change. Raises:
-        MisuseError; the index then takes no page.
+        whole page of `tokens` after the first `shared`. The first `shared` belong to the cache
+        already: the request matched and locked them. The index keeps the array, which must not
+        change. Raises: MisuseError; the index then takes no page.
         """
         root, path, total = self._given(tokens, pages, now_s, namespace, shared)
         self._check_shared(path, shared)
@@ -197,8 +197,8 @@ class PrefixIndex:
         return self._residents.states.put(path[-1], state)
 
     def lock_state(self, node: Node) -> None:
-        """Protect the state at the end of `node`, whose pages must be locked, from eviction. Locks
-        are counted. Raises: MisuseError.
+        """Protect the state at the end of `node` from eviction. The node's pages must be locked.
+        Locks are counted. Raises: MisuseError.
         """
         self._residents.states.lock(node)
 
@@ -207,7 +207,7 @@ class PrefixIndex:
         self._residents.states.unlock(node)
 
     def evict_states(self, count: int) -> Freed:
-        """Free `count` states in the order of the policy, or all that are not locked."""
+        """Free `count` states in the order of the policy; fewer if the others are locked."""
         return Freed(states=self._residents.states.evict(count))
 
     def insert_stored(
@@ -250,7 +250,7 @@ class PrefixIndex:
         self._residents.offer(node)
 
     def hit(self, end: Node) -> None:
-        """Count one more use of every page up to the end of `end`."""
+        """Count one more use of every page of the prefix that ends with `end`."""
         for node in upwards(end):
             node.hits += 1
 
@@ -259,13 +259,15 @@ class PrefixIndex:
         return any(node.phase[Tier.DEVICE] is RunPhase.ARRIVING for node in upwards(end))
 
     def stored_pages(self, end: Node) -> list[int]:
-        """Return the positions of the stored pages up to the end of `end`, ascending."""
+        """Return the positions of stored pages in the prefix that ends with `end`, ascending."""
         stored = (node for node in upwards(end) if node.phase[Tier.STORAGE] is RunPhase.PRESENT)
         found = [range(node.depth - node.num_pages, node.depth) for node in stored]
         return [page for pages in reversed(found) for page in pages]
 
     def page_hashes(self, end: Node) -> list[bytes]:
-        """Return the digests of the pages up to the end of `end`: their keys in storage."""
+        """Return the digests of the pages in the prefix that ends with `end`: their keys in
+        storage.
+        """
         path = [*upwards(end)][::-1]
         found = b"".join(digests_of(node, self.page_size).tobytes() for node in path)
         return [found[at : at + DIGEST_BYTES] for at in range(0, len(found), DIGEST_BYTES)]
@@ -284,7 +286,7 @@ class PrefixIndex:
             self._residents.pin(node)
 
     def unlock(self, node: Node) -> Freed:
-        """Release one lock, and return flushed pages that it held last. Raises: MisuseError."""
+        """Release one lock. Returns flushed pages that only this lock kept. Raises: MisuseError."""
         if not node.locks or node.locks == node.state_locks:
             raise MisuseError("cannot unlock a prefix that is not locked, or whose state is")
         node.locks -= 1
@@ -296,7 +298,9 @@ class PrefixIndex:
         return gathered.freed()
 
     def missing(self, end: Node, source: Tier, target: Tier) -> int:
-        """Return how many pages up to `end` a write can copy. Raises: MisuseError."""
+        """Return how many pages of the prefix that ends with `end` a write can copy from `source`
+        to `target`. Raises: MisuseError.
+        """
         return self._writes.missing(end, source, target)
 
     def begin_write(
@@ -308,11 +312,11 @@ class PrefixIndex:
         *,
         count: int | None = None,
     ) -> Write:
-        """Begin to copy to `target` the pages that it lacks of the prefix that ends with `end`. The
-        first len(pages) of them are copied to `pages` (int32), which the index owns from now on; a
-        copy to storage takes the first `count` instead. The caller reports the end with `ack` or
-        `fail`, once these pages are no longer read or written. Raises: MisuseError; the index then
-        takes no page.
+        """Begin a copy of pages that `source` has and `target` lacks, in the prefix that ends with
+        `end`. The first len(pages) of them are copied to `pages` (int32), which the index owns from
+        now on. A copy to storage takes the first `count` instead. The caller reports the end of the
+        copy with `ack` or `fail`, once none of its pages is read or written any more. Raises:
+        MisuseError; the index then takes no page.
         """
         return self._writes.begin(
             end, source, target, pages, len(pages) if count is None else count
@@ -327,8 +331,8 @@ class PrefixIndex:
         return self._writes.end(number, RunKind.FAIL)
 
     def evict(self, tier: Tier, count: int) -> Freed:
-        """Free `count` pages of device or host in the order of the policy; fewer if the rest is in
-        use. A state leaves with the last copy of its page. Raises: MisuseError.
+        """Free `count` pages of the device or the host, in the order of the policy; fewer if the
+        others are in use. A state leaves with the last copy of its page. Raises: MisuseError.
         """
         if tier not in PAGED:
             raise MisuseError("only device and host have pages that can be evicted")
@@ -337,10 +341,10 @@ class PrefixIndex:
         return gathered.freed()
 
     def evict_copied(self, count: int) -> tuple[Freed, list[Node]]:
-        """Free `count` pages of the device, as `evict` does, but only those that the host has too.
+        """Evict up to `count` device pages that the host has too; see `evict`.
 
-        Also returns the nodes that `evict` would have freed although the host lacks them. The
-        caller should first copy the prefixes that end with these nodes.
+        Pages that the host lacks count towards `count`, but stay. Their nodes are returned as well:
+        the caller should copy the prefixes that end with these nodes to the host.
         """
         gathered, uncopied = Gathered(), list[Node]()
         self._residents.evict(Tier.DEVICE, count, gathered, uncopied)
@@ -362,10 +366,10 @@ class PrefixIndex:
 
     @property
     def evictable_pages(self) -> int:
-        """Device pages that `evict` would free.
+        """Number of device pages that are not in use.
 
-        With a host tier `evict` may free fewer: a node without a copy on the host stays while nodes
-        below it are on the host.
+        Without a host tier, `evict` can free all of them. With one it may free fewer: a node
+        without a copy on the host stays while nodes below it are on the host.
         """
         return self._residents.num_pages[Tier.DEVICE] - self._residents.num_pinned
 
@@ -396,7 +400,9 @@ class PrefixIndex:
         return self._recorder.snapshot(self._residents.roots.values())
 
     def _walk(self, node: Node, tokens: bytes) -> list[Node]:
-        """Return the nodes of the longest cached prefix; a node in which it ends is split first."""
+        """Return the nodes of the longest cached prefix. If it ends within a node, that node is
+        split.
+        """
         size, at, last = self._page_bytes, 0, len(tokens) - self._page_bytes
         same_at = tokens.startswith
         path: list[Node] = []

@@ -30,7 +30,9 @@ class Run:
         self.nodes: list[Node] = []
 
     def between(self, start: int, stop: int) -> list[Node]:
-        """Return the nodes of pages [start, stop). Both bounds were boundaries of nodes once."""
+        """Return the nodes of pages [start, stop). Both must be node boundaries, which a split
+        never removes.
+        """
         first = bisect_left(self.nodes, start, key=_START)
         return self.nodes[first : bisect_left(self.nodes, stop, lo=first, key=_START)]
 
@@ -42,13 +44,13 @@ class Node:
     `children`: child nodes by the bytes of their first page. `taken`: the child that a prompt most
     recently matched completely; None after that child is split or removed. `below[tier]`: number of
     children that are not ABSENT in the tier. `readers[tier]`: number of copies that read the node
-    there. `pins`: number of uses that keep the node on the device, its children's included (see
-    `Residents.pin`). `depth`: number of pages from the root to the end of the node. `queued`: one
-    bit for each tier whose queue contains the node, and one for the queue of states. `state`: the
-    state at the end of the last page (see `states`). `state_locks`: number of locks on the state.
-    `frayed`: True if `tokens` continues beyond the last page. `told`: one bit for each tier in
-    which subscribers know the node. `digests`: page hashes, None until they are needed (big-endian
-    int64 [num_pages, 4]: the first number of each is its event hash).
+    there. `pins`: number of uses that keep the node on the device, plus the number of its children
+    that have pins (see `Residents.pin`). `depth`: number of pages from the root to the end of the
+    node. `queued`: one bit for each tier whose queue contains the node, and one for the queue of
+    states. `state`: the state at the end of the last page (see `states`). `state_locks`: number of
+    locks on the state. `frayed`: True if `tokens` continues beyond the last page. `told`: one bit
+    for each tier in which subscribers know the node. `digests`: page hashes, None until they are
+    needed (big-endian int64 [num_pages, 4]: the first number of each is its event hash).
     """
 
     __slots__ = (
@@ -101,7 +103,7 @@ class Node:
 
     @property
     def removed(self) -> bool:
-        """True after the node left the tree: evicted, or flushed and freed."""
+        """True after the node left the tree: it was evicted, or flushed and then freed."""
         return self.parent is None
 
     def evictable(self, tier: Tier) -> bool:
@@ -127,7 +129,7 @@ class Root(Node):
     def __init__(self, namespace: Namespace) -> None:
         super().__init__(None, Run(namespace), 0, b"", 0)
         self.namespace = namespace
-        # Subscribers know a child only after its parent. A root has no pages, so it counts as
+        # Subscribers learn of a child only after its parent. A root has no pages, so it counts as
         # known from the beginning.
         self.told = (1 << len(Tier)) - 1
 
@@ -181,8 +183,8 @@ def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node
 
 
 def digests_of(node: Node, page_size: int) -> Digests:
-    """Return the page hashes of a node; compute them the first time. Its parent must have its
-    hashes already, unless it is a root.
+    """Return the page hashes of a node, which the first call computes. The hashes of a parent that
+    is not a root must have been computed before.
     """
     if node.digests is None:
         above = None if node.parent is None else node.parent.digests
@@ -204,7 +206,8 @@ def common_pages(node: Node, tokens: bytes, at: int, page_bytes: int) -> int:
     page must be equal, and some later page must differ.
     """
     own = node.tokens
-    low, high = 1, node.num_pages  # the first `low` are equal, the first `high` are not
+    # The first `low` pages are equal, and the first `high` are not all equal.
+    low, high = 1, node.num_pages
     while high - low > 1:
         middle = (low + high) // 2
         if tokens.startswith(own[low * page_bytes : middle * page_bytes], at + low * page_bytes):

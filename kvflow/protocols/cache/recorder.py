@@ -1,11 +1,10 @@
 """Recorder of cache events for subscribers (I10): pages that become readable in a tier, and pages
-that cease to be.
+that stop being readable there.
 
 **A page is announced when it is present and its parent is announced in the same tier.** Copies end
 in any order, so a page may become present before its parent. It is then announced together with its
-parent, whose children the tree knows. A page that leaves a tier has no announced page below it,
-because leaves are evicted first. After every single event, therefore, the announced pages of a tier
-form a tree without holes.
+parent. A page that leaves a tier has no announced page below it, because leaves are evicted first.
+After every single event, therefore, the announced pages of a tier form a tree without holes.
 
 **Hashes are computed when a page is first announced**, from the hash of its parent, and are kept in
 its node. See `hashes` for their format.
@@ -66,7 +65,9 @@ class Recorder:
         return events
 
     def snapshot(self, roots: Iterable[Root]) -> list[Event]:
-        """Return events that announce all announced pages to a new subscriber."""
+        """Return the events that tell a new subscriber of all pages announced so far and still
+        present.
+        """
         nodes: list[Node] = [*roots]
         events: list[Event] = []
         # The list grows while the loop runs, so every node follows its parent.

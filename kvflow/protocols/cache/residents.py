@@ -57,8 +57,8 @@ def check_pages(pages: object) -> None:
 def joined(parts: list[PageIndices]) -> PageIndices:
     if len(parts) < 2:
         return parts[0] if parts else NO_PLACES
-    # Every match joins arrays, and joining them as buffers takes a third of the time of
-    # `np.concatenate`. It fails for arrays that are not contiguous.
+    # Every match joins arrays. Joining them as buffers takes a third of the time of
+    # `np.concatenate`, but fails for arrays that are not contiguous.
     try:
         return np.frombuffer(bytearray().join(parts), np.int32)  # type: ignore[arg-type]
     except TypeError:
@@ -66,8 +66,8 @@ def joined(parts: list[PageIndices]) -> PageIndices:
 
 
 class Residents:
-    """The phases of all nodes in all tiers. It feeds the table of runs, and keeps the counts of
-    pages and one queue per tier of the nodes that may leave it.
+    """Changes the phases of all nodes in all tiers, as the table of runs allows. It counts pages,
+    and has one queue for each paged tier, with the nodes that may leave that tier.
 
     A queue holds each node with the key that it had when it was pushed. Keys only grow, so the
     first entry whose key is still current has the smallest key. A node with an outdated key is
@@ -82,7 +82,7 @@ class Residents:
         self._queues: tuple[list[tuple[Any, int, Node]], ...] = ([], [])
         self._pushed = 0
         self.roots: dict[Any, Root] = {}
-        self.num_pages = [0, 0, 0]  # per tier, ARRIVING ones included
+        self.num_pages = [0, 0, 0]  # pages per tier, ARRIVING ones included
         # Device pages that cannot be evicted now, not even together with the nodes below them.
         self.num_pinned = 0
         self.num_nodes = 0
@@ -102,9 +102,9 @@ class Residents:
         heapq.heappush(self._queues[tier], (self._key(node), self._pushed, node))
 
     def pin(self, node: Node) -> None:
-        """Count a use that keeps `node` and its parents on the device: the first lock, the first
-        reader, or a copy that writes the node. A node with pins is one pin of its parent, so the
-        walk ends at the first parent that is in use already.
+        """Count a use that keeps `node` and its ancestors on the device: the first lock, the first
+        reader, or a copy that writes the node. A node that has pins counts as one pin of its
+        parent, so the walk ends at the first ancestor that already had pins.
         """
         for above in upwards(node):
             above.pins += 1
@@ -126,8 +126,8 @@ class Residents:
     def feed(
         self, node: Node, tier: Tier, kind: RunKind, pages: PageIndices | None, gathered: Gathered
     ) -> bool:
-        """Apply one event to one node; `pages` come with it. Returns True if they are duplicates,
-        which stay the caller's.
+        """Feed one event to one node. The event may bring `pages`. Returns True if they are
+        duplicates, which the caller keeps.
         """
         move = TABLE.moves[node.phase[tier], kind]
         assert move is not None
@@ -247,8 +247,8 @@ class Residents:
             del self.roots[parent.namespace]
 
     def released(self, node: Node, gathered: Gathered) -> None:
-        """Make `node` evictable again after a lock or a copy ended. If the node was flushed, free
-        it and the parents that only it kept.
+        """Offer `node` for eviction after a lock or a copy ended. If the node was flushed and is
+        not in use any more, free it and the ancestors that only it kept.
         """
         if not node.detached:
             self.offer(node)

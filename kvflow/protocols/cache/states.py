@@ -1,9 +1,9 @@
 """States at page boundaries, for models that keep a state per request (see rows in
 `protocols.pages.kinds`).
 
-A state belongs to the end of a page, and to the node that ends there. When that node is split, the
-state stays with the lower part. It is evicted with its page or earlier, in the order of the policy,
-so pages may be cached without their state.
+A state belongs to the end of a page, and to the node that ends there. A split leaves the state with
+the part that has this page. The state is evicted with the page or earlier, in the order of the
+policy, so pages may be cached without their state.
 """
 
 from __future__ import annotations

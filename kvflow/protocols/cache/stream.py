@@ -5,11 +5,11 @@ that replaces lost batches.
 cache as stored blocks. There are three cases. A stream begins with such a snapshot, because an
 earlier process may have sent other events from its address. When the source records events faster
 than they are sent, a snapshot replaces those that wait, in batches with the next numbers. When a
-replay requests batches that are no longer kept, it begins with a snapshot in one batch, which has
-the requested number.
+subscriber requests batches that are no longer kept, the replay begins with a snapshot. It is one
+batch, and has the requested number, or the newest one if that is lower.
 
 Events describe sets: a subscriber may apply a snapshot first and older batches after it, and has
-the right set once it applied the newest batch.
+the right set once it has applied the newest batch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvflow.protocols.cache.events import CLEARED, Cleared, Event, Stored
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.kv_events import BatchEncoder
 
-# Size of the tokens and hashes in one batch. Encoding a batch of this size blocks the event loop
-# for about a third of a millisecond.
+# A batch is full when its tokens and hashes have this many bytes. Encoding a batch of this size
+# blocks the event loop for about a third of a millisecond.
 BATCH_BYTES = 256 * 1024
 
 
@@ -50,7 +50,7 @@ class StreamLimits(NamedTuple):
     waiting_bytes: int = 256 << 20  # counted in the same way as BATCH_BYTES
 
     def check(self) -> StreamLimits:
-        """Return these limits. Raises: MisuseError for one below 1."""
+        """Return these limits. Raises: MisuseError for a limit below 1."""
         for name, value in zip(self._fields, self, strict=True):
             if value < 1:
                 raise MisuseError(f"{name} {value}: at least 1 is needed")
@@ -80,8 +80,8 @@ class EventStream:
         self._begin_anew()
 
     def next_batch(self, ts: float) -> Batch | None:
-        """Take the events that the source recorded, and return the next batch to send, None if no
-        event waits. `ts`: seconds since the epoch.
+        """Take the events that the source recorded, and return the next batch to send, or None if
+        no event waits. `ts`: seconds since the epoch.
         """
         events = self._source.take_events()
         self._waiting.extend(events)
@@ -108,7 +108,9 @@ class EventStream:
         return bool(self._waiting)
 
     def heartbeat(self, ts: float) -> Batch:
-        """Return a batch without events; its number shows a subscriber that it missed a batch."""
+        """Return a batch without events. Its number lets a subscriber notice that it missed a
+        batch.
+        """
         return self._numbered(self.encoder.encode((), ts))
 
     def kept_from(self, seq: int) -> list[Batch] | None:

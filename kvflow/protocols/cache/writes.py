@@ -28,9 +28,9 @@ class Piece(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One copy, of page source_pages[i] of `source` to page target_pages[i] of `target`. For
-    storage, `target_pages` is empty. `offsets` are the positions of these pages in the prompt,
-    piece by piece. Pages between two pieces are not copied.
+    """One copy between tiers, from page source_pages[i] of `source` to page target_pages[i] of
+    `target`. A copy to storage has no `target_pages`. `offsets` are the positions of these pages in
+    the prompt, piece by piece. Pages between two pieces are not copied.
     """
 
     number: int
@@ -106,8 +106,8 @@ class Writes:
                 self._residents.feed(node, write.target, kind, None, gathered)
                 self._residents.released(node, gathered)
                 if above is not None and not above.removed and kind is RunKind.FAIL:
-                    # This node may have been the last child in the target tier, which kept its
-                    # parent from being evicted there.
+                    # This node may have been its parent's last child in the target tier. A parent
+                    # cannot leave a tier that a child is in.
                     self._residents.offer(above)
         return gathered.freed()
 

@@ -42,8 +42,8 @@ from kvflow.protocols.wire.group import Ruling, Ticket, Vote
 from kvflow.protocols.wire.messages import MAX_RANKS, Incarnation, Rank, RoomId
 
 _MESSAGES = msgspec.msgpack.Decoder(wire.ToLeader)
-# The most decisions that one request can have. A member may leave this number, times the limit of
-# open requests, unconfirmed.
+# No request has more decisions than this. A member is lost when it leaves more than this number
+# times the limit of open requests unconfirmed.
 _DECISIONS = 4
 _FIRST_RANK = Rank(0)  # the rank in the leader's process
 
@@ -134,7 +134,8 @@ class GroupLeader(Endpoint[LeaderOutput]):
         self._rooms: set[RoomId] = set()  # the rooms of `_requests`
         self._next_ticket, self._next_session = Ticket(1), 1
         # Number of ranks lost so far. A loss fails every request that was opened before it, a few
-        # per tick. Until its turn comes, this number distinguishes such a request from newer ones.
+        # per tick. A request that has yet to fail has a lower number in `losses` than newer
+        # requests.
         self._losses = 0
         self._lost: deque[tuple[Ticket, Cause]] = deque()
         self.outbox: list[LeaderOutput] = []
@@ -166,8 +167,8 @@ class GroupLeader(Endpoint[LeaderOutput]):
         the request fails on every rank.
 
         Raises: MisuseError if `room` is not a room id; RoomInUseError while another request for
-        that room is undecided, CapacityError, and LostError while a rank is missing. After these
-        three the room is refused on every rank, as by `refuse`.
+        that room is undecided, CapacityError, and LostError while a rank is missing. After one of
+        these three errors, the room is refused on every rank: see `refuse`.
         """
         number = room_id(room)
         if (error := self._obstacle(number, request)) is not None:
@@ -183,8 +184,8 @@ class GroupLeader(Endpoint[LeaderOutput]):
         """Refuse decode's half of a room on every rank, with `cause`, now or when it arrives.
 
         An open room with that id continues. A missing rank in another process does not receive the
-        refusal, but decode ends the room there once any other rank reports it. Raises: MisuseError
-        if `room` is not a room id.
+        refusal, but decode ends the room at that rank once any other rank reports the refusal.
+        Raises: MisuseError if `room` is not a room id.
         """
         number = room_id(room)
         if _FIRST_RANK not in self.members:
@@ -340,7 +341,7 @@ class GroupLeader(Endpoint[LeaderOutput]):
                 message.cause or Cause(Code.ENGINE_ERROR, text),
             )
             return
-        # A rank was lost since the request was opened, so the request must fail in its turn.
+        # A rank has been lost since the request was opened, so the request must fail in its turn.
         # Further votes must not complete it first, because a rank that rejoined never opened it.
         if record.losses != self._losses:
             return
@@ -384,7 +385,9 @@ class GroupLeader(Endpoint[LeaderOutput]):
         return float("-inf") if self._lost else self._due_at_s
 
     def tick(self, now: float) -> None:
-        """Send heartbeats, act on silence, and fail a bounded number of a lost rank's requests."""
+        """Send heartbeats, act on silence, and fail some of the requests that the loss of a rank
+        ends.
+        """
         for _ in range(min(TICK_WORK, len(self._lost))):
             ticket, cause = self._lost.popleft()
             self._feed(ticket, LeaderKind.RANK_LOST, cause)

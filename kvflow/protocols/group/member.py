@@ -3,7 +3,7 @@ decisions on its rooms.
 
 It decides and does not act: it uses no asyncio, clock, socket or thread. Methods receive the time,
 and `commands()` returns the work for the shell. The rooms stay with this rank's `PrefillEndpoint`:
-the shell reports here what happens to them, and applies to them what the group decides.
+the shell reports to this class what happens to them, and applies to them what the group decides.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class SendToLeader(msgspec.Struct, frozen=True, gc=False):
 
 
 class OpenRoom(msgspec.Struct, frozen=True, gc=False):
-    """Open this rank's half. If that fails, refuse decode's, and call `failed` and `released`."""
+    """Open this rank's half. If that fails, call `failed` and `released`, and refuse decode's half
+    unless another room uses the id.
+    """
 
     key: TicketKey
     room: RoomId
@@ -55,7 +57,9 @@ class StartRoom(msgspec.Struct, frozen=True, gc=False):
 
 
 class CloseRoom(msgspec.Struct, frozen=True, gc=False):
-    """End this rank's half of the room. `failed` may follow, and `released` or `landed` must."""
+    """End this rank's half of the room. Call `released` or `landed` afterwards; `failed` may come
+    first.
+    """
 
     key: TicketKey
     cause: Cause
@@ -121,7 +125,7 @@ class TicketRecord:
 
 
 class Session:
-    """One membership in a leader's group, with the numbered messages between the two."""
+    """One membership in a leader's group, with the numbered messages between member and leader."""
 
     __slots__ = ("is_watched", "leader", "link", "number")
 
@@ -148,7 +152,7 @@ class GroupMember(Endpoint[MemberOutput]):
         self.rank, self.world_size = Rank(rank), world_size
         self.timing = timing or Timing()
         self.session: Session | None = None
-        # The reason why the leader does not accept this rank; empty if it did, or did not answer.
+        # Why the leader does not accept this rank. Empty if it does, or has not answered yet.
         self.refusal = ""
         self.dropped = 0  # number of frames without effect
         self._last_session = 0
@@ -174,11 +178,13 @@ class GroupMember(Endpoint[MemberOutput]):
         self._feed(key, MemberKind.MATCHED)
 
     def landed(self, key: TicketKey) -> None:
-        """Report that the room succeeded here: every write of it landed."""
+        """Report that the room succeeded at this rank: all its writes landed."""
         self._feed(key, MemberKind.LANDED)
 
     def failed(self, key: TicketKey, cause: Cause) -> None:
-        """Report that the room failed here, so that it ends on every rank; `released` follows."""
+        """Report that the room failed at this rank, so that it ends on every rank. Call `released`
+        once its writes have ended.
+        """
         self._feed(key, MemberKind.FAILED, cause)
 
     def released(self, key: TicketKey) -> None:
@@ -207,7 +213,7 @@ class GroupMember(Endpoint[MemberOutput]):
                 self._on_beat(self.session, message)
 
     def leader_gone(self, now: float) -> None:
-        """End the session: the leader's process died. Decisions that it did not send are lost."""
+        """End the session: the leader's process died. Decisions that it had not sent are lost."""
         self._leave(
             Cause(Code.PEER_LOST, f"rank {self.rank}: the leader of the group has died"), now
         )
@@ -336,7 +342,7 @@ class GroupMember(Endpoint[MemberOutput]):
         self.outbox.append(SendToLeader(encode(message)))
 
     def vote(self, record: TicketRecord, vote: Vote) -> None:
-        """Send a vote, unless the session with the request's leader ended."""
+        """Send a vote, unless the session with the request's leader has ended."""
         session = self.session
         # The request fails anyway when its session is over.
         if session is None or session.leader != record.key.leader:
@@ -354,7 +360,9 @@ class GroupMember(Endpoint[MemberOutput]):
         self._send(message)
 
     def _feed(self, key: TicketKey, kind: MemberKind, cause: Cause | None = None) -> None:
-        """Feed one event to a request, unless it ended. No other code changes its phase."""
+        """Feed one event to a request, unless the request has ended. No other code changes its
+        phase.
+        """
         record = self.tickets.get(key)
         if record is None:
             return

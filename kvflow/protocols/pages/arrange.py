@@ -1,8 +1,8 @@
 """Page-first layouts in which the bytes that one peer sends or receives are contiguous.
 
 Between pools with different numbers of shards, the heads of one rank are a small block in every
-token slot. Only copies read staging, so its bytes may have any order: a pool's components are cut
-into parts, and the parts are sorted.
+token slot. Only kvflow's own copies read staging pages, so their bytes may have any order: a pool's
+components are cut into parts, and the parts are sorted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LAST = (1 << 62, 0)
 
 
 class Blocks(NamedTuple):
-    """Statistics of the blocks in which a page is written, or a row if pages are empty. `in_slices`
-    is True if some blocks are slices of token slots.
+    """Statistics of the blocks in which a page is written. If pages have no bytes, the blocks are
+    those of a row. `in_slices` is True if some blocks are slices of token slots.
     """
 
     mean_bytes: int
@@ -61,8 +61,8 @@ def from_shards(layout: PoolLayout, shards: int) -> Blocks:
 
 
 def as_in(target: PoolLayout, source: PoolLayout) -> PoolLayout:
-    """Return a page-first version of `source` that is cut and sorted like `target`, so that
-    neighbours there are neighbours here.
+    """Return a page-first version of `source` that is cut and sorted like `target`, so that parts
+    adjacent in `target` are adjacent in it too.
     """
     bounds: dict[str, set[int]] = {}
     places: dict[tuple[str, int], tuple[int, int]] = {}
@@ -86,7 +86,7 @@ def _whole(c: Component) -> int:
 
 def _bounds(c: Component, shards: int) -> range:
     """Return the entries at which the shards begin. A component is cut only if its number of
-    entries is a multiple of the number of shards, or the reverse.
+    entries is a multiple of the number of shards, or divides it.
     """
     whole = _whole(c)
     # Every shard has all of a vector, such as the keys of an indexer.

@@ -17,9 +17,10 @@ MAX_REPLICAS = 1024
 
 
 class Part(NamedTuple):
-    """The place of a component in a larger one. The component has the entries from `start` on, as
-    many as its shape has along `axis`, out of `whole` entries; `whole` is 0 if it has all of them.
-    If `replicas` ranks of a group hold the same bytes, the component is copy number `replica`.
+    """The place of a component in a larger one. Along `axis` the larger component has `whole`
+    entries, and the part begins at entry `start`; its shape gives the number of its entries.
+    `whole` is 0 if the component has all of them. If `replicas` ranks of a group hold the same
+    bytes, the component is copy number `replica`.
 
     Shard 1 of 2 has K/V heads 4 to 7 of 8: `Part(start=4, whole=8)`. Both shards have the whole
     latent of MLA: `Part(replica=0, replicas=2)` and `Part(replica=1, replicas=2)`. Peers must state
@@ -130,9 +131,10 @@ def served(components: Iterable[Component]) -> tuple[Component, ...]:
     """Return the components that a prefill rank sends: all those that it alone has, and its share
     of those that `replicas` ranks have.
 
-    Copy number r sends the components whose number modulo `replicas` is r. Names are numbered among
-    those of the same shape, which spreads the bytes evenly. Ranks that hold copies use the same
-    names, so exactly one rank sends each component, to any decode.
+    Each name has a number, and the rank with copy r sends the components whose number modulo
+    `replicas` is r. Components of the same shape are numbered together, so that ranks send about
+    equally many bytes. Ranks that hold copies use the same names, so exactly one rank sends each
+    component, to any decode.
     """
     every, numbers = tuple(components), dict[str, int]()
     counts: Counter[tuple[object, ...]] = Counter()
@@ -191,8 +193,8 @@ def _check_part(c: Component) -> None:
 
 
 def check_together(components: Sequence[Component]) -> None:
-    """Check the parts and copies that components of one name are. Raises: LayoutError."""
-    # Most pools have only different names; then there is no group to check.
+    """Check that components of one name fit together as parts or copies. Raises: LayoutError."""
+    # In most pools all names differ, so there is no group to check.
     if len({c.name for c in components}) == len(components):
         return
     for name, group in by_name(components).items():

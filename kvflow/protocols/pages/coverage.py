@@ -1,4 +1,4 @@
-"""Overlaps between pools: entries that both have, that no rank sends, or that two ranks send."""
+"""Entries that two pools have in common, that no rank sends, or that two ranks send."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class Served(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Overlap(NamedTuple):
-    """The entries that two components share: `first` to `end` of the one that both are parts of."""
+    """The entries [first, end) that two components share, counted in the larger component that both
+    are parts of.
+    """
 
     source: Component
     target: Component
@@ -47,8 +49,8 @@ def overlaps(
 ) -> Iterator[Overlap]:
     """Yield, for each target component and each of its copies, the parts that the source has.
 
-    Each part comes from one copy in the source, the one with the same number if there is one.
-    `only`: restrict the parts to these entries.
+    Each part comes from one copy in the source: the one with the target copy's number if there is
+    one, else the first. `only`: restrict the parts to these entries.
     """
     there: dict[str, list[list[Component]]] = {}
     for copies in copies_of(source):
@@ -100,7 +102,7 @@ def served_of(layout: PoolLayout) -> tuple[Served, ...]:
 
 
 def sends_all(layout: PoolLayout, what: tuple[Served, ...]) -> bool:
-    """Return True if `what` is the whole of this pool, in the parts of `served_of`."""
+    """Return True if `what` is all of this pool, in the same parts as `served_of` lists."""
     # The order almost always matches, and comparing tuples costs less than building sets.
     return what == (served := served_of(layout)) or set(what) == set(served)
 
@@ -135,7 +137,7 @@ def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
 
 
 def first_few(found: list[str]) -> list[str]:
-    """Return the first differences, and how many more there are: models have many layers."""
+    """Return the first differences, and a text that counts the others: models have many layers."""
     more = len(found) - MAX_SHOWN
     return found if more <= 0 else [*found[:MAX_SHOWN], f"and {more} more"]
 

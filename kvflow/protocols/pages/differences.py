@@ -83,7 +83,7 @@ def _kinds_differ(c: Component, other: Component, sides: Sides) -> str | None:
 def _parts_differ(
     ours: list[Component], theirs: list[Component], sides: Sides, partly: bool, only: Spans | None
 ) -> Iterator[str]:
-    # Most pools are not split, and both sides then have the same single part.
+    # Most components are not split. Both sides then have the same single part.
     if len(ours) == len(theirs) == 1 and ours[0].span == theirs[0].span:
         return
     name = ours[0].name
@@ -122,8 +122,8 @@ def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) ->
 
 
 def stretches(layout: PoolLayout) -> Iterator[tuple[Component, tuple[int, int]]]:
-    """Yield each component with its first byte, and the one after its last, in the concatenation of
-    the components of a page or row.
+    """Yield each component with the bytes [start, end) that it has in an opaque page or row, which
+    is the concatenation of its components.
     """
     ends = {False: 0, True: 0}
     for c in layout.components:

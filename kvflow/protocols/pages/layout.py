@@ -1,5 +1,5 @@
-"""The byte layout of a paged pool, used by the pools that own memory and by the data planes that
-move it.
+"""The byte layout of a paged pool, shared by the pools that own the memory and the data planes that
+copy the pages.
 
 A pool is `num_pages` pages of `page_size` token slots, and `num_rows` rows for the state that a
 request keeps once. A page or a row is a list of *components* (one layer's K, one layer's V, a scale
@@ -41,8 +41,8 @@ MAX_COMPONENTS = 4096
 MAX_PAGES = 1 << 26
 MAX_ROWS = 1 << 20
 MAX_PAGE_SIZE = 1 << 16
-# The longest name, tag, fingerprint or format, in characters. Refusals quote them, and the length
-# of a refusal is bounded.
+# The longest name, tag, fingerprint or format, in characters. Refusals quote these texts, and the
+# length of a refusal is bounded.
 MAX_LABEL = 256
 # Lists of at least this many pages are looked up in ascending order. In any other order, a million
 # pages took 40 ms.
@@ -54,8 +54,7 @@ _BITMAP_PAGES = 1 << 21
 class Places(NamedTuple):
     """Pages and rows of one request in one pool, int32 [n] each.
 
-    In a list of both, such as a room's, the numbers of rows follow those of the pages: row r is
-    `num_pages + r`.
+    In a list that holds both, such as a room's, row r has the index `num_pages + r`.
     """
 
     pages: PageIndices
@@ -67,11 +66,11 @@ NO_PLACES: PageIndices = np.empty(0, dtype=np.int32)
 
 
 class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
-    """The description of a pool that two peers exchange once.
+    """The description of a pool. Two peers exchange theirs once.
 
-    `tag` makes the pages opaque: two such pools fit when their tags are equal. `fingerprint` names
-    the model whose KV lies in the pool (model, dtype, tensor-parallel split, in any words on which
-    both sides agree); peers compare it for equality.
+    `tag` makes the pages opaque: two such pools fit only if their tags are equal. `fingerprint`
+    names the model whose KV lies in the pool (model, dtype, tensor-parallel split, in any words on
+    which both sides agree); peers compare it for equality.
     """
 
     page_size: int
@@ -107,7 +106,7 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def served(self) -> PoolLayout:
-        """This layout with the components that a prefill rank sends: see `components.served`."""
+        """This layout with only what a prefill rank sends: see `components.served`."""
         found = served(self.components)
         if len(found) == len(self.components):
             return self
@@ -125,13 +124,13 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def split(self, indices: PageIndices) -> Places:
-        """Return the pages and the rows of one list, each in its order."""
+        """Return the pages and the rows of one list, both in the order of the list."""
         if not self.num_rows or not (in_rows := indices >= self.num_pages).any():
             return Places(indices, NO_PLACES)
         return Places(indices[~in_rows], indices[in_rows] - np.int32(self.num_pages))
 
     def room_bytes(self, count: int) -> int:
-        """Return the bytes of a room of `count` places, the last a row if the pool has rows."""
+        """Return the bytes of a room of `count` places; in a pool with rows, the last is a row."""
         rows = bool(self.num_rows and count)
         return (count - rows) * self.page_bytes + rows * self.row_bytes
 
@@ -148,7 +147,7 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
             )
 
     def pages_for(self, tokens: int, prefix_tokens: int = 0) -> int:
-        """Return the pages of `tokens` tokens, minus those of the first `prefix_tokens`."""
+        """Return how many pages `tokens` tokens have, minus those of the first `prefix_tokens`."""
         return -(-tokens // self.page_size) - -(-prefix_tokens // self.page_size)
 
     def check(self) -> None:
@@ -221,7 +220,7 @@ def _check_buffer(b: Buffer, count: int) -> None:
 
 def whole_number(name: str, value: SupportsIndex) -> int:
     """Convert `value`, perhaps a numpy integer, to a Python int. Raises: LayoutError."""
-    # The wire cannot encode integers of numpy.
+    # The wire format cannot encode numpy integers.
     try:
         return operator.index(value)
     except TypeError:
@@ -290,7 +289,9 @@ def opaque_layout(
 
 
 def resized(layout: PoolLayout, *, num_pages: int, num_rows: int) -> PoolLayout:
-    """Return a page-first layout of the same components with other numbers. Raises: LayoutError."""
+    """Return a page-first layout of the same components, with other numbers of pages and rows.
+    Raises: LayoutError.
+    """
     unplaced = [msgspec.structs.replace(c, buffer=0, offset=0) for c in layout.components]
     empty = msgspec.structs.replace(
         layout, num_pages=num_pages, num_rows=num_rows, components=(), buffers=()

@@ -56,8 +56,8 @@ class Pairing:
         partly: bool = False,
         only: Spans | None = None,
     ) -> None:
-        """`sides`: the names of the two pools in errors. `partly`: the target may have more
-        components, which writes leave unchanged. `only`: copy these entries only.
+        """`sides`: the names of the two pools in errors. `partly`: the target may have entries that
+        the source lacks; writes do not change them. `only`: copy these entries only.
 
         Raises: LayoutError naming the differences.
         """
@@ -98,9 +98,10 @@ class Pairing:
     ) -> Blocks:
         """Plan one write, of pages and then rows.
 
-        Runs of pages adjacent on both sides become one block; blocks over `max_block_bytes` are
-        cut. `target_bases` (int64 [target buffers]) replaces the addresses of the target's buffers,
-        for planes that map them elsewhere.
+        Where blocks are whole pages of their buffers, pages that are adjacent on both sides are
+        merged into one block. Blocks over `max_block_bytes` are cut. `target_bases` (int64 [target
+        buffers]) replaces the addresses of the target's buffers, for planes that map them
+        elsewhere.
         """
         moved = None if target_bases is None else target_bases - _addresses(self.target)
         found = _blocks(self._pages, source_pages, target_pages, moved)
@@ -126,7 +127,9 @@ def _check_lists(
 def _blocks(
     s: _Segments, source_list: PageIndices, target_list: PageIndices, moved: Addresses | None
 ) -> Blocks:
-    """Plan blocks for `s`. `moved` (int64 [target buffers]) is added to the addresses."""
+    """Plan the blocks of the segments `s`. `moved` (int64 [target buffers]) is added to the
+    addresses of the target's buffers.
+    """
     source, target = source_list.astype(np.int64), target_list.astype(np.int64)
     target_base = s.target_base if moved is None else s.target_base + moved[s.target_buffer]
     lengths = np.ones(source.size, dtype=np.int64)
@@ -158,7 +161,7 @@ class _Stretch(NamedTuple):
     target_step: int = 0
 
     def followed_by(self, other: _Stretch) -> bool:
-        """Return True if `other` continues this stretch on both sides: one copy covers both."""
+        """Return True if `other` continues this stretch on both sides: the two can be merged."""
         source_end, target_end = self.source_offset + self.size, self.target_offset + self.size
         ends = (self.source_buffer, source_end, self.target_buffer, target_end)
         return other[:4] == ends and self.repeats == other.repeats == 1
@@ -193,7 +196,8 @@ def _typed_stretches(
         size, steps = (end - first) * entry, [part.shape[c.axis] * entry for part in (c, o)]
         starts = [part.offset + (first - part.start) * entry for part in (c, o)]
         repeats = c.size_bytes // steps[0]
-        # All entries of both sides are copied: the repetitions are adjacent and make one stretch.
+        # If all entries of both sides are copied, the repetitions are adjacent and make one
+        # stretch.
         if steps == [size, size]:
             size, repeats = size * repeats, 1
         yield _Stretch(

@@ -21,7 +21,7 @@ encode = _encoder.encode
 
 
 def parser(messages: Any) -> Callable[[bytes], Any]:
-    """Return a function that parses a frame as one of `messages`, and raises WireError."""
+    """Return a function that parses a frame as one of `messages`, or raises WireError."""
     decode = msgspec.msgpack.Decoder(messages).decode
 
     def parse(frame: bytes) -> Any:

@@ -2,9 +2,9 @@
 leader's own rank included. One frame is one message: a msgpack array that begins with its tag.
 
 Votes and decisions are numbered within a session, and are handled in that order, each once: a
-`Beat` reveals a loss, and the sender repeats the message. A session is one membership of one member
-process with one leader process. It ends when either process ends, or receives no message from the
-other for too long. A session takes over no state from an earlier one.
+`Beat` reveals a loss, and the sender repeats the message. A session joins one member process to one
+leader process. It ends when either process ends, or receives no message from the other for too
+long. A session takes over no state from an earlier one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Vote(IntEnum):
     """The state of one request at one rank."""
 
     READY = 0  # both halves of its room are known
-    DONE = 1  # every write of it landed
+    DONE = 1  # every write of its room landed
     FAILED = 2
 
 
@@ -47,7 +47,7 @@ class Ruling(IntEnum):
     START = 1  # every rank is ready
     SUCCEED = 2  # every rank is done
     FAIL = 3
-    REFUSE = 4  # not a request: no rank opens the room, and its decode receives the cause
+    REFUSE = 4  # no rank opens the room, and its decode receives the cause
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
@@ -81,7 +81,7 @@ class Joined(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
 
 
 class RankVote(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=3):
-    """member -> leader: the vote of one rank, which the session implies."""
+    """member -> leader: one rank's vote. The session implies the rank."""
 
     leader: Life
     member: Life
@@ -112,9 +112,9 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
-    """Both ways: the sender sent every message numbered below `sent_below`, and received all below
-    `received_below`. `gap`: the sender lacks messages below the other's `sent_below`, and requests
-    them.
+    """Both ways: the sender has sent every message numbered below `sent_below`, and has received
+    all below `received_below`. `gap`: the sender lacks messages below the other's `sent_below`, and
+    requests them.
     """
 
     leader: Life

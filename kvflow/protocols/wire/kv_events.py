@@ -5,13 +5,13 @@ An event is a map with its kind under "type", or, in the older form, an array wi
 Numpy lays out token ids and hashes, because a request's prompt would otherwise become tens of
 thousands of Python integers.
 
-**Media.** An event names its tier by `medium`, and the subscribers of each engine expect different
-names (`media_of`). An unknown name is worse than a missing one: SGLang's router drops a store with
-an unknown name, and applies a removal with one to all tiers. Older routers of dynamo apply both to
-the device.
+**Media.** An event names its tier in `medium`, and the subscribers of each engine expect that
+engine's names (`media_of`). An unknown name is worse than a missing one: SGLang's router drops
+stored blocks with an unknown name, and applies a removal with one to all tiers. Older Dynamo
+routers apply both to the device.
 
-**Namespaces.** `lora_name` names the LoRA. `extra_keys` lists for each block the other inputs of
-its hash, as vLLM does: the LoRA's name, and in the first block of a prompt its salt. The chain of
+**Namespaces.** `lora_name` names the LoRA. As in vLLM, `extra_keys` lists for each block the other
+inputs of its hash: the LoRA's name and, in the first block of a prompt, the salt. The chain of
 hashes begins with `hashes.chain_root`.
 """
 
@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from kvflow.protocols.cache.choices import Dialect
 from kvflow.protocols.cache.events import Event, Removed, Stored
 
-# A request for a replay carries the number of the first batch that it wants, or SNAPSHOT. END is
-# the number of the last frame of a replay.
+# A request for a replay carries the number of the first batch that it wants. If SNAPSHOT follows
+# the number, the replay begins with a snapshot. END is the number of the last frame of a replay.
 SNAPSHOT = b"snapshot"
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -206,7 +206,7 @@ def read_batch(payload: bytes | memoryview) -> list[BlockEvent]:
     """Return the events of a batch, in either form. Raises: msgspec.DecodeError,
     UnicodeDecodeError, RecursionError.
     """
-    # A batch does not name its form: one that is not valid as maps is read as arrays.
+    # A batch does not name its form, so a batch that is not valid as maps is read as arrays.
     try:
         return list(_MAPS.decode(payload)[1])
     except msgspec.ValidationError:

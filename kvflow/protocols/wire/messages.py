@@ -5,15 +5,15 @@ more frames. Version 1 is the first wire version.
 
 Arrays grow at the end only: a reader ignores unknown elements, and a new element has a default. A
 change that cannot be made in this way needs a new version. `Register` carries the version, and a
-prefill that speaks another version refuses it and names both.
+prefill that speaks another version refuses it, and names both versions.
 
 Every message names two incarnations: `source` is always prefill's, `target` always decode's,
 whichever of them sends it. An incarnation is a random u64 that a process draws at start. Decode's
 incarnation also determines the routing id of the link (`codec.routing_id`).
 
-In a pool with rows, the last of `Bootstrap.pages` is the room's row, and `ChunkDone.pages` counts
-it: row r is `num_pages + r`. A prefill rank may have only a part of decode's pool. `Registered`
-names this part, and decode checks that all ranks together have all of the pool.
+In a pool with rows, row r has the index `num_pages + r`. The last of `Bootstrap.pages` is the
+room's row, and `ChunkDone.pages` counts it. A prefill rank may have only a part of decode's pool.
+`Registered` names this part, and decode checks that all ranks together have all of the pool.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ MAX_SETTLED_RANGES = 1024
 MAX_TEXT = 4096
 
 RoomId = NewType("RoomId", int)
-"""The number of a room, an unsigned 64-bit integer; drawn by the router, or by another party that
-pairs the two halves.
+"""The number of a room, an unsigned 64-bit integer. It is drawn by the router, or by another party
+that pairs the two halves.
 """
 GrantId = NewType("GrantId", int)
-"""The number of a grant; counts up within one decode incarnation. A room that is opened again under
-the same number has another grant.
+"""The number of a grant. It counts up within one decode incarnation. A room that is opened again
+under the same number has another grant.
 """
 Incarnation = NewType("Incarnation", int)
-"""One life of one process, a random number."""
+"""A random number that identifies one life of a process."""
 Rank = NewType("Rank", int)
 
 
@@ -68,25 +68,28 @@ Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class Register(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
-    """decode -> prefill, once per pair and while prefill is silent: this decode and its pool."""
+    """decode -> prefill: describes this decode and its pool. Decode sends it once per pair, and
+    again while prefill does not answer.
+    """
 
     source: Life
     target: Life
     wire_version: int
     layout: PoolLayout
     address: PlaneAddress
-    # No grant below it may begin: prefill may have known and forgotten these grants.
+    # Prefill begins no grant below this one, because it may have known and forgotten such grants.
     fresh_from: GrantBound
 
 
 class Registered(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
-    """prefill -> decode: accepted if `refusal` is empty. Otherwise `refusal` is the reason.
+    """prefill -> decode: the answer to Register. An empty `refusal` accepts; any other is the
+    reason.
 
     `source` is the incarnation that answers, and `asked` the one to which Register was addressed.
     Decode may know two incarnations at one address, and must not take the answer about one for an
-    answer about the other. `fresh_from` repeats that field of the newest Register received:
-    accepting an older Register does not bring a silent link up. `served` is the part of decode's
-    pool that this rank sends; it is empty in a refusal.
+    answer about the other. `fresh_from` repeats that field of the newest Register that prefill
+    received. Only an answer with decode's latest `fresh_from` brings a silent link up. `served` is
+    the part of decode's pool that this rank sends; it is empty in a refusal.
     """
 
     source: Life
@@ -159,8 +162,9 @@ class RoomFailed(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=6):
-    """decode -> prefill: stop writing for this grant, or forget its announcement, and acknowledge;
-    repeated until acknowledged."""
+    """decode -> prefill, repeated until acknowledged: stop writing for this grant, or forget its
+    announcement, and acknowledge.
+    """
 
     room: Room
     grant: Grant
@@ -181,7 +185,7 @@ class AbortAck(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 
 
 class Belief(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One open room as one side knows it; `next_seq` is the first chunk that decode lacks."""
+    """An open room that one side knows; `next_seq` is the first chunk that decode lacks."""
 
     room: Room
     grant: Grant
@@ -201,8 +205,8 @@ class Resync(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=8):
 
 class Begun(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=13):
     """prefill -> decode: the engine's half of an announced room has a place for its whole prompt,
-    so pages that decode lends now do not wait for another room. Prefill answers every repetition of
-    the announcement with it.
+    so pages that decode lends now do not wait for another room. From then on, prefill answers every
+    repeated Announce of the room with this message.
     """
 
     room: Room
@@ -215,10 +219,10 @@ class Begun(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=9):
     """Both ways: the sender is alive.
 
-    From decode: every grant of this pair below `settled_below` ended there, and prefill need not
-    send any message of it again. The same holds for the grants in `settled`, half-open ranges above
-    the first grant that did not end. If there are too many ranges, the next heartbeats carry the
-    others.
+    From decode: every grant of this pair below `settled_below` has ended at decode, and prefill
+    need not repeat any message about it. The same holds for the grants in `settled`, half-open
+    ranges above the first grant that has not ended. If there are too many ranges, the next
+    heartbeats carry the others.
     """
 
     source: Life
@@ -233,9 +237,9 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11
     """Both ways, repeated until acknowledged: this incarnation closes, and begins no more rooms
     with the other one.
 
-    From prefill it is proof for every grant of this decode except those in `unproven`, also for a
-    grant that prefill never received: every submitted write landed, and no other will be submitted.
-    From decode it means that decode awaits no more proof.
+    From prefill it proves, for every grant of this decode except those in `unproven`, that every
+    submitted write landed and no other will be submitted. That includes grants that prefill never
+    received. From decode it means that decode awaits no more proof.
     """
 
     source: Life

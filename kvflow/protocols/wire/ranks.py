@@ -69,7 +69,8 @@ def group_for(
     """Return the ranks that serve a room, out of all ranks of a prefill.
 
     They are group `dp_rank`, or by default group `room % dp_size`, which the router and both halves
-    compute in the same way. If all of `ranks` are of one group, the caller already chose it.
+    compute in the same way. If `dp_rank` is None and all of `ranks` belong to one group, the caller
+    has already chosen it.
 
     Raises: DpRankError for a group that does not exist, LostError if no rank of the group is known.
     """
@@ -89,7 +90,8 @@ def groups_to_tell(
     ranks: Sequence[RankInfo], room: int, dp_rank: int | None
 ) -> list[Sequence[RankInfo]]:
     """Return the groups at which the other half of a refused room may wait: the group that serves
-    the room, or all known ones if that does not exist. Raises: LostError if no rank of it is known.
+    the room, or all known groups if that one does not exist. Raises: LostError if no rank of the
+    group is known.
     """
     try:
         return [group_for(ranks, room, dp_rank)]
