@@ -20,6 +20,7 @@ from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.testing.conformance.adapter import NotRunError
 from kvflow.testing.conformance.bench import (
+    POOLED_THREADS,
     WITHIN_S,
     Bench,
     Check,
@@ -241,7 +242,7 @@ async def _rest(bench: Bench, p: Pair, before: Resources) -> tuple[dict[str, int
         return found
 
     await until(lambda: not any(counted().values()), "the planes' rest")
-    now = await before.returned()
+    now = await before.returned(POOLED_THREADS)
     return counted(), now
 
 
