@@ -55,8 +55,9 @@ PRELOADED = (
 )
 _HEAD = 8  # bytes with the size of a request
 _MOST_DESCRIPTORS = 16
-# Variables that no import of a role reads; torch sets its own in a process of tests.
-_OWN = ("KVFLOW_", "PYTEST_", "TORCHINDUCTOR_")
+# Variables that no import in the nursery reads. torch sets its own in a process of tests, and so does
+# the engine of a plane, which a forked role imports only after it has its environment.
+_OWN = ("KVFLOW_", "PYTEST_", "TORCHINDUCTOR_", "MC_", "UCX_", "NIXL_")
 
 
 class Nursery:
@@ -196,6 +197,7 @@ def _fork_all(nursery: Nursery) -> None:
         given = list(arguments)
         if nursery.may_fork(role, given, how["env"]):
             return await fork_role(nursery, role, given, **how)
+        assert "PYTEST_PLANTED" not in how["env"], "only a forked role imports a planted bug"
         return await start(role, given, **how)
 
     child.start_role = fork
