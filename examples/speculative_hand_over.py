@@ -4,7 +4,7 @@
 
 `kvflow.HandOff` carries them from an engine's prefill to its decode, with their dtypes and shapes,
 checked on both sides. Its arrays are bytes of their own: prefill's buffers may be overwritten by
-the next request at once, and what decode keeps does not change with later hand-overs, however long
+the next request at once, and what decode keeps does not change with later handoffs, however long
 the request lives.
 """
 
@@ -60,7 +60,7 @@ async def main() -> None:
                 prefill(both.prefill, room), decode(both.decode, room)
             )
             kept.append(handoff)
-    handoff = kept[0]  # 99 hand-overs ago
+    handoff = kept[0]  # 99 handoffs ago
     assert handoff.hidden_states and handoff.draft_token_ids and handoff.draft_probabilities
     print(f"first token {handoff.first_token}, hidden states {handoff.hidden_states.shape}")
     for token, share in zip(

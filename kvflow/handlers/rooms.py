@@ -347,7 +347,7 @@ class DecodeRoom:
         return self
 
     async def landed(self) -> bytes:
-        """Wait until every page from every rank landed, and return prefill's hand-over.
+        """Wait until every page from every rank landed, and return prefill's handoff.
 
         Raises: the KvflowError that ended the room (see errors.py); its `code` is the first cause.
         """
@@ -515,7 +515,7 @@ class PrefillRoom:
         """Queue one chunk: our `pages` (list or int32 [n]) are written to the next n target pages.
 
         The pages are held until the write ends. The room never ends inside this call, even if n is
-        0 or the data plane refuses the write. The last chunk carries the hand-over, which decode's
+        0 or the data plane refuses the write. The last chunk carries the handoff, which decode's
         `landed` returns. All other chunks consist of full pages. In a pool with rows the last entry
         of the last chunk is the request's row: row r has the index `num_pages + r`
         (`pool.layout.numbered`).

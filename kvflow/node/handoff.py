@@ -1,4 +1,4 @@
-"""The hand-over that prefill sends to decode along with the pages (I9). A room carries it as bytes,
+"""The handoff that prefill sends to decode along with the pages (I9). A room carries it as bytes,
 and the two engines use it as a struct.
 
 Every field is a copy and not a view of the message, so the struct stays valid for as long as a
@@ -14,7 +14,7 @@ from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import MisuseError, WireError
 from kvflow.protocols.wire.codec import UNDECODABLE
 
-# Enough for 32 tokens of 8,192 bfloat16 numbers each. The whole hand-over is at most 1 MiB.
+# Enough for 32 tokens of 8,192 bfloat16 numbers each. The whole handoff is at most 1 MiB.
 MAX_HIDDEN_BYTES = 1 << 19
 MAX_DRAFT_ENTRIES = 1 << 12
 
@@ -52,55 +52,55 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
         Raises: MisuseError that names a field with a wrong dtype, shape or size.
         """
         if fault := self._fault():
-            raise MisuseError(f"the hand-over's {fault}")
+            raise MisuseError(f"the handoff's {fault}")
         return _ENCODER.encode(self)
 
     @staticmethod
     def decode(data: bytes) -> HandOff:
-        """Decode a hand-over. The size limit of messages also bounds its fields.
+        """Decode a handoff. The size limit of messages also bounds its fields.
 
-        Raises: WireError for bytes that are not a hand-over, or for a field with a wrong dtype,
+        Raises: WireError for bytes that are not a handoff, or for a field with a wrong dtype,
         shape or size.
         """
         try:
             found = _DECODER.decode(data)
         except UNDECODABLE as error:
-            raise WireError(f"cannot decode a {len(data)}-byte hand-over: {error}") from None
+            raise WireError(f"cannot decode a {len(data)}-byte handoff: {error}") from None
         if fault := found._fault():
-            raise WireError(f"the hand-over's {fault}")
+            raise WireError(f"the handoff's {fault}")
         return found
 
     def check_fits(
         self, prompt_tokens: int, vocabulary: int, hidden_size: int | None = None
     ) -> None:
-        """Check that the hand-over fits a prompt of `prompt_tokens` tokens, and a model with this
+        """Check that the handoff fits a prompt of `prompt_tokens` tokens, and a model with this
         vocabulary size and, if given, this hidden size.
 
         Raises: WireError if it does not fit.
         """
         if self.prompt_tokens != prompt_tokens:
             text = (
-                f"the hand-over is for a prompt of {self.prompt_tokens} tokens, not {prompt_tokens}"
+                f"the handoff is for a prompt of {self.prompt_tokens} tokens, not {prompt_tokens}"
             )
             raise WireError(text)
         if not 0 <= self.cached_tokens <= prompt_tokens:
             raise WireError(
-                f"the hand-over's cached_tokens {self.cached_tokens} are outside 0..{prompt_tokens}"
+                f"the handoff's cached_tokens {self.cached_tokens} are outside 0..{prompt_tokens}"
             )
         if not 0 <= self.first_token < vocabulary:
             raise WireError(
-                f"the hand-over's first token {self.first_token} is outside 0..{vocabulary - 1}"
+                f"the handoff's first token {self.first_token} is outside 0..{vocabulary - 1}"
             )
         if (
             self.draft_token_ids is not None
             and int(self.draft_token_ids.array().max()) >= vocabulary
         ):
             raise WireError(
-                f"the hand-over's draft_token_ids name tokens outside 0..{vocabulary - 1}"
+                f"the handoff's draft_token_ids name tokens outside 0..{vocabulary - 1}"
             )
         hidden = self.hidden_states
         if hidden is not None and hidden_size is not None and hidden.shape[1] != hidden_size:
-            text = f"the hand-over's hidden_states are of {hidden.shape[1]} numbers a token"
+            text = f"the handoff's hidden_states are of {hidden.shape[1]} numbers a token"
             raise WireError(f"{text}, those of the model of {hidden_size}")
 
     def _fault(self) -> str:

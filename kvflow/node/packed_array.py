@@ -1,4 +1,4 @@
-"""Arrays in a hand-over, packed as bytes. Only `PackedArray.tensor` imports torch."""
+"""Arrays in a handoff, packed as bytes. Only `PackedArray.tensor` imports torch."""
 
 from __future__ import annotations
 

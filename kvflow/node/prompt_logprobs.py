@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, packed for the hand-over, without torch."""
+"""Log-probabilities of a prompt's tokens, packed for the handoff, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvflow.protocols.errors import WireError
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 
-# The remaining bytes are for the other fields of the hand-over.
+# The remaining bytes are for the other fields of the handoff.
 MAX_BYTES = MAX_HANDOFF_BYTES - (1 << 16)
 _FLOATS, _IDS = np.dtype("<f4"), np.dtype("<i4")
 
@@ -70,14 +70,14 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
         if self.start != start or sizes != tuple(
             4 * tokens * each for each in (1, top, top, asked)
         ):
-            text = f"the hand-over's prompt logprobs are {sizes} bytes from {self.start}"
+            text = f"the handoff's prompt logprobs are {sizes} bytes from {self.start}"
             raise WireError(
                 f"{text}, not of {tokens} tokens and {top} and {asked} at each from {start}"
             )
         ids = np.frombuffer(self.top_ids, _IDS)
         if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
             raise WireError(
-                f"the hand-over's prompt logprobs name tokens outside 0..{vocabulary - 1}"
+                f"the handoff's prompt logprobs name tokens outside 0..{vocabulary - 1}"
             )
 
     def tokens(

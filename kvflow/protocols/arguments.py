@@ -52,9 +52,9 @@ def check_cause(cause: Cause | None) -> Cause:
 
 
 def check_handoff(handoff: bytes) -> bytes:
-    """Check that a hand-over is bytes, and return it. Raises: MisuseError."""
+    """Check that a handoff is bytes, and return it. Raises: MisuseError."""
     if not isinstance(handoff, bytes):
-        raise MisuseError(f"the hand-over must be bytes, not {type(handoff).__name__}: encode it")
+        raise MisuseError(f"the handoff must be bytes, not {type(handoff).__name__}: encode it")
     return handoff
 
 
@@ -132,8 +132,8 @@ def check_chunk(
     """Check a chunk of our `pages` for a room in which `left` of decode's places are not filled
     yet. Only the last chunk may fill the row.
 
-    Raises: MisuseError (a wrong number of pages, a hand-over before the last chunk), CapacityError
-    (a hand-over that is too large).
+    Raises: MisuseError (a wrong number of pages, a handoff before the last chunk), CapacityError
+    (a handoff that is too large).
     """
     if len(pages) != left if last else len(pages) > left - bool(layout.num_rows):
         given, needed = _counted(layout, pages), _needed(layout, left)
@@ -143,10 +143,10 @@ def check_chunk(
         raise MisuseError(f"room {room}: a chunk without pages that is not the last")
     if handoff_bytes and not last:
         raise MisuseError(
-            f"room {room}: hand-over of {handoff_bytes} bytes with a chunk that is not the last"
+            f"room {room}: handoff of {handoff_bytes} bytes with a chunk that is not the last"
         )
     if handoff_bytes > MAX_HANDOFF_BYTES:
-        raise CapacityError("bytes of hand-over", handoff_bytes, MAX_HANDOFF_BYTES)
+        raise CapacityError("bytes of handoff", handoff_bytes, MAX_HANDOFF_BYTES)
 
 
 def _counted(layout: PoolLayout, indices: PageIndices) -> str:

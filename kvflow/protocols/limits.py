@@ -55,7 +55,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on what a node remembers, what a request may ask for, and what may wait for proof."""
 
     closed_grants: int = 65_536  # ended grants that prefill remembers per decode
-    # Total bytes of the hand-overs that prefill keeps because decodes may request them again.
+    # Total bytes of the handoffs that prefill keeps because decodes may request them again.
     kept_bytes: int = 256 << 20
     ended_halves: int = 65_536
     targets: int = 1_024  # decodes registered at one prefill

@@ -156,7 +156,7 @@ SENDS: list[tuple[Any, dict[str, Any], str]] = [
     ([0, 1, 2, 3], {}, "chunk of 4 pages, 3 of decode's are left"),
     ([0, 1], {"last": True}, "chunk of 2 pages, 3 of decode's are left"),
     ([], {}, "a chunk without pages that is not the last"),
-    ([0, 1], {"handoff": b"early"}, "hand-over of 5 bytes with a chunk that is not the last"),
+    ([0, 1], {"handoff": b"early"}, "handoff of 5 bytes with a chunk that is not the last"),
 ]
 
 
@@ -199,7 +199,7 @@ async def test_send_too_early_too_late_and_of_pages_without_an_owner(p: Pair) ->
 async def test_the_largest_hand_over_is_sent_and_one_byte_more_is_refused(p: Pair) -> None:
     source, target = await matched(p)
     mine = p.prefill.pages.take(5, "engine")
-    with pytest.raises(CapacityError, match="bytes of hand-over"):
+    with pytest.raises(CapacityError, match="bytes of handoff"):
         source.send(mine, last=True, handoff=b"x" * (MAX_HANDOFF_BYTES + 1))
     assert source.phase.name == "WAITING_FOR_INPUT"
     source.send(mine, last=True, handoff=b"x" * MAX_HANDOFF_BYTES)

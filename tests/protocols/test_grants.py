@@ -202,7 +202,7 @@ def test_ranges_are_bounded_and_the_lowest_raises_the_low_water_mark() -> None:
     assert [table.phase(GrantId(grant)) for grant in (2, 5, 6)] == [P.BELOW, P.UNKNOWN, P.BELOW]
 
 
-def test_bytes_of_hand_overs_are_counted_over_all_tables_until_they_are_forgotten() -> None:
+def test_bytes_of_handoffs_are_counted_over_all_tables_until_they_are_forgotten() -> None:
     kept = KeptBytes()
     first, second = (GrantTable[str](8, GrantId(1), kept) for _ in range(2))
     for table, grant in ((first, 1), (first, 2), (second, 1)):

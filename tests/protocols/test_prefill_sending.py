@@ -206,10 +206,10 @@ class TestWhatCannotBeSent:
         assert prefill.asked() == [] and record.placed == len(sent), "nothing was queued"
         assert len(record.chunks) == bool(sent)
 
-    def test_a_hand_over_before_the_last_chunk(self, prefill: LonePrefill) -> None:
+    def test_a_handoff_before_the_last_chunk(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
         with pytest.raises(
-            MisuseError, match="room 7: hand-over of 1 bytes with a chunk that is not the last"
+            MisuseError, match="room 7: handoff of 1 bytes with a chunk that is not the last"
         ):
             prefill.send(record, 1, handoff=b"h")
 
@@ -443,7 +443,7 @@ class TestBelowTheLowWater:
         assert prefill.hear(abort(7, 1)) == [ack(drained=False)]
 
 
-def test_hand_overs_are_kept_up_to_a_limit_and_the_decode_with_most_loses_the_oldest() -> None:
+def test_handoffs_are_kept_up_to_a_limit_and_the_decode_with_most_loses_the_oldest() -> None:
     prefill = LonePrefill(bounds=Bounds(kept_bytes=250)).up(DECODE, OTHER_DECODE)
     for number, target in enumerate((OTHER_DECODE, DECODE, DECODE), 1):
         prefill.hear(bootstrap(number, number, target))

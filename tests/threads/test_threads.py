@@ -490,7 +490,7 @@ def test_misuse_of_send_is_raised_by_send() -> None:
         for pages, more, text in cases:
             with pytest.raises(kvflow.MisuseError, match=text):
                 sending.send(pages, **more)
-        with pytest.raises(kvflow.CapacityError, match="bytes of hand-over"):
+        with pytest.raises(kvflow.CapacityError, match="bytes of handoff"):
             sending.send([1, 2, 3], last=True, handoff=bytes(100 << 20))
         sending.send([1, 2, 3], last=True)
         with pytest.raises(kvflow.MisuseError, match=r"room 7: send\(\) after the last chunk"):
@@ -703,7 +703,7 @@ def test_a_handoff_that_is_no_bytes_is_refused_where_it_is_passed() -> None:
     with engines() as (prefill, decode):
         source, target = met(prefill, decode)
         odd: Any = "text"
-        with pytest.raises(kvflow.MisuseError, match="hand-over"):
+        with pytest.raises(kvflow.MisuseError, match="handoff"):
             source.send([3, 4, 5], last=True, handoff=odd)
         source.send([3, 4, 5], last=True, handoff=b"t")
         wait_for(decode, "landed", target)

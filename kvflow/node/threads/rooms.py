@@ -41,7 +41,7 @@ class RoomEvent(msgspec.Struct, Generic[R], frozen=True):
 
     begun     decode, announced rooms only: prefill has a place for the whole prompt
     opened    decode: every rank is registered, and the pages are lent
-    landed    decode: every page landed and may be read; `handoff` is prefill's hand-over
+    landed    decode: every page landed and may be read; `handoff` is prefill's handoff
     matched   prefill: decode's half arrived, and send() may be called; decode already has the first
               `prefix_tokens` tokens of the prompt
     done      prefill: every write landed
@@ -77,7 +77,7 @@ class DecodeThreadRoom(ThreadRoom):
         self._side, self.tokens, self.num_pages = side, tokens, num_pages
         self.pages: PageIndices = NO_PAGES
         self.offered = False  # True once the engine has given the room its pages
-        self.handoff: bytes | None = None  # prefill's hand-over, once every page has landed
+        self.handoff: bytes | None = None  # prefill's handoff, once every page has landed
 
     def __repr__(self) -> str:
         if self.released:

@@ -196,7 +196,7 @@ class Transfers:
     # --- bytes
 
     def landed(self, arrival: Arrival) -> None:
-        """Verify that a room which landed has all its bytes and its hand-over (I2, I8, I9)."""
+        """Verify that a room which landed has all its bytes and its handoff (I2, I8, I9)."""
         room, home = arrival.room, arrival.home
         for rank, key in enumerate(arrival.keys):
             writes = self.writes.get(key, ())
@@ -213,4 +213,4 @@ class Transfers:
                 text = f"room {room} succeeds while a write may still reach {home.name(place)}"
                 self.broken("I2", text)
         if arrival.handoff != handoff_of(arrival.digest):
-            self.broken("I9", f"room {room} got another room's hand-over")
+            self.broken("I9", f"room {room} got another room's handoff")

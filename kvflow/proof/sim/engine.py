@@ -72,7 +72,7 @@ class Job:
 
     @property
     def handoff(self) -> bytes:
-        """Hand-over that prefill must send with its last chunk."""
+        """Handoff that prefill must send with its last chunk."""
         return handoff_of(prompt_digest(self.prompt))
 
     def named(self) -> Named:

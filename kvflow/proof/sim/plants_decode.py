@@ -110,8 +110,8 @@ def heartbeat_counts_queueing() -> Installed:
 
 @bug("handoff slot shared", nodes=(0, "I9"), bare=(0, "I9"))
 def handoff_slot_shared() -> Installed:
-    """Hand-overs of all rooms go through one slot."""
-    # One slot per process, so that only rooms of one decode mix up their hand-overs.
+    """Handoffs of all rooms go through one slot."""
+    # One slot per process, so that only rooms of one decode mix up their handoffs.
     slots: dict[Process | None, bytes] = {}
 
     def write(record: DecodeRoomRecord, value: bytes) -> None:

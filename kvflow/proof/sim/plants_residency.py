@@ -56,9 +56,9 @@ def _view_instead_of_copy() -> Installed:
     return swapped(SnapshotStore, "_copy", copy)
 
 
-@bug("hand-over is a view", nodes=(0, "I9"))
+@bug("handoff is a view", nodes=(0, "I9"))
 def _handoff_is_a_view() -> Installed:
-    """A hand-over lies in a slot that is used again."""
+    """A handoff lies in a slot that is used again."""
     original, slots = DecodeShell._landed, dict[Process | None, bytearray]()
 
     def landed(self: DecodeShell, command: RoomLanded) -> None:

@@ -167,7 +167,7 @@ class Residence:
 
     async def _back(self, here: Resident, whole: bool | None) -> None:
         if self._handoff != handoff_of(self._digest):
-            text = f"{here.owner}: its hand-over is another one after its return"
+            text = f"{here.owner}: its handoff is another one after its return"
             self._oracle.broken("I9", text)
         if bool(whole) is self._state.lost:
             self._broken("it comes back with state that was dropped, or without state that was not")

@@ -290,7 +290,7 @@ class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom
             handoff = await request.ended.get()
             self._check_content(request)
             if handoff != job.handoff:
-                self._broken("I9", f"room {job.room} got another room's hand-over")
+                self._broken("I9", f"room {job.room} got another room's handoff")
             await asyncio.sleep(job.kept_s)
             self._check_content(request)
             job.succeeded = True

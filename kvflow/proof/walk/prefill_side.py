@@ -225,7 +225,7 @@ class PrefillSide:
         last = done + 1 >= chunks
         try:
             self.endpoint.queue_chunk(
-                record, source, last=last, handoff=b"hand-over" if last else b"", now=0.0
+                record, source, last=last, handoff=b"handoff" if last else b"", now=0.0
             )
         except MisuseError as error:
             text = f"I8: a chunk that decode's pages have room for is refused: {error}"

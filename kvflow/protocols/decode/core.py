@@ -187,7 +187,7 @@ class DecodeCore(Core):
     def land(
         self, record: DecodeRoomRecord, rank: int, message: wire.ChunkDone, now: float
     ) -> None:
-        """Feed a landed chunk to its room. The room keeps the first hand-over from any rank."""
+        """Feed a landed chunk to its room. The room keeps the first handoff from any rank."""
         record.handoff = record.handoff or message.handoff
         event = DecodeEvent(DecodeKind.CHUNK_LANDED, rank, message.seq, message.pages, message.last)
         self.feed_room(record, event, now)

@@ -2,7 +2,7 @@
 
 Prefill keeps the last messages of an ended grant, to send them again, until decode reports that the
 grant is settled. The number of these grants is bounded for each decode, and the size of their
-hand-overs is bounded over all decodes. Evicting a grant raises the low-water mark, and no grant
+handoffs is bounded over all decodes. Evicting a grant raises the low-water mark, and no grant
 below the mark begins. Grants settled above the mark are kept as ranges, so that one grant that
 stays open does not keep the others in memory.
 """
@@ -140,7 +140,7 @@ class Announcements:
 
 
 class KeptBytes:
-    """The size in bytes of all kept hand-overs, summed over the tables that share this counter."""
+    """The size in bytes of all kept handoffs, summed over the tables that share this counter."""
 
     __slots__ = ("total",)
 
@@ -153,7 +153,7 @@ class GrantTable(Generic[R]):
 
     def __init__(self, limit: int, low_water: GrantId, kept: KeptBytes | None = None) -> None:
         """Create a table that remembers up to `limit` ended grants and as many settled ranges. No
-        grant below `low_water` begins. `kept` adds up the bytes of the hand-overs of several
+        grant below `low_water` begins. `kept` adds up the bytes of the handoffs of several
         tables.
         """
         self.low_water = low_water

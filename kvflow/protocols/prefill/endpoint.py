@@ -170,7 +170,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         after a call of `check_chunk`.
 
         Raises: MisuseError before the halves matched, after the last chunk, for a number of pages
-        that does not fit, and for a hand-over before the last chunk; CapacityError for a hand-over
+        that does not fit, and for a handoff before the last chunk; CapacityError for a handoff
         that is too large; LayoutError for a row in the wrong place; or the room's own error after
         the room ended. The chunk is then not queued.
         """

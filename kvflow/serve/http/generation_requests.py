@@ -172,7 +172,7 @@ def _params_of_prompt(
 
 
 def _wants_hidden(body: GenerateRequest, index: int, prompts: int) -> bool:
-    """Return True if the last token's states are wanted. A hand-over cannot hold all states."""
+    """Return True if the last token's states are wanted. A handoff cannot hold all states."""
     given = _of_prompt(
         "return_hidden_states", body.return_hidden_states, index, prompts, _NOT_ASKED
     )
@@ -344,7 +344,7 @@ def _check_scores(
     choices: int,
     limits: RequestLimits,
 ) -> None:
-    # The log-probabilities count once per choice, because its hand-over and answer contain them.
+    # The log-probabilities count once per choice, because its handoff and answer contain them.
     scores = (
         limits.engine.scores_bytes(len(prompt), one)
         for prompt, one in zip(prompts, params, strict=True)

@@ -118,7 +118,7 @@ class _Room:
         source, target = await self._matched()
         sent = self._pair.send_all(source, chunks=min(chunks, len(self._prompt) // _PAGE_SIZE))
         there = self._pair.prefill.pool.pages_bytes(sent).copy()
-        require(await target.landed() == b"handoff", "another hand-over")
+        require(await target.landed() == b"handoff", "another handoff")
         foreign = np.count_nonzero(self._pair.decode.pool.pages_bytes(target.pages) != there)
         require(not foreign, f"room {self._number} succeeded with {foreign} foreign bytes")
         await source.done()

@@ -24,7 +24,7 @@ bursts are as long as a slice, 1 to 3 ms, for a while. With small blocks, the re
 is so short that a waiting thread may still need the 5 ms.
 
 A write of at most 64 KiB is copied on the event loop if no other write of the plane waits. The copy
-takes some 10 us, and a hand-over to the thread and back would take several times that in both
+takes some 10 us, and a handoff to the thread and back would take several times that in both
 threads. The bytes that one turn of the loop copies are bounded.
 """
 

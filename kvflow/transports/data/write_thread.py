@@ -5,7 +5,7 @@ takes effect between slices. Work arrives through a queue on which the idle thre
 writes return to the event loop in batches: one wake-up serves all writes that ended since the loop
 last ran.
 
-A hand-over to the thread may cost more than a tiny write. A back end may do such a write on the
+A handoff to the thread may cost more than a tiny write. A back end may do such a write on the
 event loop instead, up to a limit per turn of the loop. It does so only while no other write is
 under way, so that writes keep their order.
 

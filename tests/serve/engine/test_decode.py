@@ -179,14 +179,14 @@ def handed_over(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("handoff", "text"),
     [
-        (b"junk", "cannot decode a 4-byte hand-over"),
-        (handed_over(prompt_tokens=39), "the hand-over is for a prompt of 39 tokens, not 40"),
-        (handed_over(first_token=512), r"the hand-over's first token 512 is outside 0\.\.511"),
+        (b"junk", "cannot decode a 4-byte handoff"),
+        (handed_over(prompt_tokens=39), "the handoff is for a prompt of 39 tokens, not 40"),
+        (handed_over(first_token=512), r"the handoff's first token 512 is outside 0\.\.511"),
         (handed_over(top_logprobs=((-1, -0.5),)), r"tokens outside 0\.\.511"),
         (handed_over(top_logprobs=((512, -0.5),)), r"tokens outside 0\.\.511"),
     ],
 )
-async def test_a_hand_over_for_something_else_ends_the_request(
+async def test_a_handoff_for_something_else_ends_the_request(
     handoff: bytes, text: str, llama: LoadedModel
 ) -> None:
     async with EnginePair(llama) as pair:

@@ -1,4 +1,4 @@
-"""The hand-over: what it may carry, and that every field stays that of its request."""
+"""The handoff: what it may carry, and that every field stays that of its request."""
 
 from __future__ import annotations
 
@@ -135,12 +135,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_hand_over_that_is_nested_too_deep_is_refused() -> None:
+def test_a_handoff_that_is_nested_too_deep_is_refused() -> None:
     """In a field that this version does not know, and would skip."""
     good = HandOff(first_token=1, prompt_tokens=PROMPT).encode()
     deep = bytes([good[0] + 1]) + good[1:] + b"\xa3new" + b"\x91" * 60_000 + b"\x01"
     with pytest.raises(
-        WireError, match=f"cannot decode a {len(deep)}-byte hand-over: maximum recursion depth"
+        WireError, match=f"cannot decode a {len(deep)}-byte handoff: maximum recursion depth"
     ):
         HandOff.decode(deep)
 
@@ -148,9 +148,9 @@ def test_a_hand_over_that_is_nested_too_deep_is_refused() -> None:
 @pytest.mark.parametrize(("fields", "text"), WRONG, ids=[text for _, text in WRONG])
 def test_both_sides_name_the_field_and_its_limit(fields: dict[str, Any], text: str) -> None:
     made = HandOff(first_token=1, prompt_tokens=PROMPT, **fields)
-    with pytest.raises(MisuseError, match=f"the hand-over's {text}"):
+    with pytest.raises(MisuseError, match=f"the handoff's {text}"):
         made.encode()
-    with pytest.raises(WireError, match=f"the hand-over's {text}"):
+    with pytest.raises(WireError, match=f"the handoff's {text}"):
         HandOff.decode(msgspec.msgpack.encode(made))
 
 
@@ -211,7 +211,7 @@ class Buffers:
 
 def values(handoff: HandOff) -> list[Any]:
     fields = {name: getattr(handoff, name) for name in handoff.__struct_fields__}
-    assert None not in fields.values(), "a field that no hand-over sets is not looked at"
+    assert None not in fields.values(), "a field that no handoff sets is not looked at"
     return [
         [name, one.array().tolist() if isinstance(one, PackedArray) else msgspec.to_builtins(one)]
         for name, one in fields.items()
@@ -260,7 +260,7 @@ Read = Callable[[bytes], HandOff]
 async def changed_after(
     later: int, connected: Any, read: Read, random: np.random.Generator
 ) -> list[str]:
-    """Return the changed fields of the first hand-overs after `later` more."""
+    """Return the changed fields of the first handoffs after `later` more."""
     buffers, kept = Buffers(random), list[tuple[HandOff, list[Any]]]()
     async with connected() as (node, open_room):
         for room in range(8 + later):
@@ -278,7 +278,7 @@ async def changed_after(
 
 
 @pytest.mark.parametrize("connected", [in_memory, over_zmq])
-async def test_no_field_changes_with_a_thousand_later_hand_overs(
+async def test_no_field_changes_with_a_thousand_later_handoffs(
     connected: Any, request: pytest.FixtureRequest
 ) -> None:
     random = np.random.default_rng(request.config.option.seed)

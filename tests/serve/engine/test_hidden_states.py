@@ -101,8 +101,8 @@ def test_a_model_without_an_output_layer_of_its_own_says_so() -> None:
     EngineLimits(512, 512, 16, 100, 64).check_sampling([1], SamplingParams(hidden_states=True))
 
 
-def test_a_hand_over_without_them_is_refused() -> None:
-    with pytest.raises(WireError, match="the hand-over has no hidden states"):
+def test_a_handoff_without_them_is_refused() -> None:
+    with pytest.raises(WireError, match="the handoff has no hidden states"):
         check_handoff(
             HandOff(first_token=1, prompt_tokens=5), 5, SamplingParams(hidden_states=True), 512
         )

@@ -59,5 +59,5 @@ def test_what_ends_a_request(token: int, generated: int, params: dict[str, Any],
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", b"x" * 100, b"\x81\xa4type\xa5other"])
 def test_other_bytes_are_no_handoff(data: bytes) -> None:
-    with pytest.raises(WireError, match="hand-over"):
+    with pytest.raises(WireError, match="handoff"):
         HandOff.decode(data)

@@ -495,7 +495,7 @@ def test_the_ratio_decays_and_is_raised_by_a_retract() -> None:
     assert safe.now == 1.0
 
 
-async def test_a_hand_over_stays_its_requests_own_while_others_come_and_go(
+async def test_a_handoff_stays_its_requests_own_while_others_come_and_go(
     llama: LoadedModel,
 ) -> None:
     numbers = iter(range(1000))

@@ -219,7 +219,7 @@ BIG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", BIG)
 async def test_those_of_all_choices_together_are_bounded(path: str) -> None:
-    """256 hand-overs of a MiB each were written as a gigabyte of JSON."""
+    """256 handoffs of a MiB each were written as a gigabyte of JSON."""
     tokens = MAX_SCORES_BYTES // 128 // (4 + 8 * 20)
     name = "input_ids" if path == "/generate" else "prompt"
     async with Role(FakeService("prefill", Meeting(), pool_tokens=10_000)) as role:

@@ -101,10 +101,10 @@ class EngineLimits:
             )
 
     def check_sampling(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Check the sampling parameters against the limits of the model and of hand-overs.
+        """Check the sampling parameters against the limits of the model and of handoffs.
 
         Raises: MisuseError for token ids outside the vocabulary, bad words that may leave no token
-        to choose, a position outside the prompt, more log-probabilities than a hand-over holds, or
+        to choose, a position outside the prompt, more log-probabilities than a handoff holds, or
         hidden states that the model does not return.
         """
         if params.hidden_states and not 0 < self._hidden_size <= MAX_HIDDEN_BYTES // 4:

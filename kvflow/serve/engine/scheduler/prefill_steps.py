@@ -118,7 +118,7 @@ class PrefillSteps:
     """Runs prefill steps over one model's pool, and sends the computed pages.
 
     `samples` is True at the rank that has the logits and chooses the first tokens. Any other rank
-    sends its pages without a hand-over.
+    sends its pages without a handoff.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class PrefillSteps:
     def send(self, request: PrefillRequest) -> None:
         """Send the full pages of a request that have not been sent yet.
 
-        After the prompt's last chunk, send the remaining pages and the row, with the hand-over if
+        After the prompt's last chunk, send the remaining pages and the row, with the handoff if
         this rank chose the first token.
 
         Raises: the room's error.

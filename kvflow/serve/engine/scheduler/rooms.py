@@ -49,7 +49,7 @@ class DecodeRoomPort(Protocol):
         """
 
     async def landed(self) -> bytes:
-        """Wait until all pages have landed; returns prefill's hand-over.
+        """Wait until all pages have landed; returns prefill's handoff.
 
         Raises: the room's error.
         """
