@@ -55,8 +55,8 @@ PRELOADED = (
 )
 _HEAD = 8  # bytes with the size of a request
 _MOST_DESCRIPTORS = 16
-# Variables that no import in the nursery reads. torch sets its own in a process of tests, and so does
-# the engine of a plane, which a forked role imports only after it has its environment.
+# Variables that no import in the nursery reads. torch sets its own in a process of tests, and so
+# does the engine of a plane, which a forked role imports only after it has its environment.
 _OWN = ("KVFLOW_", "PYTEST_", "TORCHINDUCTOR_", "MC_", "UCX_", "NIXL_")
 
 

@@ -12,7 +12,7 @@ from typing import Self
 
 import msgspec
 
-from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.errors import KvflowError, LostError, MisuseError
 from kvflow.serve.config.settings import Settings
 from kvflow.serve.launch.child import Child, ChildEndedError, first_end, start_together
 
@@ -81,7 +81,7 @@ class RankProcesses:
         command: str,
         *,
         on_lost: Callable[[int, str], None],
-        on_fatal: Callable[[ChildEndedError], None],
+        on_fatal: Callable[[KvflowError], None],
         descriptors: tuple[int, ...] = (),
         own: Mapping[int, int] | None = None,
     ) -> None:
@@ -122,13 +122,14 @@ class RankProcesses:
         attempt, pause_s = 0, FIRST_PAUSE_S
         loop = asyncio.get_running_loop()
         while True:
+            error: KvflowError
             began_s, started = loop.time(), False
             self.children.update((rank, self._child(rank)) for rank in ranks)
             try:
                 await self._all_started(ranks, attempt)
                 started = True
                 error = await first_end(self.children[rank] for rank in ranks)
-            except ChildEndedError as ended:
+            except (ChildEndedError, LostError) as ended:
                 error = ended
             for rank in ranks:
                 self._on_lost(rank, str(error))
@@ -167,7 +168,12 @@ class RankProcesses:
             starts.append(
                 (self.children[rank], {**os.environ, RANK: msgspec.json.encode(spec).decode()})
             )
-        await start_together(starts, START_S)
+        try:
+            await start_together(starts, START_S)
+        except TimeoutError:
+            raise LostError(f"{_names(ranks)}: not ready within {START_S:g} s") from None
+        except OSError as error:
+            raise LostError(f"{_names(ranks)}: cannot start: {error}") from None
 
 
 def end_at_once(role: str, error: BaseException) -> None:

@@ -26,7 +26,6 @@ from kvflow.serve.engine.ranks.shard_following import ShardFollower
 from kvflow.serve.engine.ranks.shard_leading import ShardLeader
 from kvflow.serve.engine.ranks.shard_wire import ShardLink
 from kvflow.serve.http.group_service import ShardedDecodeService
-from kvflow.serve.launch.child import ChildEndedError
 from kvflow.serve.launch.meeting import meeting_directory
 from kvflow.serve.launch.parts import Parts, loaded, loaded_model
 from kvflow.serve.launch.process import Ready, StopSignals, announce
@@ -142,7 +141,7 @@ class _FirstShard:
         if self.leader is not None and not self._stopping:
             self.leader.lost(shard, why)
 
-    def cannot_go_on(self, error: ChildEndedError) -> None:
+    def cannot_go_on(self, error: KvflowError) -> None:
         """End this process if another shard's process ends before there is a service.
 
         Loading the model may wait for that shard forever. Later, `on_lost` handles this.
