@@ -221,6 +221,23 @@ async def test_a_message_may_not_take_for_ever(
         await malformed(router, 1)
 
 
+async def test_a_large_message_after_a_long_silence_is_not_late(
+    router: ZmqSocket, port: int
+) -> None:
+    with await asyncio.to_thread(connected, port) as raw:
+        await until(lambda: len(router.connections.open) == 1)
+        (connection,) = router.connections.open.values()
+        silent_s = connection.since_s = connection.since_s - 60
+        await until(lambda: connection.since_s > silent_s)
+        raw.sendall(part(tcp_connections.LATE_BYTES + 1))
+        await until(lambda: connection.unfinished_bytes > tcp_connections.LATE_BYTES)
+        raw.sendall(b"\0\5hello")
+        async with asyncio.timeout(20):
+            while not any(found == b"hello" for _, found in await router.receive()):
+                pass
+        assert router.connections.cut == 0
+
+
 async def test_too_many_connections_end_the_oldest_that_has_said_nothing(
     router: ZmqSocket, port: int, dealer: ZmqSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

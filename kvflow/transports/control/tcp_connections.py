@@ -41,8 +41,7 @@ LOOK_S = 0.1  # seconds between two looks; on loopback some 200 MB can arrive in
 UNFINISHED_BYTES = MAX_FRAME_BYTES + (1 << 20)
 # Limit for all connections. If frames are empty, ZMQ uses up to 32 times as much memory.
 ALL_UNFINISHED_BYTES = 64 << 20
-# A connection with more than LATE_BYTES of an unfinished message is cut if it has delivered no
-# whole message within the last UNFINISHED_S.
+# A connection is cut if it has had more than LATE_BYTES of an unfinished message for UNFINISHED_S.
 UNFINISHED_S, LATE_BYTES = 5.0, 64 << 10
 MAX_CONNECTIONS = 2_048  # fewer if the process has few descriptors (`descriptors_for`)
 LOOK_WORK = 64  # connections, or their events, per turn of the event loop: some 300 us
@@ -55,8 +54,8 @@ _names = itertools.count()
 class TcpConnection:
     """Counters for one connection.
 
-    `since_s` is the time when it last delivered a whole message, and `received` the number of bytes
-    that had arrived by then. Until its first message, they are the time of its opening and 0.
+    `received` is the number of bytes that had arrived when it last delivered a whole message; 0
+    until then. `since_s` is the last time when at most `LATE_BYTES` had arrived since.
     """
 
     __slots__ = ("has_delivered", "received", "since_s", "unfinished_bytes")
@@ -240,6 +239,9 @@ class TcpConnections:
                 connection.unfinished_bytes, connection.has_delivered = 0, True
             else:
                 connection.unfinished_bytes = received - connection.received
+                # A message does not begin late because its connection was silent before.
+                if connection.unfinished_bytes <= LATE_BYTES:
+                    connection.since_s = self._loop.time()
             delivered.discard(descriptor)
         delivered.discard(-1)
 
