@@ -140,7 +140,7 @@ async def open_rooms(plan: Growth, count: int) -> AsyncIterator[OpenRooms]:
 
 
 async def bench_growth(counts: tuple[int, ...], plan: Growth, say: Say) -> Figures:
-    """Measure every number of rooms in turn.
+    """Measure with each number of open rooms in `counts`, in turn.
 
     Returns {"plan", str(count): figures, "must": [...]}.
     """

@@ -39,7 +39,7 @@ async def bench_profile(trees: Sequence[str], plane: str, at_once: int, say: Say
 
 
 def per_room(functions: list[list[Any]], count: int) -> dict[str, Any]:
-    """Return the calls and microseconds of one room, and the functions that take the most time."""
+    """Return average calls and microseconds per room, and the functions that take the most time."""
     # `ours` leaves out the bench's functions, because they are not part of the library.
     ours = [row for row in functions if "/kvflow/" in row[0] and "/kvflow/bench/" not in row[0]]
     named = sorted(functions, key=lambda row: float(row[3]), reverse=True)[:FUNCTIONS]

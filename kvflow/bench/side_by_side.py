@@ -20,7 +20,7 @@ from kvflow.bench import rooms, transfer
 from kvflow.bench.figures import Say
 from kvflow.bench.pair import WORKER, WorkerPair
 
-# Rooms of a round by concurrency, chosen so that a round takes a few tenths of a second.
+# Number of rooms per round, by concurrency: a round takes a few tenths of a second.
 ROOMS = {1: 200, 32: 1500, 256: 3000}
 CASES = transfer.PEER_CASES
 LIFE_TURNS = 2

@@ -45,7 +45,7 @@ class EventStream:
         await write(self.response, pieces)
 
     async def keepalive(self) -> None:
-        """Send an empty event. A proxy notices only at a write that its client disconnected."""
+        """Send an empty event. A proxy must write to notice that its client has disconnected."""
         await self.response.write(KEEPALIVE)
 
     async def fail(self, failure: Failure) -> None:

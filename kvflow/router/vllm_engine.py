@@ -79,7 +79,7 @@ class VllmEngine:
     def __init__(self, legs: LegOrder = "sequential") -> None:
         self._together = legs == "together"
         self._decoded_alone: Counter[str] = Counter()
-        self._without_params: set[str] = set()  # URLs of prefills that the log already names
+        self._without_params: set[str] = set()  # URLs of prefills already warned about
 
     async def identify(
         self, session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None

@@ -86,7 +86,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
             in_use = number in self._numbers
             self._numbers.add(number)
         if in_use:
-            # Decode's half may arrive after the first room ended, and must then be refused as well.
+            # Decode's half of this second room may arrive after the first one ended: refuse it too.
             error = RoomInUseError(f"room {number} is in use")
             why = error.cause()
             thread.post(partial(self._act, lambda node: node.refuse(number, why)))

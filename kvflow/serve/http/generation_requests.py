@@ -437,7 +437,7 @@ def _rendezvous(body: Rooms, index: int, total: int, default_port: int) -> tuple
         )
     if not 0 <= room < 1 << 64:
         raise RequestError(f"bootstrap_room: {room} is not an unsigned 64-bit integer")
-    # If the router gave one room, both legs derive the same other rooms from it.
+    # If the router gave only one room, both legs derive those of the other completions from it.
     if total > 1 and not isinstance(body.bootstrap_room, list):
         room = (room + index * _ROOM_STEP) & _ROOM_MASK if index else room
     if host is None:

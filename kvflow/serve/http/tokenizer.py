@@ -60,7 +60,7 @@ class ThreadedTokenizer:
         self._thread = Threads("text")
 
     async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> PromptIds:
-        """Return the token ids of a plain prompt, the value of the body's field `param`.
+        """Return the token ids of a plain prompt. Errors name `param`, the body field it came from.
 
         Raises: RequestError if the model has no tokenizer, or the text cannot fit into the context.
         """

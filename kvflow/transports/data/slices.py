@@ -31,7 +31,7 @@ def are_tiny(plane: str, blocks: Blocks) -> bool:
 
 
 def remedy(plane: str, blocks: Blocks) -> str:
-    """Return a warning with advice, about tiny slices that are moved without staging."""
+    """Return a warning that slices are tiny, with advice on how to avoid them."""
     return (
         f"slices of {blocks.mean_bytes} bytes are slow over {plane}, which is fast from "
         f"{TINY_BELOW_BYTES[plane]} on: where prefill has more shards, start decode with "

@@ -100,7 +100,7 @@ class FileIndex:
             self._writing -= 1
 
     def not_removed(self, entries: Iterable[Entry]) -> None:
-        """Count files that may still exist. `reserve` returns them first, for another try."""
+        """Record files that could not be removed. `reserve` returns them first, to try again."""
         with self._lock:
             self._stuck.extend(entries)
 

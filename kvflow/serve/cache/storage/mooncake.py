@@ -3,10 +3,10 @@
 A master knows the location of each page. Every call blocks, for a long time if the store has
 trouble, so all of this runs in the threads of `guarded`. Measured with 0.3.13 (TCP, loopback):
 
-- If the master was killed, each call fails after up to 4.3 s. If it is frozen, a call waits until
-  it continues. The GIL is released in both cases. When a master is back, the client reconnects
-  within half a second. The stored pages are gone, and there is no room until clients lend their
-  memory again (after about 1 s).
+- If the master was killed, each call fails after up to 4.3 s. If the master is frozen, calls wait
+  until it resumes. The GIL is released in both cases. Once a killed master is back, the client
+  reconnects within half a second, but the stored pages are gone, and there is no room until
+  clients lend their memory again (after about 1 s).
 
 - `setup` without a master waits for 90 s and **holds the GIL**, which stops the whole process. So a
   child process tries it first. This takes 50 to 100 ms, once. `close` holds the GIL for 2 s.
@@ -21,8 +21,8 @@ trouble, so all of this runs in the threads of `guarded`. Measured with 0.3.13 (
 although its call returned, and the engine does not report its end. So records pass through memory
 that this backend never frees. A page is first copied from this memory to the caller's buffer, and
 then verified (`record`). So late bytes cannot reach a verified page. The checksum also protects
-against an expired lease, against memory that the store gave to another page meanwhile, and against
-a process that died during its put.
+against an expired lease, against memory that the store has since given to another page, and
+against a process that died during its put.
 """
 
 from __future__ import annotations

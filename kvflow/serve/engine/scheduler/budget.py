@@ -324,7 +324,7 @@ class PageBudget:
         return CapacityError("free rows, and no running request will free more", 1, max(0, rows))
 
     def close(self, error: KvflowError) -> None:
-        """Make all waiting requests raise `error`. Call `admit` no more afterwards."""
+        """Make all waiting requests raise `error`. Do not call `admit` after this."""
         self._returned.close()
         if self._timer is not None:
             self._timer.cancel()

@@ -70,9 +70,9 @@ async def fetch_beside(
 def begin_fetch(
     cache: PrefixCache | None, policy: PrefetchPolicy, tokens: Tokens, namespace: Namespace
 ) -> asyncio.Task[None] | None:
-    """With the policy best_effort, start to fetch the prompt's pages from storage to the host.
+    """Start fetching the prompt's pages from storage to the host, if the policy is best_effort.
 
-    Returns the task, or None with other policies or without a host cache. Pass the result to
+    Returns the task, or None for other policies or without a host cache. Pass the result to
     `stopped` when the fetch is no longer needed.
     """
     if cache is None or not cache.has_host or policy != "best_effort":

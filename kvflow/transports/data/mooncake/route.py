@@ -21,7 +21,10 @@ _BEST_BYTES_PER_S = 8e9
 
 
 class MooncakeRoute(PlannedRoute):
-    """Implements `ports.Route` with its own window, so that a frozen peer holds up no other."""
+    """Implements `ports.Route`.
+
+    Each route has its own window, so that a frozen peer does not hold up the others.
+    """
 
     def __init__(
         self,
