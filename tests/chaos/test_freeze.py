@@ -65,8 +65,12 @@ async def test_a_receiver_frozen_for_longer_than_the_engines_patience(plane: str
         assert await decode.ask("outcome", room=1) == {"outcome": "success", "foreign_bytes": 0}
         await decode.ask("adopt", room=1)
         await decode.ask("meet", ranks=prefill.ranks)
+        # A whole room first, so that the receiver owes no answer to the engine's connection when it
+        # is frozen.
         await begin(2, PAGES, prefill, decode)
-        await in_the_middle(decode, 2)
+        assert await decode.ask("outcome", room=2) == {"outcome": "success", "foreign_bytes": 0}
+        await begin(3, PAGES, prefill, decode)
+        await in_the_middle(decode, 3)
         await decode.freeze()
 
         # Where the receiver carries a write out, it waits for the thaw; NIXL for as long as that
@@ -82,7 +86,7 @@ async def test_a_receiver_frozen_for_longer_than_the_engines_patience(plane: str
 
         await until(stuck)
         # What is under way ends in error, as late as the engine likes.
-        await prefill.ask("end", room=2)
+        await prefill.ask("end", room=3)
 
         async def rewritten() -> bool:
             return await prefill.ask("rewrite", word=REWRITTEN) == {"held": 0}
@@ -96,7 +100,7 @@ async def test_a_receiver_frozen_for_longer_than_the_engines_patience(plane: str
         if not waits_on:
             assert not (await prefill.ask("left"))["rooms"]
             decode.signal(signal.SIGCONT)
-        assert (await decode.ask("outcome", room=2))["outcome"] == "client_gone"
+        assert (await decode.ask("outcome", room=3))["outcome"] == "client_gone"
         free = (await decode.ask("reuse"))["pages"]
         assert free + PAGES <= NUM_PAGES - await quarantined(decode)
         await asyncio.sleep(1.5)  # whatever may still arrive
