@@ -48,6 +48,8 @@ async def test_another_incarnation_answers_and_nobody_saw_the_old_one_die(p: Pai
     assert await code_of(target.landed()) is Code.PEER_LOST
     assert target.phase.name == "LOST"
     assert ledger(p.decode).quarantined_pages == 5
+    (line,) = (line for line in p.decode.peers() if line["phase"] == "gone")
+    assert (line["loans"], line["quarantine_pages"]) == (1, 5)
     await success(p, 8)
     assert ledger(p.decode).quarantined_pages == 5
     p.plane(old).die()

@@ -199,7 +199,8 @@ async def test_send_too_early_too_late_and_of_pages_without_an_owner(p: Pair) ->
 async def test_the_largest_hand_over_is_sent_and_one_byte_more_is_refused(p: Pair) -> None:
     source, target = await matched(p)
     mine = p.prefill.pages.take(5, "engine")
-    with pytest.raises(CapacityError, match="bytes of handoff"):
+    text = f"bytes of handoff: asked for {MAX_HANDOFF_BYTES + 1}, limit {MAX_HANDOFF_BYTES}"
+    with pytest.raises(CapacityError, match=text):
         source.send(mine, last=True, handoff=b"x" * (MAX_HANDOFF_BYTES + 1))
     assert source.phase.name == "WAITING_FOR_INPUT"
     source.send(mine, last=True, handoff=b"x" * MAX_HANDOFF_BYTES)

@@ -195,16 +195,19 @@ class TestRegistering:
             chunk_done(0, 3, True, source=OTHER_PREFILL),
             chunk_done(0, 3, True, rank=1),
             failed(GONE, rank=1),
+            ack(grant=record.grant, rank=1),
+            ack(grant=record.grant, target=78),
+            beat(source=OTHER_PREFILL),
             registered(target=78),  # type: ignore[arg-type]
         ]
-        assert decode.hear(*foreign) == [] and decode.counts.foreign == 5
+        assert decode.hear(*foreign) == [] and decode.counts.foreign == 8
         assert decode.hear(chunk_done(0, 3, True), key=OTHER_KEY) == []
-        assert decode.counts.foreign == 6
+        assert decode.counts.foreign == 9
         assert (
             decode.hear(chunk_done(0, 3, True, source=OTHER_PREFILL, rank=1), key=OTHER_KEY) == []
         )
-        assert decode.counts.foreign == 7, "it is not linked"
-        assert record.state.next_seq == (0,)
+        assert decode.counts.foreign == 10, "it is not linked"
+        assert record.state.next_seq == (0,) and len(decode.core.ledger) == 1
 
 
 class TestWhichRanks:
@@ -236,6 +239,7 @@ class TestWhichRanks:
             PeerError, match="prefill tcp://prefill:0 has 3 ranks; one room takes 2 at most"
         ):
             fresh.open(8, three)
+        assert list(fresh.core.links.peers) == [KEY, OTHER_KEY] and len(fresh.endpoint.rooms) == 1
 
     def test_a_room_is_linked_when_every_rank_is(self, fresh: LoneDecode) -> None:
         grant = fresh.open(ranks=TWO)
@@ -302,6 +306,7 @@ class TestWhichRanks:
         with pytest.raises(CapacityError, match="links to prefill ranks: asked for 3, limit 2"):
             decode.lent(9, other)
             decode.open(10, (third,))
+        assert list(decode.core.links.peers) == [KEY, OTHER_KEY] and len(decode.endpoint.rooms) == 2
         decode = LoneDecode(bounds=Bounds(links=2)).up().up(other)
         decode.now += 1
         grant = decode.open(8, ONE)

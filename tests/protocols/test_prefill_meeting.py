@@ -261,6 +261,7 @@ class TestWhatIsOffered:
             ((7,), 11, 12, "prefix_tokens 12 is neither a whole number of 4-token pages"),
             ((7, 2), 11, 5, "prefix_tokens 5 is neither a whole number of 4-token pages"),
             ((7, 2, 16), 11, 0, "index 16 is outside 0..15"),
+            ((7, 2, 7), 11, 0, "twice"),
         ],
     )
     @pytest.mark.parametrize("announced", [True, False])
@@ -382,6 +383,7 @@ class TestTheOtherHalfNeverComes:
         prefill.hear(*came)
         prefill.endpoint.refuse_room(7, BROKEN, prefill.now)
         assert prefill.asked() == told
+        assert prefill.counts.rooms_opened == (RoomReleased(1) in told), "a refusal opens none"
         prefill.hear(announce(7, 2))
         # Decode is told when it comes, unless it was.
         assert (7 in prefill.core.rendezvous.announced) == bool(came)
@@ -427,8 +429,15 @@ class TestDeadlines:
         assert not record.ended
         prefill.tick(0.1)
         assert record.state.cause == Cause(Code.RENDEZVOUS, "room 7: nothing more came for 1.5 s")
-        patient = prefill.open(8, rendezvous_s=0.0)
+        hasty = prefill.open(8, rendezvous_s=0.0)
         prefill.tick()
+        assert hasty.ended
+        patient = prefill.open(9, rendezvous_s=60.0)
+        limited = prefill.open(10, rendezvous_s=60.0, deadline_at_s=prefill.now + 10)
+        prefill.tick(59.9)
+        assert limited.state.cause is not None and limited.state.cause.code is Code.DEADLINE
+        assert not patient.ended
+        prefill.tick(0.1)
         assert patient.ended
 
     @pytest.mark.parametrize(

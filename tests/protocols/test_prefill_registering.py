@@ -374,7 +374,8 @@ class TestWhatWasWithdrawn:
 
     def test_a_heartbeat_about_unknown_grants_is_not_its_own(self, prefill: LonePrefill) -> None:
         prefill.hear(announce(7, 1))
-        assert prefill.hear(beat(3)) == [] and prefill.counts.foreign == 1
+        never_sent = beat(3), beat(settled=((1, 1 << 40),))
+        assert prefill.hear(*never_sent) == [] and prefill.counts.foreign == 2
         assert list(prefill.core.rendezvous.announced) == [7]
 
 

@@ -426,12 +426,14 @@ class TestBelowTheLowWater:
         prefill = LonePrefill()
         prefill.register(fresh_from=5)
         prefill.up()
+        record = prefill.open(7)
         stale = Cause(Code.STALE_GRANT, "grant 4 is below 5: it has ended")
         for message in (announce(7, 4), bootstrap(7, 4)):
             assert prefill.hear(message) == [failed(stale, 7, 4), ack(7, 4)]
         assert prefill.hear(abort(7, 4)) == [ack(7, 4)]
         assert prefill.hear(ask((7, 4, 2))) == [ask((7, 4, 2))]
-        assert prefill.core.rooms == {} == prefill.core.rendezvous.announced
+        assert prefill.core.rooms == {7: record} and prefill.core.rendezvous.announced == {}
+        assert record.phase is PrefillPhase.EXPECTED and record.bootstrap is None
 
     def test_what_was_evicted_in_doubt_is_never_called_drained(self) -> None:
         prefill = LonePrefill(bounds=Bounds(closed_grants=1)).up()
