@@ -40,6 +40,11 @@ def test_a_half_that_meets_the_refusal_of_an_earlier_request_of_its_number_break
     assert simulate(seed).violation is None
 
 
+def test_a_half_of_an_id_that_was_used_again_before_it_came_may_wait_for_its_counterpart() -> None:
+    """The later room took from prefill the end that it kept for the half."""
+    assert simulate(6990).violation is None
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_more_seeds_in_processes() -> None:

@@ -194,6 +194,9 @@ class BothSides:
             return True
         if cause in self._turned_away[key[0], decode.room]:
             return True
+        if any(decode.opened_at_s < room.opened_at_s < half.opened_at_s for room in others):
+            # A later room with that id made prefill forget the end that it kept for the half.
+            return True
         causes = {room.state.cause for room in rooms} - {None} | self._refusals[decode.room]
         if half.state.cause in causes - {cause}:
             return True
