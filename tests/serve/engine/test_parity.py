@@ -66,6 +66,17 @@ async def test_fp32_equals_generate(
     await compare(family, page, orders, loaded, generated)
 
 
+def test_a_wrong_draft_is_not_taken_for_what_a_model_generates(stock: Stock) -> None:
+    """Otherwise no test of parity that passes its tokens as a draft could fail."""
+    model, prompt = stock("llama"), prompt_of(CHUNK)
+    want = tiny_models.generate(model, prompt, NEW)
+    assert tiny_models.would_generate(model, prompt, want)
+    for place in range(NEW):
+        draft = [*want[:place], (want[place] + 1) % model.config.vocab_size, *want[place + 1 :]]
+        assert not tiny_models.would_generate(model, prompt, draft)
+    assert Generated(stock)("llama", prompt, NEW, draft) == want
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "page", "order"),
