@@ -125,8 +125,7 @@ class Child:
     def kill(self) -> None:
         """Send SIGKILL. A `stop` that waits then returns."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGKILL)
+            send_signal(self._process, signal.SIGKILL)
 
     async def _ended(self) -> ChildEndedError:
         status = await self.process.wait()
@@ -158,17 +157,22 @@ async def start_role(role: str, arguments: Iterable[str], **how: Any) -> asyncio
 
 async def end_process(process: asyncio.subprocess.Process, timeout_s: float) -> bool:
     """Send SIGTERM, and SIGKILL after `timeout_s`. Return False if SIGKILL was necessary."""
+    send_signal(process, signal.SIGTERM)
     try:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(timeout_s):
             await process.wait()
     except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGKILL)
+        send_signal(process, signal.SIGKILL)
         await process.wait()
         return False
     return True
+
+
+def send_signal(process: asyncio.subprocess.Process, number: int) -> None:
+    """Send a signal, unless the process has ended: its pid may be another process's by now."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
 
 
 async def all_read(reading: asyncio.Task[None] | None) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from kvflow.serve.config.settings import Settings
 from kvflow.serve.config.sources import ConfigError
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
 from kvflow.serve.launch import supervisor
-from kvflow.serve.launch.child import Child, ChildEndedError
+from kvflow.serve.launch.child import Child, ChildEndedError, end_process
 from kvflow.serve.launch.supervisor import Fleet, run_up
 from kvflow.testing.freezing import freeze
 
@@ -64,10 +64,14 @@ async def test_a_line_longer_than_the_reader_holds_does_not_end_it() -> None:
     assert await child.stop(1) == 2
 
 
-async def test_a_wait_that_is_cancelled_leaves_the_last_lines_to_the_others(
+@contextlib.asynccontextmanager
+async def ended_before_its_helper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process has ended, and one that it has started still has its stderr."""
+) -> AsyncIterator[tuple[Child, asyncio.Task[None]]]:
+    """Yield a child that has ended, and the task that starts it.
+
+    In the context, a process that it has started still has its stderr.
+    """
     program, found = tmp_path / "program", tmp_path / "pid"
     program.write_text(_ENDS_BEFORE_ITS_HELPER.format(python=sys.executable, found=found))
     program.chmod(0o700)
@@ -77,16 +81,37 @@ async def test_a_wait_that_is_cancelled_leaves_the_last_lines_to_the_others(
     try:
         while not found.exists() or child.process.returncode is None:
             await asyncio.sleep(0.01)
+        yield child, starting
+    finally:
+        os.kill(int(found.read_text()), signal.SIGKILL)
+
+
+async def test_a_wait_that_is_cancelled_leaves_the_last_lines_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ended_before_its_helper(tmp_path, monkeypatch) as (child, starting):
         waiting = asyncio.create_task(child.wait_for_end())
         await asyncio.sleep(0)
         for wait in (starting, waiting):
             wait.cancel()
         await asyncio.wait([starting, waiting])
         assert starting.cancelled() and waiting.cancelled()
-    finally:
-        os.kill(int(found.read_text()), signal.SIGKILL)
     assert await child.stop(5) == 3
     assert child.last_lines[-1] == "the last line"
+
+
+async def test_a_process_that_has_ended_gets_no_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pid may be another process's. asyncio may send to the pid until all pipes are closed."""
+    sent: list[int] = []
+    async with ended_before_its_helper(tmp_path, monkeypatch) as (child, starting):
+        monkeypatch.setattr(child.process, "send_signal", sent.append)
+        child.kill()
+        assert await end_process(child.process, 5)
+    with pytest.raises(ChildEndedError):
+        await starting
+    assert await child.stop(5) == 3 and not sent
 
 
 async def test_a_role_that_cannot_be_started_leaves_no_descriptor(
