@@ -21,6 +21,7 @@ from kvflow.testing.pair import until
 from kvflow.transports.control import tcp_connections
 from kvflow.transports.control.curve import ControlKey
 from kvflow.transports.control.packing import PACKED_BYTES
+from kvflow.transports.control.tcp_connections import TcpConnection
 from kvflow.transports.control.zmq import ZmqSocket, bind_router, connect_dealer
 from kvflow.transports.host.descriptors import descriptors_for
 
@@ -210,6 +211,35 @@ async def test_many_connections_share_one_limit(
     assert router.connections.cut == 1 and len(router.connections.open) == 3
     for raw in raws:
         raw.close()
+
+
+class Size(int):
+    """A number of bytes that counts its comparisons."""
+
+    compared = 0
+
+    def __lt__(self, other: int) -> bool:
+        Size.compared += 1
+        return int(self) < int(other)
+
+    def __gt__(self, other: int) -> bool:
+        Size.compared += 1
+        return int(self) > int(other)
+
+
+async def test_to_cut_a_thousand_connections_takes_no_million_comparisons(
+    router: ZmqSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_connections, "ALL_UNFINISHED_BYTES", 10_500)
+    monkeypatch.setattr(Size, "compared", 0)
+    beyond = 1 << 30
+    for place in range(1000):
+        # No file has such a descriptor, so a cut finds that the connection was closed meanwhile.
+        connection = router.connections.open[beyond + place] = TcpConnection(time.monotonic())
+        connection.unfinished_bytes, connection.has_delivered = Size(6000 - place), True
+    router.connections._enforce()
+    assert sorted(router.connections.open) == [beyond + 998, beyond + 999]
+    assert Size.compared < 20_000
 
 
 async def test_a_message_may_not_take_for_ever(

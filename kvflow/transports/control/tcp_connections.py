@@ -260,8 +260,10 @@ class TcpConnections:
             if late or connection.unfinished_bytes > UNFINISHED_BYTES:
                 self._cut(left, descriptor, "a message that does not end")
         total = sum(connection.unfinished_bytes for connection in left.values())
+        # They are sorted once. To search for the largest at each cut would stall the event loop.
+        smallest_first = sorted(left, key=lambda d: left[d].unfinished_bytes)
         while total > ALL_UNFINISHED_BYTES:
-            largest = max(left, key=lambda d: left[d].unfinished_bytes)
+            largest = smallest_first.pop()
             total -= left[largest].unfinished_bytes
             why = f"more than {ALL_UNFINISHED_BYTES} bytes of unfinished messages in all"
             self._cut(left, largest, why)
