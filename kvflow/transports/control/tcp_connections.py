@@ -260,13 +260,14 @@ class TcpConnections:
             if late or connection.unfinished_bytes > UNFINISHED_BYTES:
                 self._cut(left, descriptor, "a message that does not end")
         total = sum(connection.unfinished_bytes for connection in left.values())
-        # They are sorted once. To search for the largest at each cut would stall the event loop.
-        smallest_first = sorted(left, key=lambda d: left[d].unfinished_bytes)
-        while total > ALL_UNFINISHED_BYTES:
-            largest = smallest_first.pop()
-            total -= left[largest].unfinished_bytes
+        if total > ALL_UNFINISHED_BYTES:
             why = f"more than {ALL_UNFINISHED_BYTES} bytes of unfinished messages in all"
-            self._cut(left, largest, why)
+            # One sort, since a search for the largest at each cut would stall the event loop.
+            for largest in sorted(left, key=lambda d: left[d].unfinished_bytes, reverse=True):
+                if total <= ALL_UNFINISHED_BYTES:
+                    break
+                total -= left[largest].unfinished_bytes
+                self._cut(left, largest, why)
         silent = [
             descriptor for descriptor, connection in left.items() if not connection.has_delivered
         ]
