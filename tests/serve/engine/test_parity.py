@@ -71,10 +71,11 @@ def test_a_wrong_draft_is_not_taken_for_what_a_model_generates(stock: Stock) -> 
     model, prompt = stock("llama"), prompt_of(CHUNK)
     want = tiny_models.generate(model, prompt, NEW)
     assert tiny_models.would_generate(model, prompt, want)
-    for place in range(NEW):
-        draft = [*want[:place], (want[place] + 1) % model.config.vocab_size, *want[place + 1 :]]
+    wrong = [(token + 1) % model.config.vocab_size for token in want]
+    for place, token in enumerate(wrong):
+        draft = [*want[:place], token, *want[place + 1 :]]
         assert not tiny_models.would_generate(model, prompt, draft)
-    assert Generated(stock)("llama", prompt, NEW, draft) == want
+    assert Generated(stock)("llama", prompt, NEW, wrong) == want
 
 
 @pytest.mark.slow
