@@ -295,7 +295,7 @@ class Threads:
 
 
 def _whole(work: Callable[[], T], _: Callable[[], bool]) -> T:
-    """Call `work`, which cannot stop once it has begun, without `is_cancelled`."""
+    """Call `work`, which cannot stop once it begins, without `is_cancelled`."""
     return work()
 
 

@@ -156,7 +156,7 @@ class GrowthWorker:
         return {**ticker.stalls(), "cpu_percent": percent, **rates, "open": len(self._waiting)}
 
     async def ending(self, *, within_s: float, pages_return: bool) -> dict[str, Any]:
-        """Wait until every room has ended, and if `pages_return`, until decode's pages are free.
+        """Wait until every room ends, and if `pages_return`, until decode's pages are free.
 
         The returned times come from `time.monotonic`, which all processes of a machine share.
         """

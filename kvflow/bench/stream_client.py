@@ -1,7 +1,7 @@
 """A process of clients that stream completions from one server with as little CPU time as possible.
 
 On a machine with few cores, clients take CPU time away from the server. So a client only stores
-bytes while streams run, and decodes them after all streams have ended.
+bytes while streams run, and decodes them after all streams end.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def write_report(write: Write) -> tuple[WriteOutcome, str, int]:
 
 
 class ChecksummedWrite:
-    """A write together with the checksum of its source pages. It ends when both have ended.
+    """A write together with the checksum of its source pages. It ends when both end.
 
     If the checksum fails, a landed write counts as cancelled: decode could not verify its bytes.
     """
@@ -347,7 +347,7 @@ class PrefillShell(Shell):
     async def part(self) -> None:
         """Send goodbye to every decode, and wait for the answers.
 
-        First waits until every room has ended. Each of the two waits takes at most two heartbeat
+        First waits until every room ends. Each of the two waits takes at most two heartbeat
         intervals. Call this once, after `drain`. If writes still run then, close the data plane
         first, which ends them.
         """

@@ -523,7 +523,7 @@ class PrefillRoom:
         Raises: MisuseError, and queues no chunk, if the room is not matched, its last chunk is
         already queued, the chunk has more pages than decode still expects (or fewer, if it is the
         last), a page is outside the pool, has no owner or is in quarantine, or `handoff` comes
-        before the last chunk. Once the room has ended, its error is raised instead.
+        before the last chunk. Once the room ends, its error is raised instead.
         """
         shell = self._shell
         indices = page_indices(pages, shell.num_pages, f"room {self.record.room}")

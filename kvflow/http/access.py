@@ -46,7 +46,7 @@ def shown_path(request: web.Request) -> str:
 
 
 def log_access(request: web.Request, status: int, started: float, trace: RequestTrace) -> None:
-    """Log a request that has ended. `started` is `time.perf_counter` at its start."""
+    """Log a request that ended. `started` is `time.perf_counter` at its start."""
     path = shown_path(request)
     level = logging.DEBUG if path in POLLED_PATHS and status < 400 else logging.INFO
     if not _log.isEnabledFor(level):

@@ -128,7 +128,7 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         return batch
 
     def has_begun(self, index: int) -> bool:
-        """Return True once a source has begun to run. One that is stopped first never runs."""
+        """Return True once a source begins to run. One that is stopped first never runs."""
         return index in self._begun
 
     def stop(self, index: int, last: T) -> None:

@@ -55,7 +55,7 @@ class Course:
         raise NotImplementedError
 
     def at_the_end(self) -> None:
-        """Run further checks, once everything is at rest and the probe rooms have succeeded."""
+        """Run further checks, once everything is at rest and the probe rooms succeed."""
 
     def struck(self, node: Any, accident: Accident) -> None:
         """React to an accident that has just struck `node`."""

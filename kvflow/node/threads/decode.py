@@ -108,7 +108,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     ) -> None:
         """Lend pages for an announced room. `DecodeThreadRoom.offer` calls it.
 
-        The pages are busy when it returns, unless the room has ended.
+        The pages are busy when it returns, unless the room ended.
         """
         layout = self.pool.layout
         if prefix_tokens is None:

@@ -70,7 +70,7 @@ class LoopThread:
     def post(self, call: Callable[[], None]) -> bool:
         """Run `call` on the loop, after all calls that were posted before.
 
-        Returns False if the loop has stopped. `call` then never runs.
+        Returns False if the loop stopped. `call` then never runs.
         """
         with self._lock:
             if self._stopped:
@@ -85,7 +85,7 @@ class LoopThread:
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work` on the loop, after all posted calls, and wait for its result.
 
-        Raises: any error of `work`; MisuseError if the loop has stopped, or in its own thread.
+        Raises: any error of `work`; MisuseError if the loop stopped, or in its own thread.
         """
         self.check_not_within()
         with self._lock:
@@ -113,7 +113,7 @@ class LoopThread:
         self._thread.join()
 
     def _end(self) -> None:
-        """Fail every pending `call`, once the loop has ended for any reason."""
+        """Fail every pending `call`, once the loop ends for any reason."""
         with self._lock:
             self._stopped = True
         for future in list(self._asked):

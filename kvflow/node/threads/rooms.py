@@ -77,7 +77,7 @@ class DecodeThreadRoom(ThreadRoom):
         self._side, self.tokens, self.num_pages = side, tokens, num_pages
         self.pages: PageIndices = NO_PAGES
         self.offered = False  # True once the engine has given the room its pages
-        self.handoff: bytes | None = None  # prefill's handoff, once every page has landed
+        self.handoff: bytes | None = None  # prefill's handoff, once every page landed
 
     def __repr__(self) -> str:
         if self.released:
@@ -92,7 +92,7 @@ class DecodeThreadRoom(ThreadRoom):
 
     @property
     def landed(self) -> bool:
-        """True once every page has landed."""
+        """True once every page landed."""
         return self.handoff is not None
 
     def offer(
@@ -102,12 +102,12 @@ class DecodeThreadRoom(ThreadRoom):
 
         `pages` are `num_pages` of the engine's own pages, or fewer if the engine meanwhile has the
         first `prefix_tokens` tokens of the prompt. They are busy from now on. The call has no
-        effect on a room that has ended. Raises: MisuseError.
+        effect on a room that ended. Raises: MisuseError.
         """
         self._side.offer_pages(self, pages, prefix_tokens)
 
     def close(self, cause: Cause | None = None) -> None:
-        """Abort the room, unless it has ended or has been aborted before.
+        """Abort the room, unless it ended or was aborted before.
 
         The engine may use the pages again once the room is released.
         """
@@ -152,7 +152,7 @@ class PrefillThreadRoom(ThreadRoom):
 
     @property
     def matched(self) -> bool:
-        """True once decode's half has arrived, so that send() may be called."""
+        """True once decode's half arrived, so that send() may be called."""
         return self.prefix_tokens is not None
 
     def begin(self) -> None:

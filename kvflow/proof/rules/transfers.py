@@ -20,7 +20,7 @@ def handoff_of(digest: bytes) -> bytes:
 
 
 class Write:
-    """A data plane's write of `sources` to `targets`. The first `next` pages have landed."""
+    """A data plane's write of `sources` to `targets`. The first `next` pages landed."""
 
     __slots__ = ("home", "key", "next", "outcome", "readers", "record", "sources", "targets")
 

@@ -63,7 +63,7 @@ class State(NamedTuple):
     members: tuple[bytes | None, ...]
     to_leader: tuple[Frames, ...]
     to_member: tuple[Frames, ...]
-    mourned: tuple[bool, ...]  # by rank: True once the leader has noticed its death
+    mourned: tuple[bool, ...]  # by rank: True once the leader notices its death
     rooms: tuple[Room, ...]
     facts: frozenset[tuple[Any, ...]]  # events so far, for the rules
     left: GroupBounds

@@ -9,7 +9,7 @@ subscriber requests batches that are no longer kept, the replay begins with a sn
 batch, and has the requested number, or the newest one if that is lower.
 
 Events describe sets: a subscriber may apply a snapshot first and older batches after it, and has
-the right set once it has applied the newest batch.
+the right set once it applies the newest batch.
 """
 
 from __future__ import annotations

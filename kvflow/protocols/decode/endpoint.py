@@ -437,7 +437,7 @@ def _on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: wire.Heartbeat, 
 
 
 def _on_begun(core: DecodeCore, peer: PrefillPeer, message: wire.Begun, now: float) -> None:
-    """Issue `RoomBegun` once, when every rank of the room has begun. After pages are lent, it is
+    """Issue `RoomBegun` once, when every rank of the room begins. After pages are lent, it is
     not issued, because the room's user no longer waits for it.
     """
     record = _room_of(core, peer, message)

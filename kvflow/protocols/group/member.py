@@ -342,7 +342,7 @@ class GroupMember(Endpoint[MemberOutput]):
         self.outbox.append(SendToLeader(encode(message)))
 
     def vote(self, record: TicketRecord, vote: Vote) -> None:
-        """Send a vote, unless the session with the request's leader has ended."""
+        """Send a vote, unless the session with the request's leader ended."""
         session = self.session
         # The request fails anyway when its session is over.
         if session is None or session.leader != record.key.leader:
@@ -360,7 +360,7 @@ class GroupMember(Endpoint[MemberOutput]):
         self._send(message)
 
     def _feed(self, key: TicketKey, kind: MemberKind, cause: Cause | None = None) -> None:
-        """Feed one event to a request, unless the request has ended. No other code changes its
+        """Feed one event to a request, unless the request ended. No other code changes its
         phase.
         """
         record = self.tickets.get(key)

@@ -24,7 +24,7 @@ class DecodePhase(IntEnum):
 class DecodeKind(IntEnum):
     LENT = 0  # the shell lent pages, after every rank was linked
     CHUNK_LANDED = 1
-    ALL_LANDED = 2  # the last chunk of every rank has landed
+    ALL_LANDED = 2  # the last chunk of every rank landed
     ROOM_FAILED = 3
     ENDED_LOCALLY = 4  # for example, the client left, or a deadline passed
     SOURCE_LOST = 5
