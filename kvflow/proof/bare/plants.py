@@ -98,7 +98,7 @@ def _begun_told_twice() -> Installed:
 
 @bug("begun after the end", bare=(148, "I4"))
 def _begun_after_the_end() -> Installed:
-    """Decode tells of a room that drains that it has begun."""
+    """Decode reports that a draining room has begun."""
     return _begun_told(lambda record, begun: begun == _everyone(record) != record.begun)
 
 
