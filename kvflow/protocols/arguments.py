@@ -1,4 +1,4 @@
-"""Checks of arguments from users and peers. Errors name the field, the value and the limit."""
+"""Validate and convert arguments from users, and page numbers from peers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def room_id(value: object) -> RoomId:
 
 
 def check_cause(cause: Cause | None) -> Cause:
-    """Return the cause with which a user ends a room, CLIENT_GONE for None. Raises: MisuseError."""
+    """Check and return the cause that a user gave. None means CLIENT_GONE. Raises: MisuseError."""
     if cause is None:
         return _CLIENT_GONE
     if not isinstance(cause, Cause):
@@ -78,7 +78,8 @@ def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
         raise MisuseError(
             f"the prompt must be a list of token ids, not shape {ids.shape} of {ids.dtype}"
         )
-    # The conversion changes a negative or too large id, so one comparison checks both bounds.
+    # The conversion changes an id that is negative or too large, so one comparison checks both
+    # bounds.
     narrow = ids.astype(np.uint32)
     if np.count_nonzero(narrow != ids):
         low, high = int(ids.min()), int(ids.max())
@@ -87,11 +88,11 @@ def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
 
 
 def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
-    """Return how many places decode needs for the part of a prompt that it lacks: its pages, and
-    one row if the pool has rows.
+    """Return the number of places that a room fills at decode: one for each page after the prefix,
+    and one for the row if the pool has rows.
 
-    Raises: MisuseError for a prefix that is neither whole pages nor the whole prompt, CapacityError
-    for a prompt that is too long for one room.
+    Raises: MisuseError for a prefix that is neither a whole number of pages nor the whole prompt,
+    CapacityError if the room would fill more than `MAX_PAGES_PER_ROOM` places.
     """
     if not 0 <= prefix_tokens <= tokens or (
         prefix_tokens % layout.page_size and prefix_tokens != tokens
@@ -111,8 +112,8 @@ def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
 def own_pages(
     pages: Sequence[int] | PageIndices, layout: PoolLayout, room: int, wanted: int
 ) -> PageIndices:
-    """Check the pages that a user provides for a room of `wanted` places, including its row, and
-    return them as int32 [n]. Raises: MisuseError.
+    """Check the pages that a user provides for a room, and return them as int32 [n]. `wanted` is
+    the number of places that the room needs, including its row. Raises: MisuseError.
     """
     found = page_indices(pages, layout.num_places, f"room {room}")
     if len(found) != wanted:
@@ -129,8 +130,8 @@ def own_pages(
 def check_chunk(
     room: int, layout: PoolLayout, pages: PageIndices, left: int, last: bool, handoff_bytes: int
 ) -> None:
-    """Check a chunk of our `pages` for a room in which `left` of decode's places are not filled
-    yet. Only the last chunk may fill the row.
+    """Check the `pages` of a chunk for a room that still has `left` places to fill at decode. Only
+    the last chunk may fill the row.
 
     Raises: MisuseError (a wrong number of pages, a handoff before the last chunk), CapacityError
     (a handoff that is too large).
@@ -167,8 +168,8 @@ def _row_hint(layout: PoolLayout, where: str) -> str:
 def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str) -> PageIndices:
     """Convert a user's page numbers to int32 [n]. Raises: MisuseError for the first fault."""
     array = np.asarray(pages)
-    # Rooms of one page are common. Checking that page here avoids the passes over the array below,
-    # and is several times as fast.
+    # Rooms of one page are common. For one page, this check is several times as fast as the
+    # general checks below.
     if array.shape == (1,) and array.dtype == np.int32 and 0 <= array[0] < num_pages:
         return array.copy()
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -191,17 +192,19 @@ def pack_pages(pages: PageIndices) -> bytes:
 def unpack_pages(packed: bytes, num_pages: int) -> PageIndices:
     """Decode page indices from the wire, and check them against the size of the pool.
 
-    Raises: LayoutError for a ragged length, an index outside 0..num_pages-1, or a page named twice.
+    Raises: LayoutError for a length that is not a multiple of 4, an index outside 0..num_pages-1,
+    or a page named twice.
     """
     if len(packed) % 4:
         raise LayoutError(f"pages: {len(packed)} bytes are not a list of int32 indices")
     pages = np.frombuffer(packed, dtype="<i4")
-    # Rooms of one page are common, and the checks below cost several times as much.
+    # Rooms of one page are common. For one page, this check is several times as fast as the
+    # general checks below.
     if pages.size == 1 and 0 <= pages[0] < num_pages:
         return pages
     if pages.size:
-        # Decode's allocator returns ascending pages where it can. The first and the last page are
-        # then the smallest and the largest, and no page occurs twice.
+        # Decode's allocator returns ascending pages when it can. If the pages ascend, the first is
+        # the smallest, the last is the largest, and no page occurs twice.
         ascending = bool((pages[1:] > pages[:-1]).all())
         low, high = (
             (int(pages[0]), int(pages[-1])) if ascending else (int(pages.min()), int(pages.max()))

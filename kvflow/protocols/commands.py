@@ -35,13 +35,13 @@ class SendToPrefill(msgspec.Struct, frozen=True, gc=False):
 
 
 class Dial(msgspec.Struct, frozen=True, gc=False):
-    """Connect to `peer.control`, and pass `peer` and every frame received there to the endpoint."""
+    """Connect to `peer.control`. Pass every frame received there to `receive`, with `peer`."""
 
     peer: PeerKey
 
 
 class HangUp(msgspec.Struct, frozen=True, gc=False):
-    """Close the connection; frames that were sent before still go out."""
+    """Close the connection. Frames that were sent before still go out."""
 
     peer: PeerKey
 
@@ -54,14 +54,15 @@ class WatchWriter(msgspec.Struct, frozen=True):
 
 
 class StopWatch(msgspec.Struct, frozen=True, gc=False):
-    """End the watch of a peer that has no more loans; do not call `writer_died` afterwards."""
+    """Stop watching a peer that has no more loans. Do not call `writer_died` afterwards."""
 
     peer: PeerKey
 
 
 class WatchEarlierWriter(msgspec.Struct, frozen=True):
-    """Await the data plane's fence for a writer to which an earlier node over this pool lent pages,
-    then call `earlier.writer_died` on the endpoint. Both decode and prefill issue this command.
+    """Await the data plane's fence for this writer, then call `earlier.writer_died` on the
+    endpoint. An earlier node over this pool lent pages to the writer. Both decode and prefill issue
+    this command.
     """
 
     writer: int
@@ -69,8 +70,8 @@ class WatchEarlierWriter(msgspec.Struct, frozen=True):
 
 
 class StopEarlierWatch(msgspec.Struct, frozen=True):
-    """Stop watching this writer, if it is watched, and notify other nodes over the pool that it
-    ended.
+    """Stop watching this writer, if it is watched, and notify other nodes over the pool that the
+    writer has ended.
     """
 
     writer: int
@@ -79,8 +80,8 @@ class StopEarlierWatch(msgspec.Struct, frozen=True):
 
 
 class Linked(msgspec.Struct, frozen=True, gc=False):
-    """Report that every rank of the room is registered: take pages and call `lend`, or call
-    `close_room` if no pages are free.
+    """Take pages for the room and call `lend`: every rank of the room is linked now. If no pages
+    are free, call `close_room` instead.
     """
 
     grant: GrantId
@@ -139,8 +140,8 @@ class QuarantinePages(msgspec.Struct, frozen=True, gc=False):
 
 
 class FreePages(msgspec.Struct, frozen=True, gc=False):
-    """Free the room's pages: no rank can write into them any more. No other command frees a page
-    that was lent, by this node or by an earlier one over the same pool.
+    """Free the room's pages: no rank can write into them any more. No other command frees pages
+    that this node, or an earlier node over the same pool, has lent.
     """
 
     grant: GrantId
@@ -187,7 +188,7 @@ class OpenRoute(msgspec.Struct, frozen=True):
 
 
 class CloseRoute(msgspec.Struct, frozen=True, gc=False):
-    """Close the route to a decode and end the watch of its process. No write runs on the route."""
+    """Close the route to a decode and stop watching its process. No write runs on the route."""
 
     peer: Incarnation
 
@@ -200,8 +201,8 @@ class WatchProcess(msgspec.Struct, frozen=True):
 
 
 class StartWrite(msgspec.Struct, frozen=True, gc=False):
-    """Write the source pages, which are held, to the target's pages. When the write ends, release
-    the hold and call `write_ended`.
+    """Write the source pages to the target's pages. When the write ends, release the hold on the
+    source pages and call `write_ended`.
     """
 
     write: int

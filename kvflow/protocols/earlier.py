@@ -1,4 +1,4 @@
-"""Loans that earlier nodes over the same pool left: a lost writer may still reach the pages,
+"""Loans that earlier nodes over the same pool left behind: a lost writer may still reach the pages,
 although the node that lent them is closed.
 
 The next node over the pool, prefill or decode, takes these loans into its own ledger, without a
@@ -50,7 +50,7 @@ class EarlierLoans:
         """
         self._ledger, self._outbox, self._take_grant = ledger, outbox, take_grant
         self._by_name: dict[tuple[int, PlaneAddress | None], EarlierWriter] = {}
-        self.writers: dict[int, EarlierWriter] = {}  # writers with loans left, by number
+        self.writers: dict[int, EarlierWriter] = {}  # writers that still have loans, by number
         self._last_number = 0
         # A dead writer may have thousands of loans. They wait in this queue, and each tick ends a
         # few, so that the event loop stays free.
@@ -58,7 +58,7 @@ class EarlierLoans:
 
     def inherit(self, loans: Sequence[UnprovenLoan]) -> dict[GrantId, LeaseId]:
         """Take over `loans`, and issue one `WatchEarlierWriter` for every new writer that has an
-        address. Returns the leases by the grants that `FreePages` will name.
+        address. Returns the id of each lease by its new grant, which `FreePages` will name.
         """
         leases: dict[LeaseId, dict[EarlierWriter, UnprovenLoan]] = {}
         for loan in loans:
@@ -93,8 +93,8 @@ class EarlierLoans:
         return self._ledger.owed_by(writer)
 
     def declare_dead(self, incarnation: int) -> tuple[int, int]:
-        """End the loans of a writer that an operator declares dead. Returns how many loans end, and
-        how many pages they keep in quarantine.
+        """End all loans of an incarnation that an operator declares dead. Returns how many loans
+        end, and how many pages they keep in quarantine.
         """
         loans = pages = 0
         for writer in self.of(incarnation):
@@ -104,7 +104,7 @@ class EarlierLoans:
         return loans, pages
 
     def writer_died(self, number: int) -> None:
-        """End the loans of a fenced writer, over the next ticks."""
+        """Report the data plane's fence: the writer's loans end over the next ticks."""
         if (writer := self.writers.get(number)) is not None:
             self._end(writer)
 
@@ -130,8 +130,8 @@ class EarlierLoans:
             self._outbox.append(FreePages(grant))
 
     def _drop_if_idle(self, writer: EarlierWriter) -> None:
-        """Forget a writer without loans. If another node closed meanwhile and left loans of this
-        writer, end those first.
+        """Forget a writer without loans. If another node has closed meanwhile, and has left more
+        loans of this writer, end those first.
         """
         if self._ledger.owes(writer):
             self._end(writer)

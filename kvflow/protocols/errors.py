@@ -46,7 +46,7 @@ class Code(StrEnum):
 
 
 class Cause(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The first failure of a room. Later failures do not replace it."""
+    """The reason why a room ended. A room keeps its first cause."""
 
     code: Code
     text: str = ""
@@ -73,10 +73,10 @@ class KvflowError(Exception):
     code: Code = Code.ENGINE_ERROR
 
     def cause(self) -> Cause:
-        """Return the cause to send to the peer. For an error that `room_error` created, this equals
-        the cause that was passed there.
+        """Return the cause to send to the peer. For an error from `room_error`, this equals the
+        cause that `room_error` received.
         """
-        # `str(Cause)` puts the code before the text, and a second code would be noise.
+        # `room_error` puts the code before the text, but a cause has its own field for the code.
         text = str(self)
         return Cause(self.code, "" if text == self.code else text.removeprefix(f"{self.code}: "))
 
@@ -181,8 +181,8 @@ _BY_CODE: dict[Code, type[KvflowError]] = {
 
 
 def room_error(cause: Cause) -> KvflowError:
-    """Return the exception that a room's user receives for `cause`. Its class follows from the code
-    of the cause, and it carries that code.
+    """Return the exception that a room's user receives for `cause`. The code of the cause
+    determines the exception's class, and becomes its `code`.
     """
     error = _BY_CODE.get(cause.code, RefusedError)(str(cause))
     error.code = cause.code

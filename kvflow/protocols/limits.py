@@ -7,7 +7,7 @@ import msgspec
 from kvflow.protocols.errors import MisuseError
 
 MAX_TIME_S = 30 * 86_400
-# Messages that are repeated after a shorter wait would keep the event loop busy.
+# Repeating a message after a shorter wait would keep the event loop busy.
 LEAST_WAIT_S = 0.001
 
 
@@ -35,7 +35,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     heartbeat_s: float = 1.0
-    # If no message arrives for this long, the link is lost. Its rooms end, but not their loans.
+    # A link is lost when its peer is silent for this long. Its rooms end, but not their loans.
     lost_after_s: float = 5.0
     # An unanswered Register, Announce, Abort, Resync, Goodbye or Join is first repeated after this
     # long.
@@ -73,7 +73,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     pinned_share: float = 1.0
 
     def pinned_limit(self, num_pages: int) -> int:
-        """Return the number of pages that `pinned_share` is in a pool of `num_pages`."""
+        """Return `pinned_share` as a number of pages, in a pool of `num_pages`."""
         return int(self.pinned_share * num_pages)
 
     def __post_init__(self) -> None:

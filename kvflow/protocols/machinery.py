@@ -1,5 +1,5 @@
-"""Machinery that endpoints share: the outbox of commands and, for those with rooms, deadlines,
-queued tasks, the story of a room, and the loans of earlier nodes.
+"""Machinery that endpoints share. Every endpoint has an outbox of commands. Endpoints with rooms
+also have deadlines, queued tasks, a story per room, and the loans of earlier nodes.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def parsed(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T | None:
 class Endpoint(Generic[M]):
     """Base class of all endpoints: the queue of commands for the shell.
 
-    After each call of a method, the shell runs the commands that `commands()` returns. It calls
-    `tick` at the time that `next_tick()` returns.
+    After each method call, the shell runs the commands that `commands()` returns. It calls `tick`
+    at the time that `next_tick()` returns.
     """
 
     outbox: list[M]  # the commands that `commands` returns next
@@ -79,7 +79,7 @@ class RoomsEndpoint(Endpoint[M]):
 
 
 class Timer(msgspec.Struct, frozen=True, gc=False):
-    """The purpose of a deadline, and the grant, room or peer that it is for, if any."""
+    """The purpose of a deadline, and the grant, room or peer that it belongs to, if any."""
 
     kind: str
     key: Any
@@ -111,8 +111,8 @@ class Core:
     ) -> None:
         self.observer, self.timing, self.bounds = observer, timing, bounds
         self.outbox: list[Any] = []
-        # The ledger of either side has the loans of earlier nodes over the same pool. Decode's also
-        # has the loans of its own rooms.
+        # On both sides, the ledger has the loans of earlier nodes over the same pool. Decode's
+        # ledger also has the loans of its own rooms.
         self.ledger: Ledger[Any] = Ledger(int(bounds.quarantine_share * layout.num_pages))
         self.earlier = EarlierLoans(self.ledger, self.outbox, self.take_grant)
         self.next_grant = GrantId(1)
@@ -171,7 +171,7 @@ class _Bucket(Generic[K]):
         self.order: list[tuple[float, K]] | None = None
 
     def first(self) -> tuple[float, K]:
-        """Return the earliest deadline and its key; call only while there is a key."""
+        """Return the earliest deadline and its key. Call this only while there is a key."""
         if self.order is None:
             self.order = sorted(((at_s, key) for key, at_s in self.keys.items()), key=_at_s)[::-1]
         while self.keys.get(self.order[-1][1]) != self.order[-1][0]:
@@ -196,8 +196,8 @@ class Deadlines(Generic[K]):
         # A heap of the numbers of all buckets. An empty bucket stays until it comes first, because
         # a heap cannot drop an inner entry cheaply.
         self._heap: list[int] = []
-        # Lower bound of all deadlines. It is cheaper to read than `next_at_s`, and exact after
-        # `pop_due` has returned None.
+        # Lower bound on all deadlines. It is cheaper to read than `next_at_s`, and exact after
+        # `pop_due` returns None.
         self.not_before_s = float("inf")
 
     def __len__(self) -> int:
@@ -210,7 +210,7 @@ class Deadlines(Generic[K]):
         return key in self._where
 
     def set(self, key: K, at_s: float) -> None:
-        """Set the deadline of `key` to `at_s`. With infinity, `key` has no deadline afterwards."""
+        """Set the deadline of `key` to `at_s`. Infinity removes it."""
         if key in self._where:
             self.cancel(key)
         if at_s == float("inf"):
@@ -239,7 +239,7 @@ class Deadlines(Generic[K]):
             del self._buckets[number].keys[key]
 
     def next_at_s(self) -> float:
-        """Return the time of the next deadline; infinity if there is none."""
+        """Return the time of the next deadline, or infinity if there is none."""
         bucket = self._first()
         return float("inf") if bucket is None else bucket.first()[0]
 

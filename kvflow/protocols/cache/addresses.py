@@ -1,4 +1,4 @@
-"""Addresses for cache events. One is configured, and ranks and workers derive theirs from it."""
+"""Addresses for cache events. Each rank or worker derives its address from the configured one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ LAST_PORT = 65535
 
 
 def numbered_address(name: str, address: str, number: int) -> str:
-    """Return the address of rank or worker `number`. A TCP port is increased by `number`; a port of
-    `*` or 0 becomes `*`, any free port. An ipc or inproc address gets a suffix, except for number
-    0. `name` is the name of the setting, for errors. Raises: MisuseError.
+    """Return the address of rank or worker `number`.
+
+    A TCP port is increased by `number`, but a port of `*` or 0 becomes `*`, which stands for any
+    free port. An ipc or inproc address gets a suffix, except for number 0. `name` is the name of
+    the setting, for errors. Raises: MisuseError.
     """
     scheme, found, rest = address.partition("://")
     if not found or scheme not in ("tcp", "ipc", "inproc") or not rest:
@@ -36,7 +38,7 @@ def numbered_address(name: str, address: str, number: int) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if only this machine's processes can reach a socket at "tcp://host:port"."""
+    """Return True if only processes on this machine can reach a socket at "tcp://host:port"."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
         return ip_address(host).is_loopback

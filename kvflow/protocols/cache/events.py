@@ -14,18 +14,18 @@ from kvflow.protocols.cache.hashes import Namespace
 class Tier(IntEnum):
     DEVICE = 0
     HOST = 1
-    STORAGE = 2  # without page numbers: a stored page is found by its hash
+    STORAGE = 2  # has no page numbers, because a store finds a page by its hash
 
 
-Digests: TypeAlias = NDArray[np.int64]  # page hashes, 32 bytes each: big-endian [pages, 4]
+Digests: TypeAlias = NDArray[np.int64]  # page hashes of 32 bytes: big-endian int64 [pages, 4]
 
 
 class Stored(NamedTuple):
-    """Consecutive pages of a prompt that became readable in `tier`."""
+    """Event: consecutive pages of a prompt became readable in `tier`."""
 
     tier: Tier
     digests: Digests
-    parent: int | None  # event hash of the page before; None for the first page of a prompt
+    parent: int | None  # event hash of the preceding page; None at the beginning of a prompt
     tokens: bytes  # tokens of these pages, as `hashes.token_bytes` returns them
     namespace: Namespace
 
@@ -35,7 +35,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Pages that can no longer be read in `tier`, from the last page of the prompt backwards."""
+    """Event: pages can no longer be read in `tier`. Later pages of the prompt come first."""
 
     tier: Tier
     digests: Digests
@@ -46,8 +46,8 @@ class Removed(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """Event after which no page can be read in any tier: the cache was flushed, or a snapshot of it
-    follows.
+    """Event: subscribers must forget all pages in all tiers. The cache was flushed, or a snapshot
+    of it follows.
     """
 
 
@@ -56,7 +56,7 @@ CLEARED = Cleared()
 
 
 def event_hashes(digests: Digests) -> list[int]:
-    """Return the numbers that name pages in events: the first 64 bits of each digest, signed."""
-    # The array is big-endian int64, so its first column already is that number.
+    """Return the event hashes of pages: the first 64 bits of each digest, as signed integers."""
+    # The array is big-endian int64, so its first column has these integers.
     hashes: list[int] = digests[:, 0].tolist()
     return hashes

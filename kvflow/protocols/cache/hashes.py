@@ -16,7 +16,7 @@ DIGEST_BYTES = 32
 
 
 class Namespace(NamedTuple):
-    """A part of the cache: prompts of different namespaces share no page, whatever their tokens."""
+    """A part of the cache. Prompts in different namespaces share no page, even for equal tokens."""
 
     salt: str = ""
     lora: str = ""
@@ -46,13 +46,14 @@ def chain_root(namespace: Namespace) -> bytes:
     if namespace == ANY:
         return b""
     salt, lora = namespace.salt.encode(), namespace.lora.encode()
-    # Without the length, salt "ab" with LoRA "c" and salt "a" with LoRA "bc" would be the same.
+    # Without the length, salt "ab" with LoRA "c" would give the same digest as salt "a" with LoRA
+    # "bc".
     return sha256(b"kvflow namespace" + len(salt).to_bytes(8, "little") + salt + lora).digest()
 
 
 def page_hashes(tokens: bytes, page_size: int, previous: bytes = b"") -> list[bytes]:
-    """Return the digest of every whole page of `tokens`; `previous` is the digest of the page
-    before them, or the `chain_root`.
+    """Return the digest of every whole page of `tokens`. `previous` is the digest of the page
+    before the first one, or the `chain_root`.
     """
     size = page_size * TOKEN_BYTES
     # One numpy call cuts all pages. That costs less than slicing `tokens` for each page.
@@ -61,5 +62,5 @@ def page_hashes(tokens: bytes, page_size: int, previous: bytes = b"") -> list[by
 
 
 def event_hash(digest: bytes) -> int:
-    """Return the number that names a page in events: the first 64 bits of its digest, signed."""
+    """Return the event hash of a page: the first 64 bits of its digest, as a signed integer."""
     return int.from_bytes(digest[:8], "big", signed=True)

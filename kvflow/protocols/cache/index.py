@@ -37,13 +37,13 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 class Match(NamedTuple):
     """The longest cached prefix of a prompt.
 
-    A node stands for the prefix that ends with it; None stands for the empty one. In an index that
-    needs states, a state is stored at `end` and at `device_end`. `branch_pages` is the number of
-    pages after which the prompt diverges from the cached tokens: a state stored there would allow a
-    longer match.
+    A node stands for the prefix that ends with it, and None stands for the empty prefix. In an
+    index that needs states, `end` and `device_end` have a state. `branch_pages` is the number of
+    leading pages whose tokens are cached, with or without a state. If it exceeds `num_pages`, a
+    state stored after that many pages would allow a longer match.
     """
 
-    num_pages: int = 0  # cached on device or host
+    num_pages: int = 0  # pages of the prefix, each on the device or the host
     end: Node | None = None
     # The device pages (int32 [n]) that hold the first n pages of the prefix.
     device_pages: PageIndices = NO_PLACES
@@ -54,15 +54,15 @@ class Match(NamedTuple):
 
 class Inserted(NamedTuple):
     end: Node | None
-    # Pages that the cache did not take, because it has, or is receiving, others for the same
-    # tokens. The caller frees them.
+    # Pages that the cache did not take, because it already has other pages for the same tokens, or
+    # a copy is bringing them. The caller frees the duplicates.
     duplicates: PageIndices
 
 
 class Stats(NamedTuple):
     """Counters of an index. `num_pages` is per tier (device, host, storage), and includes pages
-    that a copy is writing and pages that a flush could not free yet. `num_evicted` is for device
-    and host.
+    that a copy is writing and pages that a flush could not free yet. `num_evicted` is per tier
+    (device, host).
     """
 
     num_pages: tuple[int, ...]
@@ -78,7 +78,7 @@ class Stats(NamedTuple):
 class PrefixIndex:
     """One prefix cache.
 
-    The caller numbers the pages. The index returns every page that it receives exactly once, as a
+    The caller numbers the pages. Every page given to the index comes back exactly once, as a
     duplicate or in `Freed`. The caller passes the time in seconds, which must never go back.
     """
 
@@ -90,8 +90,8 @@ class PrefixIndex:
         needs_state: bool = False,
         events: bool = False,
     ) -> None:
-        """`page_size`: tokens per page. `needs_state`: match only prefixes at whose end a state is
-        stored. `events`: record events for `take_events`. Raises: MisuseError.
+        """`page_size`: tokens per page. `needs_state`: match only prefixes that end with a state.
+        `events`: record events for `take_events`. Raises: MisuseError.
         """
         if page_size < 1:
             raise MisuseError(f"page_size {page_size}: at least 1 token is needed")
@@ -107,9 +107,9 @@ class PrefixIndex:
     def match(
         self, tokens: bytes, now_s: float, namespace: Namespace = ANY, *, hit: bool = True
     ) -> Match:
-        """Return the longest cached prefix of whole pages of `tokens` (see `hashes.token_bytes`),
-        and mark it as used now. With `hit`, also count one more use; a caller that matches one
-        prompt repeatedly passes `hit=True` only once. Raises: MisuseError.
+        """Return the longest cached prefix of `tokens` (see `hashes.token_bytes`) in whole pages,
+        and mark its pages as used now. With `hit`, also count one more use of them. A caller that
+        matches the same prompt repeatedly passes `hit=True` only once. Raises: MisuseError.
         """
         self._check(tokens, now_s)
         root = self._residents.roots.get(namespace)
@@ -135,8 +135,8 @@ class PrefixIndex:
                     device_end = node
                 else:
                     contiguous = False
-        # A state may be evicted before its pages, so the last node on the device may lack one. Go
-        # back to a node that has one.
+        # A state may be evicted before its pages, so the last node on the device may lack a state.
+        # Go back to the last node that has a state.
         if self._needs_state:
             while device_end is not None and device_end.state is None:
                 device.pop()
@@ -155,10 +155,10 @@ class PrefixIndex:
         shared: int = 0,
         priority: int = 0,
     ) -> Inserted:
-        """Insert the device pages of a finished request. `pages` is int32, with one page for each
-        whole page of `tokens` after the first `shared`. The first `shared` belong to the cache
-        already: the request matched and locked them. The index keeps the array, which must not
-        change. Raises: MisuseError; the index then takes no page.
+        """Insert device pages that a request computed. `pages` is int32, with one entry for each
+        whole page of `tokens` after the first `shared` pages. The cache already has those: the
+        request matched and locked them. The index keeps the array, so the caller must not change
+        it. Raises: MisuseError; the index then takes no page.
         """
         root, path, total = self._given(tokens, pages, now_s, namespace, shared)
         self._check_shared(path, shared)
@@ -188,7 +188,8 @@ class PrefixIndex:
 
     def put_state(self, tokens: bytes, state: int, namespace: Namespace = ANY) -> bool:
         """Store `state`, a number that the caller chooses, at the end of the last page of `tokens`.
-        Returns False and stores nothing if there is a state already or the pages are not cached.
+        Returns False and stores nothing if that page has a state already, or if the pages are not
+        cached.
         """
         root = self._residents.roots.get(namespace)
         path = [] if root is None else self._walk(root, tokens)
@@ -207,7 +208,7 @@ class PrefixIndex:
         self._residents.states.unlock(node)
 
     def evict_states(self, count: int) -> Freed:
-        """Free `count` states in the order of the policy; fewer if the others are locked."""
+        """Free up to `count` unlocked states, in the order of the policy."""
         return Freed(states=self._residents.states.evict(count))
 
     def insert_stored(
@@ -219,9 +220,11 @@ class PrefixIndex:
         *,
         start: int,
     ) -> PageIndices:
-        """Insert host pages that were read from storage. `pages` is int32, with one page for each
-        whole page of `tokens` from page `start` on. Returns the pages that the index does not take:
-        the host has others, a copy is bringing others, or the pages before them were evicted.
+        """Insert host pages that were read from storage. `pages` is int32, with one entry for each
+        whole page of `tokens` from page `start` on. Returns the pages that the index does not take,
+        because the host has others, a copy is bringing others, the pages before `start` were
+        evicted, or the node of these tokens begins before `start`.
+
         Raises: MisuseError; the index then takes no page.
         """
         root, path, total = self._given(tokens, pages, now_s, namespace, start)
@@ -265,16 +268,16 @@ class PrefixIndex:
         return [page for pages in reversed(found) for page in pages]
 
     def page_hashes(self, end: Node) -> list[bytes]:
-        """Return the digests of the pages in the prefix that ends with `end`: their keys in
-        storage.
+        """Return the digests of the pages in the prefix that ends with `end`. Storage finds the
+        pages by these digests.
         """
         path = [*upwards(end)][::-1]
         found = b"".join(digests_of(node, self.page_size).tobytes() for node in path)
         return [found[at : at + DIGEST_BYTES] for at in range(0, len(found), DIGEST_BYTES)]
 
     def lock(self, node: Node) -> None:
-        """Protect the device pages of the prefix that ends with `node` from eviction. Locks are
-        counted. Raises: MisuseError.
+        """Lock the prefix that ends with `node`: its device pages cannot be evicted until `unlock`.
+        Locks are counted. Raises: MisuseError.
         """
         above: Node = node
         while above.parent is not None and above.phase[Tier.DEVICE] is RunPhase.PRESENT:
@@ -298,8 +301,8 @@ class PrefixIndex:
         return gathered.freed()
 
     def missing(self, end: Node, source: Tier, target: Tier) -> int:
-        """Return how many pages of the prefix that ends with `end` a write can copy from `source`
-        to `target`. Raises: MisuseError.
+        """Return the number of pages that `source` has and `target` lacks, in the prefix that ends
+        with `end`. A write can copy this many pages. Raises: MisuseError.
         """
         return self._writes.missing(end, source, target)
 
@@ -323,16 +326,17 @@ class PrefixIndex:
         )
 
     def ack(self, number: int) -> Freed:
-        """End a write that landed. A second end of a write is counted and has no other effect."""
+        """End a write that landed. Ending a write twice only increments `Stats.stale_ends`."""
         return self._writes.end(number, RunKind.ACK)
 
     def fail(self, number: int) -> Freed:
-        """End a write whose target pages may contain anything, and return these pages."""
+        """End a write that failed. Its target pages may contain anything, so they are freed."""
         return self._writes.end(number, RunKind.FAIL)
 
     def evict(self, tier: Tier, count: int) -> Freed:
-        """Free `count` pages of the device or the host, in the order of the policy; fewer if the
-        others are in use. A state leaves with the last copy of its page. Raises: MisuseError.
+        """Evict up to `count` pages from the device or the host, in the order of the policy. Pages
+        in use stay. A state is freed when neither of the two has its page any more. Raises:
+        MisuseError.
         """
         if tier not in PAGED:
             raise MisuseError("only device and host have pages that can be evicted")
@@ -343,17 +347,17 @@ class PrefixIndex:
     def evict_copied(self, count: int) -> tuple[Freed, list[Node]]:
         """Evict up to `count` device pages that the host has too; see `evict`.
 
-        Pages that the host lacks count towards `count`, but stay. Their nodes are returned as well:
-        the caller should copy the prefixes that end with these nodes to the host.
+        Pages that the host lacks count towards `count`, but stay. Their nodes are returned too, so
+        that the caller can copy the prefixes of these nodes to the host.
         """
         gathered, uncopied = Gathered(), list[Node]()
         self._residents.evict(Tier.DEVICE, count, gathered, uncopied)
         return gathered.freed(), uncopied
 
     def lost(self, end: Node, first: int) -> int:
-        """Record that storage lacks page `first` of the prefix that ends with `end`: neither this
-        page nor any page after it, in any prompt, counts as stored any more. Returns how many pages
-        stop counting.
+        """Record that storage lacks page `first` of the prefix that ends with `end`. Neither this
+        page nor any page that follows it, in any prompt, counts as stored any more. Returns the
+        number of pages that stop counting as stored.
         """
         return self._residents.lost(end, first)
 
@@ -368,8 +372,8 @@ class PrefixIndex:
     def evictable_pages(self) -> int:
         """Number of device pages that are not in use.
 
-        Without a host tier, `evict` can free all of them. With one it may free fewer: a node
-        without a copy on the host stays while nodes below it are on the host.
+        Without a host tier, `evict` can free all of them. With a host tier, it may free fewer: a
+        node without a copy on the host stays while nodes below it are on the host.
         """
         return self._residents.num_pages[Tier.DEVICE] - self._residents.num_pinned
 
@@ -393,22 +397,22 @@ class PrefixIndex:
     def snapshot_events(self) -> list[Event]:
         """Return all announced pages as events for a new subscriber, parents first.
 
-        The snapshot contains the effect of events that were not taken yet: take them first.
+        The snapshot already includes events that were not taken yet, so take those first.
         """
         if self._recorder is None:
             return []
         return self._recorder.snapshot(self._residents.roots.values())
 
     def _walk(self, node: Node, tokens: bytes) -> list[Node]:
-        """Return the nodes of the longest cached prefix. If it ends within a node, that node is
-        split.
+        """Return the nodes of the longest cached prefix. If the prefix ends within a node, that
+        node is split.
         """
         size, at, last = self._page_bytes, 0, len(tokens) - self._page_bytes
         same_at = tokens.startswith
         path: list[Node] = []
         while at <= last:
-            # Most prompts continue as the last one did. Then one comparison finds the child, and
-            # the look-up with its slice and hash is not needed.
+            # Most prompts continue with the child that the previous prompt took. One comparison
+            # finds this child without a look-up, which would need a slice and a hash.
             child = node.taken
             if child is None or not same_at(child.tokens, at):
                 child = node.children.get(tokens[at : at + size])
@@ -428,8 +432,8 @@ class PrefixIndex:
     def _given(
         self, tokens: bytes, pages: PageIndices, now_s: float, namespace: Namespace, start: int
     ) -> tuple[Root, list[Node], int]:
-        """Check the pages to insert from page `start` on. Returns the root, which may be new, the
-        nodes of the cached prefix, and the number of whole pages of the tokens.
+        """Check the pages to insert from page `start` on. Returns the root (which may be new), the
+        nodes of the cached prefix, and the number of whole pages in `tokens`.
         """
         self._check(tokens, now_s)
         check_pages(pages)

@@ -1,4 +1,4 @@
-"""Nodes of the tree. All pages of a node belong to one run, and have one phase in each tier."""
+"""Nodes of the tree. All pages of a node belong to one run, and share one phase in each tier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _START = attrgetter("start")
 
 
 class Run:
-    """Pages that were inserted together; `nodes` has the parts of the run, in order. Eviction
+    """Pages that were inserted together. `nodes` has the parts of the run, in order. Eviction
     removes pages from the end, so the remaining pages are a prefix of the run.
     """
 
@@ -30,27 +30,28 @@ class Run:
         self.nodes: list[Node] = []
 
     def between(self, start: int, stop: int) -> list[Node]:
-        """Return the nodes of pages [start, stop). Both must be node boundaries, which a split
-        never removes.
+        """Return the nodes of pages [start, stop). `start` and `stop` must be boundaries of nodes.
+        A split never removes a boundary.
         """
         first = bisect_left(self.nodes, start, key=_START)
         return self.nodes[first : bisect_left(self.nodes, stop, lo=first, key=_START)]
 
 
 class Node:
-    """A node of the tree, which stands for the prefix up to its last page. A split inserts a new
-    node before it, so a reference to a node keeps its meaning.
+    """A node of the tree. It stands for the prefix up to its last page. A split inserts a new node
+    before the old one, so a reference to the old node keeps its meaning.
 
-    `children`: child nodes by the bytes of their first page. `taken`: the child that a prompt most
-    recently matched completely; None after that child is split or removed. `below[tier]`: number of
-    children that are not ABSENT in the tier. `readers[tier]`: number of copies that read the node
-    there. `pins`: number of uses that keep the node on the device, plus the number of its children
-    that have pins (see `Residents.pin`). `depth`: number of pages from the root to the end of the
-    node. `queued`: one bit for each tier whose queue contains the node, and one for the queue of
-    states. `state`: the state at the end of the last page (see `states`). `state_locks`: number of
-    locks on the state. `frayed`: True if `tokens` continues beyond the last page. `told`: one bit
-    for each tier in which subscribers know the node. `digests`: page hashes, None until they are
-    needed (big-endian int64 [num_pages, 4]: the first number of each is its event hash).
+    `children`: child nodes by the token bytes of their first page. `taken`: the child that a prompt
+    most recently matched in full; None after that child is split or removed. `below[tier]`: number
+    of children that are not ABSENT in the tier. `readers[tier]`: number of copies that read the
+    node from the tier. `pins`: number of uses that keep the node on the device, plus the number of
+    its children that have pins (see `Residents.pin`). `depth`: number of pages from the root to the
+    end of the node. `queued`: one bit for each tier whose queue contains the node, and one for the
+    queue of states. `state`: the state at the end of the last page (see `states`). `state_locks`:
+    number of locks on the state. `frayed`: True if `tokens` continues beyond the last page. `told`:
+    one bit for each tier in which the node is announced to subscribers. `digests`: page hashes as
+    big-endian int64 [num_pages, 4], None until they are needed. The first number in each row is the
+    page's event hash.
     """
 
     __slots__ = (
@@ -183,8 +184,8 @@ def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node
 
 
 def digests_of(node: Node, page_size: int) -> Digests:
-    """Return the page hashes of a node, which the first call computes. The hashes of a parent that
-    is not a root must have been computed before.
+    """Return the page hashes of a node. The first call computes them. Unless the parent is a root,
+    its hashes must be computed first.
     """
     if node.digests is None:
         above = None if node.parent is None else node.parent.digests

@@ -5,7 +5,7 @@ key.
 
 lru        least recently used
 lfu        least often matched, then least recently used
-slru       matched fewer than two times before all others, then least recently used
+slru       least recently used, but nodes matched fewer than two times before all others
 priority   lowest priority, then least recently used
 depth      deepest, then least recently used
 """

@@ -3,11 +3,11 @@ that stop being readable there.
 
 **A page is announced when it is present and its parent is announced in the same tier.** Copies end
 in any order, so a page may become present before its parent. It is then announced together with its
-parent. A page that leaves a tier has no announced page below it, because leaves are evicted first.
-After every single event, therefore, the announced pages of a tier form a tree without holes.
+parent. When a page leaves a tier, no page below it is announced in that tier, because leaves are
+evicted first. So after every event, the announced pages of a tier form a tree without holes.
 
-**Hashes are computed when a page is first announced**, from the hash of its parent, and are kept in
-its node. See `hashes` for their format.
+**The hash of a page is computed when it is first needed**, from the hash of its parent, and is kept
+in its node. See `hashes` for the format.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ class Recorder:
         return events
 
     def snapshot(self, roots: Iterable[Root]) -> list[Event]:
-        """Return the events that tell a new subscriber of all pages announced so far and still
-        present.
-        """
+        """Return events that announce all currently announced pages to a new subscriber."""
         nodes: list[Node] = [*roots]
         events: list[Event] = []
         # The list grows while the loop runs, so every node follows its parent.

@@ -1,4 +1,4 @@
-"""The nodes in each tier, and the order in which they leave it, at O(log n) per node."""
+"""The nodes in each tier, and the order of their eviction. Queueing a node costs O(log n)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def joined(parts: list[PageIndices]) -> PageIndices:
 
 
 class Residents:
-    """Changes the phases of all nodes in all tiers, as the table of runs allows. It counts pages,
+    """Changes the phases of all nodes in all tiers, as `cached_run.TABLE` allows. It counts pages,
     and has one queue for each paged tier, with the nodes that may leave that tier.
 
     A queue holds each node with the key that it had when it was pushed. Keys only grow, so the
@@ -75,7 +75,7 @@ class Residents:
     """
 
     def __init__(self, policy: str, page_bytes: int, recorder: Recorder | None = None) -> None:
-        """`page_bytes` is the size of the tokens of one page. Raises: MisuseError."""
+        """`page_bytes` is the size in bytes of one page's tokens. Raises: MisuseError."""
         self._page_bytes, self._recorder = page_bytes, recorder
         self._key = policy_key(policy)
         self.states = States(self._key)
@@ -89,7 +89,9 @@ class Residents:
         self.num_evicted = [0, 0]
 
     def offer(self, node: Node) -> None:
-        """Put a node that changed in the queue of every tier that it may leave now."""
+        """Queue a node for eviction in every tier that it may leave now. Call this whenever a
+        change could make the node evictable.
+        """
         if node.detached:
             return
         for tier in PAGED:
@@ -169,8 +171,8 @@ class Residents:
     def evict(
         self, tier: Tier, wanted: int, gathered: Gathered, uncopied: list[Node] | None = None
     ) -> None:
-        """Evict `wanted` pages from a tier, from the ends of leaves; fewer if the others are in
-        use. With `uncopied` (device only), a node that the host lacks is not evicted but added to
+        """Evict up to `wanted` pages from a tier, starting at the ends of leaves. Pages in use
+        stay. With `uncopied` (device only), a node that the host lacks is not evicted but added to
         `uncopied`, and its pages count towards `wanted`.
         """
         queue = self._queues[tier]
@@ -214,7 +216,7 @@ class Residents:
         # The list grows while the loop runs, so every node follows its parent.
         for node in nodes:
             nodes.extend(node.children.values())
-        # Children first: subscribers must never see a page without its parent.
+        # Children leave first, because subscribers must never see a page without its parent.
         gone = [node for node in reversed(nodes) if node.phase[Tier.STORAGE] is RunPhase.PRESENT]
         for node in gone:
             self.feed(node, Tier.STORAGE, RunKind.EVICT, None, Gathered())
@@ -228,7 +230,8 @@ class Residents:
         parent = node.parent
         assert parent is not None and not node.children
         if node.phase[Tier.STORAGE] is RunPhase.PRESENT:
-            # Only the index forgets the page; the store keeps it, and a later look-up finds it.
+            # Only the index forgets these pages. The store keeps them, and a later look-up finds
+            # them.
             self.feed(node, Tier.STORAGE, RunKind.EVICT, None, gathered)
         if (state := self.states.take(node)) is not None:
             gathered.states.append(state)
@@ -271,7 +274,7 @@ class Residents:
         self._remove(node, gathered)
 
     def flush(self, gathered: Gathered) -> None:
-        """Forget everything; nodes in use are freed when their use ends."""
+        """Forget everything. Nodes in use are freed when their use ends."""
         nodes: list[Node] = list(self.roots.values())
         # The list grows while the loop runs, so every node follows its parent.
         for node in nodes:

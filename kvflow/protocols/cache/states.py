@@ -1,4 +1,4 @@
-"""States at page boundaries, for models that keep a state per request (see rows in
+"""States at page boundaries, for models that keep a state per request (see the unit "row" in
 `protocols.pages.kinds`).
 
 A state belongs to the end of a page, and to the node that ends there. A split leaves the state with
@@ -54,12 +54,12 @@ class States:
         self._offer(node)
 
     def evict(self, count: int) -> tuple[int, ...]:
-        """Remove and return `count` states; fewer when the others are locked."""
+        """Remove and return up to `count` unlocked states, in the order of the policy."""
         gone: list[int] = []
         while len(gone) < count and self._queue:
             key, _, node = heapq.heappop(self._queue)
             node.queued &= ~STATE_QUEUED
-            # The state left with its pages, or is locked. `unlock` offers a locked one again.
+            # The state left with its pages, or is locked. `unlock` queues a locked state again.
             if node.state is None or node.state_locks:
                 continue
             if self._key(node) != key:

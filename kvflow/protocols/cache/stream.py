@@ -3,13 +3,14 @@ that replaces lost batches.
 
 **A gap is announced in terms that every subscriber knows**: AllBlocksCleared, and then the whole
 cache as stored blocks. There are three cases. A stream begins with such a snapshot, because an
-earlier process may have sent other events from its address. When the source records events faster
-than they are sent, a snapshot replaces those that wait, in batches with the next numbers. When a
-subscriber requests batches that are no longer kept, the replay begins with a snapshot. It is one
-batch, and has the requested number, or the newest one if that is lower.
+earlier process may have sent other events from the same address. When the source records events
+faster than they are sent, a snapshot replaces the events that wait, in batches with the next
+numbers. When a subscriber requests batches that are no longer kept, the replay begins with a
+snapshot. This snapshot is one batch. Its number is the requested one or the newest one, whichever
+is lower.
 
-Events describe sets: a subscriber may apply a snapshot first and older batches after it, and has
-the right set once it applies the newest batch.
+Events describe sets. A subscriber may apply a snapshot first and older batches after it. It has the
+right set once it has applied the newest batch.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from kvflow.protocols.cache.events import CLEARED, Cleared, Event, Stored
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.kv_events import BatchEncoder
 
-# A batch is full when its tokens and hashes have this many bytes. Encoding a batch of this size
-# blocks the event loop for about a third of a millisecond.
+# A batch is full when its tokens and hashes have at least this many bytes. Encoding a batch of this
+# size blocks the event loop for about a third of a millisecond.
 BATCH_BYTES = 256 * 1024
 
 
@@ -80,8 +81,8 @@ class EventStream:
         self._begin_anew()
 
     def next_batch(self, ts: float) -> Batch | None:
-        """Take the events that the source recorded, and return the next batch to send, or None if
-        no event waits. `ts`: seconds since the epoch.
+        """Take the events that the source recorded, and return the next batch to send. Returns None
+        if no event waits. `ts`: seconds since the epoch.
         """
         events = self._source.take_events()
         self._waiting.extend(events)
@@ -97,8 +98,8 @@ class EventStream:
             batch.append(self._waiting.popleft())
             size += _num_bytes(batch[-1])
         self._waiting_bytes -= size
-        # A snapshot larger than the limit would be replaced by the next snapshot, without end. Its
-        # size is therefore allowed on top of the limit until all of it is sent.
+        # Otherwise, a snapshot larger than the limit would be replaced by another one, again and
+        # again. So its size is allowed on top of the limit until all of it is sent.
         if not self._waiting:
             self._may_wait = self._limits.waiting_bytes
         return self._numbered(self.encoder.encode(batch, ts))
@@ -114,19 +115,19 @@ class EventStream:
         return self._numbered(self.encoder.encode((), ts))
 
     def kept_from(self, seq: int) -> list[Batch] | None:
-        """Return all batches from number `seq` on; None if some of them are no longer kept."""
+        """Return all batches from number `seq` on, or None if some of them are no longer kept."""
         if seq >= self.next_seq:
             return []
         oldest = self._kept[0].seq if self._kept else self.next_seq
         return None if seq < oldest else list(islice(self._kept, seq - oldest, None))
 
     def snapshot(self) -> list[Event]:
-        """Return the events that replace all batches. Call it only while no event waits."""
+        """Return a snapshot, which replaces all batches. Call this only while no event waits."""
         assert not self._waiting
         return [CLEARED, *self._source.snapshot_events()]
 
     def _begin_anew(self) -> None:
-        # These events are dropped: the snapshot already contains their effect.
+        # Drop the events that the source recorded: the snapshot already contains their effect.
         self._source.take_events()
         self._waiting = deque([CLEARED, *self._source.snapshot_events()])
         self._waiting_bytes = sum(map(_num_bytes, self._waiting))

@@ -29,8 +29,8 @@ class Piece(NamedTuple):
 
 class Write(NamedTuple):
     """One copy between tiers, from page source_pages[i] of `source` to page target_pages[i] of
-    `target`. A copy to storage has no `target_pages`. `offsets` are the positions of these pages in
-    the prompt, piece by piece. Pages between two pieces are not copied.
+    `target`. A copy to storage has no `target_pages`. For each piece, `offsets` has the positions
+    of its pages in the prompt. Pages between two pieces are not copied.
     """
 
     number: int
@@ -43,7 +43,7 @@ class Write(NamedTuple):
 
 
 class Writes:
-    """The writes in progress. The number of a write is never used twice."""
+    """The writes in progress. The number of a write is never reused."""
 
     def __init__(self, residents: Residents) -> None:
         self._residents = residents
@@ -106,8 +106,8 @@ class Writes:
                 self._residents.feed(node, write.target, kind, None, gathered)
                 self._residents.released(node, gathered)
                 if above is not None and not above.removed and kind is RunKind.FAIL:
-                    # This node may have been its parent's last child in the target tier. A parent
-                    # cannot leave a tier that a child is in.
+                    # This node may have been its parent's last child in the target tier. A node
+                    # cannot leave a tier while one of its children is there.
                     self._residents.offer(above)
         return gathered.freed()
 

@@ -1,7 +1,7 @@
 """The machines of one decode (rooms, links, loans), and the events that pass between them.
 
 A table returns commands instead of calling back. Running a command may feed another machine or the
-same one, but only after the step that returned the command.
+same one, but only after the step that returned the command is complete.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import GrantId
 
-MAX_REPEAT_AFTER_S = 8.0  # upper bound of the interval between repetitions
+MAX_REPEAT_AFTER_S = 8.0  # upper bound on the interval between repetitions
 
 
 class DecodeCore(Core):
     """The state of one decode. Its `feed_*` methods feed the machines and run the commands.
 
-    Kinds of timers: "deadline" and "stalled" for a grant, "link" and "repeat" for a PeerKey.
+    The keys of "deadline" and "stalled" timers are grants. Those of "link" and "repeat" timers are
+    PeerKeys.
     """
 
     outbox: list[DecodeCommand]
@@ -94,7 +95,7 @@ class DecodeCore(Core):
         self.outbox.append(SendToPrefill(peer.key, encode(abort), at_once=True))
 
     def loan_changed(self, change: Change[PrefillPeer], now: float) -> None:
-        """Run the commands of a loan's change, and end the room if it waited for its loans."""
+        """Run the commands that follow a loan's change. End the room if it waited for its loans."""
         lease, peer = change.lease, change.source
         # A silent source receives its Aborts when it answers again (the task "ask"). Until then,
         # they would only fill the send queue of the link.
@@ -108,7 +109,7 @@ class DecodeCore(Core):
             and peer.repeat_after_s > self.timing.repeat_after_s
         ):
             # The source answers now, so the other Aborts that it left unanswered were probably
-            # lost. Repeat them soon, instead of at the long interval that its silence led to.
+            # lost. Repeat them soon, because the interval has grown long during its silence.
             self.repeat_from(peer, now + self.timing.repeat_after_s)
         if change.freed:
             self.outbox.append(FreePages(lease.grant))
@@ -125,9 +126,9 @@ class DecodeCore(Core):
     def feed_link(
         self, peer: PrefillPeer, kind: LinkKind, now: float, cause: Cause | None = None
     ) -> None:
-        """Feed one event to a link, and queue what follows for its rooms and loans."""
-        # This silence ends every room offered so far, but their Bootstraps may still be in transit.
-        # Raising `fresh_from` prevents these from starting writes later.
+        """Feed one event to a link, and queue the resulting tasks for its rooms and loans."""
+        # This silence ends all rooms offered so far, but their Bootstraps may still be in transit.
+        # Raising `fresh_from` prevents these Bootstraps from starting writes later.
         if kind is LinkKind.SILENCE_DUE:
             peer.asked_again, peer.fresh_from = False, self.next_grant
         for command in self.links.feed(peer, kind, now, self.ledger, cause):
@@ -170,9 +171,9 @@ class DecodeCore(Core):
         self.feed_link(asked, kind, now, cause)
 
     def make_place(self, now: float) -> None:
-        """Close the least recently used link if the limit of open links is reached. Idle links go
-        first, then silent ones, whose loans then wait for the fence or an operator.
-        Raises: CapacityError if every link is in use.
+        """Close the least recently used link if the limit on open links is reached. Idle links go
+        first. If there are none, a silent link goes, and its loans wait for the fence or an
+        operator. Raises: CapacityError if every link is in use.
         """
         # A closed link stays in the table while it owes loans, but it holds no connection.
         open_ = [peer for peer in self.links.peers.values() if peer.phase is not LinkPhase.GONE]
@@ -236,8 +237,8 @@ class DecodeCore(Core):
             self.loan_changed(change, now)
 
     def ask_as_at_first(self, record: DecodeRoomRecord, now: float) -> None:
-        """Reset a room's Resync interval to its first value, because the room moved again after it
-        stood still. Another message about it may be lost.
+        """Reset a room's Resync interval to its first value, because the room makes progress again
+        after a stall. If another message about the room is lost, decode asks soon.
         """
         record.resync_after_s = self.timing.repeat_after_s
         self.deadlines.set(Timer("stalled", record.grant), now + record.resync_after_s)
@@ -278,7 +279,7 @@ class DecodeCore(Core):
     def expire(
         self, timer: Timer, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
     ) -> None:
-        """Act on a timer that is due. Questions for prefill are added to `beliefs`, by peer."""
+        """Act on a timer that is due. Add questions for prefill to `beliefs`, by peer."""
         if timer.kind == "link":
             self.link_due(self.links.peers[timer.key], now)
         elif timer.kind == "repeat":
@@ -311,8 +312,8 @@ class DecodeCore(Core):
     def _ask_about(
         self, record: DecodeRoomRecord, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
     ) -> None:
-        """Ask prefill about a room that stands still, because a message may be lost. The interval
-        doubles each time, up to a limit.
+        """Ask prefill about a stalled room, or announce the room again, because a message may be
+        lost. The interval doubles each time, up to a limit.
         """
         record.resync_after_s = self.back_off(record.resync_after_s)
         self.deadlines.set(Timer("stalled", record.grant), now + record.resync_after_s)
@@ -357,7 +358,7 @@ def _send_bootstrap(core: DecodeCore, record: DecodeRoomRecord, now: float) -> N
 def _recall_loans(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
     owed = bool(record.lease.loans)
     core.recall(record.lease, record.first_cause, now)
-    # Without loans `recall` feeds no loan, so `loan_changed` does not end the draining room.
+    # If there are no loans, `recall` feeds none, so `loan_changed` does not end the draining room.
     if not owed and record.phase is DecodePhase.DRAINING:
         core.feed_room(record, DecodeEvent(DecodeKind.LOANS_ENDED), now)
 
@@ -375,8 +376,8 @@ def _end(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
         core.deadlines.cancel(Timer("deadline", grant))
     core.deadlines.cancel(Timer("stalled", grant))
     core.room_ended(record.ending, now)
-    # After a success the pages are the user's. Pages that were never lent need no proof, because no
-    # rank can write into them.
+    # After a success, the user keeps the pages. Pages that were never lent need no proof, because
+    # no rank can write into them.
     if record.state.phase is not DecodePhase.SUCCESS:
         free = not record.lent or core.ledger.room_ended(lease)
         core.outbox.append(FreePages(grant) if free else QuarantinePages(grant))
@@ -444,8 +445,8 @@ def _repeat(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
     lease = core.ledger.find(task.peer, grant)
     if lease is None or lease.loans[task.peer] not in (LoanPhase.RECALLED, LoanPhase.WITHDRAWN):
         return
-    # One timer serves all loans of a peer. A rank had no time to answer about a lease that was
-    # recalled just before the timer expired, so that lease is not overdue yet.
+    # One timer serves all loans of a peer. If a lease was recalled just before the timer expired,
+    # the rank had no time to answer, so the lease is not overdue yet.
     if now - lease.recalled_at_s >= core.timing.repeat_after_s:
         core.ledger.note_overdue(lease)
     core.feed_loan(lease, task.peer, LoanKind.REPEAT_DUE, now)

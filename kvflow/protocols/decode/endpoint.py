@@ -58,9 +58,9 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
     ) -> None:
         """Create an endpoint with no links and no rooms.
 
-        With `verify`, a chunk lands when the checksum of its pages agrees with prefill's. With
-        `staged`, prefill writes into other memory than the engine uses, and a chunk lands when its
-        pages have been copied to the engine's memory.
+        With `verify`, a chunk counts as landed when the checksum of its pages agrees with
+        prefill's. With `staged`, prefill does not write into the engine's memory, and a chunk
+        counts as landed when its pages have been copied there.
         """
         self.bounds = bounds or Bounds()
         self.core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify, staged)
@@ -166,7 +166,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
 
     def lend(self, grant: GrantId, pages: PageIndices, now: float) -> bool:
         """Offer `pages` to every rank of a room for which `Linked` was issued. Returns False if the
-        room ended meanwhile; the pages then stay the caller's.
+        room has ended since then. The caller then keeps the pages.
 
         Raises: MisuseError before `Linked`, on a second call, or if the room needs another number
         of pages.
@@ -202,7 +202,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
             self.core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause), now)
 
     def refuse_room(self, room: int, ranks: Sequence[RankInfo], cause: Cause, now: float) -> None:
-        """Send `cause` to the prefill legs of a request that decode refuses before it takes a page.
+        """Refuse a room before any page is taken for it, and send `cause` to its prefill ranks.
 
         Raises: MisuseError if `room` is not a room id; LostError, PeerError, CapacityError if the
         ranks cannot be dialled; AbortedError once the endpoint is closed.
@@ -223,8 +223,8 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         for check in record.checks:
             if check.rank == rank and check.message.seq == seq:
                 check.found, check.error = checksum, error
-        # The room's machine accepts the chunks of a rank only in order, while checks may finish in
-        # any order: a finished check waits for those before it.
+        # The room's machine accepts the chunks from a rank only in order, but checks may finish in
+        # any order. So a finished check waits for the checks before it.
         while record.checks and record.checks[0].found is not None and record.receiving:
             check = record.checks[0]
             if (difference := check.difference()) is not None:
@@ -238,7 +238,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
     # --- links
 
     def receive(self, key: PeerKey, frame: bytes, now: float) -> None:
-        """Handle a frame from one prefill; malformed and foreign ones are dropped (I7)."""
+        """Handle a frame from one prefill. A malformed or foreign frame is dropped (I7)."""
         core = self.core
         message = parsed(_MESSAGES, frame)
         if message is None:
@@ -269,7 +269,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
             self.core.feed_link(peer, LinkKind.REFUSED, now, Cause(Code.REFUSED, text))
 
     def writer_died(self, key: PeerKey, now: float) -> None:
-        """Report the data plane's fence: no write of this prefill can reach our pool any more."""
+        """Report the data plane's fence: no write from this prefill can reach our pool any more."""
         peer = self.core.links.peers.get(key)
         if peer is not None:
             text = f"prefill at {peer.info.control} died"
@@ -318,9 +318,10 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         self.core.work(TICK_WORK, now)
 
     def part(self, now: float) -> None:
-        """Send Goodbye to every prefill, and repeat it until it is acknowledged.
+        """Send Goodbye to every prefill. On a link that is up, `tick` repeats the Goodbye until
+        prefill acknowledges it.
 
-        Call this after `leave`, when no proof is awaited any more: prefill then forgets this decode
+        Call this after `leave`, when decode awaits no more proof: prefill then forgets this decode
         and answers no further question about its grants.
         """
         for peer in list(self.peers):
@@ -343,15 +344,15 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         self.core.work(float("inf"), now)
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """Extend every peer's silence limit by the time during which the shell stood still.
+        """Extend every peer's silence limit by `late_s`, the time during which the shell stalled.
 
-        Messages that arrived meanwhile are unread, so the peers may not have been silent. To
+        Messages that arrived during the stall are unread, so the peers may not have been silent. To
         measure `late_s`, a shell must tick once per heartbeat interval, whether or not a tick is
         due.
         """
         for peer in self.peers:
-            # A peer whose message was read after the stall needs no credit: its time is capped at
-            # the present.
+            # A peer whose message was read after the stall needs no credit, so `received_at_s`
+            # never exceeds `now`.
             peer.received_at_s = min(peer.received_at_s + late_s, now)
 
     # --- time
@@ -370,9 +371,9 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
                 break
             core.expire(timer, now, beliefs)
         else:
-            # The tick's work is used up, and under load the links' timers could wait for many
-            # ticks. A prefill that receives no heartbeat sends none back, and decode would consider
-            # it lost. Links that are due are therefore served regardless of the bound.
+            # This tick may handle no more timers, and under load the links' timers could wait for
+            # many ticks. A prefill that receives no heartbeat sends none back, and decode would
+            # consider it lost. Links that are due are therefore served regardless of the bound.
             for peer in [peer for peer in self.peers if core.links.due_at_s(peer) <= now]:
                 core.link_due(peer, now)
         for peer, rooms in beliefs.items():
@@ -405,7 +406,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
             raise PeerError(
                 f"prefill {ranks[0].control} has {len(ranks)} ranks; one room takes {limit} at most"
             )
-        # Almost every room has one rank; testing for it here saves a call per room.
+        # Almost every room has one rank. Testing for this case here saves a call per room.
         if len(ranks) != 1 or ranks[0].world_size != 1 or ranks[0].rank:
             check_ranks(ranks)
         if len(ranks) > 1 and len({info.incarnation for info in ranks}) < len(ranks):
@@ -437,8 +438,8 @@ def _on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: wire.Heartbeat, 
 
 
 def _on_begun(core: DecodeCore, peer: PrefillPeer, message: wire.Begun, now: float) -> None:
-    """Issue `RoomBegun` once, when every rank of the room begins. After pages are lent, it is
-    not issued, because the room's user no longer waits for it.
+    """Issue `RoomBegun` once every rank of the room has sent Begun. After pages are lent, the
+    command is not issued, because the room's user no longer waits for it.
     """
     record = _room_of(core, peer, message)
     if record is None or record.phase is not DecodePhase.BOOTSTRAPPING:
@@ -459,7 +460,7 @@ def _on_chunk_done(
     rank, lease = record.peers.index(peer), record.lease
     phase, is_next = lease.loans.get(peer), message.seq == record.next_seq[rank]
     if not is_next or phase is not LoanPhase.LENT:
-        # The chunk is a repetition, or follows a lost one that Resync will bring, or its loan is
+        # The chunk is a repetition, or follows a lost chunk that Resync will bring, or its loan is
         # no longer lent. The last chunk of a recalled loan cannot help the room, but it proves that
         # every write landed.
         if is_next and phase is LoanPhase.RECALLED and message.last:
@@ -510,13 +511,13 @@ def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: f
             # The question needs no answer: the loan ended, so prefill may forget the grant, or the
             # room receives no chunks.
             continue
-        # `next_seq` is the value that decode asked with. If it is not 0, chunks of this grant
-        # landed, and prefill has forgotten the grant since. Sending Bootstrap again would repeat
-        # the writes of these chunks.
+        # `next_seq` is the value from decode's own Resync. If it is not 0, chunks of this grant
+        # landed, and prefill has forgotten the grant since. Another Bootstrap would repeat the
+        # writes of these chunks.
         if belief.next_seq:
             cause = Cause(Code.STALE_GRANT, f"room {record.room}: prefill remembers nothing of it")
             core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause), now)
-        # No chunk of this rank has landed, but chunks of other ranks may have.
+        # No chunk from this rank has landed, but chunks from other ranks may have.
         elif record.next_seq[record.peers.index(peer)] == 0:
             core.lend(record, peer)
 

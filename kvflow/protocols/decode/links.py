@@ -1,4 +1,4 @@
-"""Decode's links: a peer per known prefill rank, the link machine of each, and its timing."""
+"""Decode's links: a record for each known prefill rank, its link machine, and its timing."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from kvflow.protocols.wire.ranks import RankInfo
 
 
 class DecodeIdentity(msgspec.Struct, frozen=True):
-    """The identity that a decode registers: its incarnation, the layout of its pool, and the
-    address where the data plane reaches it.
+    """The fields that describe a decode in `Register`: its incarnation, the layout of its pool, and
+    the address at which the data plane reaches the pool.
     """
 
     incarnation: Incarnation
@@ -58,15 +58,15 @@ class PrefillPeer:
     received_at_s: float  # when an acceptance or a heartbeat last arrived
     fresh_from: GrantId  # the lowest grant that may still begin at this rank
     repeat_after_s: float
-    between: dict[str, Any]  # the fields of every message to it: both incarnations (I6)
+    between: dict[str, Any]  # both incarnations, as fields for every message to this rank (I6)
     sent_at_s: float = field(init=False)  # when Register, Heartbeat or Goodbye was last sent
-    tried_at_s: float = field(init=False)  # the last dial, or the beginning of the silence
-    used_at_s: float = field(init=False)  # when a room was last opened on the link
+    tried_at_s: float = field(init=False)  # when the link was last redialled, or fell silent
+    used_at_s: float = field(init=False)  # when a room was last opened or refused on the link
     phase: LinkPhase = LinkPhase.REGISTERING
-    cause: Cause | None = None  # the cause of the last loss or refusal
-    asked_again: bool = False  # True if loans in doubt were recalled again in this silence
+    cause: Cause | None = None  # why the link was last lost, refused or closed
+    asked_again: bool = False  # True if loans in doubt were recalled again during this silence
     address: PlaneAddress | None = None  # the writer's address, known once prefill accepts
-    unproven: frozenset[GrantId] = frozenset()  # grants that its Goodbye names
+    unproven: frozenset[GrantId] = frozenset()  # grants that prefill's Goodbye names
     served: tuple[Served, ...] | None = None  # the parts of our pool that this rank writes
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class PrefillPeer:
 
     @property
     def usable(self) -> bool:
-        """True while rooms can be opened on this link: it is up or may come up."""
+        """True while rooms can be opened on this link, because it is up or may come up."""
         return self.phase in (LinkPhase.REGISTERING, LinkPhase.UP)
 
 
@@ -109,8 +109,8 @@ class DecodeLinks:
         return found
 
     def dial(self, info: RankInfo, next_grant: GrantId, now: float) -> PrefillPeer:
-        """Connect and register. Raises: LostError if the previous link to this incarnation has not
-        ended yet, PeerError if the incarnation is linked as another rank.
+        """Connect to a rank and register. Raises: LostError while an unusable link to this
+        incarnation exists, PeerError if the incarnation is linked as another rank.
         """
         key = PeerKey(Incarnation(info.incarnation), info.control)
         known = self.peers.get(key)
@@ -160,8 +160,8 @@ class DecodeLinks:
                 peer.tried_at_s = now
                 self._outbox += (HangUp(peer.key), Dial(peer.key))
             elif command is LinkCommand.WATCH_WRITER:
-                # The watch starts when the link comes up, not when the peer falls silent: a death
-                # that it observes ends rooms at once, and ends their loans with proof.
+                # The watch starts when the link comes up, not when the peer falls silent. If the
+                # watch observes a death, rooms end at once, and their loans end with proof.
                 if peer.address is not None:
                     self._outbox.append(WatchWriter(peer.key, peer.address))
             elif command is LinkCommand.SEND_GOODBYE:
@@ -198,7 +198,9 @@ class DecodeLinks:
     def registered(
         self, peer: PrefillPeer, message: Registered
     ) -> tuple[LinkKind | None, Cause | None]:
-        """Return the link event for an answer, and its cause. Both are None for a stale answer."""
+        """Return the link event for an answer, and its cause (None if prefill accepted). Both are
+        None for a stale answer.
+        """
         at = f"prefill at {peer.info.control}"
         if message.source != peer.key.incarnation:
             return LinkKind.REPLACED, Cause(
@@ -209,8 +211,8 @@ class DecodeLinks:
         if message.rank != peer.info.rank:
             text = f"{at} says it is rank {message.rank}, the registry says {peer.info.rank}"
             return LinkKind.REPLACED, Cause(Code.PROTOCOL_ERROR, text)
-        # This answers a Register from before the silence. Prefill has not received the newer bound
-        # yet, and might begin a grant below it.
+        # This answers a Register that was sent before the silence. Prefill has not received the
+        # newer bound yet, and might begin a grant below it.
         if message.fresh_from < peer.fresh_from:
             return None, None
         return LinkKind.ACCEPTED, None
@@ -233,7 +235,7 @@ class DecodeLinks:
         return float("inf")
 
     def expired(self, peer: PrefillPeer, now: float) -> tuple[LinkKind, Cause | None] | None:
-        """Return an event that is due at `now`, and its cause. Call this until it returns None."""
+        """Return an event that is due at `now`, with its cause. Call this until it returns None."""
         timing, at = self._timing, f"prefill at {peer.info.control}"
         if peer.phase is LinkPhase.REGISTERING:
             if now >= peer.received_at_s + timing.register_s:

@@ -16,8 +16,8 @@ from kvflow.protocols.wire.messages import ChunkDone, GrantId, RoomId
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
-    """The length and digest of the prompt, on which both legs must agree, and the length of the
-    prefix that decode already has.
+    """The length and digest of the prompt, which both halves of a room must agree on, and the
+    length of the prefix that decode already has.
     """
 
     tokens: int
@@ -26,7 +26,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChunkCheck:
-    """A chunk that prefill reported as landed, and whose checksum or copy decode awaits."""
+    """A chunk that prefill reported as landed, but that decode must still verify or copy."""
 
     __slots__ = ("compares", "error", "found", "message", "rank")
 
@@ -78,18 +78,18 @@ class DecodeRoomRecord:
     deadline_at_s: float
     opened_at_s: float
     # Decode asks prefill again after this long without progress. The interval grows while the room
-    # stands still.
+    # makes no progress.
     resync_after_s: float
     room: RoomId = field(init=False)
     grant: GrantId = field(init=False)
     state: DecodeRoomState = field(init=False)
-    # For each rank, the number of the first chunk that decode has not received yet. The count in
-    # `state` excludes chunks that still wait for a checksum.
+    # For each rank, the number of the first chunk that decode has not received yet. In contrast,
+    # `state.next_seq` excludes chunks that still wait for a checksum.
     next_seq: list[int] = field(init=False)
     progress_at_s: float = field(init=False)
     packed_pages: bytes = b""
-    linked: bool = False  # `Linked` was issued: the shell takes pages
-    lent: bool = False  # the shell lent the room's pages
+    linked: bool = False  # True once `Linked` was issued
+    lent: bool = False  # True once the shell lent the room's pages
     begun: int = 0  # one bit per rank that has a place for the whole prompt
     ready_at_s: float | None = None
     moving_at_s: float | None = None

@@ -1,10 +1,11 @@
 """The leader of a group of prefill ranks: its members, and its decisions on each request.
 
-Like `GroupMember` it decides and does not act. It runs in the process of rank 0, which is a member
-like the others. The decisions of one leader form one sequence, which every member applies in that
-order. A lost rank ends every open request, because none can complete without it, and no request is
-opened until it is back. A request that is not opened is refused on every rank, in the same
-sequence, because decode may have announced its room to all of them.
+Like `GroupMember`, the leader decides and does not act. It runs in the process of rank 0, which is
+a member like the others. The decisions of one leader form one sequence, and every member applies
+them in that order. The loss of a rank ends every open request, because none can complete without
+that rank. No request is opened until the rank is back. If the leader does not open a request, it
+decides in the same sequence to refuse the room on every rank, because decode may have announced the
+room to all ranks.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from kvflow.protocols.wire.group import Ruling, Ticket, Vote
 from kvflow.protocols.wire.messages import MAX_RANKS, Incarnation, Rank, RoomId
 
 _MESSAGES = msgspec.msgpack.Decoder(wire.ToLeader)
-# No request has more decisions than this. A member is lost when it leaves more than this number
-# times the limit of open requests unconfirmed.
+# No request has more decisions than this. The leader drops a member that leaves more than
+# `_DECISIONS * Bounds.rooms` decisions unconfirmed.
 _DECISIONS = 4
 _FIRST_RANK = Rank(0)  # the rank in the leader's process
 
@@ -54,7 +55,7 @@ class SendToMember(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestDecided(msgspec.Struct, frozen=True, gc=False):
-    """Report the outcome of a request, once for the group; `cause` is None for a success."""
+    """Report the outcome of a request, once for the group. `cause` is None for a success."""
 
     ticket: Ticket
     room: RoomId
@@ -118,8 +119,8 @@ class GroupLeader(Endpoint[LeaderOutput]):
         """Create a leader without members.
 
         `process` identifies this process, for members that can watch it. `first` is the member in
-        this process: only it may be rank 0, since an earlier process of that rank may still run.
-        Raises: MisuseError.
+        this process. Only that member may be rank 0, because an earlier process of rank 0 may still
+        run. Raises: MisuseError.
         """
         if not 1 <= world_size <= MAX_RANKS:
             raise MisuseError(f"world_size {world_size} is outside 1..{MAX_RANKS}")
@@ -134,8 +135,7 @@ class GroupLeader(Endpoint[LeaderOutput]):
         self._rooms: set[RoomId] = set()  # the rooms of `_requests`
         self._next_ticket, self._next_session = Ticket(1), 1
         # Number of ranks lost so far. A loss fails every request that was opened before it, a few
-        # per tick. A request that has yet to fail has a lower number in `losses` than newer
-        # requests.
+        # per tick. A request that has yet to fail has a lower number in its `losses`.
         self._losses = 0
         self._lost: deque[tuple[Ticket, Cause]] = deque()
         self.outbox: list[LeaderOutput] = []
@@ -152,7 +152,7 @@ class GroupLeader(Endpoint[LeaderOutput]):
 
     @property
     def unavailable_reason(self) -> str:
-        """The reason, as text, why no request can be opened now; empty when one can."""
+        """Text that says why no request can be opened now. Empty if every rank is a member."""
         missing = [str(rank) for rank in range(self.world_size) if Rank(rank) not in self.members]
         if not missing:
             return ""
@@ -167,8 +167,9 @@ class GroupLeader(Endpoint[LeaderOutput]):
         the request fails on every rank.
 
         Raises: MisuseError if `room` is not a room id; RoomInUseError while another request for
-        that room is undecided, CapacityError, and LostError while a rank is missing. After one of
-        these three errors, the room is refused on every rank: see `refuse`.
+        that room is undecided; CapacityError if `request` is too large or too many requests are
+        open; LostError while a rank is missing. After any of the last three errors, the room is
+        refused on every rank: see `refuse`.
         """
         number = room_id(room)
         if (error := self._obstacle(number, request)) is not None:
@@ -181,7 +182,8 @@ class GroupLeader(Endpoint[LeaderOutput]):
         return ticket
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """Refuse decode's half of a room on every rank, with `cause`, now or when it arrives.
+        """Refuse decode's half of a room on every rank, with `cause`. If that half has not arrived
+        yet, it is refused when it arrives.
 
         An open room with that id continues. A missing rank in another process does not receive the
         refusal, but decode ends the room at that rank once any other rank reports the refusal.
@@ -216,7 +218,7 @@ class GroupLeader(Endpoint[LeaderOutput]):
     # --- members
 
     def receive(self, peer_id: bytes, frame: bytes, now: float) -> None:
-        """Handle a frame from the member `peer_id`; a bad one is counted and dropped (I7)."""
+        """Handle a frame from the member `peer_id`. A bad frame is counted and dropped (I7)."""
         message = parsed(_MESSAGES, frame)
         if message is None or peer_id != routing_id(message.member):
             self.dropped += 1
@@ -251,8 +253,8 @@ class GroupLeader(Endpoint[LeaderOutput]):
             self._refuse(message.member, refusal)
             return
         known = self._by_incarnation.get(message.member)
-        # A Join that names the current session means that the member left it. One that names an
-        # older session is a repetition, to which the same answer is sent again.
+        # A Join that names the current session means that the member left that session. A Join that
+        # names an older session is a repetition, and receives the same answer again.
         if (
             known is not None
             and message.last_leader == self.incarnation
@@ -278,7 +280,7 @@ class GroupLeader(Endpoint[LeaderOutput]):
         self._send(message.member, answer)
 
     def _mismatch(self, message: wire.Join) -> str:
-        """Return why this rank cannot join; empty if it can."""
+        """Return why this rank cannot join, or an empty string if it can."""
         if message.wire_version != wire.GROUP_WIRE_VERSION:
             return (
                 f"group wire version {message.wire_version}, this leader speaks "
@@ -341,8 +343,8 @@ class GroupLeader(Endpoint[LeaderOutput]):
                 message.cause or Cause(Code.ENGINE_ERROR, text),
             )
             return
-        # A rank has been lost since the request was opened, so the request must fail in its turn.
-        # Further votes must not complete it first, because a rank that rejoined never opened it.
+        # A rank has been lost since the request was opened, so `tick` will fail the request. Until
+        # then, votes must not complete it, because a rank that rejoined never opened it.
         if record.losses != self._losses:
             return
         kind = _COUNTED[message.vote, not record.missing & ~(1 << member.rank)]
@@ -368,9 +370,9 @@ class GroupLeader(Endpoint[LeaderOutput]):
             self._beat(member)
 
     def _lose(self, member: Membership, text: str) -> None:
-        """Remove a member, and queue the failure of every open request. Each tick fails a few."""
+        """Remove a member, and queue the open requests to fail. Each tick fails a few of them."""
         del self.members[member.rank], self._by_incarnation[member.incarnation]
-        # The member may be alive: this makes it leave the session.
+        # The member may be alive. This message makes it leave the session.
         self._refuse(member.incarnation, text, session=member.session)
         if member.is_watched:
             self.outbox.append(UnwatchMember(member.incarnation))
@@ -409,7 +411,7 @@ class GroupLeader(Endpoint[LeaderOutput]):
                 self._beat(member)
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """Extend every member's silence limit by the time that the shell stood still."""
+        """Extend every member's silence limit by the time during which the shell stalled."""
         for member in self.members.values():
             member.heard_at_s = min(member.heard_at_s + late_s, now)
 

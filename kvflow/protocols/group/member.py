@@ -2,8 +2,9 @@
 decisions on its rooms.
 
 It decides and does not act: it uses no asyncio, clock, socket or thread. Methods receive the time,
-and `commands()` returns the work for the shell. The rooms stay with this rank's `PrefillEndpoint`:
-the shell reports to this class what happens to them, and applies to them what the group decides.
+and `commands()` returns the work for the shell. The rooms themselves belong to this rank's
+`PrefillEndpoint`. The shell reports their events to `GroupMember`, and applies the group's
+decisions to them.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ class OpenRoom(msgspec.Struct, frozen=True, gc=False):
 
 
 class StartRoom(msgspec.Struct, frozen=True, gc=False):
-    """Start the room: every rank is ready. These commands have the same order on all ranks."""
+    """Start the room: every rank is ready. All ranks receive these commands in the same order."""
 
     key: TicketKey
 
 
 class CloseRoom(msgspec.Struct, frozen=True, gc=False):
-    """End this rank's half of the room. Call `released` or `landed` afterwards; `failed` may come
-    first.
+    """End this rank's half of the room, then call `released` or `landed`. It is no error to call
+    `failed` first.
     """
 
     key: TicketKey
@@ -73,7 +74,9 @@ class RefuseRoom(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestSettled(msgspec.Struct, frozen=True, gc=False):
-    """Report the outcome of a request, the same on every rank; `cause` is None for a success."""
+    """Report the outcome of a request. `cause` is None for a success. Every rank reports the same
+    outcome, unless it loses the leader first.
+    """
 
     key: TicketKey
     cause: Cause | None
@@ -152,14 +155,15 @@ class GroupMember(Endpoint[MemberOutput]):
         self.rank, self.world_size = Rank(rank), world_size
         self.timing = timing or Timing()
         self.session: Session | None = None
-        # Why the leader does not accept this rank. Empty if it does, or has not answered yet.
+        # Why the leader does not accept this rank. Empty if the leader accepts it, or has not
+        # answered yet.
         self.refusal = ""
         self.dropped = 0  # number of frames without effect
         self._last_session = 0
         self._leader = Incarnation(0)  # leader of the last session
         # Open requests at this rank. Other modules may read this, but must not change it.
         self.tickets: dict[TicketKey, TicketRecord] = {}
-        self._ending: deque[TicketKey] = deque()  # requests of a session that ended
+        self._ending: deque[TicketKey] = deque()  # requests of an ended session, for `tick` to end
         self._why_over = Cause(Code.PEER_LOST)
         self.outbox: list[MemberOutput] = []
         self._heard_at_s = self._due_at_s = now
@@ -194,7 +198,7 @@ class GroupMember(Endpoint[MemberOutput]):
     # --- the leader
 
     def receive(self, frame: bytes, now: float) -> None:
-        """Handle a frame from the leader; a bad or stale frame is counted and dropped (I7)."""
+        """Handle a frame from the leader. A bad or stale frame is counted and dropped (I7)."""
         message = parsed(_MESSAGES, frame)
         if message is None or message.member != self.incarnation:
             self.dropped += 1
@@ -300,7 +304,7 @@ class GroupMember(Endpoint[MemberOutput]):
             self._due_at_s = now + self.timing.heartbeat_s
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """Extend the leader's silence limit by the time that the shell stood still."""
+        """Extend the leader's silence limit by the time during which the shell stalled."""
         self._heard_at_s = min(self._heard_at_s + late_s, now)
 
     def _join(self) -> None:
@@ -321,8 +325,8 @@ class GroupMember(Endpoint[MemberOutput]):
         if self.session.is_watched:
             self.outbox.append(UnwatchLeader())
         self.session, self._why_over, self._due_at_s = None, cause, now
-        # Without the leader this rank cannot know what other ranks do about its requests, so all
-        # of them fail. `tick` ends a bounded number at a time.
+        # Without the leader, this rank cannot know what other ranks do about its requests, so it
+        # fails them all. Each `tick` ends a bounded number of requests.
         self._ending = deque(self.tickets)
 
     def _beat(self, session: Session) -> None:
@@ -342,9 +346,9 @@ class GroupMember(Endpoint[MemberOutput]):
         self.outbox.append(SendToLeader(encode(message)))
 
     def vote(self, record: TicketRecord, vote: Vote) -> None:
-        """Send a vote, unless the session with the request's leader ended."""
+        """Send a vote, unless the session with the request's leader has ended."""
         session = self.session
-        # The request fails anyway when its session is over.
+        # If its session is over, the request fails anyway.
         if session is None or session.leader != record.key.leader:
             return
         message = wire.RankVote(

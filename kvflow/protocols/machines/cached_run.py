@@ -22,7 +22,7 @@ class RunKind(IntEnum):
     GIVEN = 0  # a caller inserts pages that hold the tokens of the run
     BEGIN = 1
     ACK = 2
-    FAIL = 3  # the copy ended in an error: the bytes in its pages are unknown
+    FAIL = 3  # the copy ended in an error: its target pages may contain anything
     EVICT = 4
 
 

@@ -1,4 +1,4 @@
-"""The machine of a room at decode. Chunks land on offered pages, and the room ends once (I4)."""
+"""The machine of a room at decode: chunks land in lent pages, and the room ends once (I4)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ TABLE: Table[DecodePhase, DecodeKind, DecodeCommand] = Table(
         P.BOOTSTRAPPING: rest(K, ERROR)
         | {
             K.LENT: Move(P.WAITING_FOR_INPUT, (C.SEND_BOOTSTRAP,)),
-            # No page is lent, so the room ends without draining; RECALL_LOANS withdraws its
+            # No page is lent, so the room ends without draining. RECALL_LOANS withdraws its
             # announcements.
             K.ROOM_FAILED: _FAIL,
             K.ENDED_LOCALLY: Move(P.ABORTED, (C.TELL_FAILED, C.RECALL_LOANS, C.END)),
@@ -96,7 +96,7 @@ TABLE: Table[DecodePhase, DecodeKind, DecodeCommand] = Table(
             K.LOANS_ENDED: Move(P.ABORTED, (C.END,)),
             K.LOANS_DOUBTFUL: Move(P.LOST, (C.END,)),
         },
-        # The endpoint drops an ended room at once, so an event for one is a mistake in our code.
+        # The endpoint drops an ended room at once, so any later event is a mistake in our code.
         P.SUCCESS: rest(K, ERROR),
         P.FAILED: rest(K, ERROR),
         P.ABORTED: rest(K, ERROR),

@@ -1,7 +1,7 @@
 """Write the state diagrams of the machines into a document.
 
-Run it as `python -m kvflow.protocols.machines.diagrams FILE`. Each diagram stands between a line
-`<!-- table: NAME -->` and a line `<!-- end -->`.
+Run it as `python -m kvflow.protocols.machines.diagrams FILE`. It replaces the text between each
+line `<!-- table: NAME -->` and the next line `<!-- end -->`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Prefill's memory of the grants of one decode: which are open, and how the others ended (I6).
+"""Prefill's memory of one decode's grants: which are open, and how the others ended (I6).
 
-Prefill keeps the last messages of an ended grant, to send them again, until decode reports that the
-grant is settled. The number of these grants is bounded for each decode, and the size of their
-handoffs is bounded over all decodes. Evicting a grant raises the low-water mark, and no grant
-below the mark begins. Grants settled above the mark are kept as ranges, so that one grant that
+Until decode reports that an ended grant is settled, prefill keeps its last messages about the
+grant, to send them again. The number of these grants is bounded for each decode, and the size of
+their handoffs is bounded over all decodes. Evicting a grant raises the low-water mark, and no grant
+below the mark begins. Settled grants above the mark are kept as ranges, so that one grant that
 stays open does not keep the others in memory.
 """
 
@@ -23,9 +23,9 @@ from kvflow.protocols.wire.messages import AbortAck, ChunkDone, GrantId, Message
 class GrantPhase(IntEnum):
     UNKNOWN = 0
     ANNOUNCED = 1  # decode will offer pages; the engine's half has not arrived yet
-    OPEN = 2  # a room of this prefill answers for it
+    OPEN = 2  # a room at this prefill answers for it
     CLOSED = 3  # ended, and its writes are drained
-    DOUBTFUL = 4  # ended, and some write of it may still land
+    DOUBTFUL = 4  # ended, and some write under it may still land
     BELOW = 5  # settled, or below the low-water mark: it ended, or must not begin
     BELOW_DOUBTFUL = 6  # evicted while in doubt
 
@@ -132,7 +132,7 @@ class Announcements:
             del self._order[bisect_left(self._order, grant)]
 
     def pop(self, start: GrantId, end: GrantId) -> list[tuple[GrantId, RoomId]]:
-        """Remove and return the grants from `start` to below `end`, with their rooms."""
+        """Remove and return the grants in [start, end), with their rooms."""
         first, last = bisect_left(self._order, start), bisect_left(self._order, end)
         taken = self._order[first:last]
         del self._order[first:last]
@@ -153,8 +153,7 @@ class GrantTable(Generic[R]):
 
     def __init__(self, limit: int, low_water: GrantId, kept: KeptBytes | None = None) -> None:
         """Create a table that remembers up to `limit` ended grants and as many settled ranges. No
-        grant below `low_water` begins. `kept` adds up the bytes of the handoffs of several
-        tables.
+        grant below `low_water` begins. `kept` counts the handoff bytes of all tables that share it.
         """
         self.low_water = low_water
         self.kept_bytes, self._kept = 0, kept or KeptBytes()
@@ -163,11 +162,11 @@ class GrantTable(Generic[R]):
         self._limit = limit
         # A grant without an entry is unknown, settled, or below the low-water mark.
         self._phases: dict[GrantId, GrantPhase] = {}
-        self._settled = GrantRanges()  # above the low-water mark; no grant in them begins
+        self._settled = GrantRanges()  # ranges above the low-water mark, in which no grant begins
         self._unsettled: set[GrantId] = set()
         self._evicted_in_doubt: set[GrantId] = set()
-        # The last messages of ended grants. The grant that ended first comes first, because it is
-        # evicted first. `_remembered` has the same grants in ascending order, for settling.
+        # The last messages about ended grants. The grant that ended first comes first, because it
+        # is evicted first. `_remembered` has the same grants in ascending order, for settling.
         self._sent: OrderedDict[GrantId, tuple[Message, ...]] = OrderedDict()
         self._remembered: list[GrantId] = []
         self._seen_below: int = low_water  # a number above every grant seen so far
@@ -232,8 +231,8 @@ class GrantTable(Generic[R]):
             self._evicted_in_doubt.discard(grant)
 
     def end(self, grant: GrantId, sent: tuple[Message, ...]) -> None:
-        """End a grant, and keep its last messages. Above the limit, the grant that ended first is
-        evicted.
+        """End a grant, and keep the last messages about it. Above the limit, the grant that ended
+        first is evicted.
 
         `sent` may be empty only for a grant that an Abort just closed.
         """
@@ -259,7 +258,7 @@ class GrantTable(Generic[R]):
         self._raise_low_water(GrantId(evicted + 1))
 
     def forget(self) -> None:
-        """Take this table's bytes out of the shared count, before the table is dropped."""
+        """Subtract this table's bytes from the shared count, before the table is dropped."""
         self._kept.total -= self.kept_bytes
         self.kept_bytes = 0
 
@@ -274,11 +273,11 @@ class GrantTable(Generic[R]):
             self.low_water = self._settled.pop_through(grant)
 
     def last_messages(self, grant: GrantId) -> tuple[Message, ...]:
-        """Return the kept messages of an ended grant, or none if it is open or forgotten."""
+        """Return the messages kept about a grant: none if the grant is open or forgotten."""
         return self._sent.get(grant, ())
 
     def is_drained(self, grant: GrantId) -> bool:
-        """Return True if every write under a grant that is not open is drained."""
+        """Return True if no write under a grant can land any more. The grant must not be open."""
         return self.phase(grant) not in (P.DOUBTFUL, P.BELOW_DOUBTFUL)
 
     @property
@@ -287,7 +286,7 @@ class GrantTable(Generic[R]):
         return GrantId(self._seen_below)
 
     def begin_from(self, grant: GrantId) -> list[tuple[GrantId, RoomId]]:
-        """Let no grant below this one begin. Returns the announced grants below it whose pages were
+        """Let no grant below `grant` begin. Returns the announced grants below it whose pages were
         never offered, with their rooms.
         """
         self._seen_below = max(self._seen_below, grant)
@@ -325,8 +324,7 @@ class GrantTable(Generic[R]):
             withdrawn += self._withdraw(start, end)
         self.low_water = self._settled.pop_through(self.low_water)
         # Dropping the lowest range raises the low-water mark to its end. A grant below the mark
-        # that is still in transit is then refused, which is safe. Keeping ranges without bound is
-        # not.
+        # that is still in transit is then refused. That is safe, but unbounded memory is not.
         while len(self._settled) > self._limit:
             self.low_water = self._settled.pop_first()
         return withdrawn
