@@ -16,8 +16,8 @@ from kvflow.proof.sim.scenario import Accident, Scenario
 from kvflow.proof.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
 from kvflow.proof.sim.variety import LATE, LATE_FENCE_S, NEVER
 
-# Probe rooms for each pair, and pages of each of their chunks. The rooms fit into a pool whose
-# quarantine is full.
+# Number of probe rooms for each pair, and number of pages in each chunk. The rooms fit into a pool
+# whose quarantine is full.
 PROBES, PROBE_CHUNKS = 6, (1, 1)
 
 
@@ -104,7 +104,7 @@ class Course:
     def happen(self, accident: Accident) -> None:
         node, world = self.places[accident.node], self._world
         kind, for_s = accident.kind, accident.for_s
-        # Only a prefill has an address and writes pages, and a switch may have put a decode there.
+        # Only a prefill has an address and writes pages. After a switch, this may be a decode.
         of_prefills = kind in ("takeover", "stall")
         if not node.up or node.leaving or (of_prefills and not node.is_prefill):
             return
@@ -152,7 +152,7 @@ class Course:
             self.rules.later(0.1, self._start_again, place)
 
     async def _two_kinds_at_least(self) -> None:
-        """Make sure that at least two kinds of fault struck: halt a node or cut it off briefly."""
+        """Briefly halt a node or cut it off, until at least two kinds of fault have struck."""
         for kind in ("freeze", "partition"):
             if len(self.faults.struck) >= 2:
                 return
@@ -163,7 +163,7 @@ class Course:
             await self.wait(0.25)
 
     def calm(self) -> None:
-        """End all faults. No new fault strikes, but frames that were dropped or delayed stay so."""
+        """End all faults. Dropped frames stay dropped, and delayed frames still arrive late."""
         self.rules.trace(lambda: "calm")
         self.faults.calm()
         world = self._world

@@ -25,7 +25,7 @@ def _silent(_: str) -> None:
 
 
 class Simulator(NamedTuple):
-    key: str  # keyword that stands for it in `planting`
+    key: str  # keyword for this simulator in `planting`
     how: str  # options of `kvflow sim` that select it
     simulate: Callable[..., Outcome]
     plants: Sequence[Plant]
@@ -52,7 +52,7 @@ class Simulator(NamedTuple):
     def hunt(
         self, name: str, seeds: Sequence[int], say: Callable[[str], None] = _silent
     ) -> dict[str, Any]:
-        """Return the plant's name and, if seeds show it, the first of them and its violation."""
+        """Return the plant's name and, if found, the first seed that shows it and the violation."""
         with self.planted(name):
             for seed in seeds:
                 if (violation := self.simulate(seed).violation) is not None:
@@ -66,11 +66,11 @@ class Choice(NamedTuple):
     """Options that select a simulator. The default is the simulator of whole nodes."""
 
     bare: bool = False
-    group: int = 0  # number of ranks; 0 selects another simulator
+    group: int = 0  # number of ranks, or 0 for a simulator without groups
     cache: bool = False
 
     def load(self) -> Simulator:
-        """Return the simulator. The modules of the others are not imported."""
+        """Return the simulator, without importing the modules of the others."""
         if self.group:
             return _group(self.group)
         if self.cache:

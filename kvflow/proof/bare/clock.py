@@ -15,7 +15,7 @@ function to call and its arguments.
 class Clock:
     """A clock that jumps from one event to the next.
 
-    Events of a halted node wait until it resumes; events of a dead node are dropped.
+    Events of a halted node wait until it resumes. Events of a dead node are dropped.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Clock:
 
     def play(self, for_s: float) -> None:
         events, pop, until_s = self._events, heapq.heappop, self.now + for_s
-        # This loop takes most of a seed's time, so it works on local names.
+        # This loop takes most of a seed's time, so it uses local variables.
         steps = self.steps
         while events and events[0][0] <= until_s:
             self.now, _, node, do, arguments = pop(events)

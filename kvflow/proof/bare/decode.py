@@ -46,7 +46,7 @@ class Decode(Node):
         )
         super().__init__(world, name, number, self.endpoint)
         self.pages = DecodePages(name, world.rules, world.variety.layout)
-        # By grant. A room is removed once it ends and its pages are free or the user's.
+        # Rooms by grant. A room is removed once it has ended and no longer claims pages.
         self.rooms: dict[int, Room] = {}
         self.watches: set[PeerKey | int] = set()
         self.turns: Turns[Room] = Turns()
@@ -278,7 +278,7 @@ class Decode(Node):
         self.wait(THREAD_S, self._summed, room, command)
 
     def _summed(self, room: Room, command: c.VerifyChunk) -> None:
-        """Report a chunk's checksum, which is empty if the room ended or summing fails."""
+        """Report a chunk's checksum, or an empty one if the room ended or the computation fails."""
         checksum = b""
         if not room.told and not self.world.fails_sum():
             pages = room.pages[command.first : command.first + command.count]

@@ -16,7 +16,7 @@ from kvflow.protocols.prefill.records import PrefillRoomRecord
 class Who(Side, Protocol):
     """The members of a node that rooms and writes use."""
 
-    routes: set[int]  # decodes that it can write to
+    routes: set[int]  # incarnations of the decodes that the node can write to
 
 
 class Room:
@@ -40,10 +40,10 @@ class Leg:
 
     def __init__(self, record: PrefillRoomRecord, job: PrefillJob) -> None:
         self.record, self.job = record, job
-        self.pages: list[int] = []  # prefill's pages for the whole prompt, and its row
+        self.pages: list[int] = []  # prefill's pages for the whole prompt, and the row
         self.chunks: list[int] = []
         self.number = 0  # index of the next chunk
-        self.sent = 0  # pages that were sent, or that decode had from the start
+        self.sent = 0  # number of pages that were sent, or that decode had from the start
         self.matched = self.computing = False
         self.queues = False  # True while it waits for its turn
         self.told = self.failed = self.released = False

@@ -13,7 +13,7 @@ from kvflow.proof.sim.variety import PAGE_SIZE
 from kvflow.protocols.errors import Cause, Code
 
 Issue = Callable[[int, Cause], Cause]
-"""A function that records the cause given to a room, by the room's id, and returns it."""
+"""A function that records a cause under the id of its room, and returns the cause."""
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class DecodeJob(_Job):
     prefix_pages: int = 0
     announces: bool = True
     offers_after_s: float | None = None
-    # True if decode holds the pages back until prefill begins the room or `offers_after_s` is over.
+    # True if decode offers no pages until prefill begins the room or `offers_after_s` has passed.
     waits: bool = False
     kept_s: float = 0.0
 

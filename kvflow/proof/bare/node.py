@@ -52,7 +52,7 @@ class Scene:
         self.frozen = 0  # number of writes that never end
 
     def ranks(self, group: int) -> Sequence[RankInfo]:
-        """Return a group's registry entries. A dead rank's entry stays until it starts again."""
+        """Return a group's registry entries. A dead rank's entry stays until the rank restarts."""
         found = self.registry[group]
         return [found[rank] for rank in sorted(found)]
 
@@ -64,7 +64,7 @@ class Scene:
         ]
 
     def kill(self, node: Node, how: str = "dies") -> None:
-        """Kill a node's process; its death can then be proven."""
+        """Kill a node's process. `variety.fences` decides when its watchers get proof of that."""
         node.say(how)
         node.alive, node.parked = False, []
         delay_s = {LATE: LATE_FENCE_S, NEVER: float("inf")}.get(self.variety.fences, 0.0)
@@ -133,16 +133,16 @@ class Node:
         self.alive = True
         self.leaving = False
         self.displaced = False
-        # Actions that wait while this node is halted; None while it runs.
+        # Actions that wait while this node is halted. None while it runs.
         self.parked: list[tuple[Callable[..., object], tuple[Any, ...]]] | None = None
         self.unread: Burst = []  # frames received since it was halted
         # (node to notify of the death, argument of its `known_dead`)
         self.watchers: list[tuple[Node, Any]] = []
-        self.malformed = 0  # spoilt frames that this node received
+        self.malformed = 0  # number of spoilt frames that this node received
         self.troubled_at_s = -1.0
         self.stalled_until_s = -1.0
         self.routes: set[int] = set()
-        self.proven_at_s = float("inf")  # about when the last watcher has proof of its death
+        self.proven_at_s = float("inf")  # approximate time of the last proof of its death
         self._due_at_s = float("inf")
         self._fires_at_s = 0.0
 
@@ -183,7 +183,7 @@ class Node:
         self.clock.later(fires_at_s - now, self, self._tick, fires_at_s)
 
     def _tick(self, fires_at_s: float) -> None:
-        """Tick the endpoint. A late tick shows that the process stood still."""
+        """Tick the endpoint. A late tick shows that the process was halted."""
         if fires_at_s != self._fires_at_s:
             # The timer was set again in the meantime, so this event is obsolete.
             return
@@ -205,7 +205,7 @@ class Node:
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Shut down in order: end every room, wait a while for proof, and part."""
+        """Shut down cleanly: end every room, wait a while for proof, and say goodbye."""
         self.leaving = True
         self._ticking.leave(self.clock.now)
         self.run()
@@ -227,7 +227,7 @@ class Node:
         return self.has_parted()
 
     def has_parted(self) -> None:
-        """End the node: every peer has acknowledged the goodbye, or the time for that is over."""
+        """End the node. Every peer has acknowledged the goodbye, or the time for that is over."""
         raise NotImplementedError
 
     def died(self) -> None:

@@ -15,7 +15,7 @@ Content = tuple[bytes, int]
 last page. Damage in transit replaces the digest with `DAMAGED`.
 """
 Lease = tuple[int, int]
-"""Owner of pages that a decode lends: its incarnation, and the grant."""
+"""Owner of pages that a decode lends: the decode's incarnation, and the grant."""
 
 
 class FreePlaces:
@@ -57,7 +57,7 @@ class Pages(Home):
         return taken
 
     def check(self, pages: list[int], owner: Hashable, what: str) -> None:
-        """Verify that `owner` has these pages. `what` names its action in case of a violation."""
+        """Verify that `owner` has these pages. `what` is the action in the text of a violation."""
         for page in pages:
             if self.owners[page] != owner:
                 self.broken("I1", page, f"of {self.owners[page]!r} is {what} by {owner!r}")
@@ -73,7 +73,7 @@ class DecodePages(Pages):
 
     def __init__(self, who: str, judge: Receiver, layout: PoolLayout) -> None:
         super().__init__(who, judge, layout)
-        # By page, the contents by rank, because each rank writes its part of a page.
+        # Contents by page and rank, because each rank writes its own part of a page.
         self.cells: list[dict[int, Content]] = [{} for _ in self.owners]
 
     def keep(self, pages: list[int], lease: Lease) -> Hashable:

@@ -32,7 +32,10 @@ BY_NAME = {plant.name: plant for plant in WALKED}
 
 
 def _begun_told(when: Callable[[DecodeRoomRecord, int], bool]) -> Installed:
-    """Make decode notify its user of every Begun for which `when(room, ranks)` holds."""
+    """Make decode notify its user of every Begun for which `when(room, ranks)` holds.
+
+    `ranks` is a bit mask of the ranks that have begun the room.
+    """
 
     def on_begun(core: DecodeCore, peer: PrefillPeer, message: Begun, now: float) -> None:
         if (record := core.rooms.get(message.grant)) is not None:

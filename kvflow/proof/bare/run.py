@@ -146,7 +146,7 @@ class Run(Course):
         for node in [n for n in world.nodes.values() if isinstance(n, Prefill) and n.alive]:
             for write in [write for write in node.writes.values() if write.fault == "frozen"]:
                 if not world.nodes[write.key[1]].alive or world.nodes[write.key[1]].leaving:
-                    # Prefill keeps a dead decode's place while a write to it runs.
+                    # Prefill keeps a departed decode's place while a write to it runs.
                     write.thaw()
                 # Both halves wait for this write, so only their user can end the room.
                 node.end(write.leg.job, "given up")
@@ -176,7 +176,7 @@ class Run(Course):
             for decode in world.living(Decode):
                 ledger = decode.endpoint.core.ledger
                 if ledger.quarantined_pages > ledger.quarantine_limit:
-                    # A decode with so much quarantine may refuse rooms, so it gets no probe.
+                    # A decode above its quarantine limit may refuse rooms, so it gets no probe.
                     continue
                 for _ in range(PROBES - world.frozen):
                     jobs += self._good_room(group, prefills, decode)
@@ -212,7 +212,7 @@ class Run(Course):
 
 
 class BrokenError(AssertionError):
-    """An invariant is broken, which ends the run."""
+    """An invariant is broken. This error ends the run."""
 
 
 def _stop() -> None:

@@ -14,7 +14,7 @@ from kvflow.proof.sim.variety import NEVER, PROMPT, Variety
 
 
 class Twist(NamedTuple):
-    prefix_pages: int = 0  # pages that decode already has
+    prefix_pages: int = 0  # number of pages that decode already has
     # If False, the offer itself announces the room, provided that every rank is linked.
     announces: bool = True
     rendezvous_s: float | None = None

@@ -15,7 +15,7 @@ User = TypeVar("User", Room, Leg)
 class Turns(Generic[User]):
     """A queue of users. A turn lasts until the user learns that its room ended.
 
-    There are as many places as the longest prompt needs.
+    Together, the users whose turn it is need at most `PROMPT_PAGES_MAX` pages.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Turns(Generic[User]):
         self._wait: deque[tuple[User, Callable[[User], None]]] = deque()
 
     def ask(self, user: User, go: Callable[[User], None]) -> None:
-        """Call `go` when it is the user's turn: at once if places suffice and no user waits."""
+        """Call `go` when it is the user's turn: at once if pages suffice and no user waits."""
         self._wait.append((user, go))
         self._serve()
 

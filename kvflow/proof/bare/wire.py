@@ -18,8 +18,8 @@ from kvflow.protocols.wire.messages import Incarnation, Message
 
 _FRAME_LOW, _FRAME_SPAN = FRAME_S[0], FRAME_S[1] - FRAME_S[0]
 Burst = list[tuple[Any, bytes, bool]]
-"""Frames, each with its origin (a routing id at prefill, the dialled key at decode) and True if it
-is spoilt.
+"""Frames as (origin, bytes, spoilt). The origin is a routing id at prefill, and the dialled key at
+decode.
 """
 
 
@@ -51,11 +51,11 @@ class Wire:
         """`disturbed` is called for each disturbance, from which both ends have to recover."""
         self.clock, self.rng, self.faults, self._traced = clock, rng, faults, traced
         self._disturbed = disturbed
-        self.routers: dict[str, End] = {}  # by address: the node that answers there now
-        # By link: the keys that decode dialled, the latest last.
+        self.routers: dict[str, End] = {}  # node that answers now, by address
+        # Keys that decode dialled, by link. The latest key is the last one.
         self.lines: dict[tuple[str, int], list[PeerKey]] = {}
         self.cut: set[str | int] = set()  # control addresses and decodes that are cut off
-        self.jammed: dict[str | int, Jammed] = {}  # by end: frames held back, to arrive in a burst
+        self.jammed: dict[str | int, Jammed] = {}  # frames held back for a burst, by end
         self._last_at: dict[tuple[str, int, bool], float] = {}
 
     def carry(self, sender: End, control: str, decode: End, frame: bytes) -> None:
@@ -80,7 +80,7 @@ class Wire:
             if fault == "drop":
                 return self.disturbed(control, decode)
             if fault == "reorder":
-                # Leave `_last_at` as it was, so that later frames of the link may overtake.
+                # `_last_at` stays as it was, so that later frames may overtake this one.
                 at_s += _FRAME_SPAN * 3 * random_()
                 return clock.later(
                     at_s - now, None, self._deliver, control, decode, to_prefill, frame
@@ -90,7 +90,7 @@ class Wire:
                 at_s += rng.uniform(*DELAY_S)
                 clock.later(at_s - now, None, self.disturbed, control, decode)
         link = control, peer, to_prefill
-        # Frames of a link arrive at least a tick apart, in the order of sending.
+        # Frames of a link arrive in the order in which they were sent, at least a tick apart.
         last_s = self._last_at.get(link, 0.0) + TICK_S
         if at_s < last_s:
             at_s = last_s
@@ -105,7 +105,7 @@ class Wire:
         return None
 
     def unjam(self, end: str | int) -> None:
-        """Deliver in one burst the frames that were held back, in the order of sending."""
+        """Deliver the frames that were held back at `end` in one burst, in their original order."""
         frames, now = self.jammed.pop(end, []), self.clock.now
         links = {
             (control, decode.incarnation, to_prefill) for control, decode, to_prefill, _ in frames

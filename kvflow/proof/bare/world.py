@@ -42,7 +42,7 @@ class World(Scene):
         return list(self.nodes.values())
 
     def declare_dead(self, *nodes: Node) -> None:
-        """Let an operator declare these nodes, or all dead prefills, dead at every decode."""
+        """Let an operator declare `nodes`, or by default all dead prefills, dead at all decodes."""
         for node in self.living(Decode):
             for dead in nodes or [n for n in self.everyone() if n.is_prefill and not n.alive]:
                 self.tell_node(node, node.declare_dead, dead.incarnation)
@@ -92,7 +92,7 @@ class World(Scene):
             node.troubled_at_s = self.clock.now
             parked, node.parked = node.parked, None
             for do, arguments in parked:
-                # An action may end the node, which drops the remaining ones.
+                # An action may end the node. Its remaining actions are then dropped.
                 if node.alive:
                     do(*arguments)
 

@@ -26,7 +26,7 @@ class Writer(Node):
 
 
 class PacedWrite(Write):
-    """A write by a process of the world. It stands still while the process is halted."""
+    """A write by a process of the world. It stalls while the process is halted."""
 
     __slots__ = (
         "cancelled",
@@ -70,7 +70,7 @@ class PacedWrite(Write):
         self._slice()
 
     def _slice(self) -> None:
-        """Go on: land the next page, or end. A cancelled write ends after the page under way."""
+        """Land the next page, or end the write. A cancelled write lands one more page and ends."""
         source = self.source
         if self.targets and source.clock.now < source.stalled_until_s:
             return source.wait(STALL_LOOK_S, self._slice)

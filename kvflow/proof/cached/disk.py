@@ -75,7 +75,7 @@ class DiskFaults:
         self.uses = 0  # number of file accesses, from which file times are made
 
     def strikes(self, kind: str, *, most: bool = False) -> bool:
-        """Return True if a fault of this kind strikes now; with `most`, in half of the calls."""
+        """Return True if a fault of this kind strikes now. With `most`, the chance is one half."""
         if not self.on or kind not in self.kinds or self.rng.randrange(2 if most else self._every):
             return False
         self.struck[kind] += 1
@@ -102,7 +102,7 @@ class FaultyDisk(Disk):
     def write(self, descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
         whole = b"".join(bytes(part) for part in parts)
         cut = self._faults.rng.randint(0, len(whole))
-        # Write in two steps, so that a killed process leaves an incomplete file.
+        # Write in two steps, so that a killed process can leave an incomplete file.
         super().write(descriptor, [whole[:cut]])
         self._takes_time()
         if self._faults.strikes("disk full"):

@@ -35,7 +35,7 @@ _STORE_BYTES = 16 << 20
 class CachePlan(NamedTuple):
     policy: str
     write_policy: Any
-    host_pages: int  # 0: no host tier
+    host_pages: int  # 0 if there is no host tier
     stores: bool
 
 
@@ -236,7 +236,7 @@ class NodeCache:
         """Evict everything, and return a line if pages remain although the node is at rest."""
         if self.lost:
             return []
-        # A node can be evicted only after its children, so repeat until the counts stay the same.
+        # An index node can be evicted only after its children, so repeat until nothing changes.
         for _ in range(len(self._books.owners)):
             before = self.cache.stats()
             for tier in PAGED:

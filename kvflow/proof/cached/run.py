@@ -46,7 +46,7 @@ _LAYOUT = build_layout(_STREAMS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, finge
 class CachedOracle(Oracle):
     """Oracle that derives the content of a page from the tokens of its prompt.
 
-    A room transfers only the last pages of a prompt, which decode lacks.
+    A room transfers only the pages at the end of a prompt that decode lacks.
     """
 
     texts: Texts
@@ -185,7 +185,7 @@ class CachedRun(plain.Run):
 
 
 def with_caches(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Let prompts share prefixes, and all requests stay on the device."""
+    """Let prompts share prefixes, repeat some requests, and let no request leave the device."""
     library = Library(rng, PROMPT_PAGES_MAX)
     requests = [_with_prompt(rng, request, library.draw()) for request in scenario.requests]
     # Repeat some requests, with the same prompt or with the next turn of the dialogue.
@@ -237,7 +237,7 @@ def simulate(
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Raise errors when they are logged, except those that the simulator injected. Print none."""
+    """Raise logged errors, except those that the simulator injected. Print nothing."""
     with ExitStack() as swaps:
         for name in ("kvflow.serve.cache", "kvflow.storage"):
             logger = logging.getLogger(name)
@@ -256,7 +256,7 @@ class _OnPurpose(logging.Handler):
 
 
 class _Clock:
-    """Replacement for the `time` module in a store. Like a real clock, it never stands still."""
+    """Replacement for the `time` module in a store. It advances a little at every step."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop

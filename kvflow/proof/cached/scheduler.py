@@ -25,7 +25,7 @@ from kvflow.serve.cache.prefix import Prefix
 # Share of requests after which every evictable page is reclaimed.
 PRESSED = 0.15
 MAKE_ROOM_S, MAKE_ROOM_TURNS = 0.5, 50
-# Longest time that a request waits until its pages are fetched or loaded.
+# Longest time that a request waits for its pages to be fetched or loaded.
 LOAD_S = 0.15
 # Longest time that a request then waits for its turn, while others evict pages that are not locked.
 MOST_TURN_S = 0.05
@@ -42,7 +42,7 @@ class CachingScheduler:
     ) -> None:
         """Use `caches`, which maps the `id()` of a node to its cache."""
         self._texts, self._caches, self._counts, self._rng = texts, caches, counts, rng
-        # Number of pages that open jobs need besides their prefixes, by the `id()` of the node.
+        # Number of pages that open jobs need beyond their prefixes, by the `id()` of the node.
         self._promised: Counter[int] = Counter()
 
     async def prefill(self, node: PrefillNode, job: Job) -> None:
@@ -192,7 +192,7 @@ class CachingScheduler:
             self._promised[id(node)] -= wanted
 
     async def _make_room(self, node: DecodeNode) -> None:
-        """Reclaim pages until as many are free as the open jobs of the node need.
+        """Reclaim pages until enough are free for all open jobs of the node.
 
         With write_back, evicted pages become free only after they are copied.
         """

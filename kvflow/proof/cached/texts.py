@@ -21,7 +21,7 @@ class Texts:
 
     def __init__(self) -> None:
         self._pages: dict[bytes, list[bytes]] = {}
-        # Names by which events refer to full pages, by the digest of the page.
+        # Names that events use for full pages, by page digest.
         self.names: dict[bytes, int] = {}
 
     def add(self, prompt: list[int]) -> list[bytes]:

@@ -29,7 +29,7 @@ class Alarm:
             self._node.clock.later(fires_at_s - now, self._node, self._fire, fires_at_s)
 
     def _fire(self, fires_at_s: float) -> None:
-        """Tick the endpoint. A late tick shows that the process stood still."""
+        """Tick the endpoint. A late tick shows that the process was halted."""
         if fires_at_s != self._fires_at_s:
             # The timer was set again in the meantime, so this event is obsolete.
             return

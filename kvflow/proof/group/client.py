@@ -22,7 +22,7 @@ class Fate(NamedTuple):
     rendezvous_s: float | None = None
     refused_at: int | None = None
     fails_rank: int | None = None
-    fails_at: int | None = None  # index of the chunk that the engine does not compute
+    fails_at: int | None = None  # index of the chunk before which the engine breaks down
 
 
 NO_FATE = Fate()

@@ -12,7 +12,7 @@ from kvflow.protocols.wire.group import RankVote, Vote
 def forged(frame: bytes, other: GroupMember) -> bytes | None:
     """Return `frame`, a READY vote of this rank, with `other` as its sender.
 
-    Returns None if the frame is no READY vote, or if `other` has no session with the same leader.
+    Returns None if the frame is not a READY vote, or if `other` has no session with that leader.
     """
     message, session = parse_at_leader(frame), other.session
     if not isinstance(message, RankVote) or message.vote is not Vote.READY:

@@ -58,7 +58,7 @@ class Lines:
 
     def __init__(self, clock: Clock, rng: random.Random, faults: Faults, *, traced: bool) -> None:
         self.clock, self.rng, self.faults, self._traced = clock, rng, faults, traced
-        self.leaders: dict[int, Process] = {}  # by group: the process that answers as its leader
+        self.leaders: dict[int, Process] = {}  # process that answers as leader, by group
         self.members: dict[bytes, Process] = {}  # by routing id
         self.cut: set[int] = set()  # incarnations of ranks that are cut off from their group
         self.jammed: dict[int, list[tuple[Process, bool, bytes]]] = {}
@@ -105,7 +105,7 @@ class Lines:
         if fault == "drop":
             return self.disturbed(member)
         if fault == "reorder":
-            # `_last_at` stays as it was, so that later frames of the line may overtake.
+            # `_last_at` stays as it was, so that later frames of the line may overtake this one.
             late_s = at_s + 3 * rng.uniform(*FRAME_S) - now
             return clock.later(late_s, None, self._deliver, member, to_leader, frame)
         if fault == "delay":

@@ -1,4 +1,4 @@
-"""A report of everything in a group, apart from its prefills, that is not at rest (I5)."""
+"""A report of everything at bare endpoints and in groups that is not at rest (I1, I5)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def left(world: World, *, doubts: bool) -> Iterator[str]:
 
 def _left_at(stage: Stage, leaders: list[Stage]) -> Iterator[str]:
     member, leader, session = stage.member, stage.leader, stage.member.session
-    # A frozen write never ends, so its room may drain for ever.
+    # A frozen write never ends, so its room may drain forever.
     frozen = {write.leg.record.serial for write in stage.writes.values() if write.fault == "frozen"}
     drains = {key for key, leg in stage.by_key.items() if leg.record.serial in frozen and leg.told}
     if tickets := [key.ticket for key in member.tickets if key not in drains]:

@@ -53,8 +53,8 @@ class Agreement:
         self.group_causes: set[Cause] = set()
         self._log: dict[tuple[Incarnation, int], Entry] = {}
         self._numbers: dict[tuple[TicketKey, Ruling], int] = {}
-        self._next: dict[Membered, int] = {}  # next decision to apply
-        self._shown: dict[Membered, int] = {}  # last decision with a visible effect
+        self._next: dict[Membered, int] = {}  # number of the next decision to apply
+        self._shown: dict[Membered, int] = {}  # number of the last decision with a visible effect
         self._ready: dict[TicketKey, set[int]] = defaultdict(set)
         self._landed: dict[TicketKey, set[int]] = defaultdict(set)
         self._decided: dict[TicketKey, Cause | None] = {}
@@ -62,7 +62,7 @@ class Agreement:
         self._opened: dict[tuple[Incarnation, TicketKey], Session] = {}
         self._sessions: dict[Incarnation, Session | None] = {}
         self._members: dict[Incarnation, dict[Any, Membership]] = {}
-        self._first: Cause | None = None  # cause of the failure that the leader reads now
+        self._first: Cause | None = None  # cause of the failure that the leader is reading
         # Pairs (process that gave up, process on which it gave up). The latter may then give up.
         self._given_up_by: set[tuple[Incarnation, Incarnation]] = set()
 
@@ -162,7 +162,7 @@ class Agreement:
         self.counts["opened"] += 1
 
     def leader_receives(self, stage: Process, peer_id: bytes, frame: bytes) -> None:
-        """Pass a frame to the leader. A failure that it accepts must decide its request."""
+        """Pass a frame to the leader, and verify that an accepted failure decides its request."""
         leader = stage.leader
         assert leader is not None
         vote = _failure(frame)
@@ -230,7 +230,7 @@ class Agreement:
     # --- patience
 
     def membership(self, stage: Process) -> None:
-        """Verify every session that ended since the last call."""
+        """Verify that every session that ended since the last call had a reason to end."""
         session, known = stage.member.session, self._sessions.get(stage.incarnation)
         if session is not known:
             self._sessions[stage.incarnation] = session
@@ -253,7 +253,7 @@ class Agreement:
             self._members[stage.incarnation] = dict(leader.members)
 
     def _given_up(self, stage: Process, other: Incarnation, text: str) -> None:
-        """Verify that one of the two was in trouble, or that the other one gave up first."""
+        """Verify that `stage` or `other` was in trouble, or that `other` gave up first."""
         found = [rank for rank in self.lines.members.values() if rank.incarnation == other]
         excused = (other, stage.incarnation) in self._given_up_by
         self._given_up_by.discard((other, stage.incarnation))

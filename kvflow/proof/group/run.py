@@ -49,9 +49,9 @@ def _stormy(rng: random.Random, request: Request) -> Request:
 
 
 def _used_again(rng: random.Random, request: Request, decodes: int) -> Request:
-    """Return a request that uses the same room id again. This happens when a decode is lost.
+    """Return a request that uses the room id again, as can happen after the loss of a decode.
 
-    The first room may be over, drain, or run. The new one is at a random decode.
+    The first room may be over, draining or running. The new one is at a random decode.
     """
     at_s = max(leg.at_s for leg in (request.prefill, request.decode) if leg is not None)
     at_s += rng.uniform(0.0, 0.4)
@@ -143,7 +143,7 @@ class GroupRun(Run):
     def happen(self, accident: Accident) -> None:
         node, kind = self.places[accident.node], accident.kind
         if isinstance(node, Stage) and node.up and not node.leaving:
-            # Its rank in the group stays taken until the process that lost the address dies.
+            # The rank stays taken in the group until the process that lost its address dies.
             if kind == "takeover" and node.rank:
                 self.clock.later(accident.for_s, node, self.world.kill, node)
             elif kind == "crash" and self.enough_without(node):

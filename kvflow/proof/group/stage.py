@@ -54,7 +54,7 @@ class Stage(Prefill):
         self.leader: GroupLeader | None = None
         self.callers: dict[Client, None] = {}  # clients that wait for the leader's answer
         self.by_ticket: dict[Ticket, Client] = {}
-        self.by_key: dict[TicketKey, Leg] = {}  # until released
+        self.by_key: dict[TicketKey, Leg] = {}  # legs until released
         self._alarms = [Alarm(self, self.member)]
         self._runs = False
         self.lines.members[routing_id(incarnation)] = self

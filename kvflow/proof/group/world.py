@@ -30,7 +30,7 @@ class GroupWorld(World):
         assert isinstance(self.rules.rooms, GroupRooms)
         self.rules.rooms.causes = self.agreement.group_causes
         self.clients: list[Client] = []
-        self.lost: set[int] = set()  # groups that lost a rank for good
+        self.lost: set[int] = set()  # groups that lost a rank permanently
         self.group = Group(self.lines, self.agreement, self.clients, self.rng.random() < FORGES)
 
     def start_prefill(self, group: int, rank: int, world_size: int) -> Prefill:

@@ -42,7 +42,7 @@ class BothSides:
         self.sides: Mapping[int, Side] = {}  # by incarnation; maintained by the driver
         # Time of a link's last disturbance, by prefill's address and decode's incarnation.
         self.trouble: dict[tuple[str, int], float] = {}
-        # Time at which each half of a room was over. Its user learns of the end at that moment.
+        # Time at which each half of a room ended or began to drain. Its user is notified then.
         self.over_at_s: dict[Record, float] = {}
         self.decodes: dict[Promise, DecodeRoomRecord] = {}
         self.prefills: dict[Promise, PrefillRoomRecord] = {}
@@ -94,8 +94,8 @@ class BothSides:
     ) -> None:
         """Verify that there was a reason if a room ended with PEER_LOST.
 
-        One of `peers` must have been dead or in trouble, or one of `others` must have ended for the
-        same cause.
+        One of `peers`, the node `target` or a link between them must have been dead or in trouble,
+        or one of `others` must have ended with the same cause.
         """
         cause, side = record.state.cause, self.sides[target]
         if cause is None or cause.code is not Code.PEER_LOST:
@@ -116,7 +116,7 @@ class BothSides:
     def has_left(self, source: Side, control: str, linked: Iterable[Side]) -> None:
         """Verify that each decode in `linked` had a reason to miss the goodbye of prefill `source`.
 
-        Without the goodbye, the loans of that decode stay out (I5).
+        Without the goodbye, the loans of that decode stay open (I5).
         """
         for target in linked:
             quiet_s = self.now_s() - self._last_trouble_s(source, target, control)
@@ -183,9 +183,9 @@ class BothSides:
     def _mixed_up(self, key: Promise, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
         """Return True if a room id was used again so soon that a half met the wrong counterpart.
 
-        The engine's half may have met the end of another room with that id, or another half the end
-        that was meant for this one. Or the id belonged to another room at prefill when this room
-        ended at decode.
+        The engine's half may have met the end of another room with that id. Another half may have
+        met the end that was meant for this one. Or the id belonged to another room at prefill when
+        this room ended at decode.
         """
         cause, over_at_s = decode.state.cause, self.over_at_s
         rooms = [room for room in self.decodes.values() if room.room == decode.room]

@@ -29,7 +29,7 @@ class Side(Protocol):
 
     @property
     def displaced(self) -> bool:
-        """True while the node is alive after another process took over its address."""
+        """True while the node is alive although another process has taken over its address."""
 
     @property
     def troubled_at_s(self) -> float:
@@ -44,7 +44,7 @@ class Side(Protocol):
         """Time by which every watcher knows of the node's death."""
 
     def reaches(self, target: int) -> bool:
-        """Return False if this prefill gave up on `target`. Decode notices that only by silence."""
+        """Return False if this prefill gave up on `target`. Decode can tell only by the silence."""
 
 
 class Judge:
@@ -59,7 +59,7 @@ class Judge:
     ) -> None:
         """Call `stop` at the first violation, and pass the run's story to `tell`, line by line.
 
-        `later(delay_s, do, *arguments)` calls back even while nodes are halted.
+        `later(delay_s, do, *arguments)` calls `do` after the delay, even while nodes are halted.
         """
         self.now_s, self.later, self._stop, self._tell = now_s, later, stop, tell
         self.violation: Violation | None = None

@@ -16,14 +16,14 @@ class Receiver(Protocol):
 
 
 class Home:
-    """Record of every place of one pool, independent of the books of the code under test."""
+    """Record of every place in one pool. It does not rely on the code under test."""
 
     def __init__(self, who: str, layout: PoolLayout, judge: Receiver) -> None:
         self.who, self.judge, self.num_pages = who, judge, layout.num_pages
         self.owners: list[Hashable | None] = [None] * layout.num_places
         # Number of writes that may still land in each place.
         self.writers = [0] * layout.num_places
-        # Number of model steps and copies that use each place, and of writes that read from it.
+        # Number of model steps and copies that use each place, plus the writes that read from it.
         self.readers = [0] * layout.num_places
         # True after the pool's process died. Late writes into the pool then do no harm.
         self.lost = False
@@ -36,7 +36,7 @@ class Home:
         return f"page {place}" if place < self.num_pages else f"row {place - self.num_pages}"
 
     def is_lent(self, place: int, target: int, grant: int) -> bool:
-        """Return True if decode `target` lends the place under `grant`, even in quarantine."""
+        """Return True if `target` lends the place under `grant`, even if it is in quarantine."""
         raise NotImplementedError
 
     def may_be_written(self, owner: Hashable) -> bool:

@@ -22,8 +22,8 @@ Doubts = dict[LeaseId, int]
 class AtPrefill(NamedTuple):
     side: Side
     core: PrefillCore
-    handles: int  # rooms that its engine holds
-    out: Mapping[Hashable, int]  # places that are not free, by lease or other owner
+    handles: int  # number of rooms that its engine holds
+    out: Mapping[Hashable, int]  # number of places in use, by lease or other owner
     earlier: Sequence[UnprovenLoan]  # loans of earlier nodes over its pool
     quarantined: int
 
@@ -32,13 +32,13 @@ class AtDecode(NamedTuple):
     side: Side
     core: DecodeCore
     handles: Collection[int]  # grants of rooms that its shell holds
-    out: Mapping[Hashable, int]  # places in use that peers can write into, by owner
+    out: Mapping[Hashable, int]  # number of places in use that peers can write into, by owner
     earlier: Sequence[UnprovenLoan]  # loans of earlier nodes over its pool
     quarantined: int
 
 
 def left_at_prefill(node: AtPrefill, rules: Rules, *, doubts: bool) -> Iterator[str]:
-    """Yield a line for each thing not at rest. With `doubts`, loans without proof may be out."""
+    """Yield a line for each thing not at rest. With `doubts`, loans without proof may remain."""
     name, core = node.side.name, node.core
     lent: Doubts = {}
     yield from _earlier(name, node.earlier, rules, lent, doubts=doubts)

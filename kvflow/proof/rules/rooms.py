@@ -178,7 +178,7 @@ class Rooms(BothSides):
                 self.broken("I3", text)
 
     def sent_a_chunk(self, record: PrefillRoomRecord) -> None:
-        """Verify that the room did not end during send(), in which the engine still uses it."""
+        """Verify that the room did not end during `send()`, while the engine still used it."""
         if record.ended:
             self.broken("I4", f"room {record.room} ends inside of its engine's own send()")
 

@@ -20,7 +20,7 @@ def handoff_of(digest: bytes) -> bytes:
 
 
 class Write:
-    """A data plane's write of `sources` to `targets`. The first `next` pages landed."""
+    """A data plane's write of `sources` to `targets`. The first `next` pages have landed."""
 
     __slots__ = ("home", "key", "next", "outcome", "readers", "record", "sources", "targets")
 
@@ -41,7 +41,7 @@ class Write:
 
 
 class Arrival(NamedTuple):
-    """Room that landed at decode, as its user finds it."""
+    """A room that landed at decode, as its user finds it."""
 
     room: int
     keys: Sequence[Promise]  # promise for each rank, in the order of ranks
@@ -71,7 +71,7 @@ class Transfers:
     # --- writes
 
     def write_began(self, write: Write) -> None:
-        """Record a write. Its grant must be open, and its pages must be unwritten (I3, I6)."""
+        """Record a write. Its grant must be open, and its target pages unwritten (I3, I6)."""
         key = write.key
         if key in self.acked or key[:2] in self.goodbyes:
             self.broken("I6", f"{key} is closed, and a write begins")
@@ -88,7 +88,7 @@ class Transfers:
             write.home.writers[place] += 1
 
     def page_landed(self, write: Write) -> int:
-        """Record that a write's next page landed, verify its grant (I2), and return its place."""
+        """Record the landing of a write's next page, verify its loan (I2), and return its place."""
         place, home, (_, target, grant) = write.targets[write.next], write.home, write.key
         write.next += 1
         home.writers[place] -= 1
@@ -131,7 +131,7 @@ class Transfers:
     def sent(self, sender: Side, message: Message | None, lent: Home | None) -> None:
         """Verify a message against what its sender did.
 
-        `lent` is the record of the pool that the sender lends, or None if the sender is a prefill.
+        `lent` records the pool whose pages the sender lends. It is None if the sender is a prefill.
         """
         if message is None:
             return self.broken("I7", f"{sender.name} says what is no message")
@@ -152,7 +152,7 @@ class Transfers:
     def _chunk_said(self, message: ChunkDone) -> None:
         key = message.source, message.target, message.grant
         writes = self.writes.get(key, [])[: message.seq + 1]
-        # The last chunk is empty if decode already has the rest. A plane need not write it.
+        # The last chunk is empty if decode already has the rest. A plane need not write that chunk.
         begun = message.seq + bool(message.pages)
         if len(writes) < begun or any(write.outcome is not WriteOutcome.LANDED for write in writes):
             self.broken("I3", f"{key}: chunk {message.seq} is said to have landed, and has not")

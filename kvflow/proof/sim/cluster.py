@@ -103,7 +103,7 @@ class Cluster:
         ]
 
     def ranks(self, group: int) -> Sequence[RankInfo]:
-        """Return a group's registry entries. A dead rank's entry stays until it starts again."""
+        """Return a group's registry entries. A dead rank's entry stays until the rank restarts."""
         latest: dict[int, RankInfo] = {}
         for member in self.members:
             if member.group == group and isinstance(member.node, PrefillNode):
@@ -198,7 +198,7 @@ class Cluster:
         return list(self.members)
 
     def kill(self, member: Member) -> None:
-        """Kill a node without warning; fences can then prove its death."""
+        """Kill a node without warning. Fences can then prove its death."""
         self.oracle.trace(lambda: f"{member.name} dies")
         self.loop.kill(member.process)
         self.wire.unplug(member.process)
@@ -253,7 +253,7 @@ class Cluster:
             if not member.up:
                 continue
             lines = member.node.peers()
-            # A prefill is linked to decodes, which write no pages; only earlier writers count.
+            # A prefill's links lead to decodes, which write no pages. Only earlier writers count.
             if isinstance(member.node, PrefillNode):
                 lines = [line for line in lines if line["phase"] == "earlier"]
             known = {int(line["incarnation"], 16) for line in lines}

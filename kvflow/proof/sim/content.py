@@ -1,4 +1,4 @@
-"""Content of the places of a simulated pool. It identifies the request and the place."""
+"""Content of a simulated pool's places. It identifies a request, and an index among its places."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PlaceBytes:
 
 
 def _shares(whole: PoolLayout, part: PoolLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return arrays for a page and a row. They map the bytes of `part` to indices in `whole`."""
+    """Return, for a page and for a row, an array of the indices of `part`'s bytes in `whole`."""
     first, none = np.zeros(1, dtype=np.int32), NO_PLACES
     only = spans_served(served_of(part))
     pairing = Pairing(placed_at_zero(whole), placed_at_zero(part), only=only)

@@ -69,7 +69,10 @@ class _Counting(Moves[Any, Any, Any]):
 def report(
     visits: Counter[Cell], tables: Mapping[str, AnyTable] = TABLES_OF_NODES
 ) -> dict[str, Any]:
-    """Count the visited cells, and list missed legal cells and visited impossible ones."""
+    """Count the legal cells that were visited.
+
+    Also list the legal cells that were not visited, and the impossible cells that were.
+    """
     visited, missing, error = 0, [], []
     for name, table in tables.items():
         for phase in table.phases:

@@ -1,4 +1,4 @@
-"""A minimal engine over rooms. Implement `Scheduler` to simulate another one."""
+"""A minimal engine over rooms. Implement `Scheduler` to simulate another engine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Job:
         # announces nothing.
         self.offers_after_s = offers_after_s
         self.topples = topples  # called when the room ends
-        self.stay = stay  # what the request does at decode after it lands
+        self.stay = stay  # what the request does at decode after its room lands
         self.residence: Residence | None = None  # plays `stay`
         self.close: Callable[[Cause], None] | None = None  # ends the room, once it is open
         self.succeeded = False

@@ -30,7 +30,7 @@ class Faults:
     """Kinds of faults in one run, at least two. `calm` ends them all."""
 
     def __init__(self, rng: random.Random, *, copies: bool = False) -> None:
-        """Draw the kinds of faults. With `copies`, the run makes copies, which can fail as well."""
+        """Draw the kinds of faults. With `copies`, they may include those in `ON_COPIES`."""
         self.rng = rng
         self.kinds = frozenset(rng.sample(KINDS, rng.randint(2, 5)))
         if copies:
@@ -59,7 +59,7 @@ class Faults:
         self.struck[kind] += 1
 
     def of_frame(self) -> str:
-        """Return the fault of the next frame; empty for no fault."""
+        """Return the fault of the next frame, or an empty string if there is none."""
         return self._of(self._frames)
 
     def of_write(self) -> str:

@@ -6,7 +6,7 @@
 All randomness comes from one generator, so the same seed gives the same run. Threads are virtual,
 too: work for an executor runs later, in the thread of the loop. Tasks and timers belong to the
 process (`Process.run`) that started them. A process can be halted for a while, as by SIGSTOP, or
-for good.
+killed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _ROUNDS = 5
 
 
 class Process:
-    """Process of one node, whose handlers, engine and threads run or stand still together."""
+    """Process of one node. Its handlers, engine and threads run or halt together."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.dead = False
-        # Callbacks that wait while the process is halted; None while it runs.
+        # Callbacks that wait while the process is halted. None while it runs.
         self.parked: list[asyncio.Handle] | None = None
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call `function`; the tasks and timers that it starts belong to this process."""
+        """Call `function`. The tasks and timers that it starts belong to this process."""
         context = contextvars.copy_context()
         context.run(_process.set, self)
         return context.run(function, *arguments)
@@ -56,9 +56,9 @@ class VirtualThread(Executor):
     """Executor without a thread. It decides when its work happens, and in how many parts."""
 
     def begin(self, done: asyncio.Future[Any], job: Job[Any]) -> None:
-        """Schedule the work of `job` with timers of the running loop; at its end, resolve `done`.
+        """Schedule the work of `job` with timers of the running loop. Resolve `done` at its end.
 
-        If the job is cancelled before it begins, its caller has cancelled `done` already.
+        If the job is cancelled before it begins, its caller has already cancelled `done`.
         """
         raise NotImplementedError
 

@@ -41,8 +41,8 @@ class Seen:
         self.troubled_at_s = -1.0  # time of its last recovery from a halt, a cut or a jam
         self.stalled_until_s = -1.0  # end of the last stall of its data plane
         self.proven_at_s = float("inf")  # time by which every watcher knows of its death
-        self.ended = False  # crashed, or closed
-        self.displaced = False  # alive, but another process has its address
+        self.ended = False  # True after a crash or a close
+        self.displaced = False  # True once another process has its address
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class Seen:
 
 
 class PlaneWrite(Write):
-    """A fake plane's write, with a count of the landed bytes of its next page."""
+    """A fake plane's write, with the number of bytes that have landed on its next page."""
 
     __slots__ = ("begun_bytes",)
 

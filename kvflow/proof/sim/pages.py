@@ -48,7 +48,7 @@ def watch(
     fails: Callable[[], bool],
     whole: PoolLayout | None = None,
 ) -> Books:
-    """Replace the allocators of an unused pool by watched ones, and return the books.
+    """Replace the allocators of an unused pool with watched ones, and return the books.
 
     If the pool is one rank's share of a layout, `whole` is that layout.
     """
@@ -153,7 +153,7 @@ class WatchedPages(PageAllocator):
 
 
 class Borrower:
-    """Request that owns pages of its engine, whatever the node does with them."""
+    """A request, which owns pages of its engine whatever the node does with them."""
 
     __slots__ = ("engine_gone", "grant", "room")
 
@@ -192,7 +192,7 @@ class WatchedExternalPages(ExternalPages):
 
 
 def grant_of(owner: Hashable | None) -> int | None:
-    """Return the grant under which decode lends the pages of `owner`, or None if there is none."""
+    """Return the grant under which decode lends the pages of `owner`, or None if it lends none."""
     if isinstance(owner, tuple):
         return owner[1] if owner[0] == "grant" else None
     return owner.grant if isinstance(owner, Quarantined | Borrower) else None

@@ -1,4 +1,4 @@
-"""Planted bugs at prefill: messages sent too early or never, and pages released in use."""
+"""Planted bugs at prefill: messages sent too early or never, and pages released while in use."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _resumed_before_the_copy_has_ended() -> Installed:
         if pairing is self._out:
             await copying
         else:
-            # Retrieve an error of the copy, or asyncio would log it as never retrieved.
+            # Retrieve the copy's error, or asyncio would log that nobody retrieved it.
             copying.add_done_callback(lambda _: copying.cancelled() or copying.exception())
             # The copy begins in this turn, and the request does not await its end.
             await asyncio.sleep(0)

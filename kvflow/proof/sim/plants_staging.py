@@ -1,4 +1,4 @@
-"""Planted bugs in decodes with staging: places freed too early, and rooms that wait for ever."""
+"""Planted bugs in decodes with staging: places freed too early, and rooms that wait forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Report about many seeds: faults that struck, endings of rooms, visited cells, and speed."""
+"""Report on many seeds: faults that struck, endings of rooms, visited cells, and speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvflow.proof.sim.coverage import Cell, report
 from kvflow.proof.simulators import Choice
 
 BATCH = 50  # seeds per task of a worker process
-SHOWN = 20  # violations that are printed in full
+SHOWN = 20  # maximum number of violations in the report
 
 
 def simulate_many(

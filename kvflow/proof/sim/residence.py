@@ -28,7 +28,7 @@ from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.model.thread import ModelThread
 
 T = TypeVar("T")
-TRIES, TRY_AGAIN_S = 5, 0.02  # tries to come back, and the pause between two tries
+TRIES, TRY_AGAIN_S = 5, 0.02  # number of tries to come back, and the pause between two tries
 
 
 class _Running:

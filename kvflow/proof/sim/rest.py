@@ -16,7 +16,7 @@ from kvflow.serve.cache.tiers import OWNER
 
 
 def left(members: Iterable[Member], oracle: Oracle, *, doubts: bool) -> list[str]:
-    """Return a line for each thing not at rest. With `doubts`, loans without proof may be out."""
+    """Return a line for each thing not at rest. With `doubts`, loans without proof may remain."""
     found: list[str] = []
     for member in members:
         if member.alive:
@@ -56,7 +56,7 @@ def _left_at_decode(
         in_doubt = {GrantId(grant) for by, grant in lent if by == seen.incarnation}
         yield from member.engine.left(in_doubt)
     if seen.lent is not seen.books:
-        # A room's own pages stay out for as long as its staging places are on loan.
+        # A room keeps its own pages for as long as its staging places are on loan.
         places = sum(count for (by, _), count in lent.items() if by == seen.incarnation)
         if (count := sum(_out(member, seen.books, earlier).values())) > places:
             yield f"{member.name}: {count} pages out, {places} places of staging are lent for them"

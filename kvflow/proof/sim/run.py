@@ -70,7 +70,7 @@ class Run(Course):
         self.cluster.threaded = scenario.threaded
         self.cluster.threaded_groups = scenario.threaded_groups
         oracle.dp_groups.groups = self.cluster.data_parallel = dp_groups_of(scenario.data_parallel)
-        # A room that finds no staging is announced with the first repetition.
+        # A room that finds no staging is announced when decode first asks about it.
         if scenario.variety.staging_bytes:
             oracle.rooms.announced_within_s = scenario.variety.timing.repeat_after_s + A_MOMENT_S
         # Jobs report to the rules every cause that they issue.
@@ -155,7 +155,7 @@ class Run(Course):
             self.oracle.trace(lambda: said)
 
     def _topple(self, job: Job) -> None:
-        """Close all other rooms of the node, from within the `on_end` callback of this one."""
+        """Close all other rooms of the node, as the `on_end` callback of the job's room."""
         for other in self._begun[current_process()]:
             if other is not job and other.close is not None:
                 other.close(other.cause(Code.CLIENT_GONE, "toppled"))
@@ -183,7 +183,7 @@ class Run(Course):
             self.loop.later(variety.timing.lost_after_s + 0.1, self._check_stalled, node)
 
     def _check_stalled(self, member: Member) -> None:
-        """Verify that a node whose data plane stands still for too long is unavailable."""
+        """Verify that a node is unavailable if its data plane has stalled for too long."""
         long = member.plane.stalled_s > self.scenario.variety.timing.lost_after_s
         if member.up and not member.leaving and long and not member.node.unavailable_reason:
             text = f"{member.name}: its data plane stands still, and it calls itself available"
@@ -262,7 +262,7 @@ class Run(Course):
             ranks = [m for m in self.cluster.living(PrefillNode) if m.group == group]
             if group < len(self._prefills) and len(ranks) < len(self._prefills[group]):
                 continue
-            # A node with so many pages in quarantine may lack free pages or refuse rooms.
+            # A node above its quarantine limit may lack free pages or refuse rooms.
             if any(m.node.quarantined_pages > m.node.quarantine_limit for m in ranks):
                 continue
             for decode in decodes:
@@ -380,7 +380,7 @@ def _plenty() -> AbstractContextManager[object]:
 
 @contextmanager
 def _logged(oracle: Oracle) -> Iterator[None]:
-    """Report every error that the handlers log. They must survive whatever the wire delivers.
+    """Report every error that handlers log: they must survive whatever the wire delivers.
 
     The log of `kvflow.memory` is disabled, because copies from staging fail on purpose.
     """

@@ -29,7 +29,7 @@ all groups, or by a word that a registry knows.
 """
 
 Moment = tuple[float, str]
-"""Seconds after the leg began, and the act: cancel, cancel twice, close."""
+"""Seconds after the leg began, and the act that ends it: cancel, cancel twice, close or storm."""
 
 
 class Leg(NamedTuple):
@@ -58,7 +58,7 @@ class Request(NamedTuple):
     offers_after_s: float | None = None
     # True if the end of its room closes the other rooms of the node, from within `on_end`.
     topples: bool = False
-    stay: Stay | None = None  # what the request does after it lands
+    stay: Stay | None = None  # what the request does after its room lands
     named: str = OWN_GROUP  # how decode names its prefill
     # Group that decode asks for. If it is None, the room's number decides.
     dp_rank: int | None = None
@@ -76,8 +76,8 @@ class Accident(NamedTuple):
 class Switch(NamedTuple):
     """Switch of roles: a node shuts down, and one of the other role takes over its pool.
 
-    The times of `requests`, which are for the other role, and `back_after_s` count from the start
-    of that role. Without `back_after_s`, the node does not switch back.
+    `requests` are for the other role. Their times, and `back_after_s`, count from the start of that
+    role. Without `back_after_s`, the node does not switch back.
     """
 
     at_s: float
@@ -273,8 +273,9 @@ def with_threads(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _offered(rng: random.Random, request: Request) -> Request:
-    """Let some more requests announce their rooms before they have pages, and close some of these
-    rooms at about the time when the pages come.
+    """Return the request, sometimes changed to announce its room before it has pages.
+
+    Half of the changed requests close the room at about the time when the pages come.
     """
     if request.decode is None or rng.random() > 0.3:
         return request
@@ -330,8 +331,8 @@ def _leg(rng: random.Random, at_s: float) -> Leg:
 
 
 def _retracted(rng: random.Random, request: Request, leg: Leg) -> list[Request]:
-    """Return a request whose room decode closes midway to get the pages back, and a second request
-    that uses the same room number a moment later.
+    """Return two requests with one room number. Decode closes the first room midway to get its
+    pages back, and the second request comes a moment later.
     """
     after_s = rng.uniform(0.0, 0.1)
     again_s = leg.at_s + after_s + rng.uniform(0.001, 0.2)

@@ -60,7 +60,7 @@ class State:
 
 
 class Squatter:
-    """Another request that takes places which a request left, and notices late writes to them."""
+    """Another request. It takes places that a request left, and detects late writes to them."""
 
     def __init__(
         self, pool: PagedPool, books: Books, sizes: tuple[int, int], what: str, broken: Broken

@@ -34,7 +34,7 @@ class Act(NamedTuple):
     disturbed: Disturbance | None = None
     return_disturbed: Disturbance | None = None
     squats: str = ""  # places that another request takes meanwhile
-    # True if the other request stays until this one is back, or until its tries are used up.
+    # True if the other request stays until this one is back, or has used up its tries.
     squats_on: bool = False
 
 

@@ -1,5 +1,5 @@
-"""Engines without an event loop: each drives its node through the shipped thread front, and polls
-it for events.
+"""Engines without an event loop. Each drives its node through the shipped thread front, and polls
+the front for events.
 
 The front posts calls to the node's loop, where they run a moment later. The engines verify what the
 front promises: the events of a room come in order, exactly one states how the room ended, and pages
@@ -51,7 +51,7 @@ class _Request(Generic[R]):
         self.job, self.owner = job, Borrower(job.room)
         self.handle: R | None = None
         self.by_event = bool(oracle.loop.rng.getrandbits(1))
-        """True if its pages return at its last event; False if they return once they are idle."""
+        """True if its pages return at its last event. False if they return once they are idle."""
         self.pages: PageIndices = NO_PAGES
         self.kinds: list[str] = []  # kinds of its events so far
         self.over = False  # True once the request no longer needs its pages
@@ -65,7 +65,7 @@ class _Request(Generic[R]):
 
 class ThreadEngine(Generic[F, N, R]):
     make_front: Callable[..., F]
-    # Events that may precede the ending of a room, in their order.
+    # Events that may precede the ending of a room, in order.
     before_the_end: Sequence[str]
     success: str
 
@@ -212,7 +212,7 @@ class ThreadEngine(Generic[F, N, R]):
         for step in self._steps:
             await asyncio.wait([step.answer])
         self._look()
-        lost: dict[int, set[int]] = {}  # pages by room number, which rooms may share
+        lost: dict[int, set[int]] = {}  # pages by room number, which several rooms may share
         for loan in unproven:
             if self._store.busy(loan.pages).size < loan.pages.size:
                 text = f"pages of room {loan.room}, which is in doubt, are idle"
@@ -250,7 +250,7 @@ class ThreadEngine(Generic[F, N, R]):
     # --- checks
 
     def left(self, in_doubt: set[GrantId]) -> list[str]:
-        """Return a line for each thing not at rest. Grants `in_doubt` may keep their pages."""
+        """Return a line for each thing not at rest. Requests with grants `in_doubt` may remain."""
         found = [
             f"{self._name}: {request!r} has had {request.kinds}"
             for request in self._requests

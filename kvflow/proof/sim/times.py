@@ -22,13 +22,13 @@ STUCK_S: Span = (0.2, 2.0)  # delay of a stuck write
 STALL_LOOK_S: Span = (0.02, 0.06)  # time between two checks of a halted worker
 LATE_S: Span = (0.01, 3.0)  # delay of the rest of an unproven write
 POST_S: Span = (0.0001, 0.015)  # delay of a call that was posted to a node's thread
-# Time for which a thread of an engine without an event loop stands still in the middle of a call.
+# Time for which a thread of an engine without an event loop is preempted in the middle of a call.
 PREEMPTED_S: Span = (0.0, 0.02)
 LONG_PREEMPTED_S: Span = (0.02, 0.5)
 POLL_S: Span = (0.0005, 0.015)  # time between two polls of such an engine
 LOOK_FOR_PAGES_S: Span = (0.01, 0.05)  # time between two polls that wait only for pages
-THREAD_S: Span = (0.0005, 0.02)  # work in an executor: a model step, a checksum
-COPY_S: Span = (0.0002, 0.01)  # half of a copy to host memory, or back
+THREAD_S: Span = (0.0005, 0.02)  # time for work in an executor, such as a model step
+COPY_S: Span = (0.0002, 0.01)  # time for half of a copy to host memory or back
 SLOW_COPY_S: Span = (0.02, 0.15)
 HUNG_COPY_S: Span = (0.3, 1.5)
 

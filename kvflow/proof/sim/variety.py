@@ -26,7 +26,7 @@ LAYOUT = build_layout(_KINDS[:2], page_size=PAGE_SIZE, num_pages=NUM_PAGES)
 LAYOUT_WITH_ROWS = build_layout(_KINDS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, num_rows=NUM_ROWS)
 
 TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, rendezvous_s=2.0, register_s=1.5)
-"""Timeouts are shorter than in production, but messages are repeated as often."""
+"""Timeouts are shorter than in production. `repeat_after_s` is the same."""
 SHIPPED_RATIO = msgspec.structs.replace(TIMING, register_s=2 * TIMING.lost_after_s)
 
 PROMPT, LATE, NEVER = "prompt", "late", "never"
@@ -41,8 +41,8 @@ class Variety(NamedTuple):
     fences: str
     verify: bool
     layout: PoolLayout
-    host: tuple[int, int]  # pages and rows of a decode's host memory
-    staging_bytes: int = 0  # size at each decode; if 0, prefill writes into the pool
+    host: tuple[int, int]  # number of pages and of rows in a decode's host memory
+    staging_bytes: int = 0  # size at each decode, or 0 if prefill writes into the pool
 
 
 def draw_variety(rng: random.Random, decodes: int) -> Variety:

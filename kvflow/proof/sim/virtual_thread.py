@@ -115,7 +115,7 @@ class LockStep(threading.Thread, Generic[T]):
         self._go_on()
 
     def stand(self, for_s: float) -> None:
-        """Stand still for `for_s` seconds of virtual time. Call this in the thread itself."""
+        """Block for `for_s` seconds of virtual time. Call this in the thread itself."""
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._process.run(self._loop.call_later, for_s, done.set_result, None)
         self.wait_for(done)
@@ -146,7 +146,7 @@ class LockStep(threading.Thread, Generic[T]):
         self._back.release()
 
     def _go_on(self) -> None:
-        """Let the thread run until it waits or ends, while the loop stands still."""
+        """Let the thread run until it waits or ends. The loop is blocked meanwhile."""
         if self._abandoned:
             return
         self._turn.release()

@@ -59,7 +59,7 @@ class Acts:
         return self._done[key]
 
     def _adding(self, make: Callable[..., Act[Any]], value: Any) -> tuple[list[Act[Any]], May]:
-        """Return an empty list, and a function that adds to it each act that the world allows."""
+        """Return an empty list, and a function that adds acts to it if the world allows them."""
         found: list[Act[Any]] = []
 
         def may(
@@ -358,7 +358,7 @@ class Acts:
         return found
 
     def _prefill_asked(self, value: Prefill, may: May) -> list[Act[Prefill]]:
-        """Add the engine's acts for its next room; return the act that skips this room."""
+        """Add the engine's acts for its next room. Return the act that skips it, if allowed."""
         if value.asked == len(self.world.bounds.rooms):
             return []
         abort = Price.PREFILL_ABORT

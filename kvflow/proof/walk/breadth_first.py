@@ -16,8 +16,9 @@ class World(Protocol[S]):
     def start(self) -> S: ...
 
     def acts(self, state: S) -> Iterator[tuple[str, bool, Callable[[], S]]]:
-        """Yield (text, fair, step) for each act: `step` returns the state after it, and a fair act
-        happens sooner or later without a new fault.
+        """Yield (text, fair, step) for each act. `step` returns the state after the act.
+
+        A fair act happens sooner or later, without a new fault.
         """
 
     def rests(self, state: S) -> bool:
@@ -32,7 +33,7 @@ def walk(world: World[S], say: Callable[[str], None] = lambda _: None) -> dict[s
     began = monotonic()
     start = world.start()
     number = {start: 0}
-    # The first step into each state. The walk is breadth-first, so these form shortest paths.
+    # The first step into each state. The walk is breadth-first, so these steps form shortest paths.
     came: list[tuple[int, str]] = [(0, "")]
     fair: list[tuple[int, int]] = []
     waiting = deque([start])
@@ -60,8 +61,8 @@ def walk(world: World[S], say: Callable[[str], None] = lambda _: None) -> dict[s
                 fair.append((source, number[after]))
     can = {n for state, n in number.items() if world.rests(state)}
     report["rest_states"] = len(can)
-    # Follow fair acts backwards from the states of rest. A state that this does not reach cannot
-    # come to rest.
+    # Follow fair acts backwards from the states of rest. A state that is not reached cannot come
+    # to rest.
     into: dict[int, list[int]] = {}
     for source, target in fair:
         into.setdefault(target, []).append(source)

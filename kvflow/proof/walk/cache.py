@@ -28,8 +28,8 @@ class State:
     def __init__(self, life: Life, left: CacheBounds) -> None:
         self._key = (life.fingerprint(), left)
         self.resting = not life.copies and not life.locks
-        # `CacheWorld.acts` pickles it. The walk calls `acts` for new states only, so it pickles no
-        # other state.
+        # `CacheWorld.acts` pickles the life. The walk calls `acts` only for new states, so it never
+        # pickles the others.
         self.life: Life | None = life
         self.left = left
 

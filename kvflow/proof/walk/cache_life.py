@@ -21,7 +21,7 @@ from kvflow.protocols.cache.residents import Freed
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.testing.subscriber import Subscriber, block_hash, digests_of_prompt
 
-POOL = 16  # pages on the device, and as many on the host: more than any world needs
+POOL = 16  # number of pages on the device and on the host, more than any world needs
 POLICY: EvictionPolicy = "lru"
 
 
@@ -31,7 +31,7 @@ class Copy(NamedTuple):
     epoch: int
     source: Tier
     target: Tier
-    keys: tuple[Prompt, ...]  # by page: the prefix that ends with this page
+    keys: tuple[Prompt, ...]  # for each page, the prefix that ends with it
     source_pages: tuple[int, ...]
     target_pages: tuple[int, ...]
 
@@ -52,13 +52,13 @@ class Life:
 
     def __init__(self) -> None:
         self.index = PrefixIndex(1, POLICY, events=True)
-        # By tier: page in use -> the prefix whose last page it holds.
+        # For each tier: page in use -> the prefix whose last page it holds.
         self.memory: tuple[dict[int, Prompt], dict[int, Prompt]] = ({}, {})
         self.store: set[Prompt] = set()
         self.copies: dict[int, Copy] = {}
         self.locks: list[Lock] = []
         self.subscriber = Subscriber()
-        self.inserted: frozenset[Prompt] = frozenset()  # since the last flush
+        self.inserted: frozenset[Prompt] = frozenset()  # prompts inserted since the last flush
         self.epoch = self.last_ended = 0
 
     def frozen(self) -> bytes:

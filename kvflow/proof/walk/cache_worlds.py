@@ -1,4 +1,4 @@
-"""Bounded worlds for the walk over the prefix index; each answers one question."""
+"""Bounded worlds for the walk over the prefix index. Each answers one question."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORKS: tuple[Prompt, ...] = ((1, 2, 5, 6), (1, 7), (1, 2, 3, 8))
 
 
 class CacheBounds(NamedTuple):
-    """Limits on the number of events of each kind; the end of a write or a lock is not limited."""
+    """Limits on the number of events of each kind. Ends of writes and locks are not limited."""
 
     routes: tuple[Route, ...] = (SAVE,)
     writes: int = 2

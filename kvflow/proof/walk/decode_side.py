@@ -43,7 +43,7 @@ EARLIER = (-1, 1)
 class Owner(IntEnum):
     """The owner of a set of pages, as the walk's store knows it."""
 
-    STORE = 0  # or the caller, if the pages are its own
+    STORE = 0  # the store, or the caller if the pages are its own
     ROOM = 1
     USER = 2
     WITHHELD = 3  # in the store's quarantine
@@ -55,11 +55,11 @@ class Grant(NamedTuple):
     pages: Ownership = Ownership()
     target: Owner = Owner.STORE
     staging: Owner = Owner.STORE
-    threads: int = 0  # threads that checksum or copy some of its pages
+    threads: int = 0  # number of threads that checksum or copy some of its pages
     told: bool = False  # True once its user has the result
     ended: bool = False
     linked: bool = False  # True while its user has to take pages
-    differs: bool = False  # True after a chunk's checksum was wrong
+    differs: bool = False  # True after a chunk's checksum was wrong or missing
 
     @property
     def home(self) -> bool:
@@ -107,7 +107,7 @@ class Rank(NamedTuple):
     """Decode's end of the link to one rank, computed from the endpoint."""
 
     dialled: int  # the life to which the connection is open, or 0
-    # By life, first and second: True if decode sends heartbeats or Register to it.
+    # For the first and the second life: True if decode still sends messages to it.
     beats: tuple[bool, bool]
     up: int  # the life whose link is up, or 0
     owes: int  # 0: no loans; 1: only loans in doubt; 2: others too
@@ -119,8 +119,8 @@ class Decode(NamedTuple):
 
     endpoint: int  # number on the shelf, or -1 if the process is dead
     grants: tuple[Grant, ...] = ()
-    opened: int = 0  # rooms that were opened or refused
-    watched: frozenset[tuple[int, int]] = frozenset()  # (rank, life) whose death decode awaits
+    opened: int = 0  # number of rooms that were opened or refused
+    watched: frozenset[tuple[int, int]] = frozenset()  # (rank, life) pairs whose death is awaited
     declared: frozenset[tuple[int, int]] = frozenset()
     left: bool = False
     closed: bool = False
@@ -296,7 +296,7 @@ class DecodeSide:
         self.endpoint.writer_died(c.PeerKey(LIVES[rank][life - 1], info.control), 0.0)
 
     def inherit(self) -> None:
-        """Inherit an earlier decode's loan to the first life of rank 0."""
+        """Take over a loan that an earlier decode made to the first life of rank 0."""
         # Its pages are recorded as the first grant, so that the check of I2 covers them.
         quarantined = Ownership(PagePhase.QUARANTINED)
         self.grants.append(Grant(quarantined, Owner.ROOM, told=True, ended=True))

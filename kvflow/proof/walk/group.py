@@ -1,8 +1,8 @@
 """The walk over a small group of ranks: the shipped leader and members, in every order of events.
 
-A state is the pickled endpoints, the frames between them, the state of each rank's rooms, and the
-faults that are left. One step feeds one endpoint. Links deliver frames in order, and lose them only
-when either end dies; tests/protocols covers other losses and repeated frames.
+A state consists of the pickled endpoints, the frames between them, the state of each rank's rooms,
+and the faults that are left. One step feeds one endpoint. Links deliver frames in order, and lose
+them only when either end dies. The tests in tests/protocols cover other losses and repeated frames.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class State(NamedTuple):
     members: tuple[bytes | None, ...]
     to_leader: tuple[Frames, ...]
     to_member: tuple[Frames, ...]
-    mourned: tuple[bool, ...]  # by rank: True once the leader notices its death
+    mourned: tuple[bool, ...]  # for each rank, True once the leader notices its death
     rooms: tuple[Room, ...]
     facts: frozenset[tuple[Any, ...]]  # events so far, for the rules
     left: GroupBounds

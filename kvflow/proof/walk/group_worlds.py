@@ -1,4 +1,4 @@
-"""Bounded worlds for the walk over a group of ranks; each answers one question."""
+"""Bounded worlds for the walk over a group of ranks. Each answers one question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mirror image of a decode: its two prefill ranks exchanged."""
+"""The mirror image of a decode, in which its two prefill ranks are exchanged."""
 
 from __future__ import annotations
 

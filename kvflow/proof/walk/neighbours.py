@@ -17,14 +17,14 @@ class Neighbour(NamedTuple):
     answers: bool  # True if it answers heartbeats on a link to this life
     silent: bool  # True while it counts decode as silent
     oldest: int  # lowest grant that it remembers, or 0
-    fenced: bool  # True if its first life is dead and its writes cannot land any more
+    fenced: bool  # True if its first life is dead and no write of that life can still land
 
 
 class Target(NamedTuple):
     """The part of decode's state on which a rank's acts depend."""
 
     over: bool  # True if no room is open and decode will open no more
-    beats: tuple[bool, bool]  # by life, first and second: True if decode sends it heartbeats
+    beats: tuple[bool, bool]  # for each life of the rank: True if decode still sends to it
 
 
 def neighbour(prefill: Prefill) -> Neighbour:
@@ -45,7 +45,7 @@ def orphaned(prefill: Prefill) -> Prefill:
 
 
 def start(world: World) -> tuple[Decode, Prefill]:
-    """Return decode and a prefill rank in their first states; all ranks begin in the same state."""
+    """Return the first state of decode, and that of every prefill rank."""
     # Grant 1 is the earlier decode's, and a write into its pages may still land.
     late = 1 << 1 if world.bounds.earlier else 0
     theirs = PrefillSide(Prefill(0, late=late), world, world.new_prefill(1)).run(_nothing)

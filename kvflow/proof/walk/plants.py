@@ -1,4 +1,4 @@
-"""Plausible bugs, planted in the shipped code from outside; the exhaustive walk must find each."""
+"""Plausible bugs, planted in the shipped code from outside. The exhaustive walk must find each."""
 
 from __future__ import annotations
 

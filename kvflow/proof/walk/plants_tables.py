@@ -169,4 +169,4 @@ TABLES: tuple[Plant, ...] = (
         "I8",
     ),
 )
-"""Bugs in rooms and loans; the seeded simulation finds most of them too."""
+"""Bugs in rooms and loans. The seeded simulation finds most of them too."""

@@ -66,11 +66,11 @@ class Prefill(NamedTuple):
     endpoint: int  # number on the shelf, or -1 if the process is dead
     life: int = 1
     writes: tuple[Write, ...] = ()
-    # A bit for each grant into which a write, in doubt or by a dead process, may still move bytes.
+    # A bit for each grant whose pages a doubtful write, or a dead process's write, may still reach.
     late: int = 0
-    landed: tuple[int, ...] = ()  # by grant, a bit for each page that landed
+    landed: tuple[int, ...] = ()  # for each grant, a bit for each page that landed
     rooms: tuple[Room, ...] = ()  # open rooms of the engine
-    asked: int = 0  # rooms that the engine opened or refused
+    asked: int = 0  # number of rooms that the engine opened or refused
     routes: tuple[tuple[Incarnation, bool], ...] = ()  # (peer, True if the route is open)
     watched: frozenset[Incarnation] = frozenset()
     target_gone: bool = False  # True once decode's process is dead
@@ -198,7 +198,7 @@ class PrefillSide:
         room = world.bounds.rooms[self.value.asked]
         digest = prompt_digest([7]) if other_prompt else world.digest
         self.put(asked=self.value.asked + 1)
-        # Commands name a room by its serial. A half that decode opened has one already.
+        # Commands name a room by its serial. A half that decode opened already has one.
         serial = self.core._serial + 1
         known = self.core.rooms.get(RoomId(room))
         if known is not None and known.prompt is None:
@@ -313,7 +313,7 @@ class PrefillSide:
         if not self.routes.get(command.peer):
             raise ViolationError("I2: a write is started without a route")
         targets = command.target_pages.tolist()
-        # `send` and, within a grant, `pages_of` number pages by their place in the prompt.
+        # `send` numbers pages by their place in the prompt. `pages_of` does so within a grant.
         if command.source_pages.tolist() != [page % GRANT_PAGES for page in targets]:
             raise ViolationError("I8: pages are written to another place of the prompt")
         grant = self.core.writes[command.write][0].grant

@@ -3,8 +3,8 @@ small group of ranks, or of a small prefix cache.
 
 A step restores a shipped endpoint (`DecodeEndpoint` or `PrefillEndpoint`), feeds it one event and
 reads its new state: see `shelf`, `decode_side` and `prefill_side`. `group` walks over a group of
-ranks, `cache` over the prefix index. There are many small worlds, because the states of a single
-large one would be far too many: see `worlds`, `group_worlds` and `cache_worlds`.
+ranks, `cache` over the prefix index. There are many small worlds, because a single large one would
+have far too many states: see `worlds`, `group_worlds` and `cache_worlds`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def _walk_named(name: str, say: Callable[[str], None]) -> dict[str, Any]:
 def walk(bounds: Bounds, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Walk one world, and return the report.
 
-    `states` counts each state once. `looked_at` counts it once for each set of remaining faults.
+    `states` counts each state once. `looked_at` counts every visit: the walk visits a state again
+    if more faults, or others, remain.
     """
     began = monotonic()
     with one_task_at_a_time() if bounds.step_by_step else nullcontext():

@@ -6,8 +6,8 @@ visited the state with more faults left, since whatever can happen with fewer ca
 The search is exact, because it stores whole states, not hashes of them.
 
 Rest: a `fair` step happens sooner or later, without a new fault. A state from which no path of fair
-steps leads to rest is a violation. If every state has such a path, no run can avoid rest for ever:
-it would visit finitely many states again and again, one of them has a fair step out, and that step
+steps leads to rest is a violation. If every state has such a path, no run can avoid rest forever:
+it would have to stay in a finite set of states, but a fair step leads out of the set, and that step
 happens.
 """
 
@@ -24,11 +24,14 @@ from kvflow.proof.walk.states import States
 from kvflow.proof.walk.tables import Tables
 from kvflow.proof.walk.world import UNLIMITED, Bounds, Price
 
-_BLOCK = 1 << 16  # states whose steps are computed at once; bounds the memory of their arrays
+_BLOCK = 1 << 16  # number of states whose steps are computed at once, to limit memory
 
 
 class Level(NamedTuple):
-    """States first reached after some steps, and the number of each one's remaining `Faults`."""
+    """States that the search reaches after the same number of steps.
+
+    `left` holds, for each state, the number of its set of remaining faults (see `Faults`).
+    """
 
     states: States
     left: NDArray[np.uint8]
@@ -87,14 +90,14 @@ class Walk:
     def __init__(self, bounds: Bounds) -> None:
         self.tables, self.faults = Tables(bounds), Faults(bounds)
         self.states: States = np.empty(0, np.uint64)  # sorted
-        # By state: the sets of remaining faults with which it was visited, and all their subsets.
+        # For each state, the sets of remaining faults with which it was visited, and their subsets.
         self.masks: NDArray[np.uint64] = np.empty(0, np.uint64)
         self.levels: list[Level] = []
         self.steps = 0
         self.rest_states = 0
 
     def run(self, say: Callable[[str], None] = lambda _: None) -> Found | None:
-        """Visit every state. Returns the first violation of safety, else one of rest, else None."""
+        """Visit every state. Returns a violation of safety or of rest, or None if there is none."""
         start = Level(self.tables.start(), np.array([self.faults.count - 1], np.uint8))
         self._merge(start.states, self.faults.within[-1:])
         level = start

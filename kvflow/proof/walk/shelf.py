@@ -64,7 +64,7 @@ class Shelf(Generic[E_]):
         """Create an empty shelf.
 
         `tidy` resets whatever may differ between endpoints with equal keys. `shared` lists objects
-        that all endpoints refer to and no step changes; they are not pickled.
+        that all endpoints refer to and no step changes. They are not pickled.
         """
         self._tidy: Callable[[E_], None] = tidy
         self._names = {id(thing): n for n, thing in enumerate(shared)}

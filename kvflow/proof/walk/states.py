@@ -26,7 +26,7 @@ class Flag(IntFlag):
 
 
 class Parts(NamedTuple):
-    """States taken apart into numbers; the lists have one column for each rank."""
+    """States taken apart into numbers. The lists have one column for each rank."""
 
     decode: Numbers
     prefills: list[Numbers]

@@ -44,7 +44,7 @@ from kvflow.proof.walk.world import (
     described,
 )
 
-_LANE_PART = 20  # bits for prefill, for a queue to it, for a queue to decode
+_LANE_PART = 20  # bits for each part of a lane: prefill, the queue to it, the queue to decode
 _MASK = (1 << _LANE_PART) - 1
 _LANE_BITS = {1: 40, 2: 23}  # bits for a lane, by the number of ranks; decode has the other bits
 _WORD_BITS, _SAID_BITS, _SEEN_BITS = 8, 12, 8

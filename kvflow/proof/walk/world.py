@@ -38,7 +38,7 @@ class Price(IntEnum):
     DECODE_ABORT = 4
     PREFILL_ABORT = 5
     DOUBT = 6  # a data plane that cannot prove what landed
-    SILENCE = 7  # heartbeats of a living peer that do not arrive in time
+    SILENCE = 7  # heartbeats from a living peer that do not arrive in time
     REFUSAL = 8  # a route that cannot be opened, or a prefill whose data plane stalls
     OTHER = 9  # another decode registers
     LEAVE = 10
@@ -73,7 +73,7 @@ class Bounds(NamedTuple):
     restarts: bool = True  # a dead prefill may start again at its address
     verify: bool = False
     staged: bool = False  # prefill writes into staging, and decode copies each chunk
-    own_pages: bool = False  # the callers of rooms bring their pages
+    own_pages: bool = False  # the caller of a room brings its own pages
     user: bool = False  # the user keeps landed pages, or closes the room
     fences: bool = True  # the data plane can prove a writer's death
     out_of_order: bool = False  # writes of one prefill may end in any order
@@ -88,7 +88,7 @@ class Bounds(NamedTuple):
 
     @property
     def last_grant(self) -> int:
-        """The highest grant number; an earlier decode's loan, if there is one, has number 1."""
+        """The highest grant number. An earlier decode's loan, if there is one, has number 1."""
         return len(self.rooms) + self.earlier
 
     def limit(self, price: Price) -> int:
@@ -117,7 +117,7 @@ Words = tuple[Word, ...]
 
 
 class ViolationError(AssertionError):
-    """An invariant is broken; the text begins with its name."""
+    """An invariant is broken. The text begins with the name of the invariant."""
 
 
 class Act(NamedTuple, Generic[S]):
@@ -129,8 +129,8 @@ class Act(NamedTuple, Generic[S]):
     side: S  # the state of the side afterwards
     words: tuple[Words, ...]  # words that it sends, by rank
     timer: bool = False  # its words are left out while the same ones are queued
-    broken: str = ""  # the broken invariant
-    succeeded: int = 0  # the grant whose room landed, as decode reports to its user
+    broken: str = ""  # name and text of the broken invariant, if any
+    succeeded: int = 0  # the grant whose success decode reports to its user, or 0
     hears: bool = False  # it takes the first word of the queue
 
 

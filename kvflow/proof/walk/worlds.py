@@ -1,4 +1,4 @@
-"""Bounded worlds for the walk over decode, prefill and their links; each answers one question."""
+"""Bounded worlds for the walk over decode, prefill and their links. Each answers one question."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Named(NamedTuple):
 _QUIET = Bounds(
     chunks=1, in_flight=2, drops=0, duplicates=0, crashes=0, aborts=0, doubts=0, silences=0
 )
-"""A world of one room without faults; most others change a few of its bounds."""
+"""A world of one room without faults. Most others change a few of its bounds."""
 
 _STAGED = _QUIET._replace(doubts=1, aborts=1, checksums=1, staged=True, user=True)
 _OWN_PAGES = _QUIET._replace(doubts=1, aborts=1, own_pages=True, user=True)
@@ -131,4 +131,4 @@ SETS: dict[str, tuple[str, ...]] = {
         *("announced", "order", "small-earlier", "small-staged", "small-own-pages"),
     ),
 }
-"""Sets of worlds by name; the test suite walks `small`."""
+"""Sets of worlds by name. The test suite walks `small`."""
