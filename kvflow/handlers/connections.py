@@ -22,9 +22,9 @@ from kvflow.protocols.ports import ControlSocket, DataPlane
 log = logging.getLogger(__name__)
 
 Connect = Callable[[str, int], ControlSocket]
-"""Opens the link to a prefill: (control endpoint, our incarnation) -> DEALER socket.
+"""Opens the socket to a prefill rank: (control endpoint, our incarnation) -> DEALER socket.
 
-Raises: MisuseError for an address it cannot connect to.
+Raises: MisuseError for an endpoint to which it cannot connect.
 """
 POLL_S = 0.1
 

@@ -62,7 +62,8 @@ class DecodeShell(Shell):
     ) -> None:
         """With `arrivals`, prefill writes into staging pages, and no peer can reach `pages`.
 
-        `stores` pairs `pages` with its pool's quarantine; with staging, a second pair follows.
+        `stores` pairs `pages` with its pool's quarantine. With staging, a second pair has the
+        staging store and the quarantine of its pool.
         """
         super().__init__(endpoint, endpoint.core.timing, counts, now)
         self.endpoint, self.plane = endpoint, plane
@@ -81,7 +82,7 @@ class DecodeShell(Shell):
         self._lends_later = False
         # The last value of `staging_can_come_back` that `run` saw.
         self._could_come_back = 0
-        # Rooms that wait for the ranks of their prefill, each with its task.
+        # Rooms for which `resolve` still runs, each with its task.
         self.opening: dict[DecodeRoom, asyncio.Task[None]] = {}
         # Open rooms, and ended rooms whose pages are not yet free.
         self.rooms: dict[GrantId, DecodeRoom] = {}
@@ -204,7 +205,7 @@ class DecodeShell(Shell):
         room.when_landed.give(None, error)
 
     def refuse(self, room: int, ranks: Sequence[RankInfo], cause: Cause) -> None:
-        """Notify prefill ranks that decode refuses a request. Errors other than MisuseError are
+        """Notify prefill ranks that decode refuses a room. Errors other than MisuseError are
         only logged.
         """
         try:
@@ -226,7 +227,7 @@ class DecodeShell(Shell):
         super().run(then)
         if not self.waiting or self._running:
             return
-        # A new quarantine may block the oldest room; the pages saved for it then go to others.
+        # A new quarantine may block the oldest room. The pages saved for it then go to others.
         if (can_come_back := self.staging_can_come_back) != self._could_come_back:
             self._could_come_back = can_come_back
             self.lend_returned()
@@ -234,7 +235,7 @@ class DecodeShell(Shell):
     # --- links
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """Declare a prefill dead; see `DecodeEndpoint.declare_dead`.
+        """Declare a prefill dead. See `DecodeEndpoint.declare_dead`.
 
         Raises: the errors of that method, and MisuseError if the process runs on this host.
         """
@@ -254,7 +255,7 @@ class DecodeShell(Shell):
     # --- shutdown
 
     def leave(self) -> None:
-        """Refuse new rooms, and abort every open one; `close` waits for the proofs."""
+        """Refuse new rooms, and abort every open one. `close` waits for the proofs."""
         self.leaving = True
         self.endpoint.leave(self.now())
         for room, task in list(self.opening.items()):
@@ -264,10 +265,11 @@ class DecodeShell(Shell):
         self.run()
 
     async def close(self) -> list[UnprovenLoan]:
-        """Wait for prefill ranks to prove the end of their loans, send goodbye, then hang up.
+        """Wait for prefill ranks to prove the end of their loans, send Goodbye, and hang up.
 
-        Call `leave` first. The wait ends after `lost_after_s`. Returns the loans without proof.
-        Their pages must not be used until every writer that they name is known to have ended.
+        Call `leave` first. The wait for proofs takes at most `lost_after_s`. Returns the loans
+        without proof. Their pages must not be used until the writers of these loans are known to
+        have ended.
         """
         core = self.endpoint.core
         await self.wait_while(
@@ -312,7 +314,7 @@ class DecodeShell(Shell):
     def _send(self, command: c.SendToPrefill) -> None:
         link = self.connections.open.get(command.peer)
         if link is None or not link.socket.send(command.frame, at_once=command.at_once):
-            # A lost frame is not an error: decode sends `Resync` for a room that stands still.
+            # A lost frame is not an error: decode sends `Resync` for a room without progress.
             self.counts.undelivered += 1
 
     def _linked(self, command: c.Linked) -> None:
@@ -321,7 +323,7 @@ class DecodeShell(Shell):
             self._lend(room)
 
     def offer(self, room: DecodeRoom) -> None:
-        """Lend the room's pages. If a rank is not registered yet, `_linked` does so later."""
+        """Lend the room's pages. If a rank is not registered yet, `_linked` lends them later."""
         if room.record is not None and room.record.linked:
             self._lend(room)
             self.run()
@@ -350,7 +352,7 @@ class DecodeShell(Shell):
     def _stage(self, room: DecodeRoom, wanted: int) -> bool:
         """Take staging pages for the room. Returns False if the room must wait for them.
 
-        Raises: CapacityError when the room needs more pages than the whole staging has.
+        Raises: CapacityError if the room needs more pages than the whole staging pool has.
         """
         layout = self.endpoint.core.identity.layout
         has_row = bool(layout.num_rows)
@@ -376,7 +378,7 @@ class DecodeShell(Shell):
 
     @property
     def staging_can_come_back(self) -> int:
-        """Largest number of staging places that one room could take, if every place outside of
+        """Largest number of staging places that one room could take if every place outside
         quarantine were free.
 
         A room takes pages and, in a pool with rows, exactly one row.
@@ -403,7 +405,8 @@ class DecodeShell(Shell):
             if not self.waiting or (grant := self._next_waiting()) is None:
                 break
             self._lend(self.rooms[grant])
-            # The room fits, so a row must be missing, and every other room needs one as well.
+            # `_next_waiting` assumes a free row. If the room still waits, no row is free, and every
+            # other room needs one too.
             if grant in self.waiting:
                 break
         else:
@@ -417,7 +420,9 @@ class DecodeShell(Shell):
         self.lend_returned()
 
     def lend_returned(self) -> None:
-        """Lend to waiting rooms. Also called when another node over this staging returns pages."""
+        """Lend to waiting rooms. The node also calls this when another node over the staging pool
+        returns pages.
+        """
         if self.waiting and not self.stopped:
             self.guard(self._lend_waiting, "lending pages of staging")
 
@@ -480,7 +485,7 @@ class DecodeShell(Shell):
 
 
 def _check(checksums: Checksums | None, arrivals: Arrivals | None) -> Begin:
-    """Return the function that starts work on a landed chunk: a copy from the staging or, without
+    """Return the function that starts work on a landed chunk: a copy from staging pages or, without
     staging, a checksum.
     """
     if arrivals is not None:

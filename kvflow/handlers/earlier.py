@@ -1,6 +1,6 @@
 """The part of a shell that handles the loans of earlier nodes over the same pool.
 
-It watches the writers of these loans, and returns pages when the last loan of them ends.
+It watches the writers of these loans, and returns the pages of a lease when its last loan ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from kvflow.protocols.ports import (
 from kvflow.protocols.wire.messages import GrantId
 
 log = logging.getLogger(__name__)
-# A node takes over at most this many leases in one turn, so that its rooms make progress.
+# A node takes over at most this many leases in one turn of the event loop, so that its rooms make
+# progress.
 INHERIT_WORK = 64
 
 
@@ -41,13 +42,13 @@ class EarlierShell:
         plane: DataPlane,
         stores: Sequence[tuple[Quarantine, PageStore]],
     ) -> None:
-        """`stores` pairs each store with the quarantine of its pool. With staging, its store is
-        last.
+        """`stores` pairs each store with the quarantine of its pool. With staging, the staging
+        store is last.
         """
         self._shell, self._loans, self._plane = shell, loans, plane
         self._quarantines = [quarantine for quarantine, _ in stores]
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        # Each value ends with the number of pages in the lease.
+        # For each grant: the quarantine, the lease, and the number of pages in the lease.
         self._leases: dict[GrantId, tuple[Quarantine, LeaseId, int]] = {}
         # With staging, leases of the pool's pages withhold no page that this node lends, so they
         # are counted separately.
@@ -137,7 +138,7 @@ class EarlierShell:
     async def _watch(self, command: c.WatchEarlierWriter) -> None:
         shell = self._shell
         if command.address.backend != self._plane.name:
-            # Only the back end of the writes knows how long they can outlive their process.
+            # Only the back end that made the writes knows how long they can outlive their process.
             return
         if await fenced(self._plane, command.address, shell.timing, shell.counts):
             self._loans.writer_died(command.writer)
@@ -163,8 +164,8 @@ def check_unseen(plane: DataPlane, incarnation: int, address: PlaneAddress) -> N
 
 
 def log_declared(incarnation: int, why: str, ended: tuple[int, int]) -> None:
-    """Log a declaration of death. `ended` holds the numbers of loans and pages that the declaration
-    frees.
+    """Log a declaration of death. `ended` has the number of loans that end, and the number of pages
+    that leave quarantine.
     """
     log.warning(
         "prefill %016x is declared dead (%s): %d loans end without proof, %d pages leave "

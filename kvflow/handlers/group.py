@@ -107,8 +107,8 @@ class LeaderShell(Shell):
         """Open a room on every rank.
 
         The method is synchronous, so that the caller learns of a refusal before it does any work.
-        `open_room` of every rank receives `request`. If this raises, every rank refuses decode's
-        half with that cause (unless `room` is not a room id), so do not call `refuse` as well.
+        Each rank passes `request` to its `open_room`. If this method raises, every rank refuses
+        decode's half with that cause (unless `room` is not a room id), so do not call `refuse` too.
 
         Raises: the errors of `GroupLeader.open` (room in use, capacity, a rank is missing), and
         AbortedError while shutting down.
@@ -242,8 +242,8 @@ class MemberShell(Shell):
         self.run()
 
     async def started(self) -> RankRequest:
-        """Wait for the next request that starts. It may be over already. The order is the same at
-        every rank.
+        """Wait for the next request that starts, and return it. The request may be over already.
+        Every rank returns requests in the same order.
         """
         return await self._started.get()
 
@@ -264,7 +264,7 @@ class MemberShell(Shell):
         self._log_refusal()
 
     def _log_refusal(self) -> None:
-        """Log each new refusal once, because a refused rank repeats its request."""
+        """Log each new refusal once: a refused rank repeats Join, and is refused again."""
         if (refusal := self.member.refusal) == self._refusal:
             return
         self._refusal = refusal
@@ -285,8 +285,8 @@ class MemberShell(Shell):
     def _followed(self, request: RankRequest, error: BaseException | None) -> None:
         """Report to `member` how this rank's room ended.
 
-        An error from the engine's `ready` also ends the room. The release is reported only after
-        the room's writes are drained.
+        An error from the engine's `ready` also ends the room. A failure is reported at once. A
+        success, or the release of a failed room, is reported once the room's writes are drained.
         """
         if self.stopped:
             # The leader observes the end of the membership, and `stop` answers the users who wait.

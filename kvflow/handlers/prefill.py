@@ -49,7 +49,7 @@ class _OpenWrite(NamedTuple):
 
 
 class _EndedWrite:
-    """A write without bytes: its chunk has no pages, or the data plane could not start it."""
+    """The write of a chunk that has no pages, or for which the data plane returned no write."""
 
     landed_bytes = total_bytes = 0
 
@@ -59,12 +59,11 @@ class _EndedWrite:
         self.done.set_result(outcome)
 
     def cancel(self) -> None:
-        """Do nothing: the write is over from the start."""
+        """Do nothing, because the write has already ended."""
 
 
 def write_report(write: Write) -> tuple[WriteOutcome, str, int]:
-    """Return the outcome of a write whose `done` resolved, its error text, and the number of bytes
-    that landed.
+    """Return the outcome, the error text and the number of landed bytes of a write that is `done`.
 
     A write that breaks the contract of `ports.Write` is unproven.
     """
@@ -93,7 +92,8 @@ def write_report(write: Write) -> tuple[WriteOutcome, str, int]:
 class ChecksummedWrite:
     """A write together with the checksum of its source pages. It ends when both end.
 
-    If the checksum fails, a landed write counts as cancelled: decode could not verify its bytes.
+    If the checksum fails, a landed write counts as cancelled, because decode could not verify its
+    bytes.
     """
 
     def __init__(self, write: Write, task: ChecksumTask) -> None:
@@ -105,7 +105,7 @@ class ChecksummedWrite:
 
     @property
     def checksum(self) -> bytes:
-        """Checksum of the source pages. Read only after `done` resolved."""
+        """Checksum of the source pages. Read it only after `done` has resolved."""
         return self._task.done.result()
 
     @property
@@ -167,7 +167,8 @@ class PrefillShell(Shell):
     ) -> None:
         """With `checksums`, every chunk carries the checksum of its source pages to decode.
 
-        `stores` pairs `pages` with its pool's quarantine; with staging, a second pair follows.
+        `stores` pairs `pages` with its pool's quarantine. With staging, a second pair has the
+        staging store and the quarantine of its pool.
         """
         core = endpoint.core
         super().__init__(endpoint, core.timing, counts, now)
@@ -241,7 +242,7 @@ class PrefillShell(Shell):
     def send_chunk(self, room: PrefillRoom, pages: PageIndices, last: bool, handoff: bytes) -> None:
         self.endpoint.check_chunk(room.record, pages, last, len(handoff))
         self.quarantine.check(pages)
-        # The hold refuses pages without an owner, for which no write may be queued.
+        # `hold` fails for pages without an owner, and no write may be queued for such pages.
         self.pages.hold(pages)
         try:
             self.endpoint.queue_chunk(
@@ -293,8 +294,8 @@ class PrefillShell(Shell):
 
     def _connected(self, peer: Incarnation, error: BaseException | None) -> None:
         if error is None:
-            # The decode may be gone. If the route was stored before that, `_close_route` has closed
-            # it.
+            # The decode may have been forgotten. If the route was stored before that,
+            # `_close_route` has closed it.
             known = self.endpoint.route_opened(peer, self.now())
             if not known and (route := self.routes.pop(peer, None)) is not None:
                 route.close()
@@ -315,7 +316,7 @@ class PrefillShell(Shell):
     # --- shutdown
 
     def leave(self) -> None:
-        """Refuse new rooms, and end every open one; `drain` waits for their writes."""
+        """Refuse new rooms, and end every open one. `drain` waits for their writes."""
         if not self.leaving:
             self._last_grants = [
                 (peer, grant) for peer in self.endpoint.peers for grant in peer.grants.rooms
@@ -337,7 +338,7 @@ class PrefillShell(Shell):
             log.warning("the ends of %d rooms are not confirmed by decode %s", len(left), names)
 
     def _unconfirmed(self) -> list[DecodePeer]:
-        """Return the decodes, one per room, that are up but have not confirmed the room's end."""
+        """Return the decode of each room whose end is not confirmed, if that decode is up."""
         return [
             peer
             for peer, grant in self._last_grants
@@ -345,11 +346,10 @@ class PrefillShell(Shell):
         ]
 
     async def part(self) -> None:
-        """Send goodbye to every decode, and wait for the answers.
+        """Wait until every room ends, send Goodbye to every decode, and wait for the answers.
 
-        First waits until every room ends. Each of the two waits takes at most two heartbeat
-        intervals. Call this once, after `drain`. If writes still run then, close the data plane
-        first, which ends them.
+        Each of the two waits takes at most two heartbeat intervals. Call this once, after `drain`.
+        If writes still run after `drain`, close the data plane first, which ends them.
         """
         await self.wait_while(lambda: bool(self.endpoint.rooms), 2 * self.timing.heartbeat_s)
         self.endpoint.part(self.now())
@@ -366,7 +366,9 @@ class PrefillShell(Shell):
             )
 
     async def close(self) -> None:
-        """Stop the tasks, and close the routes. Close the data plane first; no write may run."""
+        """Stop the tasks, and close the routes. Close the data plane first, so that no write
+        runs.
+        """
         await self.stop()
         self.earlier.leave()
         for route in self.routes.values():
@@ -404,7 +406,7 @@ class PrefillShell(Shell):
         write = self._begin_write(command, room)
         self._writes[command.write] = _OpenWrite(write, command.source_pages, room)
         room.writes[command.write] = write
-        # The callback runs in a later turn, so no room ends inside the engine's call of `send`.
+        # The callback runs in a later turn, so no room ends inside the engine's call to `send`.
         write.done.add_done_callback(functools.partial(self._write_ended, command.write))
 
     def _begin_write(self, command: c.StartWrite, room: PrefillRoom) -> Write:

@@ -46,7 +46,7 @@ _INT32 = np.dtype(np.int32)
 
 
 class Quarantined:
-    """The owner of pages whose room ended before the last of their loans did."""
+    """The owner of a room's pages if the room ended before its last loan did."""
 
     __slots__ = ("grant",)
 
@@ -58,7 +58,7 @@ class Quarantined:
 
 
 class RoomStores:
-    """The page stores of one decode: the pool's store and, with staging, the staging's store."""
+    """The page stores of one decode: the pool's store and, with staging, the staging store."""
 
     def __init__(
         self,
@@ -71,7 +71,8 @@ class RoomStores:
         """`layout` and `quarantine` belong to the pool of `pages`. `guard` is `Shell.guard`."""
         self.pages, self.layout, self.quarantine = pages, layout, quarantine
         self.staging, self.guard = staging, guard
-        # The caller's own pages in use. The store's holds alone would let two rooms use one page.
+        # True for each of the caller's own pages that a room uses. The store's holds alone would
+        # let two rooms use one page.
         self._own: NDArray[np.bool_] | None = None
 
     def hold_own(self, room: RoomId, pages: PageIndices) -> None:
@@ -125,7 +126,7 @@ class RoomPages:
         self._owner: Hashable = ("room", room)
         self._staging_owner: Hashable = self._owner
         self._grant = GrantId(0)
-        self.over = False  # True once the room ended
+        self.over = False  # True once the room has ended
 
     def opened(self, grant: GrantId) -> None:
         """Make `grant` the owner of the pages that the room takes from now on."""
@@ -148,7 +149,7 @@ class RoomPages:
         self.feed(PageKind.TAKE, Source.STAGING)
 
     def take(self, count: int) -> None:
-        """Take `count` pages of the node's store, unless the caller gave pages.
+        """Take `count` pages from the node's store, unless the caller gave pages.
 
         Raises: CapacityError, OwnershipError, and any error of a custom store.
         """
@@ -274,7 +275,7 @@ class DecodeRoom:
 
     @property
     def state(self) -> DecodeRoomState | None:
-        """State of the room's machine; None before the endpoint opened the room."""
+        """State of the room's machine; None until the endpoint opens the room."""
         return None if self.record is None else self.record.state
 
     @property
@@ -297,7 +298,7 @@ class DecodeRoom:
         """Wait until prefill has a place for the whole prompt of an announced room.
 
         If decode offers the pages after that, prefill waits for no other room before it writes.
-        Returns False if the pages are offered sooner. Raises: the errors of `opened`.
+        Returns True, or False if the pages are offered sooner. Raises: the errors of `opened`.
         """
         return await self.when_begun.get() if self.held_back or self.when_begun.given else False
 
@@ -325,11 +326,12 @@ class DecodeRoom:
     def offer(
         self, pages: Sequence[int] | PageIndices | None = None, *, prefix_tokens: int | None = None
     ) -> Self:
-        """Lend pages for an announced room: the caller's own `pages`, or pages of the node's store.
+        """Lend pages for an announced room: the caller's own `pages`, or pages from the node's
+        store.
 
         Pass `prefix_tokens`, the number of prompt tokens that decode already has, if it has grown
-        since the announcement. Await the room next. No effect on a room that ended. Raises: the
-        errors of `DecodeNode.room`.
+        since the announcement. Await the room next. Has no effect on a room that has ended. Raises:
+        the errors of `DecodeNode.room`.
         """
         if not self.ended:
             if not self.held_back:
@@ -347,16 +349,15 @@ class DecodeRoom:
         return self
 
     async def landed(self) -> bytes:
-        """Wait until every page from every rank landed, and return prefill's handoff.
+        """Wait until every page from every rank has landed, and return prefill's handoff.
 
-        Raises: the KvflowError that ended the room (see errors.py); its `code` is the first cause.
+        Raises: the KvflowError that ended the room (see errors.py). Its `code` states the first
+        cause.
         """
         return await self.when_landed.get()
 
     async def released(self) -> None:
-        """Wait until the room's pages are not in use any more: every loan ended, and no checksum or
-        copy runs.
-        """
+        """Wait until no writer, checksum or copy can touch the room's pages any more."""
         await self.when_released.get()
 
     def keep(self, owner: Hashable) -> PageIndices:
@@ -372,18 +373,18 @@ class DecodeRoom:
         return self.holding.pages
 
     def close(self, cause: Cause | None = None) -> None:
-        """End the room; valid in every state, any number of times.
+        """End the room. Valid in every state, any number of times.
 
-        Before the pages landed this is an abort. Callers that wait for the room receive the error
-        at once, and lent pages return when their loans end. Raises: MisuseError if `cause` is not a
-        Cause.
+        Before the pages have landed, this aborts the room. Callers that wait for the room receive
+        the error at once, and lent pages return when their loans end. Raises: MisuseError if
+        `cause` is not a Cause.
         """
         self._shell.close_room(self, _CLIENT_GONE if cause is None else check_cause(cause))
         if self.holding.state.target is PagePhase.LANDED:
             self.holding.feed(PageKind.CLOSE)
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, when the room ends; at once if it ended already."""
+        """Call `callback` once: when the room ends, or at once if the room has ended already."""
         if self.ended:
             callback()
         else:
@@ -392,8 +393,8 @@ class DecodeRoom:
     def __await__(self) -> Generator[Any, None, Self]:
         """Wait until the room is open, and return it.
 
-        If the caller is cancelled meanwhile, the room is closed, because the caller may have no
-        handle to close.
+        If the wait is cancelled, the room is closed, because the caller may have no handle to
+        close.
         """
         return self.__aenter__().__await__()
 
@@ -437,7 +438,7 @@ class PrefillRoom:
         # Tasks that serve all requests log about this room, and read the request's id here.
         self.request_id = CURRENT.get().request_id
         self.writes: dict[int, Write] = {}
-        self.landed_before = 0  # bytes that landed in writes that ended
+        self.landed_before = 0  # landed bytes of writes that have ended
         # `readers` counts late checksums, whose threads still read the room's pages.
         self.over, self.readers = False, 0
         self.when_matched: Answer[int] = Answer()
@@ -470,7 +471,7 @@ class PrefillRoom:
 
     @property
     def ended(self) -> bool:
-        """True as soon as the room accepts no more chunks; writes may still be draining."""
+        """True once the room has ended. Its writes may still be draining."""
         return self.record.ended
 
     @property
@@ -479,7 +480,7 @@ class PrefillRoom:
 
     @property
     def prefix_tokens(self) -> int:
-        """Prompt tokens that decode already has; known once the room is matched."""
+        """Number of prompt tokens that decode already has. Known once the room is matched."""
         return self.record.prefix_tokens
 
     @property
@@ -505,7 +506,7 @@ class PrefillRoom:
     async def matched(self) -> int:
         """Wait for decode's half, and return the number of prompt tokens that decode already has.
 
-        Raises: the KvflowError that ended the room; its `code` is the first cause.
+        Raises: the KvflowError that ended the room. Its `code` states the first cause.
         """
         return await self.when_matched.get()
 
@@ -536,13 +537,13 @@ class PrefillRoom:
         await self.when_done.get()
 
     async def released(self) -> None:
-        """Wait until the room ended, successfully or not, and no write or checksum reads its
+        """Wait until the room has ended, successfully or not, and no write or checksum reads its
         pages.
         """
         await self.when_released.get()
 
     def close(self, cause: Cause | None = None) -> None:
-        """End the room; valid in every state, any number of times.
+        """End the room. Valid in every state, any number of times.
 
         Decode is notified at once, and running writes are drained. Raises: MisuseError if `cause`
         is not a Cause.
@@ -550,7 +551,7 @@ class PrefillRoom:
         self._shell.close_prefill_room(self, _CLIENT_GONE if cause is None else check_cause(cause))
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, when the room ends; at once if it ended already."""
+        """Call `callback` once: when the room ends, or at once if the room has ended already."""
         if self.ended:
             callback()
         else:

@@ -28,8 +28,8 @@ TICK_GRAIN_S = 0.005
 class Answer(Generic[T]):
     """A result or an error that is given once, and for which several users can wait.
 
-    Cancelling one user does not cancel the wait of another. It is not an `asyncio.Future`, because
-    most answers are given before a user waits for them, or no user ever waits.
+    Cancelling one user does not cancel the wait of another. This class creates a Future only when
+    a user has to wait, because most answers are given earlier or are never awaited.
     """
 
     __slots__ = ("_error", "_result", "_waiting", "given")
@@ -52,13 +52,13 @@ class Answer(Generic[T]):
         if isinstance(self._error, Cause):
             raise room_error(self._error)
         if self._error is not None:
-            # Users share the exception object, so its traceback would grow with each of them.
+            # Users share the exception object, so its traceback would grow with each user.
             raise self._error.with_traceback(None)
         result: T = self._result
         return result
 
     def give(self, result: T | None, error: BaseException | Cause | None = None) -> None:
-        """Set the result or the error; no effect on a second call.
+        """Set the result or the error. A second call has no effect.
 
         A cause becomes an exception only in `get`, because for most failed rooms no user calls it.
         """
@@ -76,7 +76,7 @@ class Endpoint(Protocol):
 
     @property
     def outbox(self) -> list[Any]:
-        """Commands that the shell must run; it removes those that it ran."""
+        """Commands for the shell to run. The shell removes each command that it has run."""
 
     def next_tick(self) -> float: ...
 
@@ -114,9 +114,9 @@ class Shell:
     def run(self, then: Callable[[], object] | None = None) -> None:
         """Run all commands of the endpoint, then call `then`, then the users' callbacks.
 
-        A command may feed the endpoint and call this method again; the outer call then runs the new
+        A command may feed the endpoint and call this method again. The outer call then runs the new
         commands. A command may call user code, so every exception is logged, except those that end
-        the process. After one of those, the next call continues with the remaining commands.
+        the process. After such an exception, the next call continues with the remaining commands.
         """
         if self._running:
             assert then is None
@@ -133,7 +133,7 @@ class Shell:
                 except ENDS_PROCESS:
                     raise
                 except BaseException:
-                    # The commands that follow belong to other rooms, and must still run.
+                    # The commands that follow may belong to other rooms, and must still run.
                     self.counts.handler_errors += 1
                     log.exception("%r failed", command)
         finally:
@@ -151,7 +151,7 @@ class Shell:
             self._arm(at_s)
 
     def guard(self, call: Callable[[], object], what: str) -> None:
-        """Call `call`. An exception is logged and counted, so that other rooms go on."""
+        """Call `call`. An exception is logged and counted, so that other rooms continue."""
         try:
             call()
         except ENDS_PROCESS:
@@ -164,7 +164,8 @@ class Shell:
         """Convert an exception into the KvflowError with which its room ends.
 
         An exception that is not a KvflowError is a bug in user code or in kvflow, so it is logged
-        and counted. An exception that ends the process is raised again.
+        and counted, unless it is a cancellation while the node shuts down. An exception that ends
+        the process is raised again.
         """
         if isinstance(error, KvflowError):
             return error
@@ -190,14 +191,15 @@ class Shell:
         if self._timer is not None:
             self._timer.cancel()
         wait_s = 0.0 if at_s == float("-inf") else max(at_s - self.now(), TICK_GRAIN_S)
-        # Wake at least once per heartbeat: a late timer is how a stalled event loop is noticed.
+        # Wake at least once per heartbeat interval, because a late timer reveals a stalled event
+        # loop.
         wait_s = min(wait_s, self.timing.heartbeat_s)
         self._due_at_s = at_s
         self._fires_at_s = self._loop.time() + wait_s
         self._timer = self._loop.call_later(wait_s, self._tick, context=self._context)
 
     def _tick(self) -> None:
-        """Tick the endpoint. If the event loop stood still, first report for how long."""
+        """Tick the endpoint. If the event loop was stalled, first report how long."""
         self._timer, self._due_at_s = None, float("inf")
         now = self.now()
         if (late_s := self._loop.time() - self._fires_at_s) > self.timing.heartbeat_s:
@@ -206,7 +208,7 @@ class Shell:
         self.run()
 
     def wake(self) -> None:
-        """Tick at once. Call it after the node's clock was moved."""
+        """Tick at once. Call this after moving the node's clock."""
         self.changed.set()
         if self._timer is not None:
             self._timer.cancel()
@@ -214,8 +216,8 @@ class Shell:
             self._tick()
 
     async def wait_while(self, condition: Callable[[], bool], patience_s: float) -> None:
-        """Wait until `condition` is false, for at most `patience_s`. It is checked again after each
-        `run`.
+        """Wait until `condition` is false, for at most `patience_s`. Set `leaving` first, so that
+        the condition is checked again after each `run`.
         """
         until_s = self.now() + patience_s
         while condition() and (left_s := until_s - self.now()) > 0:
@@ -241,8 +243,8 @@ class Shell:
         """Start `work` as a task. If the shell is stopped already, the task is cancelled before its
         first step.
 
-        `ended` receives the exception that ended the task, a cancellation included, or None.
-        Without `ended`, an error is logged and counted.
+        `ended` receives the exception that ended the task (CancelledError if it was cancelled), or
+        None. Without `ended`, an error is logged and counted.
 
         With `of_caller`, log lines of the task name the caller's request.
         """
@@ -323,8 +325,8 @@ class Shell:
 
 
 async def fenced(plane: DataPlane, writer: PlaneAddress, timing: Timing, counts: Counts) -> bool:
-    """Wait for the fence of `writer`. Returns True once no write of it can reach our pool, False if
-    this host can never prove that.
+    """Wait for the fence of `writer`. Returns True once none of its writes can reach our pool, or
+    False if this host can never prove that.
     """
     return await seen_ended(lambda: plane.fence(writer), writer.locator, timing, counts)
 
@@ -332,8 +334,8 @@ async def fenced(plane: DataPlane, writer: PlaneAddress, timing: Timing, counts:
 async def seen_ended(
     wait: Callable[[], Awaitable[None]], whose: str, timing: Timing, counts: Counts
 ) -> bool:
-    """Wait for the end of a process. Returns True once `wait` returned, False if it raises
-    TransferError: this host can never observe that end.
+    """Wait for the end of a process. Returns True once `wait` returns, or False if it raises
+    TransferError because this host can never observe that end.
 
     After any other error (for example, no free file descriptor) `wait` is called again. Such errors
     are logged and counted.

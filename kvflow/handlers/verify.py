@@ -1,5 +1,5 @@
-"""Verified transfers. Prefill computes checksums of the pages that it sends, decode computes those
-of the pages that landed, and decode's endpoint compares the two.
+"""Verified transfers. Prefill computes checksums of the pages that it sends, decode computes
+checksums of the pages that landed, and decode's endpoint compares the two.
 
 Checksums run in threads, in parallel with writes and with each other. Pages stay held while a
 thread reads them, even after its checksum timed out (I13).
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 Begin = Callable[[PageIndices, PageIndices, tuple[Served, ...]], ChecksumTask]
 """Starts the work on a chunk: (lent places, the room's pages, parts that one rank sent) -> task.
 
-The task computes the checksum of these parts; with staging, it copies them from the lent places to
+The task computes the checksum of these parts. With staging, it copies them from the lent places to
 the room's pages.
 """
 
@@ -41,7 +41,7 @@ class NoSum:
         self.released.set_result(None)
 
     def cancel(self) -> None:
-        """Do nothing: the task is over from the start."""
+        """Do nothing, because the task has already ended."""
 
 
 def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
@@ -56,7 +56,7 @@ def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
 
 
 class ChunkVerifier:
-    """The running checksums of one decode room; with staging, the running copies to its pages."""
+    """The running checksums of one decode room or, with staging, the copies to its pages."""
 
     def __init__(self, pages: RoomPages, begin: Begin, released: Callable[[], None]) -> None:
         """`released` is called for each chunk, when no thread uses its pages any more."""
@@ -66,9 +66,10 @@ class ChunkVerifier:
     def begin(
         self, chunk: slice, served: tuple[Served, ...], ended: Callable[[bytes, str], None]
     ) -> None:
-        """Start to sum or copy the parts of a chunk that one rank sent (`served`).
+        """Start to checksum or copy the parts of a chunk that one rank sent (`served`).
 
-        `ended` receives the checksum and an empty text, or an empty checksum and the reason.
+        `ended` receives the checksum and an empty text, or an empty checksum and the reason why
+        there is none.
         """
         # The room keeps its pages until the thread is done with them, even if the room ends first
         # (I13).
@@ -85,8 +86,8 @@ class ChunkVerifier:
             ended(task.done.result(), task.error)
 
         def done(found: Any) -> None:
-            # A checksum is reported after its thread ends. A failure is not delayed: the thread may
-            # hang.
+            # A checksum is reported once its thread no longer uses the pages. A failure is reported
+            # at once, because the thread may hang.
             (task.released if found.result() else task.done).add_done_callback(report)
 
         task.released.add_done_callback(released)

@@ -31,7 +31,7 @@ class Pending(Protocol[T_co]):
         """Return True when the result is available."""
 
     def result(self) -> T_co:
-        """Return the result; call only when `done` returns True."""
+        """Return the result. Call this only when `done` returns True."""
 
     def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
         """Call `fn` with this object, on the event loop, when the result is available."""
@@ -40,7 +40,7 @@ class Pending(Protocol[T_co]):
 
 
 class WriteOutcome(Enum):
-    """The end of a write. Only the first two values prove where the bytes are."""
+    """How a write ended. Only the first two values prove where the bytes are."""
 
     LANDED = "landed"  # every block is in the target's memory
     # The write is drained: every block that was submitted landed, and no other will arrive.
@@ -66,12 +66,12 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlaneAddress(msgspec.Struct, frozen=True, array_like=True):
-    """The address at which a data plane reaches this process.
+    """The address at which the data planes of peers reach a process.
 
     Each back end defines what its `locator` is, such as a Mooncake session or the file descriptor
     of a shared segment. `owner` is the incarnation that sent the address. The endpoint that
     receives the address sets `owner`, whatever the peer sent, and a back end that knows the owner
-    of a pool refuses any other incarnation. With 0 the owner is not checked.
+    of a pool refuses any other incarnation. If `owner` is 0, it is not checked.
     """
 
     backend: Word
@@ -104,8 +104,8 @@ class UnprovenLoan(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False
 
 
 class RoomEnding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The end of one half of a room, with the times at which it reached its stages, on the node's
-    clock. A time is None for a stage that it did not reach.
+    """The end of one half of a room, with the times at which the half reached its stages, on the
+    node's clock. A time is None for a stage that the half did not reach.
     """
 
     phase: IntEnum  # a terminal phase
@@ -123,13 +123,13 @@ class Observer(Protocol):
     rooms_opened: int
     mismatched: int  # chunks whose checksum differs from prefill's
     declared_dead: int  # peers that an operator declared dead
-    ended: list[tuple[RoomEnding, float]]  # rooms not counted yet, with the times of their ends
+    ended: list[tuple[RoomEnding, float]]  # rooms not counted yet, each with the time of its end
 
     def count_ended(self) -> None:
         """Count the rooms in `ended`, and clear the list."""
 
     def message_dropped(self, why: str) -> None:
-        """Count a message that had no effect. `why`: "malformed", "foreign" (forged) or "stale"."""
+        """Count a message without effect. `why` is "malformed", "foreign" (forged) or "stale"."""
 
 
 class Write(Protocol):
@@ -146,7 +146,7 @@ class Write(Protocol):
     def error(self) -> str:
         """The error text from the data plane, or the reason why there is no checksum.
 
-        Empty after LANDED, and after a cancellation.
+        Empty if the write landed, or was cancelled without an error.
         """
 
     @property
@@ -156,21 +156,21 @@ class Write(Protocol):
         """
 
     def cancel(self) -> None:
-        """Submit no more blocks; `done` resolves when the submitted ones end. Idempotent."""
+        """Submit no more blocks. `done` resolves when the submitted blocks end. Idempotent."""
 
 
 class Route(Protocol):
-    """Connects our pool to the pool of one incarnation of a peer, after a check that they fit."""
+    """A connection from our pool to the pool of one peer incarnation. The two pools fit."""
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> Write:
         """Start copying our `source_pages` onto the peer's `target_pages` (same length, int32 [n],
         indices in range; row r of a pool with rows is `num_pages + r`).
 
-        Returns at once; the plane's thread plans and copies. A tiny write may complete before this
-        returns: then `done` is already resolved. The caller keeps both page lists allocated until
-        `done`. If the outcome is UNPROVEN, the target's pages stay on loan until there is proof.
-        Raises: LayoutError for lists of different length or indices outside either pool. If this
-        raises, no copy was started.
+        Returns at once. The plane's thread plans and copies. A tiny write may complete before this
+        method returns, and `done` is then already resolved. The caller keeps both page lists
+        allocated until `done`. If the outcome is UNPROVEN, the target's pages stay on loan until
+        there is proof. Raises: LayoutError for lists of different length or indices outside either
+        pool. If this raises, no copy was started.
         """
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class DataPlane(Protocol):
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> Route:
         """Open the route from our pool to the pool that the peer exported as `address` and
-        `layout`; slow work runs in a thread.
+        `layout`. Slow work runs in a thread.
 
         Raises: LayoutError (the pools do not fit), TransferError (the peer cannot be reached). If
         we ran out of a resource that a route to another peer holds, the cause of the TransferError
@@ -226,7 +226,7 @@ class DataPlane(Protocol):
         """
 
     async def close(self) -> None:
-        """Cancel and drain every write, end the threads, unregister the memory."""
+        """Cancel and drain every write, end the threads, and unregister the memory."""
 
 
 class ChecksumTask(Protocol):
@@ -240,8 +240,8 @@ class ChecksumTask(Protocol):
 
     @property
     def error(self) -> str:
-        """The reason why there is no checksum, known once `done` resolved. Empty if there is one,
-        and if the task was cancelled.
+        """The reason why there is no checksum, known once `done` has resolved. Empty if there is a
+        checksum, or if the task was cancelled.
         """
 
     @property
@@ -253,16 +253,17 @@ class ChecksumTask(Protocol):
 
 
 class Checksums(Protocol):
-    """Checksums over the pages of one pool. Equal content has an equal checksum in any two pools,
-    however they are laid out and divided.
+    """Checksums over the pages of one pool. Equal content has the same checksum in any two pools,
+    however the pools are laid out and divided.
     """
 
     def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> ChecksumTask:
-        """Sum `pages` in their order, in a thread.
+        """Compute the checksum of `pages` in their order, in a thread.
 
-        Prefill sums the parts that it sends, and passes no `served`. Decode passes in `served` the
-        parts that one rank sends, and sums them in that rank's order of bytes. The caller keeps the
-        pages allocated until `released`. Never raises.
+        Prefill passes no `served`: the checksum covers the parts that this rank sends. Decode lists
+        in `served` the parts that one rank sends: the checksum covers these, in the order in which
+        that rank's pool stores them. The caller keeps the pages allocated until `released`. Never
+        raises.
         """
 
     async def close(self) -> None:
@@ -306,22 +307,22 @@ class ControlSocket(Protocol):
 
     @property
     def lockout_reason(self) -> str:
-        """The reason why the other end rejects us, if the socket knows of a rejection; otherwise
-        empty.
+        """The reason why the other end rejects us, or an empty string if the socket knows of no
+        rejection.
         """
 
     def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
-        """Queue a frame. Returns False when it cannot be delivered (no such peer, queue full);
+        """Queue a frame. Returns False when it cannot be delivered (no such peer, queue full).
         Resync repairs the loss.
 
-        `at_once`: do not wait for the other frames of this turn of the event loop.
+        With `at_once`, the frame does not wait for the other frames of this turn of the event loop.
         """
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
         """Wait for the next burst of (peer, frame) pairs: at least one, at most a few hundred."""
 
     def sender_address(self) -> str:
-        """Return the network address of the sender of the latest burst; empty if unknown."""
+        """Return the network address that the latest burst came from, or "" if it is unknown."""
 
     def close(self) -> None: ...
 
@@ -336,7 +337,7 @@ class PageStore(Protocol):
         """Take `count` free pages for `owner`. Raises: CapacityError (no page is taken)."""
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """Take `count` places for a room; in a pool with rows, the last is a row. See `take`."""
+        """Take `count` places for a room. In a pool with rows, the last is a row. See `take`."""
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
         """Change the owner of `pages`. Raises: OwnershipError if `owner` does not own a page (no
@@ -357,8 +358,8 @@ class PageStore(Protocol):
         """Release one hold. Raises: OwnershipError when a page is not held."""
 
     def withhold(self, pages: PageIndices) -> None:
-        """Keep these pages, owned or free, from every new owner until `unhold`. Like holds, calls
-        are counted. They may come from the thread of another node over the pool. Raises:
+        """Keep these pages, owned or free, from every new owner until `unhold`. Calls are counted
+        like holds. A call may come from the thread of another node over the pool. Raises:
         OwnershipError for a page outside the pool (no page is withheld).
         """
 
@@ -399,7 +400,7 @@ class Quarantine(Protocol):
         """Remove a node that closes. Idempotent."""
 
     def add(self, loans: Sequence[UnprovenLoan], lender: PageStore) -> None:
-        """Keep the loans of a node that closes; `lender` still counts their pages as owned. From
+        """Keep the loans of a node that closes. `lender` still counts their pages as owned. From
         then on, no store hands out these pages, and every running node watches their writers.
         """
 
@@ -407,4 +408,6 @@ class Quarantine(Protocol):
         """Let stores hand out the lease's pages again, once its last loan has ended. Idempotent."""
 
     def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:
-        """End all loans of this writer, free pages without another loan, and notify the nodes."""
+        """End all loans of this writer, free pages that no other loan covers, and notify the
+        nodes.
+        """

@@ -1,9 +1,9 @@
 """The queue of rooms that wait for pages of one pool.
 
 A room that fits may pass the rooms before it, since one large room would otherwise keep all small
-ones waiting. After `PASSED_FOR_S` no room may pass the oldest one, since small rooms would
-otherwise keep it waiting forever. A room that wants more pages than are outside quarantine may
-always be passed, since a quarantine may never end.
+ones waiting. Once the oldest room has waited for `PASSED_FOR_S`, no room may pass it, since small
+rooms would otherwise keep it waiting forever. A room that wants more pages than are outside
+quarantine may always be passed, since a quarantine may never end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Wait(NamedTuple):
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """Statistics of the rooms that wait for pages: their number, the pages that they want together,
+    """Statistics of the rooms that wait for pages: their number, the pages that they want in total,
     and how long the oldest has waited. A `stuck` room wants more pages than are outside quarantine.
     """
 
@@ -45,7 +45,7 @@ class Waiting(Generic[K]):
         # at the first of each size.
         self._by_size: dict[int, OrderedDict[K, _Wait]] = {}
         self._turn = 0
-        self.pages = 0  # pages that all keys together want
+        self.pages = 0  # number of pages that all keys want in total
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -74,8 +74,8 @@ class Waiting(Generic[K]):
         return True
 
     def next(self, free: int, can_come_back: int, now: float) -> K | None:
-        """Return the key that may take its pages now, or None when every key has to wait. `free`:
-        pages free now. `can_come_back`: all pages that are not in quarantine.
+        """Return the key that may take its pages now, or None when every key has to wait. `free` is
+        the number of free pages, and `can_come_back` the number of all pages outside quarantine.
         """
         oldest = self._oldest(can_come_back)
         if oldest is None:

@@ -1,9 +1,9 @@
-"""The machines of one request in a group of prefill ranks: a member's, and the leader's.
+"""The machines of one request in a group of prefill ranks: a member's machine and the leader's.
 
 The leader puts its decisions in one order, and every member applies them in that order. A request
-starts when every rank is ready, succeeds when every rank is done, and fails as soon as one rank
-fails, with the first cause that reaches the leader. A member whose own half fails drains at once,
-without waiting for the decision.
+starts when every rank is ready, and succeeds when every rank is done. It fails as soon as one rank
+fails or is lost, or the leader's engine ends it. The first cause that reaches the leader counts. A
+member whose own half fails drains at once, without waiting for the decision.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MemberKind(IntEnum):
     LANDED = 1  # every write of the room landed
     FAILED = 2  # this rank's room ended without success; its writes may still run
     RELEASED = 3  # no write of a failed room runs any more
-    # Decisions of the leader, and its loss.
+    # The decisions that the leader sends, and the loss of the leader.
     STARTED = 4
     SUCCEEDED = 5
     GROUP_FAILED = 6
@@ -104,8 +104,8 @@ MEMBER: Table[MemberPhase, MemberKind, MemberCommand] = Table(
             MK.LANDED: Move(M.ENDED, (MC.END,)),
             MK.FAILED: IGNORE,
             MK.RELEASED: Move(M.ENDED, (MC.END,)),
-            # A request of an ended session may still be closing here when a new session with the
-            # same leader brings decisions about it.
+            # A request may still be closing here after its session has ended. The same leader may
+            # then decide about it in a new session.
             MK.STARTED: IGNORE,
             MK.SUCCEEDED: IGNORE,
             MK.GROUP_FAILED: IGNORE,
@@ -124,7 +124,7 @@ class LeaderPhase(IntEnum):
 
 
 class LeaderKind(IntEnum):
-    READY = 0  # a rank is ready, and others are not
+    READY = 0  # a rank is ready, and some other rank is not ready yet
     ALL_READY = 1
     DONE = 2
     ALL_DONE = 3
@@ -137,7 +137,7 @@ class LeaderCommand(IntEnum):
     DECIDE_START = 0
     DECIDE_SUCCEED = 1
     DECIDE_FAIL = 2
-    TELL_OUTCOME = 3  # report the outcome once for the group: to the client, log and counters
+    TELL_OUTCOME = 3  # report the group's outcome once: to the client, the log and the counters
 
 
 L, LK, LC = LeaderPhase, LeaderKind, LeaderCommand

@@ -26,11 +26,12 @@ class Lease(Generic[S]):
     room: RoomId
     num_pages: int = 0
     loans: dict[S, LoanPhase] = field(default_factory=dict)  # phases of open loans, by source
-    # True once a room that lent pages has ended without success. Its last loan frees the pages.
+    # True once the room has ended without success after it lent pages. The end of the last loan
+    # then frees them.
     room_ended: bool = False
     cause: Cause | None = None  # set when the loans are recalled
     recalled_at_s: float = 0.0
-    # True once a recalled loan is in doubt, or its Abort stays unanswered for too long.
+    # True once a recalled loan is in doubt, or its Abort has been unanswered for too long.
     overdue: bool = False
 
     @property
@@ -64,8 +65,8 @@ class Ledger(Generic[S]):
         # Number of quarantined leases that have pages. In a pool with rows, `quarantined_pages`
         # includes one row for each of them.
         self.quarantined_leases = 0
-        # Pages in quarantine that count against admission. Pages whose Abort a healthy rank will
-        # soon answer do not count, so that ordinary aborts do not block new rooms.
+        # Pages in quarantine that count against admission. Pages do not count while a rank is
+        # expected to answer their Abort soon, so that ordinary aborts do not block new rooms.
         self.overdue_pages = 0
 
     def __len__(self) -> int:
@@ -78,7 +79,7 @@ class Ledger(Generic[S]):
 
     @property
     def excess(self) -> str:
-        """The reason, as text, why no room can be opened; empty if rooms can be opened."""
+        """The reason why no room can be opened, or an empty string if rooms can be opened."""
         try:
             self.check_quarantine()
         except QuarantineError as error:
@@ -86,7 +87,7 @@ class Ledger(Generic[S]):
         return ""
 
     def open(self, lease: Lease[S], source: S) -> None:
-        """Add a loan that is only announced. Callers must add grants in ascending order."""
+        """Add an announced loan. Callers must add the grants of a source in ascending order."""
         lease.loans[source] = LoanPhase.ANNOUNCED
         loans = self._by_source.get(source)
         if loans is None:
@@ -133,9 +134,9 @@ class Ledger(Generic[S]):
         return len(leases), sum(lease.num_pages for lease in leases if lease.cause is not None)
 
     def settled_below(self, source: S) -> GrantId:
-        """Return the bound below which every grant is settled at the source: it has no open loan
-        there, and the source has confirmed this grant or a later one. Decode needs no further
-        message about settled grants, so prefill may forget them.
+        """Return the bound below which every grant is settled at the source. A grant is settled if
+        the source has confirmed it or a later one, and it has no open loan there. Decode needs no
+        further message about settled grants, so prefill may forget them.
         """
         confirmed = GrantId(self._acknowledged.get(source, 0) + 1)
         loans = self._by_source.get(source)
@@ -154,8 +155,8 @@ class Ledger(Generic[S]):
         np.minimum(ends, confirmed, out=ends)
         filled = starts < ends
         starts, ends = starts[filled], ends[filled]
-        # A heartbeat holds a limited number of ranges. Each heartbeat continues after the last one,
-        # so that every range is reported eventually.
+        # A heartbeat holds a limited number of ranges. Each heartbeat continues where the previous
+        # one stopped, so that every range is reported eventually.
         if len(starts) > most:
             turn = np.arange(most) + np.searchsorted(starts, self._told_from.get(source, 0))
             starts, ends = starts.take(turn, mode="wrap"), ends.take(turn, mode="wrap")

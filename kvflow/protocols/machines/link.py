@@ -18,22 +18,23 @@ class LinkPhase(IntEnum):
     UP = 1
     PARTING = 2  # this decode sent Goodbye, and repeats it until it is acknowledged
     SILENT = 3  # no heartbeat for too long; the same incarnation may come back
-    # The link ended for good, for example because prefill refused, died, was replaced or parted.
+    # The link is closed and never reopens, for example because prefill refused, died, was replaced
+    # or sent Goodbye.
     GONE = 4
 
 
 class LinkKind(IntEnum):
-    ACCEPTED = 0  # Registered without a refusal
+    ACCEPTED = 0  # Registered arrived, without a refusal
     REFUSED = 1
     REPLACED = 2  # another incarnation, or another rank, answers at this address
     HEARD = 3  # a heartbeat arrived
-    REPEAT_DUE = 4  # Register, Heartbeat or Goodbye is due
+    REPEAT_DUE = 4  # time to send Register, Heartbeat or Goodbye again
     SILENCE_DUE = 5  # no heartbeat for `lost_after_s`
     REGISTER_DUE = 6  # neither Registered nor a heartbeat for `register_s`
     REDIAL_DUE = 7  # still silent for another `lost_after_s`
     DIED = 8  # the data plane's fence observed that the process died
     DECLARED_DEAD = 9
-    CLOSED = 10  # this node ends the link without a Goodbye
+    CLOSED = 10  # this node closes the link without a Goodbye
     LEAVE = 11  # this node closes, and sends Goodbye
     GOODBYE = 12  # prefill closes, and submits no more writes
     ACKNOWLEDGED = 13  # prefill received our Goodbye

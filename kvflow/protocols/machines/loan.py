@@ -1,10 +1,10 @@
 """The machine of a loan: decode's pages, lent to one prefill rank under one grant (I2).
 
-A loan ends when there is proof that the rank writes no more. It may outlive its room, and its pages
-stay in quarantine meanwhile. Proof is the last chunk, an AbortAck that states `drained`, a Goodbye
-that does not name the grant, or the data plane's fence. An operator can end a loan without proof,
-by declaring the writer dead. A loan whose pages were not offered yet is only announced. Its rank
-cannot write, so the loan needs no proof.
+A loan ends when there is proof that the rank writes no more. It may outlive its room: the pages are
+then in quarantine until the loan ends. Proof is the last chunk, an AbortAck that states `drained`,
+a Goodbye that does not name the grant, or the data plane's fence. An operator can end a loan
+without proof, by declaring the writer dead. A loan whose pages have not been offered yet is only
+announced. Its rank cannot write, so the loan needs no proof.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
 
 
 class LoanPhase(IntEnum):
-    ANNOUNCED = 0  # the rank may know of the room; no page is offered
+    ANNOUNCED = 0  # the rank may know of the room; no page has been offered
     LENT = 1
     WITHDRAWN = 2  # recalled before any page was offered; Abort is repeated until acknowledged
     RECALLED = 3  # recalled after pages were offered; Abort is repeated until acknowledged
@@ -31,7 +31,7 @@ class LoanKind(IntEnum):
     RECALL = 1  # the room ended without this rank's proof
     LANDED = 2  # ChunkDone(last)
     DRAINED = 3  # AbortAck(drained), or a Goodbye that does not name the grant
-    UNPROVEN = 4  # AbortAck(unproven), or a Goodbye that names the grant; the rank may write
+    UNPROVEN = 4  # AbortAck(unproven), or a Goodbye that names the grant; bytes may still arrive
     SOURCE_LOST = 5
     SOURCE_BACK = 6  # the same incarnation answers again after a silence
     REPEAT_DUE = 7

@@ -49,8 +49,9 @@ class Ordered(Generic[M]):
         return self._asked == self.received_below
 
     def misses(self, below: int) -> bool:
-        """Return True if this call is the first to find that a message below `below` is missing.
-        The caller asks for it at once, and with every heartbeat while `asks` is true.
+        """Return True if this call is the first to find that a message is missing, given that
+        the other end has sent all messages below `below`. The caller asks for it at once, and with
+        every heartbeat while `asks` is true.
         """
         if below <= self.received_below or self.asks:
             return False

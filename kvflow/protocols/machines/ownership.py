@@ -1,13 +1,13 @@
 """The machine of a room's pages at decode: who owns them, from the moment the room takes them (I1).
 
-A room has one or two sets of pages. The target has the pages that the room's user receives: pages
-taken from the node's store, or the caller's own. Without staging, prefill ranks write into the
-target. With staging, they write into an equal number of places in the staging pool, and decode
+A room has one or two sets of pages. The target is the set that the room's user receives: pages from
+the node's store, or the caller's own. Without staging, prefill ranks write into the target. With
+staging, they write into a second set, an equal number of places in the staging pool, and decode
 copies each chunk into the target. Each set has its own phase, and a table that depends on its
 source.
 
-A set that is not needed any more returns to its store when no rank can reach it. It first waits in
-RETURNING while a thread still sums or copies its pages (I13).
+A set that is no longer needed returns to its store when no rank can reach it. It first waits in
+RETURNING while a thread still checksums or copies its pages (I13).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class PagePhase(IntEnum):
 
 
 class PageKind(IntEnum):
-    TAKE = 0  # the store allocated the pages, or holds the caller's own
+    TAKE = 0  # the store allocated the pages, or holds the caller's own pages
     LEND = 1
-    USE = 2  # a thread begins to sum or copy them
+    USE = 2  # a thread begins to checksum or copy them
     LAND = 3
     KEEP = 4
     CLOSE = 5  # the room's user closed the room after its success
@@ -47,7 +47,7 @@ class PageKind(IntEnum):
 
 
 class PageCommand(IntEnum):
-    RETURN = 0  # give them back to the store, or end the hold on the caller's own
+    RETURN = 0  # give them back to the store, or end the hold on the caller's own pages
     GIVE_TO_KEEPER = 1
     GIVE_TO_QUARANTINE = 2
 
@@ -114,10 +114,10 @@ _STORE: Rows = {
     },
     P.FREED: rest(K, ERROR)
     | {
-        # The room ended while the user's own store was still looking for pages.
+        # The room ended while a custom store was still allocating the pages.
         K.TAKE: Move(P.FREED, (C.RETURN,)),
-        # With staging, the target is freed before the loans end, and the staging before the user
-        # closes the room, so these events may come late.
+        # With staging, the target is freed before the loans end, and the staging pages before the
+        # user closes the room, so these events may come late.
         K.FREE: IGNORE,
         K.CLOSE: IGNORE,
         K.ABANDON: IGNORE,
@@ -141,7 +141,7 @@ _OWN: Rows = {
 _STAGING: Rows = {
     **_STORE,
     P.TAKEN: {**_STORE[P.TAKEN], K.USE: ERROR, K.LAND: ERROR},
-    # Every chunk was copied to the target, so the staging is not needed any more.
+    # Every chunk has been copied to the target, so the staging pages are no longer needed.
     P.LENT: {**_STORE[P.LENT], K.LAND: Move(P.RETURNING)},
     P.LANDED: rest(K, ERROR),
     P.KEPT: rest(K, ERROR),
@@ -152,9 +152,9 @@ OWN: PageTable = Table(P, K, _OWN)
 STAGING: PageTable = Table(P, K, _STAGING)
 TABLES = {Source.STORE: STORE, Source.OWN: OWN, Source.STAGING: STAGING}
 
-# Phases in which the room still holds pages, which FREE or ABANDON must end.
+# Phases in which the room holds the pages of a set until FREE or ABANDON.
 CLAIMED = frozenset({P.TAKEN, P.LENT, P.QUARANTINED})
-# Phases of a target that no write, sum or copy of the room touches any more.
+# Phases in which none of the room's writes, checksums and copies touches the target any more.
 SETTLED = frozenset({P.LANDED, P.KEPT, P.FREED})
 _WAITING = (P.RETURNING, P.ABANDONED)  # waiting for the last thread that uses the pages
 _OF_BOTH = frozenset({K.LAND, K.QUARANTINE, K.FREE, K.ABANDON, K.USE})
@@ -166,11 +166,11 @@ class Ownership(msgspec.Struct, frozen=True, gc=False):
     target: PagePhase = P.NONE
     staging: PagePhase | None = None  # None for a room whose target is lent
     own: bool = False  # the target has the caller's own pages
-    uses: int = 0  # sums and copies in progress
+    uses: int = 0  # checksums and copies in progress
 
     @property
     def claimed(self) -> bool:
-        """True while the room holds pages that FREE or ABANDON must end."""
+        """True while the room holds the pages of some set until FREE or ABANDON."""
         return self.target in CLAIMED or self.staging in CLAIMED
 
 
@@ -180,7 +180,7 @@ Commands = tuple[tuple[Source, PageCommand], ...]
 def step(
     pages: Ownership, kind: PageKind, source: Source | None = None
 ) -> tuple[Ownership, Commands]:
-    """Return the next state and the commands to run, each with the set that it concerns.
+    """Return the next state and the commands to run, each with the source of the set it concerns.
 
     For TAKE, `source` states where the pages come from. The kind of any other event decides which
     sets it concerns.

@@ -1,8 +1,8 @@
 """The machine of prefill's link to one decode incarnation, with the route into the decode's pool.
 
 Prefill keeps a silent decode, because it may come back and ask for messages that its rooms need.
-Prefill forgets a decode that died, sent Goodbye, or acknowledged ours. It also forgets a silent
-decode without open grants when another decode needs the place.
+Prefill forgets a decode that died, sent Goodbye, or acknowledged prefill's Goodbye. It also forgets
+a silent decode without open grants when another decode needs the place.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ TABLE: Table[PeerPhase, PeerKind, PeerCommand] = Table(
     {
         P.OPENING: rest(K, ERROR)
         | {
-            # Opening a route can take a long time. The heartbeat keeps decode from giving up
-            # meanwhile.
+            # Opening a route can take a long time. The heartbeat keeps decode from giving up while
+            # it waits.
             K.REGISTERED: Move(P.OPENING, (C.SEND_HEARTBEAT,)),
             K.ROUTE_OPENED: Move(P.UP, (C.WATCH_PROCESS, C.SEND_ACCEPTED)),
             K.ROUTE_REFUSED: Move(P.FORGOTTEN, (C.SEND_REFUSED, C.LOSE_ROOMS, C.FORGET)),
@@ -92,7 +92,7 @@ TABLE: Table[PeerPhase, PeerKind, PeerCommand] = Table(
         },
         P.GONE: rest(K, ERROR)
         | {
-            K.REGISTERED: IGNORE,  # sent before the decode ended
+            K.REGISTERED: IGNORE,  # sent before the decode died or left
             # The route must stay open while a write runs on it, so it closes with the last room.
             K.IDLE: Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)),
         },

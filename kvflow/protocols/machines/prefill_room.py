@@ -1,4 +1,7 @@
-"""The machine of a room at prefill, where two halves meet. No room ends while it writes (I12)."""
+"""The machine of a room at prefill, where the engine's half and decode's half meet.
+
+A room ends only after its writes have ended (I12).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class PrefillKind(IntEnum):
     MATCHED = 1
     MISMATCHED = 2  # the halves do not agree on the prompt, or decode's offer cannot be used
     CHUNK_QUEUED = 3
-    # A chunk landed, and other writes run. In DRAINING, its write may have ended in any way.
+    # A chunk landed while other writes run. In DRAINING, the write may have had any outcome.
     CHUNK_LANDED = 4
     IDLE = 5  # a chunk landed, no write runs, and more chunks will come
     ALL_LANDED = 6

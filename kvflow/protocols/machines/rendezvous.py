@@ -1,4 +1,4 @@
-"""Decodes' announcements of rooms, and causes of halves that ended before the other arrived."""
+"""Rooms that decodes announced, and causes of halves that ended before the other half arrived."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class Side(Enum):
 
 
 class Outcome(NamedTuple):
-    """The cause with which one side of a room ended, kept for the other until `forget_at_s`."""
+    """The cause with which one side of a room ended. The other side receives it on arrival, until
+    `forget_at_s`.
+    """
 
     side: Side
     cause: Cause
@@ -36,8 +38,8 @@ class Announcement(NamedTuple, Generic[S]):
 class Rendezvous(Generic[S]):
     """Announcements and outcomes by room.
 
-    Every announcement expires after the same time. Outcomes are bounded in number and in time, and
-    each is returned at most once.
+    All announcements are kept for the same time. Outcomes are bounded in number and in time, and
+    `take` returns each at most once.
     """
 
     def __init__(self, limit: int) -> None:
@@ -80,7 +82,8 @@ class Rendezvous(Generic[S]):
         """Return and forget the cause with which the other side ended, now that `side` arrives.
         Returns None if the other side has not ended.
         """
-        # If `side` itself ended before, this is a new room with the same id.
+        # If `side` itself ended before, this is a new room with the same id, and the outcome of the
+        # old one is dropped.
         outcome = self._outcomes.pop(room, None)
         return None if outcome is None or outcome.side is side else outcome.cause
 

@@ -42,7 +42,7 @@ class Moves(dict[tuple[P, K], Move[P, C] | None]):
     """Moves by phase and kind, None for IGNORE. Raises: TransitionError on an ERROR cell."""
 
     # This is a dict rather than a method, because endpoints look up a move for every event, and a
-    # look-up in a dict makes no Python call.
+    # dict lookup makes no Python call.
 
     def __missing__(self, key: tuple[P, K]) -> NoReturn:
         phase, kind = key
@@ -71,7 +71,7 @@ class Table(Generic[P, K, C]):
                 self.put(phase, kind, rows[phase][kind])
 
     def cell(self, phase: P, kind: K) -> Cell[P, C]:
-        """Return the cell for a phase and a kind, which may be IGNORE or ERROR."""
+        """Return the Move, IGNORE or ERROR for a phase and a kind."""
         move = self.moves.get((phase, kind), ERROR)
         return IGNORE if move is None else move
 

@@ -1,8 +1,8 @@
 """Page-first layouts in which the bytes that one peer sends or receives are contiguous.
 
 Between pools with different numbers of shards, the heads of one rank are a small block in every
-token slot. Only kvflow's own copies read staging pages, so their bytes may have any order: a pool's
-components are cut into parts, and the parts are sorted.
+token slot. Only kvflow's own copies read staging pages, so the bytes of a staging page may have any
+order. This module cuts a pool's components into parts, and sorts the parts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_between(source: PoolLayout, target: PoolLayout) -> Blocks:
-    """Return the blocks of a write from `source` to `target`. Raises: LayoutError."""
+    """Describe the blocks of a write from `source` to `target`. Raises: LayoutError."""
     pairing, first = Pairing(source, target, partly=True), np.zeros(1, np.int32)
     lists = (first, first) if pairing.page_bytes else (NO_PLACES, NO_PLACES, first, first)
     sizes = pairing.blocks(*lists, max_block_bytes=1 << 62).sizes
@@ -42,14 +42,17 @@ def blocks_between(source: PoolLayout, target: PoolLayout) -> Blocks:
 
 
 def by_shard(layout: PoolLayout, shards: int) -> PoolLayout:
-    """Return a page-first version of `layout` in which the bytes of each of `shards` shards are one
-    stretch of a page. Within that stretch, the bytes of each pipeline stage are contiguous too.
+    """Return a page-first version of `layout` for a peer with `shards` shards: the bytes of each
+    shard are one stretch of a page. Within a stretch, the bytes of each pipeline stage are
+    contiguous too.
     """
     return _rearranged(layout, lambda c: _bounds(c, shards), lambda c: _shard(c, shards))
 
 
 def from_shards(layout: PoolLayout, shards: int) -> Blocks:
-    """Return the blocks in which a prefill of `shards` shards would write a page of `layout`."""
+    """Describe the blocks in which one prefill shard out of `shards` would write a page of
+    `layout`.
+    """
     one = resized(layout, num_pages=1, num_rows=min(1, layout.num_rows))
     parts = by_shard(one, shards).components
     first = min((_shard(c, shards) for c in parts), default=0)
@@ -61,14 +64,14 @@ def from_shards(layout: PoolLayout, shards: int) -> Blocks:
 
 
 def as_in(target: PoolLayout, source: PoolLayout) -> PoolLayout:
-    """Return a page-first version of `source` that is cut and sorted like `target`, so that parts
-    adjacent in `target` are adjacent in it too.
+    """Return a page-first version of `source` that is cut and sorted like `target`. Parts that are
+    adjacent in `target` are adjacent in the result too.
     """
     bounds: dict[str, set[int]] = {}
     places: dict[tuple[str, int], tuple[int, int]] = {}
     for s, t, first, end in overlaps(source.components, target.components):
         bounds.setdefault(s.name, set()).update((first, end))
-        # The target may have several copies of a part; the first one in memory decides.
+        # The target may have several copies of a part. The first copy in memory decides.
         at = t.offset + (first - t.start) * t.size_bytes // t.shape[t.axis]
         places[s.name, first] = min((t.buffer, at), places.get((s.name, first), _LAST))
     return _rearranged(

@@ -1,4 +1,4 @@
-"""The components of a page or a row, which may be parts of larger ones, and their buffers."""
+"""Components of pages and rows, parts of components, and the buffers that hold pages and rows."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MAX_REPLICAS = 1024
 
 
 class Part(NamedTuple):
-    """The place of a component in a larger one. Along `axis` the larger component has `whole`
-    entries, and the part begins at entry `start`; its shape gives the number of its entries.
-    `whole` is 0 if the component has all of them. If `replicas` ranks of a group hold the same
-    bytes, the component is copy number `replica`.
+    """The place of a component in a larger one. Along `axis`, the larger component has `whole`
+    entries, and the part begins at entry `start`. The shape of the component gives the number of
+    entries in the part. `whole` is 0 if the component is not a part of a larger one. If `replicas`
+    ranks of a group hold the same bytes, the component is copy number `replica`.
 
     Shard 1 of 2 has K/V heads 4 to 7 of 8: `Part(start=4, whole=8)`. Both shards have the whole
     latent of MLA: `Part(replica=0, replicas=2)` and `Part(replica=1, replicas=2)`. Peers must state
@@ -84,7 +84,10 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def span(self) -> tuple[str, int, int]:
-        """Name, first entry and the entry after the last; equal for all copies of a part."""
+        """The name, the first entry, and the entry after the last.
+
+        All copies of a part have the same span.
+        """
         return self.name, self.start, self.end
 
     @property
@@ -98,8 +101,8 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
 class Buffer(msgspec.Struct, frozen=True, array_like=True):
     """One stretch of memory that holds pages or rows, as `unit` states.
 
-    Page (or row) p begins at `address + p * page_bytes`; the address is valid in the process that
-    owns the pool.
+    Page (or row) p begins at `address + p * page_bytes`. In the owner's own layout, the address is
+    valid in the owner's process. For the layout that peers receive, see `ports.DataPlane.export`.
     """
 
     name: str
@@ -121,8 +124,8 @@ def by_name(components: Iterable[Component]) -> dict[str, list[Component]]:
 
 
 def in_order(components: Iterable[Component]) -> list[Component]:
-    """Sort components by name, first entry and copy number, so that both sides have the same order.
-    Short names come first: "9.v" precedes "10.k", as in memory.
+    """Return components sorted by name, first entry and copy number, so that both sides have the
+    same order. Short names come first: "9.v" precedes "10.k", as in memory.
     """
     return sorted(components, key=lambda c: (len(c.name), c.name, c.start, c.replica))
 
@@ -132,9 +135,9 @@ def served(components: Iterable[Component]) -> tuple[Component, ...]:
     of those that `replicas` ranks have.
 
     Each name has a number, and the rank with copy r sends the components whose number modulo
-    `replicas` is r. Components of the same shape are numbered together, so that ranks send about
-    equally many bytes. Ranks that hold copies use the same names, so exactly one rank sends each
-    component, to any decode.
+    `replicas` is r. Components with the same unit, dtype and shape are numbered in one sequence, so
+    that ranks send about equally many bytes. All ranks with copies use the same names, so exactly
+    one of them sends each component.
     """
     every, numbers = tuple(components), dict[str, int]()
     counts: Counter[tuple[object, ...]] = Counter()
@@ -224,5 +227,5 @@ def _differs(a: Component, b: Component) -> str | None:
 
 
 def copies_of(components: Iterable[Component]) -> list[list[Component]]:
-    """Group components by their span, in order: each group holds the copies of one part."""
+    """Group components by their span, in order of spans. Each group has the copies of one part."""
     return [list(group) for _, group in groupby(in_order(components), key=lambda c: c.span)]

@@ -12,7 +12,7 @@ from msgspec import Meta
 from kvflow.protocols.pages.components import Component, by_name, copies_of
 from kvflow.protocols.pages.layout import MAX_LABEL, PoolLayout
 
-MAX_SHOWN = 5  # differences that one refusal names
+MAX_SHOWN = 5  # number of differences that one refusal names
 Span = tuple[int, int]
 """The first entry, and the one after the last."""
 Spans = Mapping[str, Sequence[Span]]
@@ -34,8 +34,8 @@ class Served(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Overlap(NamedTuple):
-    """The entries [first, end) that two components share, counted in the larger component that both
-    are parts of.
+    """The entries [first, end) that two components share, numbered within the larger component of
+    which both are parts.
     """
 
     source: Component
@@ -47,10 +47,11 @@ class Overlap(NamedTuple):
 def overlaps(
     source: Iterable[Component], target: Iterable[Component], only: Spans | None = None
 ) -> Iterator[Overlap]:
-    """Yield, for each target component and each of its copies, the parts that the source has.
+    """Yield, for each component of the target, the entries that the source has too. Each copy at
+    the target counts as a component.
 
-    Each part comes from one copy in the source: the one with the target copy's number if there is
-    one, else the first. `only`: restrict the parts to these entries.
+    Each overlap names one copy at the source: the copy with the target's number or, if the source
+    has none, the first copy. If `only` is given, all other entries are left out.
     """
     there: dict[str, list[list[Component]]] = {}
     for copies in copies_of(source):
@@ -79,7 +80,7 @@ def within(spans: Sequence[Span], limits: Sequence[Span]) -> list[Span]:
 
 
 def without(wanted: Sequence[Span], given: Sequence[Span]) -> list[Span]:
-    """Return the parts of `wanted` that are not in `given`. Both are in order, and `wanted` has no
+    """Return the parts of `wanted` that are not in `given`. Both are sorted, and `wanted` has no
     overlaps.
     """
     left: list[Span] = []
@@ -102,7 +103,7 @@ def served_of(layout: PoolLayout) -> tuple[Served, ...]:
 
 
 def sends_all(layout: PoolLayout, what: tuple[Served, ...]) -> bool:
-    """Return True if `what` is all of this pool, in the same parts as `served_of` lists."""
+    """Return True if `what` has the same parts as `served_of(layout)`, in any order."""
     # The order almost always matches, and comparing tuples costs less than building sets.
     return what == (served := served_of(layout)) or set(what) == set(served)
 
@@ -115,8 +116,8 @@ def spans_served(what: Iterable[Served]) -> Spans:
 
 
 def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
-    """Return why the parts that `ranks` send, listed by rank number, do not cover every byte of a
-    pool exactly once (I8); empty if they do.
+    """Return the reason why the ranks do not send every byte of a pool exactly once, or an empty
+    string if they do (I8). `ranks` has the parts that each rank sends, by rank number.
     """
     wanted: Spans = _PAGE if layout.tag else spans_of(layout.components)
     given: dict[str, list[tuple[int, int, int]]] = {name: [] for name in wanted}
@@ -137,7 +138,9 @@ def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
 
 
 def first_few(found: list[str]) -> list[str]:
-    """Return the first differences, and a text that counts the others: models have many layers."""
+    """Return the first `MAX_SHOWN` differences, followed by a text that counts the others. Models
+    have many layers, so there may be many differences.
+    """
     more = len(found) - MAX_SHOWN
     return found if more <= 0 else [*found[:MAX_SHOWN], f"and {more} more"]
 

@@ -20,11 +20,12 @@ def differences(
     partly: bool = False,
     only: Spans | None = None,
 ) -> list[str]:
-    """Return why `source` cannot be copied into `target`, in words for an operator; empty if it
-    can. Only the first few differences are named.
+    """Return the reasons why `source` cannot be copied into `target`, in words for an operator. The
+    list names only the first few differences, and is empty if there are none.
 
-    `sides`: the names of the two pools in the text. `partly`: the target may have entries that the
-    source lacks, because other ranks send them. `only`: compare these entries only.
+    `sides` gives the names of the two pools in the text. With `partly`, the target may have entries
+    that the source lacks, because other ranks send them. If `only` is given, no other entries are
+    compared.
     """
     found: list[str] = []
     if source.fingerprint != target.fingerprint:
@@ -107,7 +108,7 @@ def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) ->
         if ours != theirs:
             fits = False
             yield _differ(what, ours, theirs, sides)
-    # Offsets in pages of different size or meaning cannot be compared.
+    # Offsets cannot be compared if the pages differ in size or format.
     if not fits:
         return
     there = {(c.name, c.in_rows): stretch for c, stretch in stretches(target)}
@@ -122,8 +123,8 @@ def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) ->
 
 
 def stretches(layout: PoolLayout) -> Iterator[tuple[Component, tuple[int, int]]]:
-    """Yield each component with the bytes [start, end) that it has in an opaque page or row, which
-    is the concatenation of its components.
+    """Yield each component with the bytes [start, end) that it has in an opaque page or row. An
+    opaque page or row is the concatenation of its components.
     """
     ends = {False: 0, True: 0}
     for c in layout.components:

@@ -2,10 +2,10 @@
 copy the pages.
 
 A pool is `num_pages` pages of `page_size` token slots, and `num_rows` rows for the state that a
-request keeps once. A page or a row is a list of *components* (one layer's K, one layer's V, a scale
-stream, a layer's ssm state ...), each with its shape per unit: token slot, page or row (see
-`kinds`). Components lie in *buffers*: page-first pools have one buffer in which a page is one
-block, and one for rows; layer-first pools have one buffer per component. Transfers are planned
+model keeps once per request. A page or a row is a list of *components* (one layer's K, one layer's
+V, a scale stream, a layer's ssm state ...), each with its shape per unit: token slot, page or row
+(see `kinds`). Components lie in *buffers*. A page-first pool has one buffer in which each page is
+one block, and one for rows. A layer-first pool has one buffer per component. Transfers are planned
 component by component and merged where bytes are adjacent on both sides, so either kind can be
 copied into the other.
 
@@ -44,8 +44,8 @@ MAX_PAGE_SIZE = 1 << 16
 # The longest name, tag, fingerprint or format, in characters. Refusals quote these texts, and the
 # length of a refusal is bounded.
 MAX_LABEL = 256
-# Lists of at least this many pages are looked up in ascending order. In any other order, a million
-# pages took 40 ms.
+# Lists of at least this many pages are sorted before they index an array. With a million unsorted
+# pages, indexing took 40 ms.
 MANY_PAGES = 256
 # A larger bitmap does not fit the processor's caches, and sorting is then faster.
 _BITMAP_PAGES = 1 << 21
@@ -66,11 +66,11 @@ NO_PLACES: PageIndices = np.empty(0, dtype=np.int32)
 
 
 class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
-    """The description of a pool. Two peers exchange theirs once.
+    """The description of a pool. When decode registers, it sends prefill the layout of its pool.
 
     `tag` makes the pages opaque: two such pools fit only if their tags are equal. `fingerprint`
     names the model whose KV lies in the pool (model, dtype, tensor-parallel split, in any words on
-    which both sides agree); peers compare it for equality.
+    which both sides agree). Two pools fit only if their fingerprints are equal.
     """
 
     page_size: int
@@ -130,7 +130,9 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
         return Places(indices[~in_rows], indices[in_rows] - np.int32(self.num_pages))
 
     def room_bytes(self, count: int) -> int:
-        """Return the bytes of a room of `count` places; in a pool with rows, the last is a row."""
+        """Return the size in bytes of a room with `count` places. In a pool with rows, the last
+        place is a row.
+        """
         rows = bool(self.num_rows and count)
         return (count - rows) * self.page_bytes + rows * self.row_bytes
 
@@ -147,7 +149,7 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
             )
 
     def pages_for(self, tokens: int, prefix_tokens: int = 0) -> int:
-        """Return how many pages `tokens` tokens have, minus those of the first `prefix_tokens`."""
+        """Return how many pages `tokens` tokens need, less those of the first `prefix_tokens`."""
         return -(-tokens // self.page_size) - -(-prefix_tokens // self.page_size)
 
     def check(self) -> None:
@@ -236,9 +238,9 @@ def build_layout(
     order: Order = "page_first",
     fingerprint: str = "",
 ) -> PoolLayout:
-    """Lay out `streams`, each a `StateKind` or a tuple of its first fields (name, dtype, shape per
-    token slot, ...). A page-first layout has one buffer for pages and one for rows; a layer-first
-    layout has one buffer per stream.
+    """Lay out `streams`, each a `StateKind` or a tuple of its first fields (name, dtype, shape,
+    ...). A page-first layout has one buffer for pages and one for rows. A layer-first layout has
+    one buffer per stream.
 
     Raises: LayoutError.
     """
@@ -266,8 +268,8 @@ def opaque_layout(
     order: Order = "page_first",
     fingerprint: str = "",
 ) -> PoolLayout:
-    """Lay out `streams` (name -> bytes per page) and `rows` (name -> bytes per row) that only the
-    engine can read; `tag` names their format.
+    """Lay out an opaque pool, whose bytes only the engine can read. `streams` has the bytes per
+    page by name, `rows` the bytes per row by name, and `tag` names the format of the bytes.
 
     Raises: LayoutError.
     """

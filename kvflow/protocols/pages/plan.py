@@ -45,7 +45,7 @@ class _Segments(NamedTuple):
 
 
 class Pairing:
-    """Two pools that fit together, compared once; `blocks` then plans each write."""
+    """Two pools that fit together. They are compared once, and `blocks` then plans each write."""
 
     def __init__(
         self,
@@ -56,8 +56,9 @@ class Pairing:
         partly: bool = False,
         only: Spans | None = None,
     ) -> None:
-        """`sides`: the names of the two pools in errors. `partly`: the target may have entries that
-        the source lacks; writes do not change them. `only`: copy these entries only.
+        """`sides` gives the names of the two pools in errors. With `partly`, the target may have
+        entries that the source lacks, and writes do not change those. If `only` is given, no other
+        entries are copied.
 
         Raises: LayoutError naming the differences.
         """
@@ -68,7 +69,7 @@ class Pairing:
             _segments(source, target, only, in_rows=in_rows) for in_rows in (False, True)
         )
         self.page_bytes, self.row_bytes = int(self._pages.size.sum()), int(self._rows.size.sum())
-        """Bytes written per page, and per row; every copy at the target counts."""
+        """Bytes written per page, and per row. If the target has several copies, each counts."""
         self.in_slices = self._pages.in_slices or self._rows.in_slices
         """True if some blocks are parts of one token slot, because the two sides split heads
         differently.
@@ -161,7 +162,7 @@ class _Stretch(NamedTuple):
     target_step: int = 0
 
     def followed_by(self, other: _Stretch) -> bool:
-        """Return True if `other` continues this stretch on both sides: the two can be merged."""
+        """Return True if `other` continues this stretch on both sides, so that they can merge."""
         source_end, target_end = self.source_offset + self.size, self.target_offset + self.size
         ends = (self.source_buffer, source_end, self.target_buffer, target_end)
         return other[:4] == ends and self.repeats == other.repeats == 1
@@ -176,7 +177,7 @@ def _stretches(
         every = _opaque_stretches(source, target, in_rows)
     else:
         every = _typed_stretches(source, target, only, in_rows)
-    # In the order of the source, stretches that can be merged follow each other.
+    # Sorting puts stretches that can be merged next to each other.
     for stretch in sorted(every):
         if found and found[-1].followed_by(stretch):
             found[-1] = found[-1]._replace(size=found[-1].size + stretch.size)
@@ -190,8 +191,8 @@ def _typed_stretches(
 ) -> Iterator[_Stretch]:
     ours = (c for c in source.components if c.in_rows == in_rows)
     for c, o, first, end in overlaps(ours, target.components, only):
-        # With shape (heads, dim) and `axis` 0, an entry is one head, and every slot of the page
-        # repeats all heads.
+        # With shape (heads, dim) and `axis` 0, an entry is one head, and the heads repeat in each
+        # slot of the page.
         entry = unit_bytes(c.dtype, c.shape[c.axis + 1 :])
         size, steps = (end - first) * entry, [part.shape[c.axis] * entry for part in (c, o)]
         starts = [part.offset + (first - part.start) * entry for part in (c, o)]

@@ -47,8 +47,8 @@ DRAINS = "room {} is in use: writes of the last room of that id still run"
 class PrefillCore(PrefillPeers):
     """The state of one prefill rank. Its `feed_*` methods feed the machines and run the commands.
 
-    Kinds of timers: "room" for a room id, "silence" and "goodbye" for an incarnation, "outcomes"
-    and "announced" for all rooms together.
+    A "room" timer has a room id as its key, and "silence" and "goodbye" timers have an incarnation.
+    All rooms share one "outcomes" timer and one "announced" timer.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class PrefillCore(PrefillPeers):
         return record
 
     def set_deadline(self, record: PrefillRoomRecord) -> None:
-        """Set the timer of a room. If the deadline moves to a later time, no call is needed: the
-        expiry reads it again.
+        """Set the timer of a room. No call is needed when the deadline moves to a later time,
+        because the expiry of the timer reads the deadline again.
         """
         self.deadlines.set(Timer("room", record.room), record.due_at_s)
 
@@ -118,7 +118,7 @@ class PrefillCore(PrefillPeers):
             self.set_deadline(record)
 
     def meet(self, record: PrefillRoomRecord, now: float) -> None:
-        """Match the two halves of a room; they must agree on the prompt (I8)."""
+        """Match the two halves of a room, or end the room if their prompts differ (I8)."""
         if record.prompt == record.bootstrap:
             self.feed_room(record, PrefillEvent(PrefillKind.MATCHED), now)
             return
@@ -151,7 +151,7 @@ class PrefillCore(PrefillPeers):
         return self._write
 
     def settle_chunks(self, record: PrefillRoomRecord, now: float) -> None:
-        """Report chunks whose writes ended, in the order in which the chunks were queued."""
+        """Feed the ends of writes to their room, in the order in which the chunks were queued."""
         while record.chunks and record.chunks[0].outcome is not None:
             chunk = record.chunks.pop(0)
             outcome, cause = chunk.outcome, None
@@ -204,16 +204,16 @@ class PrefillCore(PrefillPeers):
             self.rendezvous.take(room, Side.DECODE)
 
     def void(self, room: RoomId, found: Announcement[DecodePeer], cause: Cause, now: float) -> None:
-        """End an announcement that no offer will follow. Decode receives the cause now, and the
-        engine's half receives it on arrival.
+        """End the announcement of a room that decode will not offer any more. Decode receives the
+        cause now, and the engine's half receives it on arrival.
         """
         self.refuse_grant(found.peer, room, found.grant, cause)
         self.record_outcome(room, Side.DECODE, cause, now)
         self.forget_if_idle(found.peer, now)
 
     def announced(self, room: RoomId, now: float) -> Announcement[DecodePeer] | None:
-        """Return the announcement of a room, or None. If it was withdrawn or its decode is lost,
-        end it and return None.
+        """Return the announcement of a room, or None. An announcement that was withdrawn, or whose
+        decode is lost, is ended and not returned.
         """
         # The tasks that end such announcements may not have reached this one yet.
         found = self.rendezvous.announced.get(room)
@@ -234,7 +234,7 @@ class PrefillCore(PrefillPeers):
         return None
 
     def resend(self, peer: DecodePeer, grant: GrantId, next_seq: int) -> None:
-        """Send the messages about one grant again, without the chunks below `next_seq`."""
+        """Send the messages about one grant again, except ChunkDone of chunks below `next_seq`."""
         record = peer.grants.rooms.get(grant)
         for message in peer.grants.last_messages(grant) if record is None else record.sent:
             if type(message) is not wire.ChunkDone or message.seq >= next_seq:
@@ -303,7 +303,7 @@ def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
     core.outbox.append(RoomReleased(record.serial))
     if peer is not None:
         peer.grants.end(record.grant, tuple(record.sent))
-        # Grants are evicted from the decode with the most kept bytes, so that it does not crowd out
+        # Evict grants of the decode with the most kept bytes, so that it cannot crowd out the
         # others.
         while core.kept.total > core.bounds.kept_bytes:
             max(core.peers.values(), key=lambda known: known.grants.kept_bytes).grants.evict()
@@ -347,7 +347,7 @@ def _end_room(kind: PrefillKind) -> Callable[[PrefillCore, Task, PrefillRoomReco
 
 
 def _void(core: PrefillCore, task: Task, announced: tuple[GrantId, RoomId], now: float) -> None:
-    """Void an announcement from a lost decode, unless that decode came back meanwhile."""
+    """Void an announcement from a lost decode, unless that decode is up again."""
     grant, room = announced
     assert task.peer is not None
     found = core.rendezvous.find(room, task.peer, grant)
@@ -443,8 +443,8 @@ def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: fl
 def _refuse_pinned(
     core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float
 ) -> bool:
-    """Refuse a room if writes of this decode's ended rooms hold too many of our pages. Both halves
-    receive the cause. Returns True if the room is refused.
+    """Refuse a room if writes for ended rooms of this decode still hold too many of our pages. Both
+    halves receive the cause. Returns True if the room is refused.
     """
     if core.bounds.pinned_share == 1:
         return False
@@ -458,7 +458,7 @@ def _refuse_pinned(
         "pages held by writes to this decode that do not end", pinned, limit
     ).cause()
     core.refuse_grant(peer, message.room, message.grant, cause)
-    # If another decode has announced the room, the engine's half waits for that one.
+    # If another decode has announced the room, the engine's half waits for that decode.
     if message.room not in core.rendezvous.announced:
         core.end_engine_half(message.room, cause, now)
     return True
@@ -467,7 +467,10 @@ def _refuse_pinned(
 def _unwelcome(
     core: PrefillCore, message: wire.Bootstrap, record: PrefillRoomRecord | None, now: float
 ) -> Cause | None:
-    """Return the cause for which this offer is refused, or None. Raises: CapacityError."""
+    """Return the cause for which this offer is refused, or None if it is welcome.
+
+    Raises: CapacityError if too many rooms are open.
+    """
     if core.leaving is not None:
         return core.leaving
     if message.room in core.rendezvous.announced and core.announced(message.room, now) is not None:
@@ -504,8 +507,8 @@ def _in_use(
     if record is None or not record.ended:
         return Cause(Code.ROOM_IN_USE, f"room {message.room} has a decode already")
     cause = Cause(Code.ROOM_IN_USE, DRAINS.format(message.room))
-    # The engine's half of the refused room has not arrived yet. It receives the same cause when it
-    # does.
+    # The engine's half of the refused room has not arrived yet. It receives the same cause on
+    # arrival.
     core.record_outcome(message.room, Side.DECODE, cause, now)
     return cause
 
@@ -551,7 +554,7 @@ def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, no
     """
     core.forget_announcement(peer, message.grant)
     peer.grants.end(message.grant, ())
-    # If another decode has announced the room since, the engine's half waits for that one.
+    # If another decode has announced the room since, the engine's half waits for that decode.
     if message.room not in core.rendezvous.announced:
         core.end_engine_half(message.room, message.cause, now)
 

@@ -62,12 +62,12 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
 
     @property
     def peers(self) -> Iterable[DecodePeer]:
-        """Decodes that are not forgotten, including silent and closed ones."""
+        """Decodes that prefill has not forgotten, including those that are silent or gone."""
         return self.core.peers.values()
 
     @property
     def unavailable_reason(self) -> str:
-        """The reason, as text, why this prefill cannot move pages now; empty when it can."""
+        """The reason why this prefill cannot move pages now, or an empty string when it can."""
         return self.core.unavailable_reason
 
     def note_stall(self, stalled_s: float) -> None:
@@ -88,7 +88,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
     ) -> PrefillRoomRecord:
         """Open the engine's half of a room.
 
-        If no decode announced the room, it waits up to `rendezvous_s` for decode's half.
+        If no decode has announced the room, it waits up to `rendezvous_s` for decode's half.
 
         Raises: MisuseError if `room` is not a room id, RoomInUseError while an earlier room with
         that id is open or drains, AbortedError while shutting down. If the earlier room drains,
@@ -130,8 +130,9 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
     def begin_room(self, record: PrefillRoomRecord) -> None:
         """Report that the engine has a place for the whole prompt, or is sure to get one.
 
-        Pages that decode lends from now on will not wait for another room. Prefill sends Begun as
-        soon as decode announces the room, and again with every repetition of the announcement.
+        Pages that decode lends after this do not lie idle until another room ends. Prefill sends
+        Begun as soon as decode has announced the room, and again whenever decode repeats the
+        announcement.
         """
         record.begun = True
         self.core.tell_begun(record)
@@ -146,7 +147,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         if record is not None:
             if record.prompt is None:
                 self.close_room(record, cause, now)
-            # The record belongs to an earlier room that still drains. The refusal is for the next.
+            # The record belongs to an earlier room that still drains. The refusal is for the next
+            # room with that id.
             elif record.ended:
                 core.record_outcome(number, Side.ENGINE, cause, now)
         elif announced is not None:
@@ -166,13 +168,13 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
     ) -> None:
         """Queue a write of our `source_pages` (int32 [n]) onto the next n of decode's pages.
 
-        `StartWrite` follows even if n is 0, so this call never ends the room. Pass `checked=True`
-        after a call of `check_chunk`.
+        `StartWrite` is issued even if n is 0, and the room ends only after that write, so this call
+        never ends the room. Pass `checked=True` if `check_chunk` has accepted the arguments.
 
-        Raises: MisuseError before the halves matched, after the last chunk, for a number of pages
-        that does not fit, and for a handoff before the last chunk; CapacityError for a handoff
-        that is too large; LayoutError for a row in the wrong place; or the room's own error after
-        the room ended. The chunk is then not queued.
+        Raises: MisuseError before the halves match, after the last chunk, for a number of pages
+        that does not fit, and for a handoff before the last chunk. CapacityError for a handoff that
+        is too large. LayoutError for a row in the wrong place. The room's own error once the room
+        has ended. A call that raises queues no chunk.
         """
         if not checked:
             self.check_chunk(record, source_pages, last, len(handoff))
@@ -216,8 +218,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         self.core.settle_chunks(record, now)
 
     def close_room(self, record: PrefillRoomRecord, cause: Cause, now: float) -> None:
-        """End the room in any state. A decode that announced or offered it is notified at once, and
-        running writes are drained. Closing a room that already ended has no effect.
+        """End the room in any state. A decode that announced the room or offered pages for it is
+        notified at once, and running writes are drained. Has no effect on a room that has ended.
         """
         if record.state.phase not in TERMINAL:
             self.core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
@@ -227,8 +229,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
     def receive(
         self, peer_id: bytes, frame: bytes, now: float, sender_address: Callable[[], str] = str
     ) -> None:
-        """Handle a frame from the decode whose routing id is `peer_id`; a malformed or foreign
-        frame is counted and dropped (I7).
+        """Handle a frame from the decode whose routing id is `peer_id`. Malformed, foreign and
+        stale frames are counted and have no effect on rooms (I7).
 
         `sender_address` returns the network address that the frame came from, or an empty string if
         it is not known. It is called only for a new decode.
@@ -264,8 +266,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
             core.work(TICK_WORK, now)
 
     def route_opened(self, incarnation: Incarnation, now: float) -> bool:
-        """Report that the data plane can reach a decode's pool. Returns False if that decode left
-        meanwhile; the caller then closes the route.
+        """Report that the data plane can reach a decode's pool. Returns False if that decode is
+        already forgotten: the caller must then close the route.
         """
         peer = self.core.peers.get(incarnation)
         if peer is None:
@@ -307,8 +309,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
             self.core.work(TICK_WORK, now)
 
     def declare_dead(self, incarnation: Incarnation) -> tuple[int, int]:
-        """End the loans of earlier nodes over this pool to a prefill that an operator declares
-        dead. Returns the same counts as `DecodeEndpoint.declare_dead`.
+        """End the loans that earlier nodes over this pool made to a prefill that an operator
+        declares dead. Returns the same counts as `DecodeEndpoint.declare_dead`.
 
         Raises: MisuseError if that incarnation owes no loan.
         """
@@ -321,7 +323,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         return earlier.declare_dead(incarnation)
 
     def leave(self, now: float) -> None:
-        """End all rooms and open no more; `rooms` is empty after their writes end."""
+        """End all rooms, and open no more. `rooms` is empty once their writes have ended."""
         core = self.core
         why = core.leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
         core.add_task(Task("end", core.rooms.values(), cause=why))
@@ -345,16 +347,16 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         return [peer for peer in parting if peer.received_at_s > since_s]
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """Extend the peers' silence limits and the rooms' waits by the time during which the shell
-        stood still.
+        """Extend the peers' silence limits and the rooms' waits by the `late_s` seconds for which
+        the shell was stalled.
 
-        Messages that arrived meanwhile are unread, so the peers may not have been silent. To
-        measure `late_s`, a shell must tick once per heartbeat interval, whether or not a tick is
-        due.
+        Messages that arrived during the stall are still unread, so the peers may not have been
+        silent. To measure `late_s`, a shell must tick once per heartbeat interval, whether or not a
+        tick is due.
         """
         for peer in self.peers:
-            # A peer whose message was read after the stall needs no credit: its time is capped at
-            # the present.
+            # A message that was read after the stall may have updated `received_at_s` already, so
+            # the sum is capped at `now`.
             peer.received_at_s = min(peer.received_at_s + late_s, now)
         # A room's deadline may have passed during the stall, even though the half that it waits for
         # has arrived and will be read after this call. So the deadline moves by one more heartbeat
@@ -367,9 +369,9 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
     # --- time
 
     def tick(self, now: float) -> None:
-        """Act on deadlines and silence that are due at `now`.
+        """Act on deadlines that have passed at `now`, and on peers that have fallen silent.
 
-        A tick does a bounded amount of work. `next_tick` returns the time at which more is due.
+        A tick does a bounded amount of work. `next_tick` returns the time of the next tick.
         """
         core = self.core
         was_idle = not core.work_left
@@ -476,7 +478,7 @@ def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, 
         return
     core.end_withdrawn(peer, withdrawn)
     # Without an answer, decode considers this prefill silent and ends its rooms. That is intended
-    # while the data plane stands still.
+    # while the data plane is stalled.
     if not core.unavailable_reason:
         core.send(peer, wire.Heartbeat(**core.lives(peer.incarnation)))
 

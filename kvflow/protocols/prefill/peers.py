@@ -83,8 +83,8 @@ class DecodePeer:
         seen_below: GrantId | None = None,
     ) -> None:
         """Create a peer from its first Register, which came from `sender_address` (empty if
-        unknown). `seen_below` is the bound that was recorded when this decode was last forgotten;
-        None for a stranger.
+        unknown). `seen_below` is the bound that was recorded when this decode was last forgotten,
+        or None for a stranger.
         """
         self.incarnation = message.target
         self.routing_id = routing_id(message.target)
@@ -93,7 +93,7 @@ class DecodePeer:
         self.sender_address = sender_address
         self.phase = PeerPhase.OPENING
         self.received_at_s = now
-        self.fresh_from = message.fresh_from  # the highest in its Registers
+        self.fresh_from = message.fresh_from  # the highest that its Registers stated
         self.grants: GrantTable[Any] = GrantTable(closed_grants, message.fresh_from, kept)
         if seen_below is not None:
             self.grants.begin_from(seen_below)
@@ -121,7 +121,9 @@ class DecodePeer:
         return self.phase is PeerPhase.SILENT and self.grants.all_ended
 
     def mismatch(self, identity: PrefillIdentity) -> str:
-        """Return why pages cannot move from our pool into this peer's; empty if they can."""
+        """Return the reason why pages cannot move from our pool into this peer's pool, or an empty
+        string if they can.
+        """
         if self.address.backend != identity.address.backend:
             return (
                 f"data planes differ: prefill {identity.address.backend}, decode "
@@ -129,8 +131,8 @@ class DecodePeer:
             )
         try:
             self.layout.check()
-            # This rank may send only a part of decode's pool. Decode checks that all ranks together
-            # cover it.
+            # This rank may have only some of the entries of decode's pool. Decode checks that all
+            # ranks together have them all.
             if found := differences(identity.layout, self.layout, partly=True):
                 raise LayoutError("; ".join(found))
         except KvflowError as error:
@@ -140,8 +142,8 @@ class DecodePeer:
 
 class FormerDecodes:
     """Records of forgotten decodes. Each kind of record is bounded by `most`, and the oldest are
-    dropped first. Grants in doubt are not dropped: instead, a decode whose grants in doubt would
-    exceed the bound is not displaced.
+    dropped first. Grants in doubt are never dropped. Instead, a decode is not displaced if its
+    grants in doubt would exceed the bound.
     """
 
     def __init__(self, most: int) -> None:
@@ -215,9 +217,9 @@ class PrefillPeers(Core):
 
     @property
     def unavailable_reason(self) -> str:
-        """The reason, as text, why this prefill cannot move pages now; empty when it can. The only
-        possible reason is a data plane that has made no progress for too long. A long queue is no
-        reason.
+        """The reason why this prefill cannot move pages now, or an empty string when it can. The
+        only possible reason is a data plane that has made no progress for too long. A long queue
+        is no reason.
         """
         if self.stalled_s <= self.timing.lost_after_s:
             return ""
@@ -269,8 +271,8 @@ class PrefillPeers(Core):
     ) -> None:
         """Handle Register. A new decode is refused, or the shell opens a route into its pool."""
         peer = self.peers.get(message.target)
-        # `make_place` below may push this decode's own entry out of the bounded memory, so the
-        # entry is read first.
+        # `make_place` below may evict this decode's own entry from `former.displaced`, so the entry
+        # is read first.
         seen_below = self.former.displaced.get(message.target)
         if message.target in self.former.parted:
             self.observer.message_dropped("stale")
@@ -306,7 +308,9 @@ class PrefillPeers(Core):
     def _no_place(
         self, message: wire.Register, sender_address: Callable[[], str], now: float
     ) -> str:
-        """Make sure that there is a place for a new decode. Returns the reason if there is none."""
+        """Make sure that there is a place for a new decode. Returns the reason if there is none, or
+        an empty string.
+        """
 
         def process_of(address: PlaneAddress) -> tuple[str, str, int, int]:
             # The other fields of the identity do not distinguish processes, and a decode could vary
@@ -331,7 +335,7 @@ class PrefillPeers(Core):
         return ""
 
     def note_alive(self, peer: DecodePeer, now: float) -> None:
-        """Record that a peer sent a message; a silent peer is up again."""
+        """Record that a peer sent a message. If the peer was silent, it is up again."""
         peer.received_at_s = now
         if peer.phase is PeerPhase.SILENT:
             self.feed_peer(peer, PeerKind.HEARD, now)
@@ -360,7 +364,7 @@ class PrefillPeers(Core):
         self.feed_peer(peer, PeerKind.PARTED, now, cause)
 
     def end_withdrawn(self, peer: DecodePeer, withdrawn: list[tuple[GrantId, RoomId]]) -> None:
-        """Queue the end of announcements that decode withdrew, although no Abort has arrived."""
+        """Queue a task to end announcements that decode withdrew, before their Aborts arrive."""
         self.add_task(Task("withdraw", withdrawn, peer, WITHDRAWN))
 
     # --- the machine of a peer
@@ -382,7 +386,7 @@ class PrefillPeers(Core):
         self.forget_if_idle(peer, now)
 
     def forget_if_idle(self, peer: DecodePeer, now: float) -> None:
-        """Forget a decode that is gone, if its rooms have ended and its announcements are void."""
+        """Forget a decode that is gone, if its rooms and announcements have ended."""
         if (
             peer.phase is PeerPhase.GONE
             and not peer.grants.rooms

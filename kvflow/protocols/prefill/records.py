@@ -80,7 +80,7 @@ class PrefillRoomRecord:
 
     @property
     def first_cause(self) -> Cause:
-        """The first cause that ended the room. An open room and one that succeeded have none."""
+        """The first cause that ended the room. Only a room that ended without success has one."""
         assert self.state.cause is not None
         return self.state.cause
 
@@ -95,7 +95,7 @@ class PrefillRoomRecord:
 
     @property
     def ended(self) -> bool:
-        """True once no more chunks may be queued; writes may still be draining."""
+        """True once the room has ended. Its writes may still be draining."""
         return self.state.phase is PrefillPhase.DRAINING or self.state.phase in TERMINAL
 
     @property
@@ -122,8 +122,10 @@ def pinned_pages(
     peer: DecodePeer | None = None,
     until_s: float = float("inf"),
 ) -> int:
-    """Count our pages that writes of ended rooms still read. Only writes that were cancelled at
-    `until_s` or earlier count and, if `peer` is given, only writes to that peer.
+    """Count the pages of our pool that writes for ended rooms still read.
+
+    A write counts only if it was cancelled at `until_s` or earlier, and goes to `peer` if that is
+    given.
     """
     return sum(
         chunk.num_pages

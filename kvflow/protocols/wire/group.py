@@ -1,9 +1,9 @@
-"""The messages within one group of prefill ranks, between its leader (rank 0) and each member, the
-leader's own rank included. One frame is one message: a msgpack array that begins with its tag.
+"""The messages between the leader of a group of prefill ranks (rank 0) and each member. Rank 0 is a
+member too. One frame is one message: a msgpack array that begins with its tag.
 
-Votes and decisions are numbered within a session, and are handled in that order, each once: a
-`Beat` reveals a loss, and the sender repeats the message. A session joins one member process to one
-leader process. It ends when either process ends, or receives no message from the other for too
+Votes and decisions are numbered within a session. The receiver handles each once, in that order. A
+`Beat` reveals a lost message, and the sender then repeats it. A session joins one member process to
+one leader process. It ends when either process ends, or receives no message from the other for too
 long. A session takes over no state from an earlier one.
 """
 
@@ -35,13 +35,13 @@ Number = Annotated[int, Meta(ge=0, le=1 << 53)]
 class Vote(IntEnum):
     """The state of one request at one rank."""
 
-    READY = 0  # both halves of its room are known
+    READY = 0  # both halves of its room arrived
     DONE = 1  # every write of its room landed
     FAILED = 2
 
 
 class Ruling(IntEnum):
-    """A decision of the leader, which holds for every rank."""
+    """A decision that the leader makes for every rank."""
 
     OPEN = 0
     START = 1  # every rank is ready
@@ -67,9 +67,9 @@ class Join(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
 
 
 class Joined(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
-    """leader -> member: the number of its session.
+    """leader -> member: the number of the member's session.
 
-    With a refusal, that session is over; with a refusal and session 0, the leader begins no
+    With a refusal, that session is over. With a refusal and session 0, the leader begins no
     session. In both cases the member sends Join again.
     """
 
@@ -113,8 +113,8 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
     """Both ways: the sender has sent every message numbered below `sent_below`, and has received
-    all below `received_below`. `gap`: the sender lacks messages below the other's `sent_below`, and
-    requests them.
+    all below `received_below`. `gap` is True while the sender lacks messages below the other end's
+    `sent_below`, and requests them.
     """
 
     leader: Life

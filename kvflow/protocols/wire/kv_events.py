@@ -7,8 +7,8 @@ thousands of Python integers.
 
 **Media.** An event names its tier in `medium`, and the subscribers of each engine expect that
 engine's names (`media_of`). An unknown name is worse than a missing one: SGLang's router drops
-stored blocks with an unknown name, and applies a removal with one to all tiers. Older Dynamo
-routers apply both to the device.
+stored blocks with an unknown name, and applies a removal with an unknown name to all tiers. Older
+Dynamo routers apply both to the device.
 
 **Namespaces.** `lora_name` names the LoRA. As in vLLM, `extra_keys` lists for each block the other
 inputs of its hash: the LoRA's name and, in the first block of a prompt, the salt. The chain of
@@ -37,9 +37,8 @@ Media: TypeAlias = tuple[str, str, str]  # names by tier
 VLLM_MEDIA: Media = ("GPU", "CPU", "STORAGE")
 ExtraKeys: TypeAlias = list[tuple[str, ...] | None]
 
-# Msgpack heads of arrays and of numbers of fixed size; each number's head comes with its big-endian
-# numpy type. A fixed size lets numpy lay out all numbers at once, although msgpack has shorter
-# forms.
+# Msgpack heads of arrays, and of numbers with a fixed size, each with the big-endian numpy type of
+# its number. Msgpack has shorter forms, but a fixed size lets numpy lay out all numbers at once.
 _ARRAY_OF_3, _ARRAY_32 = b"\x93", b"\xdd"
 _INT_64 = (0xD3, ">i8")
 _UINT_16 = (0xCD, ">u2")
@@ -47,8 +46,8 @@ _UINT_32 = (0xCE, ">u4")
 
 
 def media_of(dialect: Dialect, *, shared_storage: bool = False) -> Media:
-    """Return the names of the tiers for the subscribers of a dialect. `shared_storage`: other
-    workers read the same storage, which SGLang distinguishes from a worker's own disk.
+    """Return the names of the tiers for the subscribers of a dialect. `shared_storage` is True if
+    other workers read the same storage: SGLang distinguishes that from a worker's own disk.
     """
     if dialect == "vllm":
         return VLLM_MEDIA
@@ -95,7 +94,9 @@ class BatchEncoder:
     def __init__(
         self, page_size: int, rank: int = 0, *, positional: bool = False, media: Media = VLLM_MEDIA
     ) -> None:
-        """`page_size`: tokens per block. `positional`: encode events as arrays, the older form."""
+        """`page_size` is the number of tokens per block. With `positional`, events are encoded as
+        arrays, the older form.
+        """
         self._page_size, self._rank, self._media = page_size, rank, media
         self._stored = PositionalBlockStored if positional else BlockStored
         self._removed = PositionalBlockRemoved if positional else BlockRemoved
@@ -104,7 +105,7 @@ class BatchEncoder:
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, events: Iterable[Event], ts: float) -> bytes:
-        """Return one batch. `ts`: seconds since the epoch."""
+        """Return one encoded batch. `ts` is in seconds since the epoch."""
         return self._encoder.encode((ts, list(self._on_the_wire(events)), self._rank))
 
     def parts(self, events: Iterable[Event]) -> list[bytes]:

@@ -42,8 +42,8 @@ MAX_SETTLED_RANGES = 1024
 MAX_TEXT = 4096
 
 RoomId = NewType("RoomId", int)
-"""The number of a room, an unsigned 64-bit integer. It is drawn by the router, or by another party
-that pairs the two halves.
+"""The number of a room, an unsigned 64-bit integer. The router, or another party that pairs the two
+halves, draws it.
 """
 GrantId = NewType("GrantId", int)
 """The number of a grant. It counts up within one decode incarnation. A room that is opened again
@@ -68,8 +68,8 @@ Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class Register(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
-    """decode -> prefill: describes this decode and its pool. Decode sends it once per pair, and
-    again while prefill does not answer.
+    """decode -> prefill: describes this decode and its pool. Decode sends it when it opens a link,
+    and again while prefill does not answer.
     """
 
     source: Life
@@ -82,8 +82,8 @@ class Register(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1
 
 
 class Registered(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
-    """prefill -> decode: the answer to Register. An empty `refusal` accepts; any other is the
-    reason.
+    """prefill -> decode: the answer to Register. If `refusal` is empty, prefill accepts. Otherwise
+    it is the reason for the refusal.
 
     `source` is the incarnation that answers, and `asked` the one to which Register was addressed.
     Decode may know two incarnations at one address, and must not take the answer about one for an
@@ -104,8 +104,8 @@ class Registered(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
 
 
 class Announce(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=10):
-    """decode -> every prefill rank: decode will offer a room under this grant as soon as it has
-    pages, or abort it.
+    """decode -> every prefill rank: decode will offer pages for a room under this grant as soon as
+    it has them, or abort the room.
     """
 
     room: Room
@@ -132,10 +132,10 @@ class Bootstrap(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
 
 
 class ChunkDone(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=4):
-    """prefill -> decode: every write of chunk `seq` landed; it filled `pages` pages.
+    """prefill -> decode: every write of chunk `seq` landed, and filled `pages` pages in all.
 
     `last` proves that the rank writes no more for this grant. `checksum` is the checksum of the
-    source pages (see `ports.Checksums`), empty if transfers are not verified.
+    source pages (see `ports.Checksums`). It is empty if transfers are not verified.
     """
 
     room: Room
@@ -151,7 +151,7 @@ class ChunkDone(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
 
 
 class RoomFailed(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
-    """prefill -> decode: this room will not succeed. Writes may still run; an AbortAck follows."""
+    """prefill -> decode: this room will not succeed. Writes may still run. An AbortAck follows."""
 
     room: Room
     grant: Grant
@@ -174,7 +174,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True
 
 
 class AbortAck(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=7):
-    """prefill -> decode: no write of this grant runs. If `drained`, every submitted one landed."""
+    """prefill -> decode: no write for this grant runs. If `drained`, all submitted bytes landed."""
 
     room: Room
     grant: Grant
@@ -185,7 +185,7 @@ class AbortAck(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 
 
 class Belief(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An open room that one side knows; `next_seq` is the first chunk that decode lacks."""
+    """A room that decode asks about. `next_seq` is the number of the first chunk it lacks."""
 
     room: Room
     grant: Grant
@@ -193,9 +193,10 @@ class Belief(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Resync(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=8):
-    """decode -> prefill: rooms that made no progress; prefill sends their missing messages again.
-    prefill -> decode: the grants in such a Resync that prefill does not know; decode sends
-    Bootstrap again for them.
+    """decode -> prefill: rooms that make no progress. Prefill sends their missing messages again.
+
+    prefill -> decode: the rooms of such a Resync whose grants prefill does not know. Decode sends
+    Bootstrap for them again.
     """
 
     source: Life
@@ -205,8 +206,8 @@ class Resync(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=8):
 
 class Begun(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=13):
     """prefill -> decode: the engine's half of an announced room has a place for its whole prompt,
-    so pages that decode lends now do not wait for another room. From then on, prefill answers every
-    repeated Announce of the room with this message.
+    so pages that decode lends now do not lie idle until another room ends. From then on, prefill
+    answers every repeated Announce of the room with this message.
     """
 
     room: Room

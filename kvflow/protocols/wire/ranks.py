@@ -12,7 +12,9 @@ from kvflow.protocols.wire.messages import MAX_RANKS
 
 
 class PoolShape(msgspec.Struct, frozen=True):
-    """The sizes of a pool, for display only. Peers compare the whole layout when they register."""
+    """The sizes of a pool, for display only. When decode registers, prefill compares all of the
+    layout.
+    """
 
     page_size: int = 0
     num_pages: int = 0
@@ -21,11 +23,11 @@ class PoolShape(msgspec.Struct, frozen=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """One rank of one prefill. `control` is its "tcp://host:port"; `incarnation` is drawn at every
-    start.
+    """One rank of one prefill. `control` is its address, "tcp://host:port". The rank draws a new
+    `incarnation` at every start.
 
-    A data-parallel prefill has `dp_size` equal groups of `world_size` ranks each; one group serves
-    a request.
+    A data-parallel prefill has `dp_size` groups of `world_size` ranks each. One group serves each
+    request.
     """
 
     rank: int
@@ -40,7 +42,7 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 class DpRankError(MisuseError):
-    """A room names a group that its prefill does not have."""
+    """Raised when a room names a group that its prefill does not have."""
 
     def __init__(self, dp_rank: int, first: RankInfo) -> None:
         super().__init__(
@@ -57,7 +59,7 @@ def check_infos(ranks: object, what: str) -> Sequence[RankInfo]:
 
 
 def check_dp_rank(dp_rank: object) -> None:
-    """Check the number of a group that a user names; None is allowed. Raises: MisuseError."""
+    """Check the number of a group, or None, from a user. Raises: MisuseError."""
     # In Python, a bool is an int, and would silently mean group 0 or 1.
     if dp_rank is not None and (not isinstance(dp_rank, int) or isinstance(dp_rank, bool)):
         raise MisuseError(f"dp_rank {dp_rank!r} is not the number of a group")
@@ -90,8 +92,8 @@ def groups_to_tell(
     ranks: Sequence[RankInfo], room: int, dp_rank: int | None
 ) -> list[Sequence[RankInfo]]:
     """Return the groups at which the other half of a refused room may wait: the group that serves
-    the room, or all known groups if that one does not exist. Raises: LostError if no rank of the
-    group is known.
+    the room, or all known groups if no such group exists. Raises: LostError if the group exists,
+    but none of its ranks is known.
     """
     try:
         return [group_for(ranks, room, dp_rank)]
