@@ -217,6 +217,8 @@ class DecodeShell(Shell):
         self.run()
 
     def close_room(self, room: DecodeRoom, cause: Cause) -> None:
+        if room.holding.over:
+            return
         if room.record is not None:
             self.endpoint.close_room(room.grant, cause, self.now())
         elif room.refused is None:
@@ -481,7 +483,8 @@ class DecodeShell(Shell):
             # If the room is not over yet, `RoomEnded` follows, and drops it.
             if room.holding.over:
                 del self.rooms[command.grant]
-        self._lend_waiting()
+        if self.waiting:
+            self._lend_waiting()
 
 
 def _check(checksums: Checksums | None, arrivals: Arrivals | None) -> Begin:

@@ -27,6 +27,7 @@ from kvflow.protocols.machinery import Line
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
 from kvflow.protocols.machines.ownership import (
     SETTLED,
+    Commands,
     Ownership,
     PageCommand,
     PageKind,
@@ -71,6 +72,8 @@ class RoomStores:
         """`layout` and `quarantine` belong to the pool of `pages`. `guard` is `Shell.guard`."""
         self.pages, self.layout, self.quarantine = pages, layout, quarantine
         self.staging, self.guard = staging, guard
+        # The pages of every room take the same few steps, except while threads use them.
+        self.steps: dict[tuple[Ownership, PageKind, Source | None], tuple[Ownership, Commands]] = {}
         # True for each of the caller's own pages that a room uses. The store's holds alone would
         # let two rooms use one page.
         self._own: NDArray[np.bool_] | None = None
@@ -178,7 +181,13 @@ class RoomPages:
         Raises: OwnershipError if a store refuses to change an owner (the state does not change).
         """
         before = self.state
-        self.state, commands = step(before, kind, source)
+        event, steps = (before, kind, source), self._stores.steps
+        if (found := steps.get(event)) is None:
+            found = step(*event)
+            if not before.uses:
+                steps[event] = found
+        after, commands = found
+        self.state = after
         for of, command in commands:
             if command is PageCommand.RETURN:
                 self._stores.guard(
@@ -191,7 +200,7 @@ class RoomPages:
             except BaseException:
                 self.state = before
                 raise
-        if self.state.target in SETTLED and before.target not in SETTLED:
+        if after.target in SETTLED and before.target not in SETTLED:
             self._settled()
 
     def _give_back(self, source: Source) -> None:

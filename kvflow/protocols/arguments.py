@@ -94,18 +94,18 @@ def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
     Raises: MisuseError for a prefix that is neither a whole number of pages nor the whole prompt,
     CapacityError if the room would fill more than `MAX_PAGES_PER_ROOM` places.
     """
-    if not 0 <= prefix_tokens <= tokens or (
-        prefix_tokens % layout.page_size and prefix_tokens != tokens
-    ):
-        raise MisuseError(
-            f"prefix_tokens {prefix_tokens} is neither a whole number of {layout.page_size}-token "
-            f"pages nor all of the {tokens} tokens of the prompt"
-        )
     size = layout.page_size
-    wanted = -(-tokens // size) - -(-prefix_tokens // size) + bool(layout.num_rows)
+    wanted = -(-tokens // size) + bool(layout.num_rows)
+    if prefix_tokens:
+        if not 0 < prefix_tokens <= tokens or (prefix_tokens % size and prefix_tokens != tokens):
+            raise MisuseError(
+                f"prefix_tokens {prefix_tokens} is neither a whole number of {size}-token pages "
+                f"nor all of the {tokens} tokens of the prompt"
+            )
+        wanted -= -(-prefix_tokens // size)
     if wanted > MAX_PAGES_PER_ROOM:
-        most = MAX_PAGES_PER_ROOM * layout.page_size
-        raise CapacityError("tokens of one room, in whole pages", wanted * layout.page_size, most)
+        most = MAX_PAGES_PER_ROOM * size
+        raise CapacityError("tokens of one room, in whole pages", wanted * size, most)
     return wanted
 
 

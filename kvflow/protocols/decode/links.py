@@ -38,6 +38,8 @@ from kvflow.protocols.wire.messages import (
 )
 from kvflow.protocols.wire.ranks import RankInfo
 
+_USABLE = frozenset({LinkPhase.REGISTERING, LinkPhase.UP})
+
 
 class DecodeIdentity(msgspec.Struct, frozen=True):
     """The fields that describe a decode in `Register`: its incarnation, the layout of its pool, and
@@ -81,7 +83,7 @@ class PrefillPeer:
     @property
     def usable(self) -> bool:
         """True while rooms can be opened on this link, because it is up or may come up."""
-        return self.phase in (LinkPhase.REGISTERING, LinkPhase.UP)
+        return self.phase in _USABLE
 
 
 class DecodeLinks:
