@@ -306,7 +306,11 @@ def declare_dead(
 # Another module's app parses the arguments. That module is imported only if the command runs.
 _GROUP = {
     "add_help_option": False,
-    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+    "context_settings": {
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,  # or click removes the first `--`, which that app needs
+    },
 }
 
 

@@ -176,6 +176,19 @@ def test_familiar_flags_exist() -> None:
         (("router",), "--prefill URL"),
         (("up", "--prefill-workers", "0"), "--prefill-workers"),
         (("demo", "--transfer-backend", "pigeon"), "local, mooncake, nixl, ascend, mori"),
+        (
+            (
+                "bench",
+                "compare",
+                "--tree",
+                str(Path(kvflow.__file__).parents[1]),
+                "--",
+                "rooms",
+                "--rounds",
+                "1",
+            ),
+            "compare rooms takes no option --rounds",
+        ),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_and_status_2(

@@ -173,7 +173,7 @@ def compare(
     what: Annotated[
         list[str],
         typer.Argument(
-            help="A bench and its options, after two dashes: -- rooms --rounds 1.",
+            help="A bench and its options, after two dashes: -- abort --times 50.",
             metavar="-- WHAT",
         ),
     ],
