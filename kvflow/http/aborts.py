@@ -28,7 +28,7 @@ class RunningChoices:
     """The choices that are being generated, each with a function that stops it."""
 
     def __init__(self) -> None:
-        # Keyed by id, then by a unique number, because clients may use one id several times.
+        # Keyed by id, then by a unique number, because several choices may have the same id.
         self._stops: dict[str, dict[int, Callable[[], None]]] = {}
         self._numbers = itertools.count()
 
@@ -39,9 +39,10 @@ class RunningChoices:
     def listed(
         self, request_id: str, ids: Sequence[str], stop: Callable[[int], None]
     ) -> Iterator[None]:
-        """List one request's choices by its id and by their `ids`, until the block ends.
+        """List the choices of one request until the block ends.
 
-        `stop` receives the index of the choice to stop.
+        Each choice is listed under `request_id` and under its own entry in `ids`. `stop` receives
+        the index of the choice to stop.
         """
         listed = [(name, i) for i, one in enumerate(ids) for name in {one, request_id or one}]
         numbers = [next(self._numbers) for _ in ids]

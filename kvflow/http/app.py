@@ -32,9 +32,9 @@ from kvflow.telemetry.requests import RequestTrace
 # A prompt of a million tokens fits; see large_bodies.py.
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
-# Idle time after which a connection is closed; longer than routers keep idle connections.
+# Idle time after which a connection is closed. Routers close their idle connections earlier.
 IDLE_TIMEOUT_S = 120.0
-# Number of waiting requests that continue in one turn of the loop. More would delay streams.
+# Maximum number of requests that continue in one turn of the loop. More would delay streams.
 BODIES_PER_TURN = 4
 _log = logging.getLogger("kvflow.http")
 
@@ -49,8 +49,9 @@ def build_app(
 ) -> web.Application:
     """Return an application for `routes`, with the middlewares of every role.
 
-    Web pages of `origins` may call it ("*" stands for all origins). The default of `max_body_bytes`
-    fits a worker: the router's limit, plus room for the fields that a router adds.
+    Web pages from `origins` may call the application ("*" stands for all origins). The default of
+    `max_body_bytes` is for a worker: the router's limit, plus room for the fields that a router
+    adds.
     """
     between = [*([cross_origin(origins)] if origins else []), authorized(keys)]
     middlewares = [_answered(metrics), *between, _with_body(Turnstile(BODIES_PER_TURN))]
@@ -143,7 +144,7 @@ def _with_body(turnstile: Turnstile) -> Middleware:
             raise web.HTTPBadRequest(
                 text=f"the request body cannot be read: {str(error)[:200]}"
             ) from None
-        # An abort waits too: it can stop only requests that began before it.
+        # An abort request waits here too, because it can stop only requests that began before it.
         if body:
             await turnstile.passed()
         return await handler(request)
@@ -152,7 +153,10 @@ def _with_body(turnstile: Turnstile) -> Middleware:
 
 
 class _MalformedRequestFilter(logging.Filter):
-    """Drops records about malformed requests, which aiohttp answers with 400, and lost clients."""
+    """Drops log records about malformed requests and lost clients.
+
+    aiohttp answers malformed requests with 400.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -167,7 +171,7 @@ def silence_malformed_requests() -> None:
 
 
 def new_runner(app: web.Application) -> web.AppRunner:
-    """Return a runner that cancels the handler of a client that disconnects."""
+    """Return a runner that cancels a handler when its client disconnects."""
     silence_malformed_requests()
     return web.AppRunner(
         app,

@@ -1,4 +1,4 @@
-"""Access to routes: clients have one key, the operator of the servers has another.
+"""Access to routes. Clients have one key, and the operator of the servers has another.
 
 `ROUTES` assigns every route of every role to a class of access. `build_app` refuses an application
 with any other route. The classes are those of SGLang, with one difference. If a server has an API
@@ -36,7 +36,7 @@ class Keys(NamedTuple):
 
     @property
     def of_operator(self) -> str:
-        """The key that an operator sends: the operator's key, or else the API key."""
+        """The key that an operator sends: the operator's key, or the API key if there is none."""
         return self.admin or self.api
 
 
@@ -49,7 +49,7 @@ ROUTES: dict[Access, frozenset[str]] = {
             *("POST /tokenize", "POST /v1/tokenize", "POST /detokenize", "POST /v1/detokenize"),
             *("GET /v1/models", "GET /v1/models/{model}", "GET /version"),
             *("GET /model_info", "GET /get_model_info"),
-            # Routers and decodes use these routes, and have only the clients' key.
+            # Routers and decodes call these routes with the clients' key.
             *("GET /server_info", "GET /get_server_info", "GET /get_load", "GET /get_loads"),
             "GET /ranks",
         }
@@ -64,7 +64,7 @@ ROUTES: dict[Access, frozenset[str]] = {
     ),
     Access.CONTROL: frozenset(
         {
-            # A worker that joins receives the requests of clients, so only operators may add one.
+            # A worker that joins receives clients' requests, so only operators may add one.
             *("POST /workers", "DELETE /workers/{worker_id}"),
             *("POST /switch_role", "POST /peers/{incarnation}/declare_dead"),
         }
@@ -74,14 +74,14 @@ _ACCESS_OF = {route: access for access, routes in ROUTES.items() for route in ro
 
 
 def bearer(key: str) -> dict[str, str]:
-    """Return the request header that carries `key`; empty if `key` is empty."""
+    """Return the request header that carries `key`, or no header if `key` is empty."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def authorized(keys: Keys) -> Middleware:
     """Return the middleware that responds with 401 to a missing or wrong key.
 
-    It responds with 403 on routes that no key opens.
+    It responds with 403 on a route that needs an operator's key, if the server has none.
     """
 
     @web.middleware
@@ -109,7 +109,7 @@ def routes_of(app: web.Application) -> Iterable[str]:
 
 
 def _refusal(request: web.Request, keys: Keys) -> Failure | None:
-    """Return the refusal of a request without the key for its route; None if it may pass."""
+    """Return a failure if the request lacks the key for its route, or None if it may pass."""
     access = _access(request)
     if access is Access.OPEN or (access is not Access.CONTROL and not any(keys)):
         return None

@@ -1,4 +1,4 @@
-"""Decoding of JSON request bodies, with limits on their size."""
+"""Decoding of JSON request bodies, with limits on what they may contain."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def decoded(raw: bytes, kind: type[S]) -> S:
 
     Fields that `kind` lacks are ignored, but must be valid JSON.
 
-    Raises: RequestError (400), with the name of the field.
+    Raises: RequestError (400). It names the field if one field has a wrong value.
     """
     if len(raw) > MAX_STRUCTURE and _structure(raw) > MAX_STRUCTURE:
         # The first count is fast, but includes characters inside strings. This one is exact.
@@ -44,7 +44,7 @@ def whole_number(value: object) -> int | None:
 
 
 def read_json(raw: bytes, kind: Any) -> Any:
-    """Decode `raw` to `kind`, without a limit on its size. Raises: RequestError (400)."""
+    """Decode `raw` to `kind`, without checking `MAX_STRUCTURE`. Raises: RequestError (400)."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:

@@ -49,7 +49,7 @@ class AllowOrigin:
 
 
 def _allowed(request: web.Request, origins: Collection[str]) -> str:
-    """Return the value of Access-Control-Allow-Origin; empty unless the origin is allowed."""
+    """Return the value of Access-Control-Allow-Origin, or "" if the origin is not allowed."""
     origin = request.headers.get("Origin", "")
     if not origin:
         return ""

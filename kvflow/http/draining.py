@@ -11,7 +11,7 @@ from kvflow.protocols.errors import AbortedError, Code
 ROLE_HEADER = "X-Kvflow-Role"
 """Header in which a router states the role that it expects of a worker.
 
-A worker that has changed its role meanwhile refuses the request.
+If the worker now has another role, it refuses the request.
 """
 _SHUTTING_DOWN = "this server is shutting down"
 
@@ -52,7 +52,7 @@ class Drainable:
         self.draining_reason = _SHUTTING_DOWN
 
     def end_requests(self) -> None:
-        """End all running requests with an error, because the time for the drain is over."""
+        """End all running requests with an error, because the drain took too long."""
         raise NotImplementedError
 
     @contextmanager
@@ -71,6 +71,6 @@ class Drainable:
 def refusal(reason: str) -> AbortedError:
     """Return the error for a request that another worker may serve."""
     error = AbortedError(reason)
-    # A router tries another pair after this code, but not after that of an abort.
+    # After SHUTDOWN, a router tries another pair. After the code of an abort, it does not.
     error.code = Code.SHUTDOWN
     return error

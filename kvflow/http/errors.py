@@ -3,7 +3,7 @@
     {"error": {"type": ..., "code": ..., "param": ..., "message": ...}}
 
 The statuses suit routers such as sglang_router. Routers retry 408, 429, 500, 502, 503 and 504 with
-a new room, but never 400 and 404, and only 5xx count against a worker's circuit breaker. An error
+a new room, but never 400 or 404, and only 5xx count against a worker's circuit breaker. An error
 in the request is therefore 4xx, and an error that a retry may avoid is 5xx.
 """
 
@@ -59,7 +59,7 @@ _TYPE_OF_STATUS = {
 
 
 class RequestError(MisuseError):
-    """A request that the client must change. The text explains how; `param` is the field."""
+    """A request that the client must change. The text explains how. `param` names the field."""
 
     status = 400
     reason = str(Code.BAD_REQUEST)
@@ -116,7 +116,7 @@ _KNOWN_CODES = {
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """One error in the form that a client receives."""
+    """One error as a client receives it."""
 
     status: int
     code: str
@@ -125,11 +125,11 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, status: int, body: bytes) -> Self:
-        """Read an error body from another server. Its message is truncated to `MAX_CAUSE_TEXT`
-        characters.
+        """Read an error body from another server.
 
-        A body that is not an error body is not passed on. If `status` is 0, as for an event in a
-        stream, the status follows from the code.
+        The message is truncated to `MAX_CAUSE_TEXT` characters. A body that is not an error body is
+        not passed on. For an event in a stream, which has no status, `status` is 0, and the status
+        follows from the code.
         """
         try:
             told = msgspec.json.decode(body, type=_ErrorBody).error
@@ -166,7 +166,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def bounded_code(code: str) -> str:
-    """Return `code` as the label of a metric; "other" unless kvflow uses it or it is a status."""
+    """Return `code` as a metric label, or "other" if it is neither a status nor a kvflow code."""
     # Another server may send any code, and each new one would add a time series.
     if code in _KNOWN_CODES or (len(code) == 3 and code.isascii() and code.isdigit()):
         return code

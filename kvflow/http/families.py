@@ -23,7 +23,7 @@ REQUEST_SECONDS = (
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 Figure = tuple[str, str] | tuple[str, str, str]
-"""Suffix of a family's name, its help, and the attribute with its value (default: the suffix)."""
+"""(suffix of the family's name, help text, attribute with the value; by default the suffix)"""
 V = TypeVar("V", bound=tuple[str, ...])
 
 
@@ -61,8 +61,9 @@ def histograms(
 ) -> HistogramMetricFamily:
     """Return a family of histograms. The keys of `found` are tuples of label values.
 
-    `unit` is the family's unit, measured in that of the histograms. `bounds` selects some bounds of
-    the histograms, in the family's unit; by default all are used.
+    `unit` is the size of the family's unit in the unit of the histograms: 0.001 if the histograms
+    hold seconds and the family has milliseconds. `bounds` selects some bounds of the histograms, in
+    the family's unit. By default, the family has all bounds.
     """
     family = HistogramMetricFamily(name, text, labels=labels)
     for values, histogram in found.items():

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-# Maximum number of bytes that are written at a time, which blocks the event loop for some 50 us.
+# Maximum number of bytes written at a time. Writing them blocks the event loop for some 50 us.
 BLOCK_BYTES = 1 << 17
 # A placeholder for a growing value. JSON never contains this byte, which is escaped in strings.
 _CUT = b"\0"
@@ -112,8 +112,10 @@ async def write(response: web.StreamResponse, pieces: Iterable[bytes]) -> None:
 
 
 def _steps(pieces: Iterable[bytes]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of `pieces` in steps of at most a block: small pieces are joined, large ones
-    are cut. Two consecutive steps together exceed a block, which bounds the number of steps.
+    """Yield the bytes of `pieces` in steps of at most a block.
+
+    Small pieces are joined, and large ones are cut. Two consecutive steps together exceed a block,
+    which bounds the number of steps.
     """
     small: list[bytes | memoryview] = []
     size = 0

@@ -21,11 +21,11 @@ from kvflow.http.errors import RequestError
 
 # Bodies of at least this size are decoded in steps.
 LARGE_BYTES = 1 << 16
-# Strings and arrays of at least this size are cut out.
+# Strings, and arrays of token ids, are cut out if they have at least this many bytes.
 LONG_BYTES = 1 << 8
 # Maximum size of a body without its long values. This rest is decoded at once, in some 4 ms.
 MAX_REST_BYTES = 1 << 19
-# Maximum number of bytes that a router adds to a body: its rooms, and their prefill's address.
+# Maximum number of bytes that a router adds to a body: the rooms, and the address of prefill.
 MAX_ADDED_BYTES = 1 << 13
 # Maximum number of strings and lists in a large body. The scan handles each of them in Python.
 MAX_VALUES = 1 << 18
@@ -33,7 +33,7 @@ PROMPTS = frozenset({"input_ids", "prompt", "tokens"})
 # Decoding this many bytes takes some 200 us.
 _STEP_BYTES = 1 << 15
 _STEP_VALUES = 256
-# Matches a string up to where it can be split: not within an escape or a surrogate pair.
+# Matches as much of a string as possible without ending inside an escape or a surrogate pair.
 _UNITS = re.compile(
     rb'(?:[^"\\]++|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|'
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\[^u])*+"
@@ -100,7 +100,7 @@ async def take_apart(raw: bytes, added_bytes: int = 0) -> tuple[bytes, LongValue
     """Return `raw` with a marker in place of each long value, and these values.
 
     Invalid JSON stays in the result, and decoding the result reports it. A router may have added up
-    to `added_bytes`, which do not count against the limit.
+    to `added_bytes` bytes, which do not count against the limit.
 
     Raises: RequestError for more strings and lists than MAX_VALUES, or more bytes outside long
     values than MAX_REST_BYTES.
@@ -183,7 +183,7 @@ class _Body:
         return end + 1
 
     async def _ids(self, start: int, end: int) -> NDArray[np.uint32] | None:
-        """Return the token ids of a flat array; None if an element is not a token id."""
+        """Return the token ids of a flat array, or None if an element is not a token id."""
         parts: list[NDArray[np.uint32]] = []
         at = start
         while at <= end:

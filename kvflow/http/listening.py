@@ -17,7 +17,10 @@ _BACKLOG = 1024
 
 
 def bound_socket(host: str, port: int, flag: str) -> socket.socket:
-    """Return a bound TCP socket. Raises: MisuseError, which names `flag` as the remedy."""
+    """Return a bound TCP socket.
+
+    Raises: MisuseError. If the port is in use, the error says to choose another one with `flag`.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -44,7 +47,8 @@ def url_of(made: socket.socket, host: str) -> str:
 def reachable(host: str) -> str:
     """Return the address at which peers reach a server that listens on `host`.
 
-    If it listens on every interface, this is the address of this machine on the default route.
+    If it listens on every interface, this is the address of this machine on the default route, or
+    the loopback address if there is no route.
     """
     if host not in ("0.0.0.0", "::"):
         return host

@@ -16,12 +16,12 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 
 
 class HttpMetrics:
-    """Metrics of requests and responses, together with those of the server itself."""
+    """Metrics of requests and responses, and further families that the server provides."""
 
     def __init__(
         self, families: Callable[[Tally[str]], Iterable[Metric]] = lambda refusals: ()
     ) -> None:
-        """`families` yields more families at each scrape, and may add to the counted refusals."""
+        """`families` yields the server's families at each scrape, and may add to the refusals."""
         self._families = families
         self.registry = CollectorRegistry()
         # Requests that ended before they had a room, by the code of their error.

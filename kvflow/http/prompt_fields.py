@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from kvflow.protocols.cache.hashes import Namespace
 
 PromptIds = NDArray[np.uint32]
-"""The token ids of a prompt, uint32 [n]. On a list, checks would take milliseconds."""
+"""The token ids of a prompt, uint32 [n]. Checking a list instead would take milliseconds."""
 
 
 class TemplateFields(Protocol):
-    """The fields of a chat request that its template receives in addition to the messages."""
+    """The fields of a chat request that the chat template receives in addition to the messages."""
 
     @property
     def reasoning_effort(self) -> Any: ...

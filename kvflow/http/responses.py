@@ -21,7 +21,7 @@ def json_response(body: Any, status: int = 200) -> web.Response:
 
 
 async def long_json_response(http: web.Request, body: Any) -> web.StreamResponse:
-    """Return `body` as a JSON response; it may contain growing values.
+    """Return a JSON response with `body`, which may contain growing values.
 
     When this function returns, a large response has already been sent.
 

@@ -1,4 +1,4 @@
-"""Server-sent events. A silent stream sends empty lines, and the error that ends it is an event."""
+"""Server-sent events. A silent stream sends empty lines. An error becomes the last event."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HEADERS = {
 
 
 class EventStream:
-    """A response that is a stream of events. After a disconnect, writes raise ConnectionError."""
+    """A response that streams events. Once the client disconnects, writes raise ConnectionError."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -59,12 +59,15 @@ class EventStream:
 
 
 class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
-    """Merges `sources` into one iterator of batches. A batch contains all items that arrived since
-    the previous one, each with the index of its source.
+    """Merges `sources` into one iterator of batches.
 
-    If the reader waits for `silence_s` without an item, it receives an empty batch. The first error
-    of a source is raised after the items before it. A slow reader receives larger batches. An item
-    needs no task or timer of its own: each source has one task, and all sources share one timer.
+    A batch contains all items that arrived since the previous batch, each with the index of its
+    source.
+
+    If the reader waits for `silence_s` without an item, it receives an empty batch. The first
+    error that a source raises reaches the reader after the items before it. A slow reader receives
+    larger batches. An item needs no task or timer of its own: each source has one task, and all
+    sources share one timer.
 
     Use it as an async context manager. The exit closes all sources, and waits until they are closed
     even if it is cancelled repeatedly.
@@ -89,7 +92,7 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         self._tasks = [
             asyncio.create_task(self._pump(i, source)) for i, source in enumerate(self._sources)
         ]
-        # A task that is cancelled before its first step runs no code, so `_pump` cannot do this.
+        # `_pump` cannot call `_ended`, because a task cancelled before its first step runs no code.
         for task in self._tasks:
             task.add_done_callback(self._ended)
         if self._silence_s is not None:
@@ -128,7 +131,7 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         return batch
 
     def has_begun(self, index: int) -> bool:
-        """Return True once a source begins to run. One that is stopped first never runs."""
+        """Return True once a source has begun to run. A source stopped before that never runs."""
         return index in self._begun
 
     def stop(self, index: int, last: T) -> None:

@@ -39,16 +39,18 @@ class ClientAnswer:
         self.cut_off: LegFailedError | None = None
 
     async def relay(self, pair: Pair, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Relay decode's stream event by event. Send an error event if decode is lost meanwhile.
+        """Relay decode's stream event by event.
 
-        Raises: PairFailedError before the first token.
+        If decode is lost after the first token, send an error event.
+
+        Raises: PairFailedError if the pair fails before the first token.
         """
         if self._stream is None:
             self._stream = web.StreamResponse(headers={**stream_headers(answer), **pair.headers})
             await self._stream.prepare(self._http)
         out = self._stream
         piece = await self._until_first_token(out, pair)
-        # Pieces of an incomplete event. Joining megabytes at every piece would take quadratic time.
+        # Pieces of an incomplete event. Joining them at every piece would take quadratic time.
         held: list[bytes] = []
         while piece:
             end = piece.rfind(b"\n\n") + 1
@@ -100,7 +102,8 @@ class ClientAnswer:
     ) -> web.StreamResponse:
         """End the request with an error.
 
-        It is an event if a stream has begun, and otherwise `answer` or a response from `failure`.
+        If a stream has begun, the error is an event in it. Otherwise the client receives `answer`,
+        or a response made from `failure`.
         """
         name_error(failure.summary)
         self._measures.failed(failure)

@@ -1,4 +1,4 @@
-"""The blocks in a worker's cache, as its events report them, and those that it will have soon."""
+"""The blocks that a worker's events report as cached, and those that it will cache soon."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvflow.protocols.wire.kv_events import BlockEvent, RemovedBlocks, StoredBlocks
 
 MAX_BLOCKS = 1 << 20  # limit per worker (some 150 MB); further blocks are ignored
-# vLLM and SGLang name media differently, see `wire.kv_events.media_of`.
+# vLLM and SGLang name media differently (see `wire.kv_events.media_of`).
 _BIT_OF_MEDIUM = {"GPU": 1, "CPU": 2, "CPU_PINNED": 2, "STORAGE": 4, "DISK": 4, "EXTERNAL": 8}
 _OTHER_MEDIUM = 16
 
@@ -18,8 +18,8 @@ BlockHashes = list[int]  # one hash for each whole block of a prompt, in order
 class KnownBlocks:
     """The blocks of one worker by their hashes, on any medium.
 
-    The blocks of a request count from the moment it is sent until it is answered. By then the
-    worker's events have reported them.
+    While a request is under way, its blocks count as cached too. By its end, the worker's events
+    have reported them.
     """
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class KnownBlocks:
             bit = _BIT_OF_MEDIUM.get(event.medium or "GPU", _OTHER_MEDIUM)
             for one in event.block_hashes:
                 media = self._media.get(one, 0)
-                # Even a full index records where else a known block is, so that it stays known.
+                # A full index takes no new block, but still records further media of a known one.
                 if media or len(self._media) < MAX_BLOCKS:
                     self._media[one] = media | bit
         elif isinstance(event, RemovedBlocks):
             bit = _BIT_OF_MEDIUM.get(event.medium or "GPU", _OTHER_MEDIUM)
             for one in event.block_hashes:
-                # A block stays known until it is removed from the last medium that has it.
+                # A block stays known until it is removed from its last medium.
                 media = self._media.pop(one, 0) & ~bit
                 if media:
                     self._media[one] = media
@@ -59,11 +59,11 @@ class KnownBlocks:
         return len(hashes)
 
     def expect(self, hashes: Sequence[int]) -> None:
-        """Count the blocks of a request that is being sent to the worker."""
+        """Count the blocks of a request to this worker as cached from now on."""
         self._expected.update(hashes)
 
     def settle(self, hashes: Sequence[int]) -> None:
-        """Stop counting the blocks of a request that has ended."""
+        """Undo `expect` for a request that has ended."""
         expected = self._expected
         for one in hashes:
             if expected[one] > 1:

@@ -1,7 +1,7 @@
 """The router's view of a worker's prefix cache.
 
 It follows the cache events of a worker that publishes them. For any other worker, it assumes that
-the cache has the prompts that were sent there last.
+the cache has the prompts that the router sent there most recently.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class CacheView:
 
     @property
     def block_size(self) -> int | None:
-        """Tokens per block, while the worker's events are followed; otherwise None."""
+        """Tokens per block, or None while the worker's events are not followed."""
         return self.feed.source.block_size if self.feed is not None and self.feed.live else None
 
     def follow(self, source: Source | None) -> None:
-        """Follow the events at `source`; None stops following. Needs a running loop."""
+        """Follow the events at `source`, or no events if it is None. Needs a running loop."""
         if self.feed is not None and self.feed.source != source:
             self.feed.stop()
             self.feed = None
@@ -65,12 +65,12 @@ class CacheView:
 
     @contextmanager
     def expecting(self, prompts: Prompts) -> Iterator[None]:
-        """Note that the worker gets these prompts.
+        """Record that these prompts are being sent to the worker.
 
-        Within the `with` statement, their blocks count as cached. After that, events report them.
+        Within the `with` block, their blocks count as cached. After it, events report them.
         """
         self.prefixes.note(prompts.chains)
-        # A restarted worker may get another feed meanwhile, which does not count these prompts.
+        # A restart of the worker may replace `self.feed` with a feed that does not expect these.
         feed = self.feed
         if feed is None or (hashes := prompts.blocks.get(feed.source.block_size)) is None:
             yield
@@ -84,7 +84,7 @@ class CacheView:
                 feed.blocks.settle(one)
 
     def forget(self) -> None:
-        """Forget all prompts, because the worker has emptied its cache. Events tell the feed."""
+        """Forget all prompts, because the worker emptied its cache. Events update the feed."""
         self.prefixes.forget()
 
     def begin_anew(self) -> None:

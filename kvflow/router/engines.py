@@ -1,4 +1,4 @@
-"""The interface of engines: the kinds of servers that a router can stand in front of."""
+"""The interface of an engine, which is one kind of server that a router can stand in front of."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvflow.router.workers import Worker
 
 
 class Forwarded(NamedTuple):
-    """The parts of a client's request that its legs forward to workers."""
+    """A client's request as its legs forward it, and the HTTP session that they use."""
 
     session: aiohttp.ClientSession
     path: str
@@ -35,7 +35,7 @@ class Completion(Protocol):
     ) -> AbstractAsyncContextManager[Pair]:
         """Open one try on these two workers.
 
-        On exit, connections whose answer is incomplete are closed.
+        On exit, close the connections whose answer is incomplete.
         """
 
 

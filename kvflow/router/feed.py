@@ -45,9 +45,9 @@ class FeedError(Exception):
 class BlockFeed:
     """A task that keeps `blocks` equal to what the worker's events report.
 
-    It needs a running loop, and ends with `close`. `live` is True while `blocks` is up to date.
-    After a silence or a malformed message it becomes False, and the feed starts again from a
-    snapshot.
+    It needs a running loop, and runs until `stop` or `close`. `live` is True while `blocks` is up
+    to date. After a silence or a malformed message, `live` becomes False, and the feed starts again
+    from a snapshot.
     """
 
     def __init__(self, name: str, source: Source) -> None:
@@ -55,7 +55,7 @@ class BlockFeed:
         self.source = source
         self.blocks = KnownBlocks()
         self.live = False
-        self.gaps = 0  # gaps in the batch numbers; one gap may be several batches
+        self.gaps = 0  # number of gaps in the batch numbers; a gap may span several batches
         self._name = name
         self._next_seq: int | None = None
         self._last_live = -1  # number of the last batch received live, not by replay
@@ -129,7 +129,7 @@ class BlockFeed:
         assert self._next_seq is not None
         self.gaps += 1
         if self.source.replay_endpoint is None:
-            # Without a replay, any known block may have been removed by a lost batch.
+            # A lost batch may have removed any known block, and this worker cannot replay it.
             self.blocks.clear()
             self._next_seq = seq
         else:
@@ -181,7 +181,7 @@ def _numbered(frames: list[bytes]) -> tuple[int, bytes]:
 def source_of(
     url: str, events: object, block_size: object, key: ControlKey | None = None
 ) -> Source | None:
-    """Return the event source of the worker at `url`; None if the worker publishes no events.
+    """Return the event source of the worker at `url`, or None if it publishes no events.
 
     `events` and `block_size` are `kv_events` and `page_size` of its /server_info. `key` is the key
     of all workers that need one.
@@ -200,7 +200,7 @@ def source_of(
 
 
 def _reached(address: object, host: str) -> str | None:
-    """Return a bound address as other machines reach it; None unless it is a TCP address."""
+    """Return a bound TCP address as other machines reach it, or None for any other address."""
     if not isinstance(address, str) or not address.startswith("tcp://"):
         return None
     bound, _, port = address.removeprefix("tcp://").rpartition(":")

@@ -13,13 +13,13 @@ from kvflow.router.feed import Source
 
 
 class NotServingError(LostError):
-    """A worker answers but cannot serve; the text is the reason."""
+    """A worker answers but cannot serve. The text is the reason."""
 
 
 class Traits(NamedTuple):
     """Properties that must agree for a prefill and a decode to serve a request together.
 
-    An empty value means that the engine does not report the property; it agrees with every other
+    An empty value means that the engine does not report the property. It agrees with every other
     value.
     """
 
@@ -28,7 +28,7 @@ class Traits(NamedTuple):
     data_plane: str = ""
 
     def conflict_with(self, other: Traits) -> str:
-        """Return the first difference between two workers in words; empty if they fit together."""
+        """Describe the first property in which two workers conflict, or return "" if they fit."""
         for name, mine, theirs in zip(
             ("model fingerprint", "wire version", "data plane"), self, other, strict=True
         ):
@@ -59,8 +59,8 @@ class Identity(msgspec.Struct, frozen=True):
 class Identify(Protocol):
     """A function that asks the worker at `url` for its identity.
 
-    `role` is the role that the router assumes; None if the worker has to report it. `known` is the
-    identity found by the last check; None if the worker was down.
+    `role` is the role that the router assumes, or None if the worker has to report it. `known` is
+    the identity that the last check found, or None if the worker was down.
 
     Raises: NotServingError; RequestError if the role stays unknown; and the errors of a request and
     of decoding its answer (aiohttp.ClientError, OSError, ValueError, RecursionError).

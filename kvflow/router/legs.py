@@ -1,4 +1,4 @@
-"""One request as two legs, each a POST to one worker; decode's answer goes to the client.
+"""One request as two legs, each a POST to one worker. Decode's answer goes to the client.
 
 Closing a leg's connection ends the leg: the worker treats it as an abort. A request that failed
 before its first token may be tried again:
@@ -8,9 +8,10 @@ before its first token may be tried again:
   lost, or they do not fit together;
 - after status 504 with code "rendezvous": the other leg never arrived.
 
-It is not tried again after an error in the request (4xx) or in the model (500), which another pair
-would repeat, nor after a deadline (504), because its time is used up. Statuses of other engines may
-have other meanings, so `Engine.retried_statuses` lists those after which a retry may help.
+It is not tried again after an error in the request (4xx) or in the model (500), because another
+pair would repeat the error, nor after a deadline (504), because the request has used up its time.
+In other engines, statuses may have other meanings, so `Engine.retried_statuses` lists those after
+which a retry may help.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Leg:
         Raises: LegFailedError.
         """
         session, url, body, headers = self._call
-        # aiohttp writes bytes in one piece, which holds up the loop, but a file object in steps.
+        # aiohttp writes a file object in steps, but bytes in one piece, which blocks the loop.
         in_steps = io.BytesIO(body) if len(body) > LARGE_BYTES else body
         try:
             self._answer = await session.post(url, data=in_steps, headers=headers)
@@ -121,7 +122,7 @@ class Leg:
             self._answer.close()
 
     def dispose(self, task: asyncio.Task[Any]) -> None:
-        """Release a closed leg when its `task` is done, even if the task ended with an error."""
+        """Close the connection that `task` may still have opened, now that the task is done."""
         self.close()
         if not task.cancelled():
             # Retrieving the exception keeps asyncio from logging it.

@@ -5,13 +5,13 @@
     GET    /workers        list all workers
     GET    /workers/{id}   describe one worker
     DELETE /workers/{id}   leave; answers 202. The worker gets no more requests, and is forgotten
-                           when those it has are answered
+                           once its running requests are answered
 
 There are two differences from sglang_router. Before this router answers a join, it asks the worker
 for its identity, and `worker_type` may be left out. A worker that joins on its own initiative
 (`--join`) names its incarnation and repeats the request, so that a restarted router learns of it
 too. An operator's DELETE overrules these repetitions until the worker has another incarnation, or
-until an operator's POST.
+until an operator sends a POST for it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Membership:
         self._one_at_a_time = asyncio.Lock()
 
     async def join(self, request: JoinRequest) -> Worker:
-        """Add the worker at this URL and check it once. Return a known worker if one joined before.
+        """Add the worker at this URL and check it once, or return the known worker at this URL.
 
         Raises: RequestError (400), ConflictError (409: another role, another model, or an operator
         removed it), LostError (502: it does not answer), OverloadError.
@@ -85,8 +85,8 @@ class Membership:
     def leave(self, worker: Worker, incarnation: str | None = None) -> None:
         """Send this worker no more requests. Idempotent.
 
-        A worker that leaves on its own initiative gives its `incarnation`. A successor at the same
-        URL has another one, and may join.
+        A worker that leaves on its own initiative gives its `incarnation`. A later process at the
+        same URL has another one, and may join.
         """
         self._removed[worker.url] = (incarnation or worker.incarnation)[:MAX_URL_CHARACTERS]
         self._removed.move_to_end(worker.url)

@@ -36,7 +36,7 @@ class Pair(Protocol):
         """Return decode's stream once it begins, or its whole answer. Raises: PairFailedError."""
 
     async def first(self) -> bytes:
-        """Return the next piece of decode's stream, before its first token.
+        """Return the next piece of decode's stream. Call this only until the first token.
 
         Raises: PairFailedError.
         """
@@ -93,8 +93,8 @@ class TogetherPair:
     def close(self) -> None:
         """Close both connections.
 
-        This function must not await. When a write to a client that left fails, aiohttp cancels the
-        handler. An await would then raise at once and leave the legs open.
+        This function must not await. When a write fails because the client disconnected, aiohttp
+        cancels the handler. An await would then raise at once and leave the legs open.
         """
         for leg, task in ((self.prefill, self._prefilling), (self.decode, self._decoding)):
             task.cancel()

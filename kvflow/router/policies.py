@@ -23,11 +23,12 @@ class Loaded(Protocol):
 class Policy(msgspec.Struct, frozen=True):
     """A policy by name, with its thresholds.
 
-    `cache_aware` prefers the worker that is known to have most of the prompt in its cache. It
-    ignores the cache of an overloaded worker, that is, one with more than `balance_abs_threshold`
-    requests more than the least loaded worker, and more than `balance_rel_threshold` times as many.
-    Both must hold, because a factor means little for few requests, and a difference means little
-    for many. Among equals, or if no worker has a part of the prompt, it prefers the least loaded.
+    `cache_aware` prefers the worker whose cache is known to match the most tokens of the prompt. It
+    ignores the cache of an overloaded worker. A worker is overloaded if it exceeds the least loaded
+    worker by more than `balance_abs_threshold` requests, and by more than the factor
+    `balance_rel_threshold`. Both must hold, because a factor means little for few requests, and a
+    difference means little for many. Among equals, or if no cache matches, the policy prefers the
+    least loaded worker.
     """
 
     name: PolicyName = "cache_aware"
@@ -39,7 +40,7 @@ class Policy(msgspec.Struct, frozen=True):
         return self.name == "cache_aware"
 
     def order(self, worker: Loaded, least_running: int, prompts: Prompts) -> tuple[int, ...]:
-        """Return a worker's sort key; the best worker has the smallest.
+        """Return a worker's sort key. The best worker has the smallest one.
 
         `least_running` is the lowest `running` among the fittest workers.
         """

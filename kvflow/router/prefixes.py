@@ -1,4 +1,4 @@
-"""The prompts that a worker probably has in its cache: the latest that were sent to it."""
+"""The prompts that a worker probably has in its cache: those sent to it most recently."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ MAX_BYTES = 1 << 23
 class KnownPrefixes:
     """The prompts that were sent to one worker and may still be in its cache.
 
-    They are kept as the hashes of `prompts.py`. The least recently used chunk is dropped first, and
-    the end of a prompt before its beginning, so what is known of a prompt is always its beginning.
+    They are kept as the hashes of `prompts.py`. The least recently used chunk is dropped first. The
+    end of a prompt is dropped before its beginning, so the known chunks of a prompt are always its
+    first ones.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class KnownPrefixes:
         )
 
     def note(self, chains: Iterable[Chain]) -> None:
-        """Note that these prompts are being sent to the worker."""
+        """Record that these prompts are being sent to the worker."""
         if not self.limit_bytes:
             return
         for chain in chains:

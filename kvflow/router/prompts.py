@@ -51,9 +51,7 @@ class PromptFields(msgspec.Struct):
     add_special_tokens: Any = None
 
     async def chains(self) -> list[Chain]:
-        """Return the hashes of each prompt's beginnings, without prompts that a worker will
-        refuse.
-        """
+        """Return one chain of hashes per prompt, leaving out prompts that a worker will refuse."""
         root = _Hashing(0)
         common = (
             self.model,

@@ -57,11 +57,11 @@ _ENDED = Failure(
 class Router(Drainable):
     """A router in front of the workers at these URLs. `close` closes every connection to them.
 
-    `keys` are the keys of the workers and of the router. A request whose client has got no token
-    yet is tried on one pair after another. It waits at most `retry_timeout_s` in all, for a worker
-    to come back or for its next try, and at most `max_waiting` requests wait at a time. `encoder`
-    is the model's tokenizer. Without it, the router matches only prompts of token ids with the
-    cache events of workers. `engine` is the kind of worker, kvflow's own by default.
+    `keys` are the keys of the workers and of the router. A request whose client has
+    received no token yet is tried on one pair after another. It waits at most `retry_timeout_s` in
+    all, for a worker to come back or for its next try, and at most `max_waiting` requests wait at a
+    time. `encoder` is the model's tokenizer. Without it, the router compares only prompts of token
+    ids with the cache events of workers. `engine` is the kind of worker, kvflow's own by default.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Router(Drainable):
             rest, long_values = await take_apart(raw)
             completion = self.engine.read(rest)
             reads = self._reads_prompts and self.workers.cache_prompts()
-            # Restoring the long values takes time, and only the comparison with caches needs them.
+            # Restoring the long values takes time, and only the comparison with caches needs it.
             body = long_values.put_back(completion.fields) if reads else None
         except KvflowError as error:
             self.metrics.refused(error.code)
@@ -221,7 +221,7 @@ class Router(Drainable):
                 raise tries.error
 
     async def _pause(self, wait: Callable[[], Awaitable[object]], tries: Tries) -> bool:
-        """Wait before another try; return False if time is up or too many requests wait."""
+        """Wait before another try. Return False if time is up or too many requests wait."""
         if self.waiting >= self._max_waiting:
             return False
         began_s = asyncio.get_running_loop().time()
@@ -244,7 +244,7 @@ class Router(Drainable):
         body: bytes | None = None,
         headers: Mapping[str, str] = _NO_HEADERS,
     ) -> Any:
-        """Return a worker's JSON answer; None if it does not arrive or its status is not 200.
+        """Return a worker's JSON answer, or None if none arrives or the status is not 200.
 
         Raises: RefusedError if the worker has other keys than this router.
         """

@@ -1,4 +1,4 @@
-"""The blocks of a request's prompts, by the hashes with which cache events name them.
+"""The hashes of the blocks in a request's prompts. Cache events name blocks by the same hashes.
 
 The hashes cover tokens. The body has the token ids, or a text that the router can encode only with
 the model's tokenizer.
@@ -63,7 +63,7 @@ async def block_hashes(
 
 
 async def _token_ids(fields: PromptFields, encoder: Encoder | None) -> list[Any]:
-    """Return the token ids of each prompt; an empty list if they are unknown."""
+    """Return the token ids of each prompt, or an empty list if some are unknown."""
     if fields.messages is not None:
         if encoder is None or not isinstance(fields.messages, list):
             return []
@@ -93,7 +93,7 @@ def _namespace(fields: PromptFields, index: int, prompts: int) -> Namespace:
 
 
 async def _hashes(tokens: bytes, size: int, previous: bytes) -> BlockHashes:
-    """Return the hashes of whole blocks of `size` tokens, in steps between which the loop runs."""
+    """Return the hashes of whole blocks of `size` tokens. The loop runs between the steps."""
     step = max(1, min(_STEP_BYTES // (size * TOKEN_BYTES), _STEP_BLOCKS)) * size * TOKEN_BYTES
     found: BlockHashes = []
     for at in range(0, len(tokens), step):

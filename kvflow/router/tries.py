@@ -17,7 +17,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 class Tries:
     """At most `MOST_TRIES` tries of one request.
 
-    The pauses between them take at most `left_s` seconds in all; the tries themselves have no time
+    The pauses between them take at most `left_s` seconds in all. The tries themselves have no time
     limit. `retried` has the statuses after which another try is allowed.
     """
 
@@ -40,11 +40,11 @@ class Tries:
     def untried(
         self, prefills: Sequence[Worker], decodes: Sequence[Worker]
     ) -> tuple[Worker, Worker] | None:
-        """Return the first untried pair, or None.
+        """Return the first untried pair. Return None if all pairs that fit were tried.
 
-        It is None if no pair is untried, or if as many pairs were tried as there are workers.
+        Also return None if the number of tried pairs has reached the number of workers.
 
-        Raises: the last error, if a pair that was tried would repeat it.
+        Raises: the last error, if trying a pair again would only repeat it.
         """
         if len(self._pairs) < len(prefills) + len(decodes):
             for pair in fitting(prefills, decodes):

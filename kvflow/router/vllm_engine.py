@@ -124,7 +124,7 @@ class VllmEngine:
         yield labelled(alone, self._decoded_alone)
 
     def address_of(self, prefill: Worker) -> _Address | None:
-        """Return the address at which decode finds this prefill; None if legs run in sequence."""
+        """Return the address at which decode finds this prefill, or None for sequential legs."""
         learned = prefill.learned
         if self._together and isinstance(learned, _Learned) and not learned.varies:
             return learned.address
@@ -241,13 +241,13 @@ class _Fields(PromptFields):
 
 
 def _alone(fields: _Fields) -> str:
-    """Return why decode has to compute the prompt itself; empty if prefill can."""
+    """Return why decode has to compute the prompt itself, or "" if prefill can."""
     prompts = fields.prompt
     if isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int):
         # vLLM answers with the params of the first prompt only.
         return "completions"
     if fields.n not in (None, 1):
-        # Each choice would read the pages, but prefill frees them after the first read.
+        # Each choice would read the pages, but prefill frees the pages after the first read.
         return "completions"
     if fields.prompt_logprobs is not None or fields.echo:
         # These options need the logits of every position, so vLLM loads no pages.
@@ -268,7 +268,7 @@ class _PrefillAnswer(msgspec.Struct):
 
 
 def _params_in(answer: web.Response, prefill: Worker) -> msgspec.Raw | None:
-    """Return the raw `kv_transfer_params` in a prefill's answer; None if it has none."""
+    """Return the raw `kv_transfer_params` in a prefill's answer, or None if it has none."""
     body = answer.body if isinstance(answer.body, bytes) else b""
     try:
         params = msgspec.json.decode(body, type=_PrefillAnswer).kv_transfer_params
@@ -291,7 +291,7 @@ class _Address(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, params: msgspec.Raw) -> _Address | None:
-        """Return the address in `params`; None for the params of another connector."""
+        """Return the address in `params`, or None for the params of another connector."""
         try:
             msgspec.json.decode(params, type=_Room)
             return msgspec.json.decode(params, type=cls)
@@ -313,7 +313,7 @@ class _Learned:
 
     def __init__(self) -> None:
         self.address: _Address | None = None  # None before the first answer and after a failure
-        # True once answers named different addresses: several engines then share the URL.
+        # True once two answers have named different addresses, so several engines share the URL.
         self.varies = False
         self._last: _Address | None = None
 

@@ -50,8 +50,8 @@ class Worker:
     """One prefill or decode behind the router.
 
     A worker whose connection is lost is in backoff for a while, even if its /health is fine. Other
-    workers are preferred meanwhile. Each further loss in a row makes the backoff longer. It ends
-    early when a request succeeds, or when another process answers at the same address.
+    workers are preferred meanwhile. Each further loss in a row makes the backoff longer. The
+    backoff ends early when a request succeeds, or when another process answers at the same address.
     """
 
     def __init__(self, role: str, url: str, *, follows: bool = False) -> None:
@@ -89,7 +89,7 @@ class Worker:
 
     @property
     def reason(self) -> str:
-        """The reason why the worker cannot get requests; empty if it can."""
+        """The reason why the worker cannot get requests, or "" if it can."""
         return self.unavailable_reason or ("it leaves this router" if self.leaving else "")
 
     @property
@@ -114,14 +114,14 @@ class Worker:
         self.learned = None
 
     def mark_lost(self, reason: str, now: float) -> None:
-        """Record that a connection to the worker failed or ended early.
+        """Record that a connection to the worker failed or was lost.
 
         The worker is down until a check succeeds, and may still be in backoff after that.
         """
         self._backoff_until_s = now + min(FIRST_BACKOFF_S * 2**self._losses, LONGEST_BACKOFF_S)
         # The bound keeps `2**self._losses` small for a worker that is lost for days.
         self._losses = min(self._losses + 1, 16)
-        # If the worker is already down, its reason explains more than one failed request.
+        # If the worker is already down, keep the reason, which says more than a failed request.
         if self.up:
             self.mark_down(reason)
         self.check_due.set()
@@ -131,7 +131,7 @@ class Worker:
         self._losses, self._backoff_until_s = 0, 0.0
 
     def mark_up(self, identity: Identity) -> None:
-        """Put the worker into service after a check; mark it down if it has the wrong role."""
+        """Put the worker into service after a check, or mark it down if its role is wrong."""
         if identity.role not in ROLES or self._declared not in (
             None,
             identity.role,
@@ -174,7 +174,7 @@ class Worker:
                 self._on_idle()
 
     def sent(self, prompts: Prompts) -> AbstractContextManager[None]:
-        """Note that the worker gets these prompts. Leave the `with` block once it has answered."""
+        """Record a request with these prompts. Leave the `with` block when it is answered."""
         self.prefix_hits += self.cache.matched(prompts) > 0
         return self.cache.expecting(prompts)
 
@@ -188,7 +188,7 @@ class Worker:
         return now < self._backoff_until_s
 
     def summary(self, trouble: str) -> dict[str, Any]:
-        """Return the worker's entry in /server_info; `trouble` is why it gets no requests."""
+        """Return the worker's entry in /server_info. `trouble` is why it gets no requests."""
         state = {
             "up": self.up,
             "leaving": self.leaving,
@@ -199,7 +199,7 @@ class Worker:
 
 
 class Workers:
-    """All workers, each checked every `poll_s` seconds in the background, more often while down."""
+    """All workers. Each is checked every `poll_s` seconds, and more often while it is down."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class Workers:
         self._session = session
         self._poll_s, self._policy, self._identify = poll_s, policy, identify
         self._watches: dict[Worker, asyncio.Task[None]] = {}
-        # Set and replaced by a new event when a worker becomes usable or its role or traits change.
+        # Set, and replaced by a new event, when a worker becomes usable or changes role or traits.
         self.came_up = asyncio.Event()
 
     async def start(self) -> None:
@@ -240,7 +240,7 @@ class Workers:
         await asyncio.gather(*(worker.cache.close() for worker in self.all))
 
     async def add(self, worker: Worker) -> None:
-        """Add a worker and check it once; further checks follow in the background."""
+        """Add a worker and check it once. Further checks follow in the background."""
         self.all.append(worker)
         self._watch_on(worker)
         await self._check(worker)
@@ -293,12 +293,12 @@ class Workers:
         return all(self._usable(role) and self._paired(role) for role in ROLES)
 
     def troubles(self) -> dict[Worker, str]:
-        """Return the reason why each worker gets no requests; empty for a worker that gets them."""
+        """Return the reason why each worker gets no requests, or "" for a worker that gets them."""
         others = {role: self._traits(_OTHER[role]) for role in ROLES}
         return {worker: _trouble(worker, others[worker.role]) for worker in self.all}
 
     def trouble(self, worker: Worker) -> str:
-        """Return the reason why one worker gets no requests; empty if it gets them."""
+        """Return the reason why one worker gets no requests, or "" if it gets them."""
         return _trouble(worker, self._traits(_OTHER[worker.role]))
 
     def _usable(self, role: str) -> list[Worker]:
@@ -387,11 +387,11 @@ class Workers:
         came_up.set()
 
     def _other_model(self, worker: Worker, identity: Identity) -> str:
-        """Return how a worker's model conflicts with those of other workers; empty if it does not.
+        """Return how a worker's model conflicts with those of other workers, or "" if it does not.
 
-        It conflicts if it has changed while others still serve the worker's previous model, or if a
-        prefill and a decode of this router serve another model. A request could then be answered by
-        either model.
+        It conflicts if it has changed while others still serve the worker's previous model. It also
+        conflicts if a prefill and a decode of this router serve another model, and no pair serves
+        this one. Either model could then answer a request.
         """
         before, now = worker.fingerprint, identity.fingerprint
         others = [one for one in self.all if one is not worker and one.usable and one.fingerprint]
@@ -413,7 +413,7 @@ class Workers:
 
 
 def _trouble(worker: Worker, others: Collection[Traits]) -> str:
-    """Return why a worker gets no requests; empty if it gets them.
+    """Return why a worker gets no requests, or "" if it gets them.
 
     `others` are the traits of all usable workers of the other role.
     """

@@ -36,7 +36,7 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def parse(text: str) -> KvEvents | None:
-        """Parse the value. Return None if it turns events off. Raises: MisuseError."""
+        """Parse the value. Return None if the value turns events off. Raises: MisuseError."""
         try:
             found = msgspec.json.decode(text, type=KvEvents)
         except msgspec.DecodeError as error:

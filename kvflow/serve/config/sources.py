@@ -79,7 +79,10 @@ def resolve(
 
 
 def resolve_other(other: Role, flags: Mapping[str, Any], config: str | None = None) -> Settings:
-    """Return the settings of `other` for a worker started with `flags`. Raises: ConfigError."""
+    """Return the settings of a worker started with `flags` for the role `other`.
+
+    Raises: ConfigError.
+    """
     mode = "disaggregation_mode"
     # --disaggregation-mode names the role in which the worker started, which is not `other`.
     flags = {

@@ -15,7 +15,7 @@ from kvflow.protocols.errors import KvflowError, TransferError
 POLL_S = 0.005
 AT_REST_TIMEOUT_S = 10.0
 ABORT_TIMEOUT_S = 60.0
-ABORT_SHARE = 0.125  # share of a room's bytes that land before the client disconnects
+ABORT_SHARE = 0.125  # share of a room's bytes that must land before the client disconnects
 
 
 class DemoError(KvflowError):
@@ -117,12 +117,12 @@ class FleetClient:
         try:
             room = await self._moving_room(request)
         finally:
-            # Cancelling the task closes the connection. To the router, the client disconnected.
+            # Cancelling the task closes the connection. The router sees a client that disconnected.
             request.cancel()
             await asyncio.wait([request])
         async with asyncio.timeout(AT_REST_TIMEOUT_S):
             line = await self.get(f"{self.prefill}/rooms/{room}")
-            # Slices under way may still land, so the number of bytes is final after the drain.
+            # Slices under way may still land, so the number of bytes is final only after the drain.
             while not line["ended"] or line["phase"] == "draining":
                 await asyncio.sleep(POLL_S)
                 line = await self.get(f"{self.prefill}/rooms/{room}")
@@ -155,7 +155,7 @@ class FleetClient:
 
 
 def _writing_s(events: list[dict[str, Any]]) -> float:
-    """Return the seconds during which a chunk of the room was queued and had not landed."""
+    """Return the seconds during which at least one chunk of the room was queued or written."""
     open_chunks, since_s, total_s = 0, 0.0, 0.0
     for event in events:
         if event["what"] == "chunk_queued":

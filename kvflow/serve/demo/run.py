@@ -82,7 +82,7 @@ def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_toke
     reason = plane_unavailable_reason(backend or "mooncake")
     if backend and reason:
         raise MisuseError(reason)
-    # The demo's roles inherit the environment, so settings for other roles are removed from it.
+    # The demo's roles inherit the environment. KVFLOW_* variables must not change their settings.
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
         del os.environ[name]
     plan = Plan(

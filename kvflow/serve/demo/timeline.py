@@ -11,7 +11,7 @@ from typing import Any
 
 WIDTH = 79
 _TIME, _SIDE, _LANE = 8, 25, 19  # columns
-# Names of messages. The key is the side that receives a message and the event that it records.
+# Names of messages. Each key is the receiving side, and the event that this side records.
 _ARRIVED = {
     ("prefill", "announced"): "announce",
     ("prefill", "matched"): "pages lent",
@@ -25,7 +25,7 @@ _ARRIVED = {
 
 def draw(sides: dict[str, Any]) -> list[str]:
     """Return lines of at most `WIDTH` columns. `sides` is a router's answer to /rooms/ID."""
-    # A side reports times since it opened its half, at `opened_unix_s`.
+    # Each side reports its times relative to `opened_unix_s`, when it opened its half.
     begin_s = min((side["opened_unix_s"] for side in sides.values() if side["events"]), default=0.0)
     events = [
         (side["opened_unix_s"] - begin_s + event["at_s"], role, event)
@@ -52,7 +52,7 @@ def _event(time: str, role: str, event: dict[str, Any]) -> Iterator[str]:
 
 
 def _arrow(role: str, what: str, text: str) -> str:
-    """Return an arrow to the side that received a message, a double line for bytes, or ""."""
+    """Return an arrow for a message or a queued chunk, a double line for bytes, or ""."""
     width = _LANE - 2
     if role == "prefill" and what == "chunk_queued":
         return "◁" + " chunk queued ".center(width - 1, "╌")

@@ -22,8 +22,8 @@ PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SPECIAL_TOKENS = [PAD, BOS, EOS, "<|user|>", "<|assistant|>", "<|system|>"]
 VOCABULARY_SIZE = 4096
 CONTEXT_TOKENS = 4096
-# Training windows as (sequences, tokens in each), used in turn. Most are short, but there are
-# enough long ones that late positions work.
+# Training windows as (sequences, tokens in each), used in turn. Most are short, but enough are
+# long for late positions to work.
 WINDOWS = [*[(8, 256)] * 3, (1, 2048), *[(8, 256)] * 3, (1, CONTEXT_TOKENS)]
 STEPS = 880
 # Share of input tokens replaced at random. The model soon memorizes the small text. Without this

@@ -17,7 +17,9 @@ from kvflow.serve.http.tokenizer import Detokenizer
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """The output of one step for a completion: one token, or none if only the prompt is scored.
+    """The output of one step for a completion.
+
+    It has one token, or none if only the prompt is scored or the completion was aborted.
 
     `finish` is "length", "stop", "abort" or None. `matched` is the stop string or token id that
     ended the completion.
@@ -32,7 +34,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Completion:
-    """The sum of the deltas of one choice, without their tokens.
+    """The sum of one choice's deltas, without their tokens.
 
     The `CompletionCall` encodes each token as it arrives. The encoded form takes a tenth of the
     memory.
@@ -70,8 +72,8 @@ async def detokenize(
 ) -> AsyncGenerator[Delta, None]:
     """Yield the deltas of one choice, and stop when a stop string is complete.
 
-    The engine's iterator is always closed. A token that ends the completion adds no text unless
-    stop strings are included. `scored` receives the prompt's log-probabilities before the first
+    The engine's iterator is always closed. A token with the finish reason "stop" adds no text,
+    unless `include_stop` is set. `scored` receives the prompt's log-probabilities before the first
     delta.
     """
     async with aclosing(tokens) as source:

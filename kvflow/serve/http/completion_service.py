@@ -40,13 +40,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One completion to generate: the room for its KV, its prompt and its sampling parameters."""
 
     room: int
-    prefill: str  # "host:port" of its bootstrap registry; ignored by a prefill
+    prefill: str  # "host:port" of prefill's bootstrap registry; a prefill ignores it
     # The group of prefill's ranks that serves the room. None means group `room % dp_size`.
     prefill_dp_rank: int | None = None
     prompt: PromptIds
     params: SamplingParams
-    namespace: Namespace = ANY  # the part of the prefix cache that the prompt shares
-    # Digests of a long prompt, see `generation_requests.with_digests`.
+    namespace: Namespace = ANY  # the part of the prefix cache that the prompt uses
+    # Digests of a long prompt (see `generation_requests.with_digests`).
     checked: CheckedPrompt | None = None
 
 
@@ -70,7 +70,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(NodeReport, frozen=True, kw_only=True):
-    """Live figures for /server_info and for all gauges. A report may be made every second."""
+    """Live figures for /server_info and /metrics. Making one every second is cheap."""
 
     queue_seconds: Histogram | None = None  # the engine's own object, which it continues to fill
     running: int = 0
@@ -123,7 +123,7 @@ class CompletionService(Protocol):
         """
 
     def end_requests(self) -> None:
-        """Accept no more requests, and end all others with `Code.SHUTDOWN`, on both legs."""
+        """Accept no more requests, and end the open ones with `Code.SHUTDOWN` on both legs."""
 
     def report(self) -> Report: ...
 
@@ -137,7 +137,7 @@ class CompletionService(Protocol):
         """Return one entry for each node of the other role that this one knows."""
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """Record that a peer no longer writes, see `Node.declare_dead`. Raises: MisuseError."""
+        """Record that a peer no longer writes (see `Node.declare_dead`). Raises: MisuseError."""
 
     async def flush_cache(self) -> None:
-        """Drop every cached prefix. A request that reads one keeps its pages until it ends."""
+        """Drop every cached prefix. A request that reads a prefix keeps its pages until it ends."""

@@ -36,7 +36,7 @@ E = TypeVar("E", bound="PrefillEngine | DecodeEngine")
 
 
 class RecentRooms:
-    """The latest `REMEMBERED_ROOMS` rooms, for /rooms and their stories."""
+    """The latest `REMEMBERED_ROOMS` rooms, for GET /rooms and GET /rooms/{room}."""
 
     def __init__(self) -> None:
         self._rooms: OrderedDict[int, PrefillRoom | DecodeRoom] = OrderedDict()
@@ -163,7 +163,7 @@ class EngineService(Generic[N, E]):
         self._node.declare_dead(incarnation, why)
 
     def abort(self, request: GenerationRequest) -> None:
-        """Do nothing. No router reads the answer of prefill's leg after decode aborted."""
+        """Do nothing. After decode aborts, no router reads prefill's answer."""
 
     async def flush_cache(self) -> None:
         if (cache := self._engine.cache) is not None:
@@ -297,7 +297,7 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
         try:
             return await waiting
         except asyncio.CancelledError:
-            # An admission granted in the turn of the cancellation would keep its place forever.
+            # An admission granted just before the cancellation would keep its place forever.
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
                 waiting.result().release()
             # If the room ended, `stop_waiting` cancelled the wait, and `opened` raises the cause.

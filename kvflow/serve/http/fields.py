@@ -1,8 +1,8 @@
-"""The table of the request fields of OpenAI, SGLang and vLLM, and of how kvflow treats them.
+"""The request fields of OpenAI, SGLang and vLLM, in a table that shows how kvflow treats them.
 
-It is read from FIELDS.md in this folder, which also documents the fields for users. A field that
-would change the answer but is not implemented is refused with a 400 that names it, unless its value
-has no effect. Fields that are not in the table are ignored.
+The table is read from FIELDS.md in this folder, which also documents the fields for users. A field
+that would change the answer but is not implemented is refused with a 400 that names it, unless its
+value has no effect. Fields that are not in the table are ignored.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _VALUE = re.compile("`(.*?)`")  # the text between the backticks is JSON
 class Field(NamedTuple):
     """One field. `bodies` and `known_to` are strings of letters: keys of `BODIES` and `SOURCES`.
 
-    With a value in `accepts`, a refused field has no effect. Tests send `example`, which is
-    not in `accepts`.
+    If the value of a refused field is in `accepts`, the field has no effect and is let through.
+    Tests send `example`, which is not in `accepts`.
     """
 
     name: str

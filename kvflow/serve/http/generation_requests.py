@@ -1,6 +1,6 @@
 """Conversion of a request body into generation requests, one for each prompt and choice.
 
-Each request has a room of its own, and was checked against the limits.
+Each request has its own room, and was checked against the limits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_ANSWER_ID = 512  # characters; every event of a stream repeats the id
 # Largest packed size of the prompts' log-probabilities in one body. Their JSON is five times
 # as large.
 MAX_SCORES_BYTES = 1 << 24
-# Longer prompts are hashed in a thread. Others take less than 100 us on the event loop.
+# Prompts of at least this length are hashed in a thread. Others take less than 100 us.
 LONG_PROMPT = 1 << 15  # tokens
 T = TypeVar("T")
 # Fields that a model's generation_config.json may set, each with the value that has no effect.
@@ -53,7 +53,7 @@ _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repeti
 _NO_SAMPLING = GenerateSampling()
 _NOT_ASKED: HiddenStates = False
 _DP_RANKS = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")
-# Stands for an invalid group. No group has this number, so a refusal goes to all groups.
+# Stands for an invalid group. No group has this number, so the refusal goes to all groups.
 _NO_DP_RANK = -1
 _ROOM_MASK = (1 << 63) - 1
 # Distance between rooms derived from one id: 2**64 over the golden ratio, to avoid collisions.
@@ -127,7 +127,7 @@ def choices_of_generate(body: GenerateRequest, prompts: int) -> int:
 async def params_of_generate(
     body: GenerateRequest, prompts: list[PromptIds], limits: RequestLimits
 ) -> list[SamplingParams]:
-    # A body may have one object for thousands of prompts. It is converted only once.
+    # One `sampling_params` object may be for hundreds of prompts. It is converted only once.
     made: dict[int, dict[str, Any]] = {}
     return [
         _params_of_prompt(body, i, prompts, limits, made)
@@ -172,7 +172,10 @@ def _params_of_prompt(
 
 
 def _wants_hidden(body: GenerateRequest, index: int, prompts: int) -> bool:
-    """Return True if the last token's states are wanted. A handoff cannot hold all states."""
+    """Return True if the body asks for the last token's hidden states.
+
+    Raises: RequestError if it asks for the states of all tokens, which a handoff cannot hold.
+    """
     given = _of_prompt(
         "return_hidden_states", body.return_hidden_states, index, prompts, _NOT_ASKED
     )
@@ -277,7 +280,7 @@ def _biases(given: dict[str, float]) -> LogitBias:
 
 
 def check_count(prompts: int, choices: int) -> None:
-    """Check the number of completions before prompts are read. Raises: RequestError."""
+    """Check the number of completions of one body. Raises: RequestError."""
     if not 1 <= prompts * choices <= MAX_COMPLETIONS:
         text = (
             f"the body asks for {prompts * choices} completions (prompts times n), limit "
@@ -344,7 +347,7 @@ def _check_scores(
     choices: int,
     limits: RequestLimits,
 ) -> None:
-    # The log-probabilities count once per choice, because its handoff and answer contain them.
+    # They count once per choice, because the handoff and answer of each choice contain them.
     scores = (
         limits.engine.scores_bytes(len(prompt), one)
         for prompt, one in zip(prompts, params, strict=True)
@@ -362,8 +365,8 @@ def _check_scores(
 
 
 def _check_dp_ranks(body: Rendezvous, *, is_decode: bool) -> None:
-    # A worker of kvflow is group 0. Decode learns the groups of another engine only from its
-    # registry, so this checks the general bound.
+    # A kvflow worker is always group 0. Decode learns how many groups another engine has only from
+    # that engine's registry, so this checks only against `MAX_RANKS`.
     role = "decode" if is_decode else "prefill"
     for name in _DP_RANKS:
         if (given := getattr(body, name)) is None:
@@ -389,7 +392,7 @@ def _check_answer_ids(body: Rendezvous, total: int) -> None:
 
 
 async def with_digests(requests: list[GenerationRequest]) -> list[GenerationRequest]:
-    """Add digests to requests with long prompts. Each is computed once, in a thread."""
+    """Add digests to requests with long prompts. Each prompt is hashed once, in a thread."""
     checked: dict[int, CheckedPrompt] = {}
     for request in requests:
         if len(request.prompt) >= LONG_PROMPT and id(request.prompt) not in checked:
@@ -415,7 +418,7 @@ def rooms_of(body: Rooms, default_port: int) -> list[tuple[int, str, int | None]
         group = _NO_DP_RANK
     named = body.bootstrap_room
     total = len(named) if isinstance(named, list) else 0 if named is None else 1
-    # No leg accepts so many completions, so none waits for any of these rooms.
+    # No leg accepts more than `MAX_COMPLETIONS` rooms, so no leg waits for any of these.
     if total > MAX_COMPLETIONS:
         return []
     found = []
@@ -459,9 +462,9 @@ def _entry(name: str, value: Any, index: int, total: int) -> Any:
 
 
 def prompt_ids(value: Any, most: int = MAX_COMPLETIONS) -> tuple[list[PromptIds], bool]:
-    """Return the prompts in `[1, 2]` or `[[1, 2], [3]]`, and True if it is a list of lists.
+    """Return the prompts in `[1, 2]` or `[[1, 2], [3]]`, and True for a list of lists.
 
-    Raises: RequestError if it mixes the two, or has more than `most` lists.
+    Raises: RequestError if `value` mixes the two, or has more than `most` lists.
     """
     if isinstance(value, list) and len(value) > most and not isinstance(value[0], int):
         raise RequestError(f"{len(value)} lists of token ids are given, limit {most}")

@@ -41,7 +41,7 @@ class GroupPrefillService(PrefillService):
         others: Mapping[int, Status],
         world: tuple[int, int],
     ) -> None:
-        """Make the service of the first rank. `world` is the number of stages, and of shards.
+        """Make the service of the first rank. `world` is (stages, shards).
 
         `others` has the last status of each other rank, and changes while the service runs.
         """
@@ -92,7 +92,7 @@ class GroupPrefillService(PrefillService):
         self._group.refuse(room, cause)
 
     async def flush_cache(self) -> None:
-        # A flush of this rank's cache alone would leave the caches of the other ranks.
+        # Flushing only this rank's cache would not empty the caches of the other ranks.
         self._engine.flush()
 
     def end_requests(self) -> None:
@@ -123,7 +123,7 @@ def _rank_report(rank: int, status: Status | None) -> RankReport:
 
 
 class ShardedDecodeService(DecodeService):
-    """A `DecodeService` over several shards. All run the first shard's steps, over its pages."""
+    """A `DecodeService` over several shards. All of them run the first shard's steps."""
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ class RequestMeter:
 
     def add(self, index: int, tokens: int, now: float) -> None:
         """Record more tokens of completion `index`. They share the time since the previous ones."""
-        # A delta that only releases text has no tokens.
+        # The deltas of a scored prompt and of an abort have no tokens.
         if not tokens:
             return
         measures, since_s = self._measures, now - self._last_at_s[index]
@@ -120,7 +120,7 @@ class RequestMeter:
             trace.completion_tokens = sum(self._counts)
         measures, stream = self._measures, self._stream
         if error is not None or self.failed:
-            # If the client disconnects, aiohttp cancels the handler, or a write fails.
+            # When the client disconnects, aiohttp cancels the handler, or a write fails.
             left = isinstance(error, asyncio.CancelledError | ConnectionError)
             measures.outcomes["aborted" if left else "failed", stream] += len(self._prompts)
             return

@@ -100,7 +100,7 @@ class RoleMetrics(HttpMetrics):
         model: str = "",
         sglang: bool = False,
     ) -> None:
-        """Export the figures of `report` for `role`, with `sglang` also under SGLang's names."""
+        """Export the figures of `report` for `role`. With `sglang`, add SGLang's metrics."""
         super().__init__(self._of_role)
         self.completions = CompletionMeasures()
         self._report, self._role, self._model, self._sglang = report, role, model, sglang
@@ -170,7 +170,7 @@ _RANK_CACHE = (
 
 
 def _ranks(report: Report) -> Iterator[Metric]:
-    """Yield metrics of each of several ranks, labelled with the rank."""
+    """Yield the metrics of every rank, labelled with its number."""
     up = GaugeMetricFamily(
         "kvflow_rank_up", "Whether a rank of the group is there.", labels=["rank"]
     )

@@ -63,9 +63,9 @@ class _OpenAICall:
         """Do nothing: chat completions report no log-probabilities of the prompt."""
 
     def add(self, index: int, delta: Delta) -> None:
-        """Encode the tokens of a whole answer as they come.
+        """For an answer that is not streamed, encode each token when it arrives.
 
-        Encoding all of them at its end would block the loop.
+        Encoding all of them at the end would block the loop.
         """
 
     def answer(self, completions: list[Completion]) -> Any:
@@ -282,7 +282,7 @@ async def _encoded(text: str) -> GrowingText:
     echo = GrowingText()
     async for start in in_turns(range(0, len(text), _ECHO_CHARACTERS)):
         echo.add(text[start : start + _ECHO_CHARACTERS])
-    # The choices share a closed block, instead of each copying it.
+    # All choices share a closed block. Each choice would copy an open one.
     echo.close_block()
     return echo
 

@@ -69,7 +69,7 @@ class CompletionCall(Protocol):
         """Add the log-probabilities of a choice's prompt, before the choice's first delta."""
 
     def add(self, index: int, delta: Delta) -> None:
-        """Add a delta of a choice. Called for each delta in order, before the methods below."""
+        """Add a delta of a choice. Called for each delta in order, before `events` or `answer`."""
 
     def answer(self, completions: list[Completion]) -> Any:
         """Return the JSON body of an answer without streaming."""
@@ -78,7 +78,7 @@ class CompletionCall(Protocol):
         """Return the events that precede the first token."""
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """Return the events for new deltas of a choice. A slow client gets several at once."""
+        """Return a choice's events for new deltas. A slow client gets several deltas at once."""
 
     def id_of(self, index: int) -> str:
         """Return the id of a choice's answer, with which a client can abort it."""
@@ -178,7 +178,7 @@ class CompletionPipeline(Drainable):
         self.service.end_requests()
 
     async def read(self, http: web.Request, kind: type[B]) -> B:
-        """Read a body as `kind`. If it is refused, the rooms that it names are ended."""
+        """Read a body as `kind`. If the body is refused, end the rooms that it names."""
         raw = await http.read()
         try:
             # Decoding long values at once would block the loop for tens of milliseconds.
@@ -263,7 +263,7 @@ class CompletionPipeline(Drainable):
                         await self._write(
                             events, call, arrivals, [Completion() for _ in sources], meter
                         )
-            # A client that disconnected reads no error event.
+            # A client that has disconnected cannot read an error event.
             except ConnectionError:
                 raise
             except Exception as error:
@@ -300,7 +300,7 @@ class CompletionPipeline(Drainable):
             if not batch:
                 await events.keepalive()
                 continue
-            # An error before the first token must be the only event, so the opening events wait.
+            # An error before the first token must be the only event, so `opening` waits until now.
             found = [] if opened else call.opening()
             opened = True
             for index, deltas in self._add(batch, call, completions, meter).items():

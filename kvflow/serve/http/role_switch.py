@@ -1,7 +1,7 @@
 """POST /switch_role: switch between prefill and decode without loading the model or pool again.
 
 A worker can switch only at rest: no request runs, no page is lent, and no write reads a page. With
-`drain_timeout_s`, the worker first refuses new requests and waits for rest, at most that long. A
+`drain_timeout_s`, the worker first refuses new requests and waits for rest for at most that time. A
 switch never ends a running request. The new role starts while the old one is still open. If the
 start fails, the old role continues unchanged. /health answers 503 until the old role is closed, so
 that routers choose other workers.
@@ -29,8 +29,8 @@ from kvflow.serve.http.pipeline import CompletionPipeline
 
 PATH = "/switch_role"
 WorkerRole = Literal["prefill", "decode"]
-# Ended rooms may still lend pages or have writes. No event reports when these end, so a
-# switch polls.
+# Ended rooms may still have lent pages or running writes. No event reports the end of these, so
+# a switch polls.
 REST_CHECK_S = 0.01
 _log = logging.getLogger("kvflow.serve")
 
@@ -92,7 +92,9 @@ class RoleSwitch:
         }
 
     async def switch(self, role: WorkerRole, drain_timeout_s: float = 0.0) -> dict[str, Any]:
-        """Switch to `role`, and return when the worker has it. A cancellation does not stop this.
+        """Switch to `role`, and return when the worker has it.
+
+        Cancelling this call does not stop the switch.
 
         Raises: ConflictError (409) if the worker cannot switch now; SwitchFailedError (500) if the
         new role does not start.
@@ -153,7 +155,7 @@ class RoleSwitch:
     async def _exchange(self, started: RunningRole) -> None:
         old, self._running = self._running, started
         self._pipeline.take_over(started.service)
-        # The new role serves now, and an error of the old one cannot undo the switch.
+        # The new role serves now, so an error while the old one closes cannot undo the switch.
         try:
             await old.close()
         except Exception:  # noqa: BLE001 - logged; the new role is there

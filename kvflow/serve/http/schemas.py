@@ -21,7 +21,7 @@ Temperature = Annotated[float, Meta(ge=0, le=100)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
-# With 0, the request is only for log-probabilities of the prompt, or for an echo.
+# With 0 new tokens, a request only asks for log-probabilities of the prompt, or for an echo.
 TokensOrNone = Annotated[int, Meta(ge=0, le=1 << 24)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Choices = Annotated[int, Meta(ge=1, le=128)]
@@ -47,11 +47,11 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rooms(Body, frozen=True, kw_only=True):
-    """The fields by which both legs use the same room. A body with several
-    completions may have lists.
+    """The fields by which both legs find the same room.
 
-    A refused body is decoded as this type, to notify the other leg. So a wrong type in any other
-    field must not matter here.
+    For several completions, the first three may be lists with one entry per completion. A refused
+    body is decoded as this type, to notify the other leg. So a wrong type in any other field must
+    not matter here.
     """
 
     bootstrap_host: str | list[str | None] | None = None

@@ -3,12 +3,12 @@
 Ranks other than the first have only the figures that they send to it: those of their pools, rooms
 and caches. HiCache's durations and bandwidths are not measured.
 
-A help text such as "See kvflow_retracts." names the metric of kvflow that describes the measure.
-`cache_hit_rate` is the cached share of all prompt tokens since the start; SGLang's is that of its
-last batch. `num_used_tokens` excludes cached pages that no request reads, as in SGLang.
-`num_retracted_reqs` counts requests that are retracted now; SGLang's counts those of its last log
-interval. `mamba_usage` is about state rows, which not every model has. A MB is 2**20 bytes, and a
-GB is 2**30 bytes.
+A help text such as "See kvflow_retracts." names kvflow's own metric for the same measure.
+`cache_hit_rate` is the cached share of all prompt tokens since the start. SGLang's is the share in
+its last batch. `num_used_tokens` excludes cached pages that no request reads, as in SGLang.
+`num_retracted_reqs` counts the requests that are retracted now. SGLang's counts those in its last
+log interval. `mamba_usage` is about state rows, which not every model has. A MB is 2**20 bytes, and
+a GB is 2**30 bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Rank(NamedTuple):
     pp_rank: str
     pages_free: int
     pages_total: int
-    # Number of rooms by state. None if the rooms of the first rank are those of all ranks.
+    # Number of rooms by state. None for a rank that has no rooms of its own.
     rooms: Mapping[str, int] | None
     cache: CacheStats | None
 

@@ -34,7 +34,7 @@ class TextLogprobs:
             self.add(token)
 
     def alone(self, tokens: Iterable[TokenOut]) -> dict[str, Any]:
-        """Return arrays for the next tokens alone, for one chunk of a stream."""
+        """Return arrays for only the next tokens, for one chunk of a stream."""
         found = [self._next(token) for token in tokens]
         return {name: [one[name] for one in found] for name in self._arrays}
 
@@ -45,7 +45,7 @@ class TextLogprobs:
         spelled, start = self._token_bytes(token.token_id), self._end
         self._end += _characters(spelled)
         top: dict[str, float] = {}
-        # `top_logprobs` begins with the most likely token, which keeps its label.
+        # Tokens may share a label. The most likely one comes first, and keeps it.
         for token_id, logprob in token.top_logprobs:
             top.setdefault(_label(self._token_bytes(token_id)), logprob)
         return {

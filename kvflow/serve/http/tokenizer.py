@@ -17,7 +17,7 @@ MAX_BAD_WORDS = 1024
 
 
 class Detokenizer(Protocol):
-    """Incremental detokenization with stop strings, see `engine.scheduler.text.TextStream`."""
+    """Incremental detokenization with stop strings (see `engine.scheduler.text.TextStream`)."""
 
     stopped: str | None
 
@@ -83,7 +83,7 @@ class ThreadedTokenizer:
         return await self._thread.ask(encode_long if self._is_long(text) else encode)
 
     def _is_long(self, text: str) -> bool:
-        # The backend counts tokens without the GIL, because it makes no Python object for each. A
+        # The backend counts tokens without the GIL, because it makes no Python objects for them. A
         # backend that truncates or pads would count wrongly.
         if len(text) <= self._context_length:
             return False
@@ -101,7 +101,7 @@ class ThreadedTokenizer:
         """Return the token ids of each word at the start of a text.
 
         Like vLLM, also return the ids that the word has after a space, if their number is the same
-        and the first one differs. Raises: RequestError.
+        and the first id differs. Raises: RequestError.
         """
         if not words:
             return BadWords()

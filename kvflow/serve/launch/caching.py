@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def check_cache(settings: Settings) -> None:
-    """Check those settings of the cache that can be checked before a model is loaded.
+    """Check the cache settings that can be checked before a model is loaded.
 
     Raises: MisuseError for too little memory, a port in use, or a key file without a key.
     """
@@ -71,7 +71,7 @@ def _is_taken(host: str, port: int) -> bool:
 async def prefix_cache(
     settings: Settings, parts: Parts, *, computes: bool = False, ranks: int = 1
 ) -> AsyncGenerator[PrefixCache | None, None]:
-    """Yield the prefix cache of a worker's pool. All its pages are free again after the block.
+    """Yield the prefix cache of a worker's pool. After the block, all pages of the cache are free.
 
     Yield None if the settings turn the cache off, or if the worker cannot have one and no setting
     asks for it. The latter case is logged. `computes` is True for a worker that computes prompts,
@@ -250,7 +250,7 @@ def _publisher(config: KvEvents, settings: Settings, cache: PrefixCache) -> Even
             media=media,
             key=key,
             limits=StreamLimits(kept_batches=config.buffer_steps),
-            # Numbers grow across restarts, so that subscribers see a gap and request a replay.
+            # Numbers grow across restarts, so that subscribers notice a gap and request a replay.
             first_seq=time.time_ns() // 1_000_000 << 16,
         )
     except MisuseError as error:

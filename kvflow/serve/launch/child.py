@@ -123,7 +123,7 @@ class Child:
         return self.process.returncode or 0
 
     def kill(self) -> None:
-        """Send SIGKILL. A `stop` that waits then returns."""
+        """Send SIGKILL, so that a waiting `stop` returns."""
         if self._process is not None:
             send_signal(self._process, signal.SIGKILL)
 
@@ -176,7 +176,7 @@ def send_signal(process: asyncio.subprocess.Process, number: int) -> None:
 
 
 async def all_read(reading: asyncio.Task[None] | None) -> None:
-    """Wait for the end of stderr. A cancellation leaves the task to other callers like `stop`."""
+    """Wait until stderr is read to its end. Cancelling this call does not cancel `reading`."""
     if reading is not None:
         await asyncio.wait([reading])
 

@@ -78,7 +78,7 @@ def findings() -> Iterator[Finding]:
 
 
 def mooncake_unavailable_reason(module: str = "mooncake.engine") -> str | None:
-    """Return in one line why mooncake, or its `module`, cannot be used, or None if it can."""
+    """Return one line that explains why `module` cannot be used, or None if it can."""
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake is not installed: pip install 'kvflow[mooncake]'"
     wheels = _mooncake_wheels()
@@ -124,7 +124,7 @@ def mori_unavailable_reason() -> str | None:
 
 
 def plane_unavailable_reason(plane: str) -> str | None:
-    """Return in one line why a built-in data plane cannot be used, or None if it seems usable."""
+    """Return one line that explains why a built-in plane is unusable, or None if it seems fine."""
     reasons = {
         "mooncake": mooncake_unavailable_reason,
         "nixl": nixl_unavailable_reason,
@@ -135,7 +135,7 @@ def plane_unavailable_reason(plane: str) -> str | None:
 
 
 def _import_error(module: str) -> str:
-    """Return the error of an import, or "". A broken library may end the child that tries it."""
+    """Import `module` in a child, which a broken library may crash. Return the error, or ""."""
     try:
         probe = subprocess.run(
             [sys.executable, "-P", "-c", f"import {module}"],

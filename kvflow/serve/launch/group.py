@@ -1,7 +1,7 @@
 """A prefill over several ranks. The first rank has the HTTP server and starts the other ranks.
 
-All ranks are processes of one machine. The sockets of their group share a new key, which is not
-stored in any file.
+All ranks are processes on one machine. The group's sockets share a new key, which is not stored in
+any file.
 """
 
 from __future__ import annotations
@@ -341,7 +341,10 @@ async def _rank(spec: PrefillRankSpec, stack: AsyncExitStack, control: Control) 
 
 
 def _settings_of_rank(spec: PrefillRankSpec) -> Settings:
-    """Give each rank its own storage directory. Let only the first rank publish cache events."""
+    """Return the settings with the rank's own storage directory.
+
+    Only the first rank publishes cache events.
+    """
     settings = spec.settings
     return msgspec.structs.replace(
         settings,

@@ -26,7 +26,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _SHOWN_ROOMS = 8
 MAX_MESSAGE = 4096  # characters
 MAX_TRACEBACK = 16_384  # characters
-_MAX_FRAMES = 32  # of each exception in a traceback
+_MAX_FRAMES = 32  # frames of each exception in a traceback
 
 
 def printable(text: str) -> str:

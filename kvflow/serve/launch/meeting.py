@@ -19,7 +19,7 @@ def meeting_directory() -> Iterator[str]:
     found = tempfile.mkdtemp(prefix="kvflow-")
     remover: subprocess.Popen[bytes] | None = None
     try:
-        with contextlib.suppress(OSError):  # there is no shell
+        with contextlib.suppress(OSError):  # raised if there is no shell
             remover = subprocess.Popen(
                 ["/bin/sh", "-c", _REMOVE, "kvflow-meeting", found],
                 stdin=subprocess.PIPE,

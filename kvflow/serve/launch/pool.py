@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvflow.serve")
 DEFAULT_POOL_TOKENS = 65_536
-# One spare row for this many requests, because the row of an ended request may still be copied.
+# One spare row per this many requests, because the row of an ended request may still be copied.
 _MORE_ROWS = 16
 _MOST_EMPTY_PAGES = 1 << 20
 
@@ -44,7 +44,7 @@ def make_pool(
 ) -> PagedPool:
     """Allocate the pool for a model's `streams` in the memory of the model's device. This blocks.
 
-    In each row, `ring_bytes` hold sliding windows. Raises: ConfigError, LayoutError.
+    `ring_bytes` of each row hold sliding windows. Raises: ConfigError, LayoutError.
     """
     has_rows = any(kind.unit == ROW for kind in streams)
     one = build_layout(streams, page_size=settings.page_size, num_pages=1, num_rows=int(has_rows))
@@ -66,7 +66,7 @@ def make_pool(
 def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Staging | None:
     """Allocate host memory for staging, or return None without staging. This blocks.
 
-    A `default_bytes` of 0 means as much as the pool has. Raises: ConfigError.
+    A `default_bytes` of 0 means as many bytes as the pool has. Raises: ConfigError.
     """
     shards = _shards_told_apart(settings, pool)
     if pool.on_host and settings.staging == "auto" and shards == 1:
@@ -82,7 +82,7 @@ def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Sta
 
 
 def _shards_told_apart(settings: Settings, pool: PagedPool) -> int:
-    """Return the number of shards of the prefills if their slices would be tiny, otherwise 1."""
+    """Return each prefill's number of shards if its slices would be tiny, otherwise 1."""
     plane, shards = settings.disaggregation_transfer_backend, settings.disaggregation_prefill_tp
     if shards < 2 or not are_tiny(plane, blocks := from_shards(pool.layout, shards)):
         return 1
@@ -100,8 +100,9 @@ def _shards_told_apart(settings: Settings, pool: PagedPool) -> int:
 def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
     """Allocate the host memory for the state of retracted requests. This blocks.
 
-    Return None if it is not used, or if it cannot be allocated and no setting needs it. Raises:
-    ConfigError.
+    Return None if the memory is not used, or if it cannot be allocated and no setting needs it.
+
+    Raises: ConfigError.
     """
     if not _uses_host_memory(settings):
         return None

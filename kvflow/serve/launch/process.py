@@ -35,7 +35,7 @@ LAST_WORDS_S = 1.0  # time to send errors to the requests that a drain ends
 MAX_OPEN_FILES = 1 << 16
 # Longest time that the event loop waits for a thread that runs Python code. The default is 5 ms.
 SWITCH_INTERVAL_S = 0.001
-# Collections of the middle generation before a full one. The default of Python is 10.
+# Number of middle-generation collections before a full one. Python's default is 10.
 FULL_COLLECTION_THRESHOLD = 1000
 _log = logging.getLogger("kvflow.serve")
 

@@ -27,7 +27,7 @@ log = logging.getLogger("kvflow.serve")
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a rank, which the first rank passes to it.
 
-    In the directory `meeting`, the parts of the model meet. `attempt` is the number of earlier
+    The parts of the model meet in the directory `meeting`. `attempt` is the number of earlier
     starts of the stage.
     """
 
@@ -88,9 +88,9 @@ class RankProcesses:
         """Prepare the ranks. `first` is the first rank's spec, and `command` runs the others.
 
         `on_lost` is called for every rank whose process ended, and for those restarted with it.
-        `on_fatal` is called if the first start of a rank fails, or if the rank that ended is one
-        that the first rank needs. Every rank inherits `descriptors`, and the descriptor that `own`
-        has under the rank's number.
+        `on_fatal` is called if the first start of a rank fails, or if a shard of the first rank's
+        own stage ends. Every rank inherits `descriptors`, and the descriptor that `own` has under
+        the rank's number.
         """
         self._first = first
         self._command = command

@@ -141,7 +141,7 @@ class _Roles:
         self._settings = settings
         self.parts = parts
         self._settings_of = settings_of
-        # Routers know the registry port of the last prefill, so the next one binds it again.
+        # A later prefill binds the same registry port again, because routers know it.
         self._bootstrap_port: int | None = None
         self.metrics = RoleMetrics(model=settings.model_name, sglang=settings.sglang_metrics)
 
@@ -206,7 +206,10 @@ async def _serve(
     http: socket.socket,
     lost: asyncio.Future[KvflowError] | None = None,
 ) -> None:
-    """Serve in either role until a signal or `lost`, whose error is raised. Then close the role."""
+    """Serve in either role until a signal arrives or `lost` completes. Then close the role.
+
+    Raises: the error in `lost`.
+    """
     model = roles.parts.model
     say_what_fits(running.service.limits)
     tokenizer = ThreadedTokenizer(model.tokenizer, model.context_length)

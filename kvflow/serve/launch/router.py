@@ -1,4 +1,7 @@
-"""The router role as a process. It loads no engine, no pool, and a tokenizer only when asked to."""
+"""The router role as a process. It loads no engine and no pool.
+
+It loads a tokenizer only if --tokenizer-path is given.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvflow.serve.engine.scheduler.lockstep import Lockstep
     from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 
-_PREFILL_STAGING_BYTES = 256 << 20  # enough for slices to some twenty decodes
+_PREFILL_STAGING_BYTES = 256 << 20  # enough to stage the slices for some twenty decodes
 Control = tuple[ZmqSocket, int]  # prefill's control socket and its port
 
 

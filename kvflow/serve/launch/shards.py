@@ -1,9 +1,9 @@
 """A decode over several shards. The first shard has all parts of a decode, and each other shard
 only runs the steps.
 
-All shards are processes of one machine and map the same pool. Each step that the first shard sends
-names pages of it. Only the first shard decides who owns a page, what is transferred, and which
-request is retracted.
+All shards are processes on one machine and map the same pool. Each step that the first shard sends
+names pages of this pool. Only the first shard decides who owns a page, what is transferred, and
+which request is retracted.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ async def decode_over_shards(settings: Settings) -> AsyncGenerator[ShardedDecode
 
 
 async def run_shard(spec: DecodeRankSpec) -> None:
-    """Run one of the other shards until a signal, or until the first ends. Raises: KvflowError."""
+    """Run one of the other shards until a signal, or until the first shard ends.
+
+    Raises: KvflowError.
+    """
     async with AsyncExitStack() as stack:
         link = ShardLink(socket.socket(fileno=spec.links[spec.rank]))
         stack.callback(link.close)

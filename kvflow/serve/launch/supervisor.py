@@ -1,6 +1,6 @@
-"""`kvflow up`: a router, prefills and decodes as processes of this machine, which end together.
+"""`kvflow up`: a router, prefills and decodes as processes on this machine, which end together.
 
-The kernel chooses the ports of the workers, which announce them through a pipe. It kills the
+The kernel chooses the ports of the workers, which announce them through a pipe. It also kills the
 children when this process ends, even by kill -9 (`process.die_with_parent`). Unless a control key
 is given, the workers share a new one, which is not stored in any file.
 """
@@ -110,7 +110,7 @@ class Fleet:
         return await first_end(self.children)
 
     async def stop(self, forced: asyncio.Event | None = None) -> None:
-        """Stop router, workers and store in this order.
+        """Stop the router, the workers and the store, in this order.
 
         Once `forced` is set, the router and the workers are killed.
         """
@@ -224,7 +224,7 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
     if not settings.model_path:
         settings = msgspec.structs.replace(settings, model_path=str(DEMO_MODEL_DIR))
         given = {**given, "served_model_name": settings.served_model_name or "kvflow-demo"}
-    # Binding the port here refuses one in use before a model is loaded.
+    # Binding the port here reports a port in use before a model is loaded.
     bound_socket(settings.host, settings.port, "--port").close()
     _announce(
         settings,
