@@ -16,7 +16,7 @@ from kvflow.protocols.pages.plan import Pairing
 
 
 class HostTier:
-    """Host memory for the pages of one pool, laid out page-first. Used on one event loop."""
+    """Host memory for the pages of one pool, laid out page-first. Use it on one event loop."""
 
     def __init__(self, pool: PagedPool, limit_bytes: int) -> None:
         """Allocate and pre-fault the memory. This takes a long time, so call it in a thread.
@@ -44,8 +44,8 @@ class HostTier:
     async def copy(self, source: PageIndices, target: PageIndices, to: Tier) -> bool:
         """Copy pages `source` to pages `target` (int32 [n]) of the tier `to`, device or host.
 
-        Return True if all were copied. The copy has stopped when this returns or raises, even if it
-        raises a cancellation. Raises: TransferError.
+        Return True if all were copied. The copy has stopped by the time this returns or raises,
+        even if the caller is cancelled. Raises: TransferError.
         """
         copy = self._threads[to].start(
             copy_slices,

@@ -7,7 +7,7 @@ and pages that only the host has are copied back for a prompt that begins with t
 tier behind it, pages that arrive on the host are stored, and pages that only storage has are read.
 
 If the model keeps a state per request in addition to its pages, a prefill's cache saves copies of
-states (`states`), and a prompt can begin only with a prefix that ends in a saved state. A decode's
+states (`states`), and a request can reuse only a prefix that ends in a saved state. A decode's
 cache saves no states: prefill always sends the whole row, however many pages decode already has.
 """
 
@@ -69,9 +69,9 @@ class Prefix:
         self._cache, self.end, self._epoch = cache, found.device_end, cache.epoch
         self.pages = found.device_pages  # int32 [n], the first n pages of the prompt
         self.namespace = namespace
-        # A state saved after this many pages would let later prompts match more, see `Match`.
+        # A state saved after this many pages would let later prompts match more (see `Match`).
         self.branch_pages = found.branch_pages
-        # Slot of the `StateStore` with the state at the end of the prefix, until `release_state`.
+        # Slot of the `StateStore` with the state at the prefix's end. None after `release_state`.
         self.state = found.state if cache.states is not None else None
 
     @property
@@ -122,13 +122,13 @@ class PrefixCache:
         storage: StorageTier | None = None,
         states: StateStore | None = None,
     ) -> None:
-        """Register the cache with `pages`, which calls `evict` when it runs short.
+        """Register the cache with the allocator `pages`, which calls `evict` when it runs short.
 
         `close` also closes `host`, the `storage` behind it, and `states`. `write_policy` selects
         the pages that are copied to the host: all kept pages (write_through), those that a later
         prompt finds (write_through_selective), or those about to be evicted (write_back). With
         `events`, changes are recorded, and a publisher can use the cache as its `EventSource`. With
-        `states`, a prompt begins only with a prefix that ends in a saved state.
+        `states`, only prefixes that end in a saved state are matched.
 
         Raises: MisuseError.
         """
@@ -156,7 +156,7 @@ class PrefixCache:
     def match(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
     ) -> Prefix:
-        """Lock and return the longest cached prefix, in whole pages. It may be empty."""
+        """Lock and return the longest prefix on the device, in whole pages. It may be empty."""
         return self._lock(self._look(self._key(tokens, most_tokens), namespace), namespace)
 
     def _lock(self, found: Match, namespace: Namespace) -> Prefix:
@@ -194,7 +194,8 @@ class PrefixCache:
     ) -> None:
         """Read into host memory those pages of `tokens[:most_tokens]` that only storage has.
 
-        A cancellation is raised at once. Pages that were read by then are kept. Errors are logged.
+        A cancellation takes effect at once, and pages that were read by then are kept. Errors are
+        logged.
         """
         if self._tiers is None:
             return
@@ -221,12 +222,13 @@ class PrefixCache:
 
         With `from_storage`, pages that only storage has are read first. The copy takes at most
         `most_pages` device pages, free or evictable. The result is locked in the same turn of the
-        loop in which the copy ends, so that no eviction can come between.
+        loop in which the copy ends, so nothing is evicted in between.
 
-        `taking` is called with the number of pages that the copy takes. Until the copy ends, they
-        are neither free nor cached. In the turn in which it ends, `taking` is called with the
-        negative number, and `locked` with the result. A cancellation stops the copy and drops its
-        pages. Errors are logged, and the result is then what the device has.
+        When a copy begins, `taking` is called with the number of pages that it takes. Until the
+        copy ends, these pages are neither free nor cached. In the turn in which the copy ends,
+        `taking` is called with the same number, negated, and `locked` with the result. A
+        cancellation stops the copy and drops its pages. Errors are logged, and the result is then
+        what the device has.
         """
         key = self._key(tokens, most_tokens)
         if self._tiers is not None:
@@ -256,7 +258,7 @@ class PrefixCache:
         return found.num_pages > found.device_pages.size
 
     async def _fetch(self, tiers: Tiers, key: bytes, namespace: Namespace, most_pages: int) -> None:
-        # Storage has no states, and a prompt can begin only with a prefix that ends in a state.
+        # Storage has no states, so a model that needs states cannot use the pages in it.
         if tiers.storage is None or self.states is not None:
             return
         found = self._look(key, namespace)
@@ -332,11 +334,12 @@ class PrefixCache:
     def keep(
         self, tokens: Tokens, pages: PageIndices, owner: Hashable, prefix: Prefix, priority: int = 0
     ) -> int:
-        """Take over from `owner` the `pages` that `tokens` fill. All of them must be computed.
+        """Take over from `owner` the `pages` that `tokens` fill. All `tokens` must be computed.
 
-        `pages` begins with the pages of `prefix`. If another request added the same tokens
-        meanwhile, this request's duplicates become free. Return how many leading `pages` do not
-        belong to `owner` now, including those of the prefix. They must not be written any more.
+        `pages` begins with the pages of `prefix`. If another request has added the same tokens in
+        the meantime, this request's duplicates become free. Return the number of leading `pages`
+        that `owner` does not own now, those of the prefix included. The request must no longer
+        write to them.
 
         Raises: OwnershipError if `owner` does not own the pages; then no page is taken.
         """
@@ -362,7 +365,7 @@ class PrefixCache:
             self._tiers.save(end)
 
     def take_state(self, owner: Hashable) -> int | None:
-        """Take a slot, if necessary by evicting a state. Return None if all slots are in use."""
+        """Take a slot, and evict a state if no slot is free. Return None if all are in use."""
         assert self.states is not None
         slots = self.states.slots
         if not slots.free_pages:
@@ -374,8 +377,8 @@ class PrefixCache:
     ) -> None:
         """Take over saved states from `owner`. `states` maps token counts to slots.
 
-        A count is the number of tokens before the state. An earlier `keep` took the pages of these
-        tokens. A slot becomes free if the cache already has this state, or was flushed.
+        A count is the number of tokens before the state. Call `keep` with these tokens first. A
+        slot becomes free if the cache already has this state, lacks the pages, or was flushed.
         """
         assert self.states is not None
         for count, state in states.items():
@@ -397,7 +400,7 @@ class PrefixCache:
             self.publisher.notify()
 
     async def close(self) -> None:
-        """End every copy, and free all pages and memory. No request may read them. Idempotent."""
+        """Stop every copy, and free all pages and memory. No request may read them. Idempotent."""
         try:
             if self._tiers is not None:
                 await self._tiers.end()
@@ -424,7 +427,7 @@ class PrefixCache:
         return self._index.evictable_pages
 
     def evict(self, count: int) -> None:
-        """Free `count` pages, or all that no request reads if those are fewer.
+        """Free `count` pages, or all evictable pages if there are fewer.
 
         With write_back, pages that the host lacks are copied first (`leaving_pages`). They are
         freed when the allocator calls again after the copy.

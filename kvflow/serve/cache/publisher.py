@@ -7,10 +7,10 @@ everything that is cached, in place of the batches since `seq`. Numbers are 64 b
 `protocols.cache.stream` describes the answer when the requested batches are no longer kept.
 
 **Events are prompts**: they contain the salts and the token ids of all cached pages, and every
-client that can connect reads them. So the default address is on the loopback, and with a CURVE key
-(`kvflow keygen`) only clients that have the key can connect.
+client that can connect can read them. So the default address is on the loopback interface, and with
+a CURVE key (`kvflow keygen`) only clients that have the key can connect.
 
-The publisher never waits for a subscriber. PUB drops batches that a slow subscriber does not take,
+Publishing never waits for a subscriber. PUB drops batches that a slow subscriber does not take,
 and the number of the next batch reveals the gap. If there are no events, an empty batch is sent
 every `heartbeat_s`. Events recorded in one turn of the loop share a batch, unless they are too many
 for one (`stream.BATCH_BYTES`).
@@ -73,11 +73,12 @@ class EventPublisher:
         heartbeat_s: float = 5.0,
         first_seq: int = 0,
     ) -> None:
-        """Bind both sockets, at `address` and `replay_address` with `rank` added to their ports.
+        """Bind the PUB socket to `address`, and the ROUTER to `replay_address` unless it is None.
 
-        Addresses are "tcp://host:port". Port 0 or * picks a free one. `positional` encodes events
-        as arrays, the older format. `media` has the names of the tiers. With a `key`, only
-        subscribers that have it can connect, and the traffic is encrypted. Raises: MisuseError.
+        `rank` is added to the port of each address (see `numbered_address`). Port 0 or * picks a
+        free port. `positional` encodes events as arrays, the older format. `media` has the names of
+        the tiers. With a `key`, only subscribers that have it can connect, and the traffic is
+        encrypted. Raises: MisuseError.
         """
         self._topic = topic.encode()
         self._heartbeat_s = check_time("heartbeat_s", heartbeat_s, LEAST_WAIT_S)
@@ -129,7 +130,7 @@ class EventPublisher:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return the addresses, under their names in --kv-events-config, and the counters."""
+        """Return the counters, `needs_key`, and the addresses by their --kv-events-config names."""
         needs_key = self._authentication is not None
         addresses = {"endpoint": self.address, "replay_endpoint": self.replay_address}
         return {**addresses, "needs_key": needs_key, **self.stats()._asdict()}
@@ -249,7 +250,7 @@ class EventPublisher:
 
 
 async def _offer(router: zmq.asyncio.Socket, frames: list[bytes]) -> bool:
-    """Return False if the client disconnected, or accepted nothing for STALL_S."""
+    """Send one message. Return False if the client left, or accepted nothing for STALL_S."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + STALL_S
     while True:

@@ -14,17 +14,17 @@ from kvflow.serve.cache.storage.port import Storage, StorageCall, StorageState
 
 
 class StorageTier:
-    """A store and the host memory that it reads from and writes to. Used on one event loop."""
+    """A store and the host memory that it reads from and writes to. Use it on one event loop."""
 
     def __init__(self, store: Storage, host: HostTier) -> None:
-        """Use `store`, which the cache closes, for pages of `host`. Raises: LayoutError."""
+        """Use `store` for pages of `host`. The cache closes the store. Raises: LayoutError."""
         self.store, self._views = store, PageViews(host.memory)
 
     async def put(self, keys: Sequence[bytes], pages: PageIndices) -> bool:
         """Store host pages (int32 [n]) under their digests. Return True if all are in the store.
 
-        This returns once the store no longer reads the pages, so a store that hangs delays it. Do
-        not cancel this before the store is closed.
+        This call returns once the store no longer reads the pages, so a store that hangs delays it.
+        Do not cancel the call before the store is closed.
         """
         # If the store stalls, it may still read the pages after `done` completes.
         call = self.store.put(keys, self._buffers(pages))

@@ -45,14 +45,14 @@ _log = logging.getLogger("kvflow.serve.cache")
 
 
 class TierCounts(msgspec.Struct, kw_only=True):
-    """Counters of pages moved between the tiers since the start."""
+    """Counters of copies between the tiers since the start, in pages unless noted."""
 
     saved_pages: int = 0  # copied to the host
     loaded_pages: int = 0  # copied back to the device
     stored_pages: int = 0  # put into storage
     fetched_pages: int = 0  # read from storage
-    # Pages not copied to the host, because it was full or too many pages waited for a copy. They
-    # are on the device alone, or were evicted from it.
+    # Pages not copied to the host, because it was full, because too many pages waited for a copy,
+    # or because their copy failed under write_back. They are on the device alone, or were evicted.
     unsaved_pages: int = 0
     unstored_pages: int = 0  # not put into storage, because too many pages waited
     lost_pages: int = 0  # missing in storage, or after a missing page in a prompt
@@ -60,7 +60,7 @@ class TierCounts(msgspec.Struct, kw_only=True):
 
 
 class Tiers:
-    """The copies between the tiers of one index. Used on one event loop."""
+    """The copies between the tiers of one index. Use it on one event loop."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Tiers:
 
         `device_pages` is the size of the device's pool. `free` is called with the pages that a
         change of the index freed. It is called even if there are none, since it also publishes
-        events. `on_copied` is called when a copy that `leaving_pages` counted ends.
+        events. `on_copied` is called at the end of each copy that `leaving_pages` counts.
         """
         self.host, self.storage, self.counts = host, storage, TierCounts()
         self._index, self._now, self._free, self._on_copied = index, now, free, on_copied
@@ -91,7 +91,7 @@ class Tiers:
         )
         # By write number: device pages that can be evicted when the write lands.
         self._leaving: dict[int, int] = {}
-        self._given_up = 0  # pages whose write failed since the last `make_way`
+        self._given_up = 0  # pages of `_leaving` whose write failed since the last `make_way`
         self._asking = False  # True while `_ask` runs
 
     @property
@@ -115,14 +115,14 @@ class Tiers:
     def make_way(self, count: int) -> bool:
         """Free at most `count` device pages under write_back.
 
-        Pages that the host has too are freed now. Copies of others begin, and a later call frees
-        those pages. Return False if no page was freed and no page is being copied.
+        Pages that the host has too are freed now. Copies of other pages begin, and a later call
+        frees these. Return False if no page was freed and no page is being copied.
         """
         freed, uncopied = self._index.evict_copied(count)
         self._free(freed)
         left = count - freed.device.size
-        # Pages whose copy failed are evicted without one, so that a failing host does not keep the
-        # device full.
+        # Pages whose copy failed are evicted without a copy, so that a failing host does not keep
+        # the device full.
         lost, self._given_up = min(left, self._given_up), 0
         for end in uncopied:
             wanted = self._index.missing(end, Tier.DEVICE, Tier.HOST)
@@ -190,7 +190,7 @@ class Tiers:
     ) -> None:
         """Read at most `most_pages` pages after `found` from storage, fewer if the host lacks room.
 
-        A cancellation is raised at once. Pages that were read by then are kept.
+        A cancellation takes effect at once, and pages that were read by then are kept.
         """
         assert self.storage is not None
         store, host, epoch = self.storage.store, self.host.pages, self._index.epoch
@@ -212,13 +212,13 @@ class Tiers:
         try:
             await asyncio.shield(call.done)
         finally:
-            # After a cancellation, this completes `done` with the pages read so far.
+            # After a cancellation, this completes `done` with the results so far.
             call.cancel()
-            # Pages of prompts from before a flush must not enter the index again.
+            # If the cache was flushed meanwhile, these pages must not enter the index.
             read = call.done.result() if epoch == self._index.epoch else [False]
             good = read.index(False) if False in read else len(read)
             left, taken = pages[good:], pages[:good].copy()
-            # A call that hangs may still write to these pages, so they become free at its end.
+            # A call that hangs may still write to these pages, so they become free when it returns.
             call.released.add_done_callback(lambda _: host.give_back(left, OWNER))
             whole = tokens[: (start + good) * size]
             self._free(
@@ -231,8 +231,9 @@ class Tiers:
             self.counts.fetched_pages += good
 
     async def end(self) -> None:
-        """End every copy, and close the store. No copy runs when this returns or raises a
-        cancellation (I12). Calls that hang in the store are abandoned, and keep their memory.
+        """Stop every copy, and close the store. When this returns, or raises because the caller was
+        cancelled, no copy runs (I12). Calls that hang in the store are abandoned, and keep their
+        memory.
         """
         await run_to_end(asyncio.ensure_future(self._end()))
 
@@ -278,7 +279,7 @@ class Tiers:
             self._asking = False
         if end.removed or end.detached:
             return
-        # A store that fails also answers 0, although it may have the pages.
+        # A failed lookup counts as absent, even though the store may have the pages.
         if count < len(stored) and _troubles(store) == before:
             self.counts.lost_pages += self._index.lost(end, stored[count])
             self._free(NOTHING)

@@ -8,8 +8,9 @@ counts as absent.
 
 **Identity.** A key is the digest of a page's prefix (`protocols.cache.hashes`). It does not depend
 on the model or on the layout of the bytes, but the identity of the store does (`identity`). Every
-record contains both, with the length and a checksum of its bytes (`record`). A record with another
-header counts as absent.
+record contains the key and the identity, and the length and a checksum of its bytes (`record`). A
+record whose header differs from the expected one counts as absent.
 
-**Holes.** A missing page does not hide those that follow it, and is stored again later.
+**Holes.** A prompt's pages are read up to the first missing one. That page and the pages after it
+are stored again the next time that pages of the prompt are stored (`serve.cache.tiers`).
 """

@@ -9,7 +9,7 @@ PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
 
 class Breaker:
-    """A circuit breaker. Failures in a row or `open` open it. A successful probe closes it.
+    """A circuit breaker. Consecutive failures or `open()` open it. A successful probe closes it.
 
     After it closes, a single failure opens it again, for twice as long. Once a call succeeds, the
     count of failures and the pause start anew.
@@ -50,8 +50,8 @@ class Breaker:
     def probed(self, works: bool) -> None:
         """Record the result of a probe. The breaker closes if the store `works`."""
         if works:
-            # The count stays one below the limit, and the pause is not reset: a store that answers
-            # probes but fails real calls is paused again after one failure.
+            # The count is one below the limit now, and the pause is not reset. So a store that
+            # answers probes but fails real calls is paused again after one failure.
             self.is_open, self.pause_s, self._failures = False, 0.0, self._limit - 1
         else:
             self._grow()

@@ -48,7 +48,8 @@ class Disk:
     def read(self, path: str, header: bytearray, value: memoryview) -> int:
         """Fill `header` and `value` from the start of a file, and mark the file as used now.
 
-        Return the number of bytes read: one more than both hold if the file is too long.
+        Return the number of bytes read. If the file is too long, this is one more than `header` and
+        `value` hold.
         """
         descriptor = os.open(path, os.O_RDONLY)
         try:

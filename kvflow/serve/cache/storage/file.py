@@ -6,18 +6,18 @@
 
 **A torn write is never read back.** A file is written under `writing/` and renamed when it is
 complete. So a process that is killed leaves whole pages, and files under `writing/` that the next
-start removes. Damage by a crash of the machine or by the medium is found when a file is read: if
-its header or checksum is wrong, the file is removed and the page counts as absent.
+start removes. Damage from a machine crash or a faulty disk is found when a file is read: if its
+header or checksum is wrong, the file is removed and the page counts as absent.
 
-**fsync** is off by default: the bytes survive the process anyway, and a cache may lose pages. An
-error of the medium during the kernel's write-back then shows only at the next read. With `sync`,
+**fsync** is off by default: the bytes survive the process anyway, and a cache may lose pages. A
+disk error during the kernel's write-back is then noticed only at the next read. With `sync`,
 each file is synced before its rename, and its folder after it, so that a stored page survives a
 crash of the machine. That costs 1 to 7 ms per page on a virtual disk, instead of 0.1 ms.
 
 **One process** has the list of files, their order of use and their total size in its memory. A
-second one would evict files that the first one lists, so a lock excludes it. The kernel releases
-the lock when its owner ends. Ranks and roles that hold different parts of a model have different
-identities, so they can share DIRECTORY. Each has its own capacity.
+second process would evict files that the first one lists, so a lock keeps it out. The kernel
+releases the lock when its owner exits. Ranks and roles that hold different parts of a model have
+different identities, so they can share DIRECTORY. Each has its own capacity.
 
 The order of use survives a restart: a read sets the modification time of the file.
 """
@@ -89,7 +89,7 @@ class FileBackend:
         return self._index.used_bytes
 
     def open(self) -> None:
-        """Take the lock, remove incomplete files, and list the pages, in some 10 us per file.
+        """Take the lock, remove incomplete files, and list the pages (some 10 us per file).
 
         Raises: MisuseError if the directory cannot be used, or another process uses it.
         """
@@ -207,9 +207,9 @@ class FileBackend:
         return results
 
     def _remove(self, entries: Sequence[Entry]) -> bool:
-        """Remove files that are no longer listed. After a failure, return False.
+        """Remove files that are no longer listed. Stop at the first failure, and return False.
 
-        The files that remain then still count as used.
+        The files that could not be removed still count as used.
         """
         for n, entry in enumerate(entries):
             try:
@@ -243,7 +243,7 @@ class FileBackend:
                     f"storage directory {self._folder} is in use by process {owner or 'unknown'}: "
                     "give each process a directory of its own"
                 ) from None
-            # Another process reads this id only for its error text.
+            # A process that cannot take the lock reads this id for its error message.
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
             stack.pop_all()

@@ -43,9 +43,10 @@ class FileIndex:
             return len(self._entries)
 
     def rebuild(self, found: Iterable[Entry]) -> list[Entry]:
-        """Fill the index with files, least recently used first. Return those that must be removed.
+        """Fill the index with files, least recently used first. Return the files to remove.
 
-        These share a key with a later file, or are beyond the capacity.
+        These are files with the same key as a later one, and the least recently used files beyond
+        the capacity.
         """
         with self._lock:
             surplus = []
@@ -76,7 +77,8 @@ class FileIndex:
     def reserve(self, key: bytes) -> tuple[Entry | None, list[Entry]]:
         """Reserve a new file for `key`. Return it, and the files to remove before it is written.
 
-        Those are no longer listed. The new file is None if files being written fill the capacity.
+        The files to remove are no longer listed. The new file is None if files being written fill
+        the capacity.
         """
         with self._lock:
             leaving = []
@@ -105,7 +107,7 @@ class FileIndex:
             self._stuck.extend(entries)
 
     def commit(self, entry: Entry) -> bool:
-        """List a complete file. Return False if its key is listed: abandon the file then."""
+        """List a complete file. Return False if its key is already listed: call `abandon` then."""
         with self._lock:
             if entry.key in self._entries:
                 return False

@@ -104,7 +104,7 @@ class GuardedStorage:
 
     @property
     def hung(self) -> int:
-        """Number of abandoned calls that still run. Each keeps a thread and its buffers."""
+        """Number of abandoned calls that are still running. Each keeps a thread and its buffers."""
         return sum(lane.hung for lane in (self._puts, self._gets, self._lookups))
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:
@@ -127,7 +127,7 @@ class GuardedStorage:
         return found.index(False) if False in found else len(found)
 
     async def close(self) -> None:
-        """Cancel every call, then close the backend. Each step has `close_s` to end. Idempotent."""
+        """Cancel every call, then close the backend. Each step may take `close_s`. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -218,7 +218,7 @@ class _Side:
         self._later()
 
     def close(self) -> asyncio.Future[None] | None:
-        """Schedule no more probes. Return the one under way, if any."""
+        """Stop scheduling probes. Return the probe under way, or None."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -283,7 +283,7 @@ class _Lane:
 
     @property
     def admits(self) -> bool:
-        """True while the breaker is closed and at least one thread does not hang."""
+        """True while the breaker is closed and at least one thread is not hung."""
         return not self._side.breaker.is_open and self.hung < self._limit
 
     def start(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:

@@ -18,11 +18,11 @@ trouble, so all of this runs in the threads of `guarded`. Measured with 0.3.13 (
   page is looked up before it counts as stored.
 
 **Mooncake's engine never accesses the caller's buffers.** After an error, a transfer may continue
-although its call returned, and the engine does not report its end. So records pass through memory
-that this backend never frees. A page is first copied from this memory to the caller's buffer, and
-then verified (`record`). So late bytes cannot reach a verified page. The checksum also protects
-against an expired lease, against memory that the store has since given to another page, and
-against a process that died during its put.
+even though its call has returned, and the engine does not report when it ends. So records pass
+through memory that this backend never frees. A page is first copied from this memory to the
+caller's buffer, and then verified (`record`). So late bytes cannot reach a verified page. The
+checksum also protects against an expired lease, against memory that the store has since given to
+another page, and against a process that died during its put.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PEER_TO_PEER = "P2PHANDSHAKE"  # clients find each other without a metadata serv
 CONNECT_S, ASK_S = 0.5, 10.0
 MORE_LOOKS, LOOK_S = 5, 0.01
 NO_ROOM, NOT_READY, NOT_FOUND = -200, -703, -704
-# This process can never read a record with one of these statuses: it counts as damaged.
+# A get with one of these statuses would fail again, so the record counts as damaged.
 OTHER_SIZE, UNREADABLE = -600, -800
 # The engine reads these environment variables when it is loaded.
 _ENVIRONMENT = {
@@ -78,7 +78,7 @@ log = logging.getLogger("kvflow.storage")
 
 
 class MooncakeBackend:
-    """A `port.Backend` over a Mooncake Store, which it reaches by TCP."""
+    """A `port.Backend` that reaches a Mooncake Store over TCP."""
 
     name = "mooncake"
     pages_at_once = 256
@@ -94,11 +94,11 @@ class MooncakeBackend:
         metadata_server: str = PEER_TO_PEER,
         local_bytes: int = LOCAL_BYTES,
     ) -> None:
-        """Make a store for pages of `value_bytes`. It connects in `open`.
+        """Make a store for pages of `value_bytes`. `open` connects it to the master.
 
         `master` is host:port. Other clients reach this process at `host`. `identity` comes from
         `identity.identity_of`. This process lends `lent_bytes` of memory to the store, for pages of
-        any process. These pages are lost when this process ends. All clients must have the same
+        any process. These pages are lost when this process exits. All clients must have the same
         `metadata_server`. The client allocates `local_bytes` for its own work. Raises: MisuseError.
         """
         self._address = _parsed(master)

@@ -18,7 +18,7 @@ class Result(IntEnum):
     FAILED = 0
     """The store had an error, or was not called because of an earlier error."""
     DONE = 1
-    """Put, lookup: the page is in the store. Get: the buffer has all its bytes, unchanged."""
+    """Put, lookup: the page is in the store. Get: the buffer has all bytes of the page, intact."""
     ABSENT = 2
     """Get, lookup: the page is not in the store. Put: there is no room for it."""
     DAMAGED = 3
@@ -49,7 +49,7 @@ class StorageCounts(msgspec.Struct):
     waited.
     """
     trips: int = 0
-    """Times that a breaker opened."""
+    """How often a breaker opened."""
 
 
 class StorageState(StorageCounts, kw_only=True):
@@ -82,7 +82,7 @@ class StorageCall(Protocol):
 
 
 class Storage(Protocol):
-    """A store of pages of one identity, for one event loop. Its errors only show in results."""
+    """A store for pages of one identity, for one event loop. Store errors only show in results."""
 
     name: str
     value_bytes: int  # size of one page
@@ -134,7 +134,7 @@ class Backend(Protocol):
     """Largest number of pages in one put or get, which cannot be stopped part-way."""
 
     def open(self) -> None:
-        """Open the store. Called before all else. Raises: MisuseError for a permanent error."""
+        """Open the store. This is called first. Raises: MisuseError for a permanent error."""
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]: ...
 
@@ -148,4 +148,4 @@ class Backend(Protocol):
     def probe_writes(self) -> None: ...
 
     def close(self) -> None:
-        """Close the store. Called once, when no other call runs."""
+        """Close the store. This is called once, while no other call runs."""

@@ -53,7 +53,7 @@ class KeptMemory:
 class DecodeSteps(Step):
     """A packed step of decoding rows. It can `advance` to the later steps of a plan.
 
-    A plan has `MOST_STEPS` steps of the same rows, or fewer if the pages of a row are full earlier.
+    A plan has `MOST_STEPS` steps of the same rows, or fewer if a row's pages fill up earlier.
     The first step gathers the states into memory with space for the keys of all planned steps. Each
     step adds its new states to that memory as well as to the pages, so that later steps read no
     pages. Streams without such memory (see `KeptMemory`) are gathered in every step.

@@ -62,7 +62,7 @@ def place_on(device: torch.device) -> Place:
 def wait_for(device: torch.device) -> None:
     """Block until the device finishes all work that this thread queued. On the CPU, return at once.
 
-    Raises: the error of any work that failed on the device.
+    Raises: the error from any work that failed on the device.
     """
     if device.type != "cuda":
         return

@@ -152,9 +152,9 @@ def load_model(
     For `attention`, "auto" is packed mode if that works, otherwise pad mode. For `device`, see
     `find_device`; for `sliding_window_rows`, see the module `windows`.
 
-    A model may be divided over `part.ranks` processes of this machine, each of which loads one
-    `part`. They find each other through `meeting`, and each call returns when all of them are
-    ready. One process cannot run two shards.
+    A model may be divided over `part.ranks` processes on this machine, each of which loads one
+    `part`. The processes find each other through `meeting`, and each call returns when all of them
+    are ready. One process cannot run two shards.
 
     Raises: MisuseError, with a one-line text, for an unknown path, dtype or device, an unsupported
     model, missing weights, a failed self-test, or a model that cannot be divided into such parts;

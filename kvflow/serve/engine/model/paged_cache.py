@@ -2,7 +2,7 @@
 
 Each layer writes its K, V and indexer keys to pages, or its K and V to rings, and gathers them from
 there. Models change the states of conv and recurrent layers in place, each in a different way. So
-the states of all layers are copied out of their rows before a forward, and copied back after it.
+these states are copied out of their rows before a forward, and copied back after it.
 """
 
 from __future__ import annotations

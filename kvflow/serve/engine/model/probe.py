@@ -49,7 +49,7 @@ class LayerStreams(NamedTuple):
 
     @property
     def has_states(self) -> bool:
-        """True if the layer keeps conv or recurrent states. They depend on a prompt's chunks."""
+        """True if the layer keeps conv or recurrent states, which depend on a prompt's chunks."""
         return any(kind.unit == ROW for kind in self.beside)
 
     @property

@@ -181,9 +181,9 @@ class Runner:
     ) -> torch.Tensor:
         """Call the model, and return logits [tokens, vocabulary].
 
-        A single row yields the logits of all tokens for which the model returns them, and several
-        rows those of each row's last token. Wanted hidden states are appended to each token's
-        logits.
+        For a single row, these are the logits of all tokens for which the model returns them. For
+        several rows, they are the logits of each row's last token. If hidden states are wanted,
+        those of each token are appended to its logits.
         """
         more: dict[str, Any] = {"attention_mask": mask, self._cache_argument: self._cache}
         if self._takes_positions:

@@ -39,7 +39,7 @@ class ModelThread:
     ) -> None:
         """`device` is None if a step leaves no work behind when the thread returns.
 
-        `wait_for_others` blocks until each of the other processes that run these steps has ended
+        `wait_for_others` blocks until each of the other processes that run these steps has finished
         them, or has exited.
         """
         self._executor, self._places, self._layout, self._device = executor, places, layout, device
@@ -48,7 +48,7 @@ class ModelThread:
     async def run(self, sequences: Sequence[sequence.Sequence], work: Callable[[], T]) -> T:
         """Run `work` in the model thread, and wait for its end even if this coroutine is cancelled.
 
-        Raises: what `work` raises.
+        Raises: any error from `work` or from the device.
         """
         pages = np.concatenate([s.pages for s in sequences])
         rows = np.concatenate([s.rows for s in sequences])

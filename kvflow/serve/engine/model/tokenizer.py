@@ -15,7 +15,7 @@ from kvflow.serve.engine.model.source import locate
 def load_tokenizer(source: str, name: str) -> Any | None:
     """Load a tokenizer from a directory or a Hugging Face name.
 
-    Returns None if there is none. `name` appears in error messages.
+    Returns None if there is no tokenizer. `name` appears in error messages.
 
     Raises: MisuseError if a directory has tokenizer files that cannot be loaded.
     """

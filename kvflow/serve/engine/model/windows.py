@@ -24,7 +24,9 @@ MOST_TOKENS = 256
 LEAST_WINDOWS = 8
 
 RingChoice = Literal["never", "try", "need"]
-"""The use of rings; "try" uses them if the model passes its self-test with them."""
+"""Whether to use rings. "try" and "need" use them if the model passes its self-test with them.
+Otherwise "try" uses pages, and "need" refuses the model.
+"""
 
 
 def choose_rings(layers: Layers, setting: str, attention: str, context_length: int) -> RingChoice:

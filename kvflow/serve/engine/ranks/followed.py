@@ -13,7 +13,7 @@ from kvflow.serve.engine.scheduler.rooms import PrefillRoomPort
 
 
 class FollowedRoom(PrefillRoomPort, Protocol):
-    """A request's room at a following rank; `prefix_tokens` is known after the match."""
+    """A request's room at a following rank. `prefix_tokens` is known once the halves have met."""
 
     @property
     def prefix_tokens(self) -> int: ...

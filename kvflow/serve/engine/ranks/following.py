@@ -29,7 +29,7 @@ _Between = wire.Drop | wire.Preempt | wire.Keep | wire.Find | wire.Flush
 
 
 class _GenerationOverError(Exception):
-    """Raised to abandon work for a generation that ended."""
+    """Raised to abandon work for a generation that has ended."""
 
 
 class StepFollower:
@@ -71,7 +71,7 @@ class StepFollower:
         self._owner = owner
         self.requests: dict[int, Followed] = {}  # by ticket
         self._loads = Loads(steps, prefetch, self._answer)
-        # The number of the first rank's question, by ticket, for requests that still load.
+        # The number of the first rank's question, by ticket, for requests that are still loading.
         self._questions: dict[int, int] = {}
         self.failed_steps = self.dropped = 0
         # Tickets that the first rank dropped before they were opened here.
@@ -80,7 +80,7 @@ class StepFollower:
         self._generation = self._step = 0
         self._open = self._over = self._stepping = self._finishing = False
         self.unusable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails when no other generation can begin in this process."""
+        """Fails once no further generation can begin in this process."""
         self._failed = 0  # the last generation in which a step failed here
         self._queue: deque[wire.Plan | _Between] = deque()
         self._wake = asyncio.Event()
@@ -116,7 +116,7 @@ class StepFollower:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s ended", task.get_name(), exc_info=error)
-            # Without this task the process would go on, and the first rank would wait forever.
+            # If only this task ended, the first rank would wait for this process forever.
             self._give_up(
                 LostError(f"the steps of this rank have ended: {type(error).__name__}: {error}")
             )
@@ -205,8 +205,9 @@ class StepFollower:
     def _end(self, cause: Cause, failed: int | None = None) -> None:
         """End the generation: abort the running step, after which `_run` frees all places.
 
-        Unless a step failed at one of them, the shards of the first stage instead run the announced
-        steps to their end, because the first rank waits for the other shards within each layer.
+        The shards of the first stage instead run the announced steps to their end, because the
+        first rank waits for the other shards within each layer. If a step failed at one of these
+        shards, they abort too.
         """
         if self._open:
             self._open, self._over = False, True
@@ -325,7 +326,7 @@ class StepFollower:
         self._socket.send(wire.encode(wire.Found(number=number, tokens=tokens)))
 
     def _give_back(self, found: Followed) -> None:
-        """Free the places of a request, or unlock its cached pages; stop its load. Idempotent."""
+        """Stop a request's load, and free its places or unlock its cached pages. Idempotent."""
         request, found.request = found.request, None
         if request is not None:
             self._loads.stop(request)

@@ -31,7 +31,7 @@ class _Asked:
     """One request of a client.
 
     `computing` is set once the request is open at this rank, and `started` once the group starts
-    it. `unopened` are the ranks that have not reported yet that it is open there.
+    it. `unopened` has the ranks that have not yet reported the request as open.
     """
 
     group: GroupRequest
@@ -72,7 +72,7 @@ class PrefillGroup:
 
     @property
     def unavailable_reason(self) -> str:
-        """The reason why no request can be served now; empty when one can."""
+        """The reason why no request can be served now. Empty while requests can be served."""
         return self._leader.leader.unavailable_reason or self._steps.unavailable_reason
 
     @property
@@ -101,8 +101,9 @@ class PrefillGroup:
         tokens that all of them have cached under `namespace` are not computed again. A cancellation
         ends the request on all ranks, unless the first token is already known.
 
-        Raises: MisuseError, CapacityError, or LostError while a rank is missing; every rank then
-        refuses decode's half. Once the request is open, the error with which the group ended it.
+        Raises: MisuseError, CapacityError, RoomInUseError, AbortedError while shutting down, or
+        LostError while a rank is missing. Every rank then refuses decode's half. If the group ends
+        the request after it was opened, this raises the request's error.
         """
         try:
             self._check(prompt, params)
@@ -258,7 +259,7 @@ class PrefillGroup:
         asked = self._asked.get(ticket)
         if asked is None or asked.computing is None or started.room.ended:
             return
-        # The group already decided on the request, so no step may name it.
+        # The group has already decided on the request, so no step may name it.
         if ticket not in self._leader.leader.requests:
             return
         asked.started = True

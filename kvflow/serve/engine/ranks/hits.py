@@ -49,7 +49,7 @@ class HitVotes:
         return self._last
 
     def answer(self, rank: int, number: int, tokens: int) -> Agreed | None:
-        """Record an answer. Returns the agreement if no answer is missing any more, else None."""
+        """Record an answer. Returns the agreement if this was the last answer, else None."""
         question = self._questions.get(number)
         if question is None or rank not in question.missing:
             return None

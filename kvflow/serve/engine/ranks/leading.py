@@ -28,10 +28,10 @@ class Neighbours(Protocol):
 
     @property
     def broken(self) -> bool:
-        """True if no other generation can begin in this process."""
+        """True if no further generation can begin in this process."""
 
     def abort(self, *, shards: bool = True) -> None:
-        """Make every call raise until `begin`, including a call that waits.
+        """Make every call raise until `begin`, including a call that is waiting.
 
         With `shards` False, calls that wait for another shard of this stage continue.
         """
@@ -62,9 +62,10 @@ class StepLeader:
         """`shards` is the number of ranks in each stage. `places` are the numbers of pages and rows
         at this rank.
 
-        `on_opened` is called with a rank and a ticket, `on_agreed` with a ticket and the number of
-        its prompt's tokens that all ranks have cached, `on_broken` with the cause when a generation
-        ends, and `on_unusable` when no other generation can begin in this process.
+        `on_opened` is called with a rank and a ticket. `on_agreed` is called with a ticket and the
+        number of its prompt's tokens that all ranks have cached. `on_broken` is called with the
+        cause when a generation ends, and `on_unusable` when no further generation can begin in this
+        process.
         """
         self._socket, self._world_size, self._neighbours = socket, world_size, neighbours
         self._shards = shards
@@ -112,7 +113,7 @@ class StepLeader:
 
     @property
     def unavailable_reason(self) -> str:
-        """The reason why no step can run; empty when one can."""
+        """The reason why no step can run now. Empty while steps can run."""
         if self._open:
             return ""
         missing = [str(rank) for rank in range(1, self._world_size) if rank not in self._hellos]
@@ -238,9 +239,9 @@ class StepLeader:
         for peer, rank in self._ranks.items():
             if not self._socket.send(frame, peer) and self._open:
                 log.warning("rank %d cannot be reached", rank)
-                # End the generation in the next turn of the loop. Then every rank has this message,
-                # and the announced step has begun here and holds its pages. If the step did not
-                # begin, the other shards of this stage would run it, and wait for this one.
+                # End the generation in the next turn of the loop, when every rank has this message,
+                # and the announced step has begun here and holds its pages. If the step never began
+                # here, the other shards of this stage would still run it, and wait for this one.
                 asyncio.get_running_loop().call_soon(self._unreachable, peer, rank)
 
     def _unreachable(self, peer: bytes, rank: int) -> None:
@@ -289,7 +290,7 @@ class StepLeader:
             self.dropped += 1
             return
         before = self._hellos.get(hello.rank)
-        # This Hello comes from a new process of the rank, or the rank left the generation.
+        # During a generation, a Hello means that the rank left it, or has a new process.
         if self._open:
             self._end(Cause(Code.PEER_LOST, f"rank {hello.rank} of the group has begun anew"))
         if before is not None and before.member != hello.member:

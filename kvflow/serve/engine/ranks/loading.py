@@ -1,4 +1,4 @@
-"""Waiting until a rank is ready: decode's half has arrived, and so have pages from storage."""
+"""Waiting until a rank is ready: decode's half has arrived, and the fetch from storage is over."""
 
 from __future__ import annotations
 

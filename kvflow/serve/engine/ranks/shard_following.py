@@ -26,7 +26,9 @@ class ShardFollower:
     def __init__(
         self, model: LoadedModel, link: wire.ShardLink, executor: Threads, process: ProcessIdentity
     ) -> None:
-        """`executor` runs the model thread. The first shard may kill this process, `process`."""
+        """`executor` runs the model thread. `process` identifies this process, which the first
+        shard may kill.
+        """
         self._model, self._link, self._executor, self._process = model, link, executor, process
         self._sequences: dict[int, Sequence] = {}  # of the last step, by number
         self._pool: PagedPool | None = None

@@ -27,7 +27,7 @@ _REASON_S = 0.1
 
 
 class ShardGroupPort(Protocol):
-    """The connections among the shards within a step."""
+    """The connections that the shards use within a step."""
 
     def abort(self) -> None:
         """Make a step that waits for another shard raise, and every later step too.
@@ -49,7 +49,8 @@ class _Shard:
 class _Told:
     """A sequence that the other shards know, and how many of its pages they know.
 
-    This keeps the sequence alive as long as they know it, so that no other object gets its `id`.
+    This keeps the sequence alive as long as the shards know it, so that no other object gets its
+    `id`.
     """
 
     __slots__ = ("number", "pages", "sequence")
@@ -62,7 +63,7 @@ class ShardLeader:
     """Implements `Followers` over the links to the other shards, which are numbered from 1.
 
     A step ends when every shard reports its end. If a shard is lost, closes its connection or falls
-    silent, or if a step fails anywhere, no other step can run, and the first shard kills the
+    silent, or if a step fails anywhere, no further step can run, and the first shard kills the
     processes of all others. A wait for the end of a step then returns only when they are dead,
     since until then they may write into the pool.
     """
@@ -129,7 +130,7 @@ class ShardLeader:
         return len(self._told)
 
     def lost(self, number: int, why: str) -> None:
-        """Report that the process of a shard has ended. Any thread may call this."""
+        """Report that a shard is lost, and why. Any thread may call this."""
         self._lose(LostError(f"shard {number} of the model is gone: {why}"))
 
     # --- Followers

@@ -1,7 +1,7 @@
 """Messages between the first shard of a decode and the other shards: announcements of steps, and
 reports of their end.
 
-A socket pair that no other process can use connects the first shard with each of the others. Calls
+A socket pair, which no other process can use, connects the first shard to each other shard. Calls
 at both ends block. The thread that runs a step announces it, so no step runs unannounced.
 """
 
@@ -76,7 +76,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
 
 class Rest(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """Announces that no step follows soon, so that shards forget all sequences."""
+    """Announces that no step follows soon, so the shards forget all sequences."""
 
 
 ToFirstShard = Hello | Ended | Alive

@@ -2,11 +2,11 @@
 the messages of the ranks' group.
 
 Each frame is one message: a msgpack array that begins with its tag. Messages travel in order, over
-one connection per rank. The first rank announces (`ToOthers`), the others report (`ToFirst`).
+one connection per rank. The first rank announces (`ToOthers`), and the others report (`ToFirst`).
 
 A generation is a period in which every rank takes part in every step. It ends when a rank is lost
-or a step fails. With its next `Hello`, each rank states that it holds nothing of the generation any
-more.
+or a step fails. With its next `Hello`, each rank states that it no longer holds anything of the
+generation.
 """
 
 from __future__ import annotations
@@ -153,7 +153,10 @@ class Preempt(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=Tr
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=16):
-    """Announces that the group started this request, which keeps its places and may be sent."""
+    """Announces that the group started this request.
+
+    The request keeps its places, and its pages may be sent.
+    """
 
     ticket: _Number
 
@@ -172,14 +175,14 @@ class Find(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True,
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=18):
-    """Announces that every rank has to flush its cache.
+    """Instructs every rank to flush its cache.
 
     Each rank also releases the prefixes that it locked for requests that no step has named yet.
     """
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=14):
-    """Announces that the generation ended; `failed` is the rank whose step failed, if one did.
+    """Announces that the generation has ended. `failed` is the rank whose step failed, or None.
 
     Each rank ends the running step, and frees what the generation took.
     """
@@ -223,7 +226,7 @@ _PROMPTS = msgspec.msgpack.Decoder(GroupPrompt)
 def parse_prompt(data: bytes) -> GroupPrompt:
     """Decode a request of the group.
 
-    Raises: WireError, MisuseError for sampling parameters outside their limits.
+    Raises: WireError, or MisuseError for sampling parameters outside their limits.
     """
     try:
         found = _PROMPTS.decode(data)

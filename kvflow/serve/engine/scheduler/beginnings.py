@@ -3,7 +3,7 @@ same token.
 
 The first rank gives a request its places, which include the pages that its own cache has, and asks
 the other ranks how much they have cached. No step names the request until all of them answer. If
-one of them has less, the request frees its places and takes others, perhaps a moment later. It is
+one of them has less, the request frees its places and takes new ones, perhaps a moment later. It is
 certain to get them, because all prompts that have places fit into every pool, even without a cache.
 """
 
@@ -72,7 +72,7 @@ class Beginnings:
             self._begin(request)
 
     def forget(self, request: PrefillRequest) -> None:
-        """Forget a request that ended or loses its places. Idempotent."""
+        """Forget a request that has ended or loses its places. Idempotent."""
         self._short.pop(id(request), None)
         request.agreed, request.is_asking = None, False
 

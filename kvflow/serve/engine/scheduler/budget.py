@@ -22,7 +22,7 @@ from kvflow.memory.page_waiter import PageWaiter
 from kvflow.protocols.errors import CapacityError, KvflowError
 
 # While no request runs, all pages that are neither free nor cached are in quarantine.
-# A request that needs them fails after this time, so that others get the free ones.
+# A request that needs them fails after this time, so that others get the free pages.
 STUCK_S = 20.0
 DECAY_STEPS, LEAST_SHARE, RETRACT_STEPS = 600, 0.14, 20  # values of SGLang's scheduler
 MOST_TOKENS_AHEAD = 4096  # the most new tokens that count in a promise, as in SGLang
@@ -44,7 +44,9 @@ class NewTokenRatio:
         self.now = max(self._least, self.now - steps * (self._initial - self._least) / DECAY_STEPS)
 
     def retracted(self, generated: int, limit: int, running: int) -> None:
-        """Raise the share: `running` requests generated `generated` of at most `limit` tokens."""
+        """Raise the share to what `running` requests need. So far they have generated `generated`
+        of at most `limit` tokens.
+        """
         self.now = max(self.now, min(1.0, (generated + RETRACT_STEPS * running) / max(1, limit)))
 
     def rest(self) -> None:
@@ -107,7 +109,7 @@ class Admission:
     def has(self, pages: int) -> None:
         """Promise `pages` fewer pages, because the request has that many cached pages.
 
-        If the number is negative, the request lost cached pages, and they are promised again.
+        If `pages` is negative, the request lost cached pages, and that many are promised again.
         """
         self.total, self.base = max(self.taken, self.total - pages), max(0, self.base - pages)
         if pages > 0:
@@ -126,8 +128,8 @@ class Admission:
     def place(self) -> tuple[bool, int, int]:
         """The sort key in the queue.
 
-        Retracted requests come first, since their readers already have tokens; then priority
-        decides, then age.
+        Retracted requests come first, since their readers already have tokens. Among equals, a
+        higher priority comes first, and then an earlier arrival.
         """
         return not self.away, -self.priority, self.number
 
@@ -192,7 +194,7 @@ class PageBudget:
         return sum(a.opening for a in self._live)
 
     def reclaim(self, count: int) -> None:
-        """Make the cache evict pages until `spare` is `count`; evict none if that is impossible."""
+        """Make the cache evict pages until `spare` reaches `count`. Evict none if it cannot."""
         if self._pages.reclaimables:
             self._pages.reclaim(self._opening + count)
 
@@ -304,7 +306,7 @@ class PageBudget:
 
     def _promised(self, admissions: Iterable[Admission]) -> int:
         ratio, ahead = self._ratio.now, self._most_ahead
-        # Every end of a request computes this sum, so the common case calls no methods.
+        # This sum is computed whenever a request ends, so the common case calls no methods.
         if ratio >= 1:
             return sum(a.total - a.taken for a in admissions)
         return sum(a.outstanding(ratio, ahead) for a in admissions)

@@ -42,7 +42,7 @@ class DecodeRequest:
     """One request of a decode engine.
 
     `tokens` carries its tokens, or the error that ended it, to its reader. The request keeps
-    prefill's handoff (I9), so there is no shared slot that a later handoff could fill.
+    prefill's handoff (I9), because a later handoff could overwrite a shared slot.
     `resident` owns its places in the pool, or its host memory. `prefix` holds the cached pages with
     which it begins. They belong to the cache, and remain locked while the request is retracted,
     unless `Retractions` unlocks them.

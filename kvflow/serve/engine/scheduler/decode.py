@@ -225,9 +225,9 @@ class DecodeEngine(EngineLoop):
     ) -> Prefix | None:
         """Return the cached prefix of a prompt, locked, or None without a cache.
 
-        Release the prefix, or pass it to `generate`. Prefill need not send its pages, and
-        `admission` no longer promises them. Pages that only the host or only storage has are first
-        loaded into pages promised to `admission`, for as long as the policy allows.
+        The caller releases the prefix, or passes it to `generate`. Prefill need not send its pages,
+        and `admission` no longer promises them. Pages that only the host or only storage has are
+        first loaded into pages promised to `admission`, for as long as the policy allows.
         """
         cache, tokens = self.cache, np.asarray(prompt)
         if cache is None:
@@ -457,7 +457,7 @@ class DecodeEngine(EngineLoop):
             victims = self._retractions.victims(self._running.values(), self._growth.short)
             self._leave(victims)
             batch = list(filter(self._is_running, batch)) if victims else batch
-        # Admitted requests that do not run yet free pages later, when they end or are retracted.
+        # Admitted requests that do not run yet will free pages when they end or are retracted.
         on_the_way = self._budget.admitted > len(self._running)
         may_come = bool(batch or self._retractions.coming_pages or leaving or on_the_way)
         if self._growth.short and not may_come and self._retractions.release_cached():
@@ -506,7 +506,7 @@ class DecodeEngine(EngineLoop):
             self._hand_out()
 
     def _hand_out(self) -> None:
-        """Pass tokens to some readers per turn, because passing all would block the loop (I11)."""
+        """Pass tokens to a few readers per turn: serving all at once would block the loop (I11)."""
         for request in list(itertools.islice(self._outgoing, READERS_PER_TURN)):
             for out in self._outgoing.pop(request):
                 request.tokens.put_nowait(out)

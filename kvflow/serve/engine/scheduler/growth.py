@@ -57,7 +57,7 @@ class Growth:
     def fail_stuck(self, *, may_come: bool) -> None:
         """End the requests in `short` once no pages have come for `STUCK_S`.
 
-        `may_come` is True while a step or a copy may still free pages; the time then starts again.
+        `may_come` is True while a step or a copy may still free pages. Then the time restarts.
         """
         self.stuck_in_s = None
         if may_come or not self.short:

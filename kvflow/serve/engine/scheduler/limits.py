@@ -168,9 +168,9 @@ class EngineLimits:
                 raise MisuseError(text)
 
     def new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
-        """Return `max_new_tokens` within the context, but at least 1: prefill chooses a token."""
+        """Return `max_new_tokens`, cut to the context, but at least 1: prefill chooses a token."""
         return min(max(1, params.max_new_tokens), self.context_length - len(prompt))
 
     def worst_pages(self, prompt: Prompt, new_tokens: int) -> int:
-        """Return the number of pages needed. The last new token is not fed back, and needs none."""
+        """Return the number of pages that the tokens need. The last new token is never fed back."""
         return -(-(len(prompt) + new_tokens - 1) // self._page_size)

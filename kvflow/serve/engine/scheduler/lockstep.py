@@ -18,12 +18,12 @@ class Lockstep(Protocol):
 
     @property
     def most_places(self) -> tuple[int, int]:
-        """The smallest number of pages, and the smallest number of rows, that a rank's pool has."""
+        """The fewest pages and the fewest rows that any rank's pool has."""
 
     def announce(self, rows: list[Row], requests: list[PrefillRequest]) -> None: ...
 
     def preempt(self, request: PrefillRequest) -> None:
-        """Announce that a request lost its places at this rank.
+        """Announce that a request has lost its places at this rank.
 
         A later step may name it again, from its first token.
         """

@@ -4,7 +4,7 @@
 Such an early request may lose its places at any time to a request with both halves of its room. The
 early requests with the least work to lose give way first. So no request with both halves waits for
 a half that may never arrive, and there is no deadlock, however many prompts begin early. Lost work
-is computed again. A request that lost its places too often waits for its match before it begins
+is computed again. A request that has lost its places too often waits for its match before it begins
 again.
 
 With several ranks, the first one decides. The others take and free places in the order of its
@@ -39,7 +39,7 @@ def urgency(request: EarlyRequest) -> int:
 
 
 class OptimisticStarts(Generic[R]):
-    """The requests of one prefill that may begin, or began, before their rooms are matched.
+    """The requests of one prefill that may begin, or have begun, before their rooms are matched.
 
     `first` is the next request to begin, in order of priority and arrival. A request begins early
     at most `tries` times.
@@ -71,7 +71,7 @@ class OptimisticStarts(Generic[R]):
         return EngineLoad(running, unmatched - len(self._holding) + waiting)
 
     def add(self, request: R) -> None:
-        """Queue an unmatched request, unless it has places or lost them too often."""
+        """Queue an unmatched request, unless it has places or has lost them too often."""
         if request in self._waiting or self.holds(request):
             return
         if self._losses.get(id(request), 0) < self._tries:

@@ -102,7 +102,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `logprob_token_ids` are tokens whose log-probabilities are returned at every position, in
     addition to that of the chosen token. `prompt_logprobs_from` asks for the log-probabilities of
     the prompt's tokens after this position. Prefill chooses one token for every prompt; if
-    `max_new_tokens` is 0, the caller drops it.
+    `max_new_tokens` is 0, the caller drops that token.
 
     `hidden_states` asks for the last hidden state from which each token was chosen.
 

@@ -1,4 +1,4 @@
-"""Loading cached pages for a request before it begins, and the time that the request waits for
+"""Loading cached pages for a request before it begins, and limiting how long the request waits for
 them.
 
 Pages in storage are fetched to the host while the request waits for something else anyway. Pages on

@@ -296,7 +296,7 @@ class PrefillEngine(EngineLoop):
         self._running.pop(id(request), None)
         if self._early.holds(request):
             self._early.forget(request)
-            # The request's task waits for the match. Closing the room makes that raise this error.
+            # The request's task waits for the match. Closing the room ends that wait with `error`.
             request.room.close(error.cause())
         elif not request.first.done():
             request.first.set_exception(error)

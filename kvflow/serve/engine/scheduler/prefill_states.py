@@ -1,8 +1,8 @@
 """Saving the states of prompts in prefill's prefix cache, and restoring them.
 
-A state is useful only at the end of a page. So a prompt with states is divided in such a way that
-one chunk ends with the last full page, and another one where the prompt departs from what is
-cached. Other chunks end at page boundaries if the limits of a step permit that.
+A state is useful only at the end of a page. So a prompt is divided such that one chunk ends with
+the last full page, and another chunk ends where the prompt diverges from the cached prompts. Other
+chunks end at page boundaries if the limits of a step permit that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvflow.serve.engine.model import sequence
 from kvflow.serve.engine.model.device import wait_for
 from kvflow.serve.engine.model.step import Row
 
-# One prompt must not fill the store: it uses at most one slot in this many.
+# One prompt may use at most 1/_SHARE of the slots, so that it cannot fill the store.
 _SHARE = 4
 
 
@@ -39,7 +39,7 @@ class _Copy(NamedTuple):
 
 
 class StepCopies(NamedTuple):
-    """Copies of states that the model thread makes: into rows before a step, from rows after it."""
+    """Copies of states that the model thread makes: into rows before a step, out of rows after."""
 
     store: StateStore
     restored: list[_Copy]
@@ -138,7 +138,7 @@ class PromptStates:
         return slot
 
     def keep(self, request: CachedRequest) -> None:
-        """Hand over the states of a request to the cache, after its pages."""
+        """Hand over a request's states to the cache, which must already have its pages."""
         s, prefix = request.sequence, request.prefix
         states, request.states = request.states, {}
         assert prefix is not None

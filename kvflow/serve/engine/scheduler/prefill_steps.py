@@ -160,7 +160,7 @@ class PrefillSteps:
         """Count the pages and rows that a whole prompt still lacks; negative if more are free.
 
         Cached pages of the prompt and pages that the cache can evict do not count as lacking. If
-        the request holds no pages yet, this also locks its cached ones.
+        the request holds no pages yet, this also locks its cached pages.
         """
         s = request.sequence
         if self.cache is not None and request.prefix is None and not s.page_count:
@@ -173,7 +173,7 @@ class PrefillSteps:
         return missing, 0 if self.rows is None else 1 - self.rows.free_pages
 
     def take_places(self, request: PrefillRequest) -> None:
-        """Take all places that a prompt needs besides its cached pages. They must be free."""
+        """Take all places that a prompt needs besides its cached pages. Enough must be free."""
         s = request.sequence
         if request.prefix is not None:
             s.begin_with(request.prefix.pages)
@@ -231,7 +231,7 @@ class PrefillSteps:
         return cache.match(s.tokens[: s.prompt_length], request.most_cached, request.namespace)
 
     def give_back(self, request: PrefillRequest) -> None:
-        """Free the places of a request; those in use become free when their use ends (I13)."""
+        """Free the places of a request. Places in use become free when their use ends (I13)."""
         self._give_back(request, request.sequence.places)
 
     def keep(self, request: PrefillRequest) -> None:

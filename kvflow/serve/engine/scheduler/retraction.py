@@ -33,8 +33,8 @@ REPORT_EVERY_S = 10.0
 class Retractions:
     """Chooses the requests to retract, and moves them off the device and back.
 
-    `back` is called with each request that returns, `failed` with each that cannot. Only the event
-    loop uses this class. No step includes a request while it is moved.
+    `back` is called with each request that returns, `failed` with each that cannot return. Only the
+    event loop uses this class. No step includes a request while it is moved.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Retractions:
         """Choose requests of `running` to retract, so that those in `short` get their missing
         pages.
 
-        Lower priority goes first, then fewer generated tokens, then later arrival. One request
-        always stays. A request that returned goes last until it makes progress, so every request
-        ends, however small the pool is.
+        Requests of lower priority go first. Among equals, those with fewer generated tokens go
+        first, and then later arrivals. One request always stays. A request that has returned goes
+        last until it makes progress, so every request ends, however small the pool is.
         """
         missing = sum(short.values()) - self.coming_pages
         candidates = sorted(
@@ -129,7 +129,7 @@ class Retractions:
         """Unlock the cached pages of one retracted request; return False if no request has any.
 
         While no request runs, these may be the only pages that can become free. The request that
-        would return last loses them, and later computes again what the cache no longer has.
+        would return last is chosen. It later computes again what the cache no longer has.
         """
         waiting = [
             r

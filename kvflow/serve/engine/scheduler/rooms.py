@@ -29,7 +29,7 @@ class PrefillRoomPort(Protocol):
         """Wait until every write has landed."""
 
     def close(self, cause: Cause | None = None) -> None:
-        """Close the room. Idempotent, in any state.
+        """Close the room, in any state. Idempotent.
 
         Before the room succeeds, this aborts it, and decode receives the cause.
         """
@@ -58,7 +58,7 @@ class DecodeRoomPort(Protocol):
         """Transfer the pages to `owner`, and return them. Call this after `landed`."""
 
     def close(self, cause: Cause | None = None) -> None:
-        """Close the room. Idempotent, in any state.
+        """Close the room, in any state. Idempotent.
 
         Before all pages land, this aborts the room, and prefill receives the cause.
         """

@@ -2,14 +2,14 @@
 until the prompt begins.
 
 A prompt loads pages only when it is the first in its queue and could take all of its places at
-once. If many prompts loaded pages while they waited, the last ones would evict the pages of the
-first ones before these began. Loaded pages are locked until the prompt takes its places, before the
+once. If many prompts loaded pages while they waited, later prompts would evict the pages of earlier
+ones that have not begun. Loaded pages are locked, and the prompt takes its places before the
 engine's next step.
 
 So at most one prompt locks pages of the cache without having places, and it locks no more pages
 than it could have taken instead. When another prompt moves ahead in the queue, the first one loses
-its turn, its locks and its running copy. No request that waits for places waits for pages
-that another waiting prompt locked. So there is no deadlock, however many prompts wait. The other
+its turn, its locks and its running copy. So a waiting prompt never waits for pages that another
+waiting prompt has locked, and there is no deadlock, however many prompts wait. The other
 ranks of a prefill load only for prompts that have places at the first rank, and all of these
 prompts fit into the smallest pool together.
 """
@@ -104,7 +104,7 @@ class Turn:
     def comes(self, request: PrefillRequest) -> bool:
         """End the turn of any other request, because this one is now the first of its queue.
 
-        Returns False while the request still loads.
+        Returns False while the request is still loading.
         """
         if self._request is not None and self._request is not request:
             self.over(self._request)
@@ -123,7 +123,7 @@ class Turn:
         return False
 
     def taken(self, request: PrefillRequest) -> None:
-        """End the turn of a request that took its places. These keep the loaded pages in use."""
+        """End the turn of a request that took its places. It keeps the loaded pages locked."""
         if self._request is request:
             self._request = None
 

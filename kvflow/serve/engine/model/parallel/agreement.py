@@ -52,7 +52,10 @@ class Agreement:
         self.store.set(f"process/{part.rank}", msgspec.json.encode(mine).decode())
 
     def wait_for_weights(self) -> None:
-        """Block until all shards of the stage have loaded. Raises: OtherRankError, LostError."""
+        """Block until all shards of the stage have loaded their weights.
+
+        Raises: OtherRankError, LostError.
+        """
         self.exchange(f"weights/{self._attempt}", True, self._part.beside)
 
     def exchange(self, what: str, mine: T, ranks: range | None = None) -> list[T]:

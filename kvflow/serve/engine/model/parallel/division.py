@@ -1,5 +1,5 @@
-"""Finding the part of each stream that a shard keeps, by comparing forwards from before and after
-the layers are divided.
+"""Finding the part of each stream that a shard keeps: a forward before the layers are divided is
+compared with a forward afterwards.
 
 The number of shards alone does not determine which K/V heads a shard has. Some plans divide
 attention, others leave it whole on every shard, and latents and states are whole on all shards.
@@ -52,8 +52,8 @@ def annotated(
 ) -> Layers:
     """Return the streams of this shard, given those of the whole model (`layers`).
 
-    They have the shard's shapes, and state which part of the whole they are. `before` and `after`
-    are forwards of the whole model and of the divided model.
+    The returned streams have the shard's shapes, and state which part of the whole they are.
+    `before` and `after` are the results of the whole model and of the divided model.
 
     Raises: MisuseError if the logits or states of the divided model differ from those of the whole.
     """
@@ -97,7 +97,7 @@ def annotated(
 
 
 def split_of(whole: int, mine: int, part: ModelPart) -> Part | None:
-    """Return which of `whole` entries a shard with `mine` of them has; None if they do not fit."""
+    """Return which `mine` of `whole` entries this shard has, or None if the division is uneven."""
     if mine == whole:
         return Part(replica=part.shard, replicas=part.shards)
     if not mine or whole % mine or part.shards % (whole // mine):

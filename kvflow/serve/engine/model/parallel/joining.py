@@ -22,7 +22,7 @@ from kvflow.serve.engine.model.windows import RingChoice
 
 
 class _PartFit(msgspec.Struct, frozen=True):
-    """The way in which one part runs, stated to the others; `rings` is None without windows."""
+    """How one part runs, as stated to the others. `rings` is None if the part has no windows."""
 
     fingerprint: str
     stages: int
@@ -156,10 +156,10 @@ class Whole:
 
 @contextlib.contextmanager
 def joined(part: ModelPart, meeting: Meeting | None) -> Iterator[Joined | Whole]:
-    """Yield the part to load; if loading fails, notify all processes of the model.
+    """Yield the part to load. If loading fails, report that to the processes of the other parts.
 
-    Raises: MisuseError if the part needs a meeting directory and has none, or one that other users
-    may enter.
+    Raises: MisuseError if the part needs a meeting directory, and there is none or other users may
+    enter it.
     """
     if part.ranks == 1:
         yield Whole()

@@ -50,7 +50,7 @@ class HiddenLink(Protocol):
         """
 
     def abort(self) -> None:
-        """Make every call raise until `begin`, including a call that waits.
+        """Make every send or receive raise until `begin`, including one that is waiting.
 
         Any thread may call this.
         """
@@ -100,7 +100,7 @@ _parse_credit: Callable[[bytes], _Credit] = parser(_Credit)
 
 
 class _End:
-    """A DEALER socket on which one thread can wait until another thread aborts the wait."""
+    """A DEALER socket for one thread. Other threads can abort a wait on it."""
 
     def __init__(self, address: str, *, bind: bool) -> None:
         check_address(address)
@@ -159,8 +159,8 @@ class _End:
     def _take(self, *, wait: bool) -> list[zmq.Frame] | None:
         """Return the next message, or None if there is none.
 
-        With `wait`, this waits for a message or an abort before it returns None, and the caller
-        tries again.
+        With `wait`, this waits for a message or an abort before it returns None. The caller must
+        then try again.
 
         Raises: LostError after `abort`.
         """

@@ -1,4 +1,6 @@
-"""The processes that run steps together with this one: adjacent stages, and shards of its stage."""
+"""The processes that run steps together with this one: adjacent stages, and the other shards of its
+stage.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from kvflow.serve.engine.model.step import Row
 
 
 class Followers(Protocol):
-    """The other shards of a model whose engine runs in this process.
+    """The other shards of the decode whose engine runs in this process.
 
     They run the same steps.
     """
@@ -40,7 +42,7 @@ class Followers(Protocol):
         """
 
     def wait(self) -> None:
-        """Block until every other shard has ended all announced steps, or its process has ended.
+        """Block until every other shard has finished all announced steps or its process has exited.
 
         Any thread may call this.
         """
@@ -58,7 +60,9 @@ class Neighbours:
         sink: HiddenSink | None = None,
         shards: ShardGroup | None = None,
     ) -> None:
-        """`source` is None in the first stage, `sink` in the last, `shards` with one shard."""
+        """`source` is None in the first stage, and `sink` in the last. `shards` is None if the
+        stage has one shard.
+        """
         self._source, self._sink, self._shards = source, sink, shards
         self._followers: Followers | None = None
         self._aborted = self._broken = False
@@ -85,7 +89,7 @@ class Neighbours:
 
         `generation` is the same in all processes, and larger than every earlier one.
 
-        Raises: LostError if the group of shards ended, because it was aborted or a shard is gone.
+        Raises: LostError if the group of shards was aborted, or a shard is gone.
         """
         if self._broken:
             raise LostError(
@@ -99,7 +103,7 @@ class Neighbours:
 
     @property
     def broken(self) -> bool:
-        """True after the group of shards ended: `begin` would raise."""
+        """True once the group of shards has ended. `begin` then raises."""
         return self._broken
 
     def abort(self, *, shards: bool = True) -> None:
@@ -123,7 +127,7 @@ class Neighbours:
 
     @contextlib.contextmanager
     def step(self, rows: list[Row]) -> Iterator[None]:
-        """Run the step of `rows` inside this context; its forwards send and receive hidden states.
+        """Return a context for the step of `rows`. Forwards in it send and receive hidden states.
 
         Raises: LostError if a shard or a stage is gone.
         """

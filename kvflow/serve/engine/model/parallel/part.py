@@ -1,4 +1,4 @@
-"""The part of a model that one process runs, and checks that a model can be divided."""
+"""`ModelPart`, the part of a model that one process runs, and the division into stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvflow.protocols.wire.messages import MAX_RANKS
 class ModelPart:
     """One shard of one stage of a model; by default, the whole model.
 
-    A stage is a run of consecutive layers, and its shards compute each of them together.
+    A stage is a run of consecutive layers. Its shards compute each layer together.
     """
 
     stage: int = 0
@@ -121,7 +121,7 @@ def own_layers(config: Any, part: ModelPart, name: str) -> range:
 
 
 def _check_sharing(text: Any, part: ModelPart, count: int, name: str) -> None:
-    """Check that each layer that uses an earlier layer's K and V is in the same stage as that."""
+    """Check that layers that use an earlier layer's K and V are in the same stage as that layer."""
     shared = getattr(text, "num_kv_shared_layers", 0) or 0
     if not shared:
         return

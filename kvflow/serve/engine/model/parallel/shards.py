@@ -35,7 +35,7 @@ class ShardGroup:
     """
 
     def __init__(self, part: ModelPart, meeting: Meeting, agreement: Agreement) -> None:
-        """Join the group; block until all shards join.
+        """Join the group, and block until all shards have joined.
 
         Raises: MisuseError if this process is in a group already, LostError if the shards do not
         find each other.
@@ -120,7 +120,7 @@ def _connections(before: set[int], store: Any, part: ModelPart) -> list[socket.s
     """Return duplicates of the group's sockets to the other shards.
 
     Other threads may open connections meanwhile. So the shards exchange the addresses of their new
-    connections, and keep those of which both ends are listed.
+    connections, and keep a connection only if another shard lists its other end.
     """
     import msgspec
 

@@ -4,8 +4,9 @@ only the layers of its stage.
 Placeholders, which return the hidden states that they receive, replace the other layers. So the
 model's own code computes embeddings, masks, rotary tables and everything else that depends on the
 tokens alone. The first layer of the stage takes the hidden states that were received, and the
-placeholder after its last layer ends the forward. Outside a step of `Neighbours`, a stage neither
-receives nor sends hidden states: it is a small model, which the probe and the self-test can run.
+placeholder after the stage's last layer ends the forward. Outside a step of `Neighbours`, a stage
+neither receives nor sends hidden states: it is a small model, which the probe and the self-test can
+run.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _Convention:
 
     `length` is the length of the tuple, learned from a layer of this stage. Until such a layer
     runs, placeholders return a tuple. A model that expects no tuple passes it unchanged to the next
-    layer, while a model that expects one would unpack a bare tensor without an error.
+    layer, while a model that expects a tuple would unpack a bare tensor without an error.
     """
 
     def __init__(self, name: str) -> None:
@@ -68,7 +69,7 @@ class _Convention:
         self._more = [more for more in output[1:] if more is not None] if self.length else []
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check that the layer before passes on only hidden states. Raises: MisuseError."""
+        """Check that the previous layer passes on only hidden states. Raises: MisuseError."""
         if self._more and any(
             value is more for value in (*args, *kwargs.values()) for more in self._more
         ):
@@ -191,8 +192,9 @@ def stage_class(config: Any, own: range, name: str) -> tuple[type, Any]:
 def stock_cache(model: Any) -> DynamicCache:
     """Return transformers' own cache for a model or a stage.
 
-    Models ask layer 0, or the first layer of a kind, how long a sequence is. So in a stage, cache
-    entries of its own layers stand in for those of other stages, of the same kind if possible.
+    Models ask layer 0, or the first layer of a kind, how long a sequence is. So in a stage, the
+    cache entries for layers of other stages are replaced by entries for layers of this stage, of
+    the same kind if possible.
     """
     cache = DynamicCache(config=model.config.get_text_config())
     foreign = {module.index for module in model.modules() if isinstance(module, ForeignLayer)}

@@ -1,9 +1,8 @@
-"""Tensor parallelism: weights that are already in memory are divided as transformers' plan for the
-model states.
+"""Tensor parallelism: transformers' plan for a model decides how weights in memory are divided.
 
-from_pretrained with a `DistributedConfig` would divide them while it loads, but needs `accelerate`.
-This module uses private names of transformers, so the results of a shard are compared with those of
-the undivided layers.
+`from_pretrained` with a `DistributedConfig` would divide the weights while it loads them, but needs
+`accelerate`. This module uses private names of transformers, so the results of a shard are compared
+with those of the undivided layers.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def check_heads(model: Any, plan: dict[str, str], shards: int, name: str) -> Non
 
 
 def without_tied(model: Any, plan: dict[str, str]) -> dict[str, str]:
-    """Return the plan without modules whose weights are tied to others. These stay whole."""
+    """Return the plan without modules whose weights are tied to others. Such modules stay whole."""
     known = {name for name, _ in model.named_parameters()} | {
         name for name, _ in model.named_modules()
     }
