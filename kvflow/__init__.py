@@ -6,7 +6,7 @@ without asyncio   PrefillThread, DecodeThread, PrefillThreadRoom, DecodeThreadRo
 finding prefills  RankInfo, RankTable, serve_ranks (prefill's side), RegistryClient (decode's)
 pools             PagedPool, PageAllocator, ExternalPages, SharedSegment, SnapshotStore, Staging,
                   Resident, Places, build_layout
-handoffs        HandOff, PackedArray
+handoffs          HandOff, PackedArray
 data planes       open_plane, LocalPlane, MooncakePlane, NixlPlane
 errors            KvflowError and the subclasses that callers need to distinguish; Cause, Code
 

@@ -1,7 +1,7 @@
 """Entry point of the `kvflow` script and of `python -m kvflow`.
 
-It runs the command line. If a package of an extra is missing, it prints one line that names the
-extra.
+It runs the command line. If an optional package is missing, it prints one line that names the extra
+to install.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvflow.extras import missing_extra
 
 
 def main() -> None:
-    """Run the command line. The exit status is 2 if a package of an extra is missing."""
+    """Run the command line. The exit status is 2 if an optional package is missing."""
     # Python processes that libraries start must not import from the working directory.
     os.environ["PYTHONSAFEPATH"] = "1"
     try:

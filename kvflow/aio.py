@@ -6,7 +6,7 @@ of the event loop.
 
 The event loops of kvflow hand work to threads only through `Threads`. These threads are daemons, so
 a call that hangs does not delay the end of the process. Each kind of work has its own threads, so
-the call does not delay other kinds either.
+such a call does not delay other kinds of work either.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def run_to_end(
     A cancellation of the caller is raised only after the work ends, or after `within_s`. `stop` is
     called at each cancellation and at a time-out. It may cancel the work, or make it end sooner.
 
-    Raises: any error of the work; TimeoutError if the work does not end within `within_s`, and the
+    Raises: any error from the work; TimeoutError if the work does not end within `within_s` and the
     caller was not cancelled.
     """
     loop = asyncio.get_running_loop()
@@ -104,7 +104,10 @@ async def wait_or_cancel(
 
 
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield `items`, and let other tasks run every `TURN_S`. The body of the loop must be quick."""
+    """Yield `items`, and let other tasks run every `TURN_S`.
+
+    The body of the caller's loop must be quick.
+    """
     turn_ends = time.perf_counter() + TURN_S
     for item in items:
         yield item
@@ -117,7 +120,7 @@ class Turnstile:
     """A gate that at most `per_turn` coroutines pass in one turn of the event loop, in order of
     arrival.
 
-    A coroutine waits only if others used up the turn.
+    A coroutine waits only if others have taken all places of the current turn.
     """
 
     def __init__(self, per_turn: int) -> None:
@@ -129,7 +132,7 @@ class Turnstile:
         if not self._counting:
             self._counting = True
             asyncio.get_running_loop().call_soon(self._next_turn)
-        # Places are left only while the queue is empty, so this coroutine overtakes no other.
+        # Places are left only while no coroutine waits, so this one does not jump the queue.
         if self._left:
             self._left -= 1
             return
@@ -154,14 +157,15 @@ class Job(Generic[T]):
     """A call that `Threads.start` queued for a thread."""
 
     ended: asyncio.Future[T]
-    """Resolves with the result or the error when the work ends. It is cancelled if the work is
-    cancelled before it begins. Await it with `run_to_end`: cancelling this future does not stop the
-    thread.
+    """Resolves with the result or the error when the work ends. The future is cancelled if the work
+    is cancelled before it begins. Await the future with `run_to_end`, because cancelling the future
+    does not stop the thread.
     """
 
     def __init__(self, work: Callable[..., T], arguments: tuple[Any, ...]) -> None:
         self.work, self.arguments = work, arguments
-        # The first caller to acquire this lock begins or cancels the work. It is never released.
+        # The first caller that acquires this lock begins or cancels the work. The lock is never
+        # released.
         self._begun = threading.Lock()
         self._cancelled = False
 
@@ -183,7 +187,7 @@ class Job(Generic[T]):
         return True
 
     def begin(self) -> bool:
-        """Mark the work as begun. Returns False if it was cancelled before."""
+        """Mark the work as begun. Returns False if it has already begun or was cancelled."""
         return self._begun.acquire(blocking=False)
 
     def run(self) -> T | None:
@@ -201,7 +205,7 @@ class Job(Generic[T]):
 
 class Threads:
     """A pool of at most `limit` threads for one kind of blocking work. Threads start on demand, and
-    work begins in the order of its arrival. Any event loop may use it.
+    work begins in the order of its arrival. Any event loop may use the pool.
 
     A call that never returns occupies its thread. It delays later work of the same kind, but not
     other kinds of work, nor a caller with a time limit, nor the end of the process.
@@ -215,7 +219,7 @@ class Threads:
         self.executor: Executor = threads
         """The same threads, for callers outside of an event loop."""
         self.hung = 0  # abandoned calls that have not returned yet
-        # The threads end, after the queued work, when this object is garbage collected.
+        # When this object is garbage collected, the threads finish the queued work and end.
         weakref.finalize(self, threads.shutdown).atexit = False
         self._all.add(self)
 
@@ -234,17 +238,17 @@ class Threads:
 
     @classmethod
     def close_all(cls) -> None:
-        """Close every `Threads` of the process, before the process ends."""
+        """Close every `Threads` in this process. Call this before the process ends."""
         for threads in list(cls._all):
             threads.close()
 
     def start(self, work: Callable[..., T], *arguments: Any) -> Job[T]:
-        """Queue a call of `work`. It receives `arguments`, and then `Job.is_cancelled`.
+        """Queue a call to `work` with `arguments` and, as the last argument, `Job.is_cancelled`.
 
         Raises: RuntimeError if no thread can be started, or after `close`.
         """
         job = Job(work, arguments)
-        # The loop hands over the work, because the simulators' loop runs it in virtual time.
+        # Start the work through the loop, because the simulators' loop runs it in virtual time.
         job.ended = asyncio.get_running_loop().run_in_executor(
             self.executor,
             job.run,  # type: ignore[arg-type]
@@ -264,7 +268,7 @@ class Threads:
         begins, or its thread is left running. If the work is abandoned or the caller cancelled, and
         the work still ends with a result, `undo` receives that result.
 
-        Raises: TimeoutError; RuntimeError if no thread can be started; any error of `work`.
+        Raises: TimeoutError; RuntimeError if no thread can be started; any error from `work`.
         """
         job = self.start(_whole, work)
         try:
@@ -279,10 +283,10 @@ class Threads:
     async def ask(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread, and return its result.
 
-        A cancelled caller returns at once, while the work may still run. Use it only for work whose
-        end does not matter.
+        A cancelled caller returns at once, while the work may still run. Use this method only for
+        work whose end does not matter.
 
-        Raises: RuntimeError if no thread can be started; any error of `work`.
+        Raises: RuntimeError if no thread can be started; any error from `work`.
         """
         job = self.start(_whole, work)
         try:
@@ -295,7 +299,7 @@ class Threads:
 
 
 def _whole(work: Callable[[], T], _: Callable[[], bool]) -> T:
-    """Call `work`, which cannot stop once it begins, without `is_cancelled`."""
+    """Call `work`. Ignore `Job.is_cancelled`, because this work cannot stop once it has begun."""
     return work()
 
 
@@ -319,7 +323,7 @@ class _DaemonThreads(Executor):
         with self._changed:
             if self._closed:
                 raise RuntimeError("no work is taken after shutdown")
-            # Each idle thread takes one item of the queue.
+            # Each idle thread takes one item from the queue.
             if self._idle <= len(self._waiting) and self._threads < self._limit:
                 self._start_thread()
             self._waiting.append((future, functools.partial(work, *args, **more)))
@@ -367,7 +371,7 @@ _SHARED = Threads("shared", 8)
 async def in_thread(work: Callable[[], T], undo: Callable[[T], object] = lambda _: None) -> T:
     """Run short `work` in one of the threads that all callers share, and return its result.
 
-    A cancellation is raised only after the work ends, and `undo` then receives the result.
+    A cancellation is raised only after the work ends. `undo` then receives the result, if any.
     """
     ended = _SHARED.start(_whole, work).ended
     try:

@@ -134,7 +134,7 @@ def _run(
 
 
 def _limit_threads(threads: int) -> None:
-    """Limit the threads of torch, because roles that share cores slow each other down by spinning.
+    """Limit torch's threads. Roles that share cores would slow each other down by spinning.
 
     The limit has no effect once torch is imported.
     """
@@ -351,9 +351,10 @@ def _root(
 def main() -> None:
     """Run the `kvflow` script.
 
-    An error is printed as one line on stderr. The exit status is 2 for misuse, 1 for other errors.
+    A KvflowError is printed as one line on stderr. The exit status is then 2 for misuse, and 1 for
+    any other KvflowError.
     """
-    # The error does not carry the name of the command, so it comes from the command line.
+    # The error does not carry the command's name, so take the name from the command line.
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     try:
         app()

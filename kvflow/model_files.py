@@ -14,7 +14,7 @@ from zipfile import is_zipfile
 
 from kvflow.protocols.errors import MisuseError
 
-# The samples are spread evenly over each weight, so that two fine-tunes of a model differ.
+# Samples are spread evenly over each weight, so that two fine-tunes have different digests.
 STRETCHES, STRETCH_BYTES = 16, 64
 # Except for the dtypes, these keys do not change the KV of a prompt. Engines compare the dtype that
 # they loaded instead of the configured one.
@@ -46,7 +46,7 @@ _IRRELEVANT = frozenset(
 def folder_of(source: str) -> Path:
     """Return the local folder of the model `source`, which is a folder or a name on a hub.
 
-    A model on a hub must be downloaded already.
+    A model on a hub must already be downloaded.
     """
     from huggingface_hub import snapshot_download
 
@@ -72,7 +72,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """Return a digest (8 hex digits) of the relevant keys of a config.json.
+    """Return a digest (8 hex digits) of a config.json without the keys in `_IRRELEVANT`.
 
     The order of the keys does not matter.
     """
@@ -84,7 +84,8 @@ def config_digest(config: dict[str, Any]) -> str:
 def weights_digest(name: str) -> str:
     """Return a digest of 12 hex digits over name, type, shape and some bytes of every weight.
 
-    It reads little data even from a large model. Raises: MisuseError if the model has no weights.
+    The function reads little data, even from a large model. Raises: MisuseError if the model has no
+    weights.
     """
     folder = folder_of(name)
     files = weight_files(folder)

@@ -90,7 +90,7 @@ def _write_section(
     indent = " " * (2 + width + _GAP)
     with formatter.section(heading):
         for first, text in rows:
-            # The text begins on the line of its flags if they fit into the column.
+            # The text begins on the same line as its flags if they fit into their column.
             lines = _wrapped(text, formatter.width - len(indent))
             beside = lines.pop(0) if len(first) <= width and lines else ""
             *above, last = _wrapped(first, formatter.width - 2)

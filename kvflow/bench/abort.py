@@ -20,14 +20,14 @@ WORKER = "kvflow.bench.abort_worker"
 SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}  # 2 MiB per page
 # Maximum number of bytes that a plane may have under way when it is asked to stop.
 WINDOWS = {"local": SLICE_BYTES, "mooncake": WINDOW_BYTES, "nixl": TRANSFERS_WINDOW_BYTES}
-# An abort counts only between these fractions of the transfer's bytes.
+# An abort counts only if the fraction of pages that had moved is between these two.
 EARLIEST, LATEST = 0.1, 0.9
 # Share of the aborts after which whole pages are checked, and not only their marks.
 WHOLE_PAGES_IN = 0.1
-# Range of the seconds until the bare plane is asked to stop. An abort of a 512 MiB transfer would
-# come after about as long.
+# Range of the seconds after which the bare plane is asked to stop. In a 512 MiB transfer through a
+# room, the abort comes after a similar time.
 STOPPED_AFTER_S = (0.01, 0.06)
-TRIES = 10  # maximum number of attempts for each abort that counts
+TRIES = 10  # maximum number of attempts, per abort in the plan
 SETTLE_S = 1.0
 PEER_TIMES = 20
 PEER_AFTER_S = 0.25  # the peer aborts at most this long after its first byte

@@ -36,7 +36,7 @@ _SCRATCH = "scratch"
 
 
 class _Reused(NamedTuple):
-    """Pages of an aborted room that `owner` took; `whole` asks for a check of every byte."""
+    """The pages of an aborted room, which `owner` took. If `whole`, every byte is checked."""
 
     pages: PageIndices
     whole: bool
@@ -74,8 +74,8 @@ class AbortWorker(Worker):
         kept, others = self.node.pages.take(pages, _SCRATCH), self.node.pages.free_pages
         left = self.node.pages.take(others, "wipe")
         self._canary.mark(left)
-        # The pages go back one by one, in the order of `left`. `take` sorts a list of `MANY_PAGES`
-        # pages or more, so only a shorter list keeps a scattered order.
+        # The pages go back one by one, in the order of `left`. `take` has sorted them if there are
+        # at least `MANY_PAGES`. Fewer pages stay in their scattered order.
         for one in left[:, None]:
             self.node.pages.give_back(one, "wipe")
         return {"targets": kept.tolist()}
@@ -94,7 +94,7 @@ class AbortWorker(Worker):
                 control, self.node.incarnation
             )
             socket.send(b"")
-            # Prefill answers as it starts to move windows, so `after_s` counts from about then.
+            # Prefill answers as it starts to move windows, so `after_s` starts at about that time.
             await socket.receive()
             await asyncio.sleep(after_s)
             asked_at_s = time.monotonic()
@@ -152,7 +152,7 @@ class AbortWorker(Worker):
         room = self.node.room(number, prompt)
         await room.matched()
         at_end: list[int] = []
-        # `on_end` runs when the Abort arrives, so bytes that land later count as after the abort.
+        # `on_end` runs when the Abort arrives, so `bytes_after` counts bytes that land later.
         room.on_end(lambda: at_end.append(room.bytes_landed))
         room.send(source_slice(self.source_pages, number, pages), last=True)
         try:
@@ -172,7 +172,7 @@ class AbortWorker(Worker):
         while moved < aim and not room.ended:
             await asyncio.sleep(POLL_S)
             moved = self._canary.moved(room.pages)
-        # The transfer ended before the abort could hit it, so the try does not count.
+        # The transfer ended before decode could abort it, so this attempt does not count.
         if room.ended:
             await room.landed()
             self._canary.mark(room.pages)
@@ -204,7 +204,7 @@ class AbortWorker(Worker):
         return home.set_result(reused)
 
     def _let_go(self) -> None:
-        # Only this worker owned and marked the pages, so any other byte is a late write by prefill.
+        # Only this worker owned and marked the pages, so any other byte comes from a late write.
         reused = self._watched.popleft()
         foreign = self._canary.foreign_bytes(reused.pages, whole=reused.whole)
         self._seen["foreign_bytes"] += int(foreign.sum())

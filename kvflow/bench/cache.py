@@ -156,7 +156,7 @@ def replay(
 
 
 def evict_us() -> float:
-    """Return CPU us of evicting 32 tokens from an index that holds 50,000 prompts of 32 tokens."""
+    """Return the CPU us per eviction of 32 tokens, from an index of 50,000 prompts of 32 tokens."""
     gc.collect()
     index, draw = PrefixIndex(SHAPE_PAGE_SIZE), random.Random(1)
     numbers = np.arange(LEAF_TOKENS // SHAPE_PAGE_SIZE, dtype=np.int32)
@@ -172,7 +172,7 @@ def evict_us() -> float:
 
 
 def deep_match_us() -> float:
-    """Return CPU us of matching 131,072 cached tokens that 1,024 growing prompts inserted."""
+    """Return the CPU us per match of 131,072 tokens that 1,024 growing prompts inserted."""
     gc.collect()
     index, draw = PrefixIndex(SHAPE_PAGE_SIZE), random.Random(1)
     tokens = token_bytes([draw.randrange(VOCABULARY) for _ in range(DEEP_TOKENS)])
@@ -189,7 +189,7 @@ def deep_match_us() -> float:
 
 
 def summary(figures: Figures) -> Figures:
-    """Return `figures` with us per request and the spread of each part in place of seconds."""
+    """Return `figures` with us per request and each part's spread in us, instead of seconds."""
     seconds: dict[str, list[float]] = figures["seconds"]
     parts = {
         part: spread([call_s * 1e6 for call_s in calls]) for part, calls in seconds.items() if calls

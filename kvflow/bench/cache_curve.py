@@ -1,9 +1,9 @@
 """`kvflow bench cache --capacity-curve`: hit rates by capacity, compared with Mooncake's paper.
 
 `index` is the hit rate of kvflow's index with pages of 512 tokens: cached tokens / tokens of all
-prompts. `lru` is that of a plain LRU of whole blocks. The LRU evicts one block at a time in the
-order of last use, so the first block of a prompt goes before its last. The index evicts the end of
-a prompt before its beginning, so it is a little better where capacity is short.
+prompts. `lru` is the hit rate of a plain LRU of whole blocks. The LRU evicts one block at a time in
+the order of last use, so it evicts the first block of a prompt before the last. The index evicts
+the end of a prompt before its beginning, so it does a little better where capacity is short.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _OFFSETS = np.arange(BLOCK_TOKENS, dtype=np.int64)
 
 
 class Prompt(NamedTuple):
-    """One prompt of a trace, whose `blocks` are numbered in the order of their first use."""
+    """One prompt of a trace. Blocks are numbered in the order of their first use in the trace."""
 
     num_tokens: int
     blocks: list[int]

@@ -1,8 +1,8 @@
-"""Canaries: words in reused pages, by which late writes are detected.
+"""Canaries: words in reused pages that reveal late writes.
 
-Prefill sends one word everywhere, and the next owner of the pages writes another word into their
-marks. Marks are the first and the last word of every component of a page, so a page of 32 layers
-has 128 of them. A late write that reaches a page hits at least one mark.
+Prefill fills its whole pool with one word. At decode, the next owner of the pages writes another
+word into their marks. Marks are the first and the last word of every component of a page, so a page
+of 32 layers has 128 marks. A late write that reaches a page hits at least one mark.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvflow.protocols.pages.layout import PageIndices
 
 WRITTEN = np.uint64(0xE7E7E7E7E7E7E7E7)  # every word that prefill sends
 CANARY = np.uint64(0x5A5A5A5A5A5A5A5A)  # every word that the next owner writes
-# Bounds the memory of a check, which makes a temporary array as large as the pages it compares.
+# This bounds the memory of a check: its temporary array is as large as the pages that it compares.
 _PAGES_AT_ONCE = 16
 
 
 class CanaryPool:
-    """The words of a page-first pool in host memory; methods take page lists, int32 [n]."""
+    """The words of a page-first pool in host memory. Methods take lists of pages, int32 [n]."""
 
     def __init__(self, pool: PagedPool) -> None:
         """Map the words of `pool`.
@@ -67,7 +67,7 @@ class CanaryPool:
     def foreign_bytes(
         self, pages: PageIndices, word: np.uint64 = CANARY, *, whole: bool = False
     ) -> NDArray[np.int64]:
-        """Count bytes that differ from `word` in each page's marks or in whole pages: int64 [n]."""
+        """Return how many bytes of each page's marks, or of each whole page, differ from `word`."""
         if not whole:
             return _differing(self._words[pages[:, None], self._edges], word)
         return np.concatenate([_differing(self._words[few], word) for few in self._in_turn(pages)])

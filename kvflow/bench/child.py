@@ -66,9 +66,9 @@ class Commands(Protocol):
 
 
 async def serve(commands: Commands) -> None:
-    """Answer each command with the method of its name, until `quit` or the end of stdin."""
+    """Run the method that each command names, and write its reply, until `quit` or end of file."""
     loop = asyncio.get_running_loop()
-    # A line of figures, or of prompts, is far longer than the reader's default limit of 64 KiB.
+    # A command with prompts may be far longer than the reader's default limit of 64 KiB.
     reader = asyncio.StreamReader(limit=1 << 26)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():

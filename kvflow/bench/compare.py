@@ -1,9 +1,10 @@
 """`kvflow bench compare`: one measurement of several checkouts, in interleaved turns.
 
-Each turn measures every tree once and the first once more (A/A), in an order that rotates. Every
-ratio is to the first tree's figures of the same turn, so other load on the machine affects both.
-A/A shows the spread that a difference must exceed. Rooms and transfers alternate in short rounds
-(`side_by_side.py`). For anything else, a turn is a whole run of `kvflow bench ...` in each tree.
+Each turn measures every tree once and the first once more (A/A), in an order that rotates. A ratio
+compares a tree with the first tree in the same turn, so other load on the machine affects both.
+A/A shows the spread that a difference must exceed. For rooms and transfers, the trees alternate in
+short rounds (`side_by_side.py`). For anything else, a turn is a whole run of `kvflow bench ...` in
+each tree.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ async def bench_compare(
 
     Returns {"trees", "what", "turns": the figures of each turn, "table": rows}.
 
-    Raises: MisuseError if a tree is not a checkout, or for options of a bench that takes none;
-    KvflowError if a run fails.
+    Raises: MisuseError if a tree is not a checkout, or if `what` has options for a bench that takes
+    none; KvflowError if a run fails.
     """
     # Without the check, a mistyped path would measure any other kvflow that Python finds.
     await asyncio.gather(*(_check(tree) for tree in trees))
@@ -84,7 +85,8 @@ async def _whole_runs(
 
 async def measure(tree: str, what: Sequence[str]) -> dict[str, Any]:
     """Run `kvflow bench` once over the library in `tree`, and return its report."""
-    # Older trees lack `--open`, and only figures that the same bench measures are comparable.
+    # Use this tree's bench over the other library: older trees lack `--open`, and only figures from
+    # the same bench are comparable.
     if "--open" in what:
         what, tree = (*what, "--tree", tree), str(HERE)
     text = await _run(tree, "-m", "kvflow.cli", "bench", *what, "--json")
@@ -93,7 +95,10 @@ async def measure(tree: str, what: Sequence[str]) -> dict[str, Any]:
 
 
 def flatten(report: dict[str, Any], path: tuple[str, ...] = ()) -> Figures:
-    """Return figures by path. A spread counts as its median. The CPU of both sides is added up."""
+    """Return figures by path, with the median in place of a spread.
+
+    The result also has the sum of both sides' CPU times per room.
+    """
     found: Figures = {}
     for name, value in report.items():
         here = (*path, name)
@@ -112,14 +117,14 @@ def flatten(report: dict[str, Any], path: tuple[str, ...] = ()) -> Figures:
 
 
 def table(seen: list[dict[str, Figures]]) -> list[dict[str, Any]]:
-    """Return a row for each figure and tree: the first tree's median, the tree's ratios to it turn
-    by turn, and the first tree's ratios to itself.
+    """Return a row for each figure and tree.
 
-    A ratio is to the geometric mean of the first tree's two figures in that turn. `spread` is the
-    factor by which these two typically differ. A tree is worse if its median ratio is worse by more
-    than that. Other load can only make a figure worse, so `best` also compares the better quartiles
-    over all turns, of the tree and of A/A, with the first tree's. A figure that is 0 in some turn
-    has no ratio and no row.
+    In each turn, a tree's ratio is its figure divided by the geometric mean of the first tree's two
+    figures. `ratio` is the spread of these ratios. `a_a` is the spread of the ratios of the first
+    tree's second figure to its first figure, and `spread` is the factor by which the two typically
+    differ. A tree is worse if its median ratio is worse by more than that factor. Other load can
+    only make a figure worse. So `best` compares the better quartiles of the tree and of A/A with
+    the first tree's better quartile. A figure that is 0 in any turn has no row.
     """
     rows: list[dict[str, Any]] = []
     names = [name for name in sorted(seen[0]) if name not in ("A", AGAIN)] or [AGAIN]
@@ -199,7 +204,7 @@ async def _run(tree: str, *argv: str) -> str:
     try:
         out, err = await child.communicate()
     finally:
-        # If the wait is cancelled, a child that runs on would disturb the next measurement.
+        # If the wait is cancelled, the running child would disturb the next measurement.
         if child.returncode is None:
             child.kill()
             await child.wait()

@@ -1,4 +1,4 @@
-"""Run a worker of this tree's bench over the library of another checkout.
+"""Run a worker from this tree's bench over the library in another checkout.
 
     PYTHONPATH=CHECKOUT python -P kvflow/bench/elsewhere.py MODULE prefill|decode
 
@@ -16,7 +16,7 @@ from kvflow import bench
 
 
 def worker_command(tree: str, module: str) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment of `module` over the library in `tree`."""
+    """Return the command and the environment that run `module` over the library in `tree`."""
     env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
     return [sys.executable, "-P", str(Path(__file__).resolve()), module], env
 

@@ -1,6 +1,6 @@
 """A model whose decode steps, like those on accelerators, cost about the same for any batch.
 
-It is deep and very narrow: on a CPU, the calls of its many small kernels take longer than the
+It is deep and very narrow: on a CPU, launching its many small kernels takes longer than the
 arithmetic in them. Its weights are random and its tokens have no meaning, so it is useful only for
 timings.
 """
@@ -29,7 +29,7 @@ def build_fixed_cost_model(directory: Path) -> None:
         num_key_value_heads=1,
         head_dim=HEAD_DIM,
         max_position_embeddings=CONTEXT_TOKENS,
-        # Larger weights than usual: with the usual ones a random model repeats one token.
+        # The weights are larger than usual, or the random model would always repeat one token.
         initializer_range=0.3,
         tie_word_embeddings=True,
         bos_token_id=1,

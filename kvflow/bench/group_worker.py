@@ -1,10 +1,10 @@
-"""The process of one rank in `kvflow bench group`, which takes commands as `child.py` describes.
+"""The process of one rank in `kvflow bench group`. `child.py` describes how it takes commands.
 
     python -m kvflow.bench.group_worker
 
-Rank 0 also has the leader's shell. A room is matched when it is opened, and done when the group
-starts it, so that only the agreement remains. The CPU time of the group includes the ticker's
-thousand wake-ups a second in each process; that of the bare sockets does not.
+Rank 0 also has the leader's shell. A room is matched as soon as it opens, and done as soon as the
+group starts it, so only the agreement takes time. The CPU time of the group includes a ticker that
+wakes up each process a thousand times a second. The bare sockets run without a ticker.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class GroupWorker:
         }
 
     async def rest(self) -> dict[str, Any]:
-        """Return the numbers of requests that this rank holds, and of errors in its handlers."""
+        """Return how many requests this rank still holds, and how many errors its handlers had."""
         requests = len(self._member.requests) + len(self._member.member.tickets)
         errors = self._member.counts.handler_errors
         if self._leader is not None:

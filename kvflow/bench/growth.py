@@ -64,7 +64,7 @@ class OpenRooms:
         await decode.ask("setup", plane=plane, pages=pages, ranks=ready["ranks"])
 
     async def open(self) -> Figures:
-        """Open the rooms, a batch at a time, and return each side's stalls and memory per room."""
+        """Open the rooms in batches. Return rates, and each side's stalls and memory per room."""
         await self.both("opening", on=True)
         seconds = []
         for first in range(1, self._count + 1, BATCH):
@@ -72,7 +72,7 @@ class OpenRooms:
             begun = time.monotonic()
             await self.both("open", first=first, count=count)
             seconds.append((time.monotonic() - begun) / count)
-            # Like the roles, keep collections from visiting all open rooms.
+            # As in a role, garbage collections must not visit all open rooms.
             if self._plan.frozen:
                 await self.both("freeze")
         tenth = max(1, len(seconds) // 10)
@@ -157,7 +157,7 @@ async def bench_growth(counts: tuple[int, ...], plan: Growth, say: Say) -> Figur
 
 
 async def grow(count: int, plan: Growth, say: Say) -> Figures:
-    """Measure one number of rooms, with new processes for each loss of a peer."""
+    """Measure with `count` open rooms. For each loss of a peer, new processes are started."""
     figures: Figures = {}
     async with open_rooms(plan, count) as rooms:
         figures["opening"] = await rooms.open()

@@ -63,7 +63,7 @@ class CountedSocket:
 
 
 class GrowthWorker:
-    """The commands of one role: open rooms, wait for the end of each in a task, and watch them."""
+    """The commands of one role. They open rooms, await each room's end in a task, and measure."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -115,12 +115,12 @@ class GrowthWorker:
         await asyncio.gather(*(half.matched() for half in halves))
         self._all_ended.clear()
         self._waiting |= {asyncio.create_task(self._wait(ended)) for ended in opened}
-        # One turn of the loop starts every task, so each one already waits when the driver goes on.
+        # One turn of the loop starts every task, so all of them wait before the driver continues.
         await asyncio.sleep(0)
         return {}
 
     async def opening(self, *, on: bool) -> dict[str, Any]:
-        """Begin to measure if `on`. Otherwise return stalls and memory per room since then."""
+        """If `on`, begin to measure. Otherwise end, and return the stalls and memory per room."""
         if on:
             self._ticker, self._rss_before = StallTicker(), _rss_kib()
             return {}
@@ -133,7 +133,7 @@ class GrowthWorker:
         return {}
 
     async def collect(self, *, frozen: bool) -> dict[str, Any]:
-        """Measure the pause of a full collection, over all objects and after `gc.freeze`."""
+        """Measure the pauses of two full collections: after `gc.freeze`, and over all objects."""
         gc.freeze()
         frozen_ms = _full_collection_ms()
         gc.unfreeze()
@@ -196,7 +196,7 @@ class GrowthWorker:
 
 
 def _full_collection_ms() -> float:
-    # The CPU clock, which stalls use too, leaves out the turns of other processes.
+    # Like `StallTicker`, this measures the thread's CPU time, so other processes do not count.
     begun = time.thread_time()
     gc.collect()
     return round((time.thread_time() - begun) * 1e3, 3)

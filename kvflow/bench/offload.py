@@ -1,8 +1,8 @@
 """`kvflow bench offload`: speed of copies between a pool and host memory, compared with memcpy.
 
-The memcpy moves as many bytes between the same two memories, and alternates with the copies. The
-report also has the stalls of the event loop during the copies, and the slowdown that the copies
-cause in a model's decode steps (`offload_steps`).
+The memcpy moves the same number of bytes between the same two memories, and alternates with the
+copies. The report also has the event loop's stalls during the copies, and how much the copies slow
+down a model's decode steps (`offload_steps`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ MUST_RATIO = 0.8
 class OffloadPlan(NamedTuple):
     """Parameters of `bench_offload`.
 
-    `pages` pages of 2 MiB, scattered over a pool, move each way in `rounds` interleaved turns.
-    Decode steps of `batch` sequences (0: no steps) run during each way for at least `steps_s`.
+    In each of `rounds` rounds, `pages` pages of 2 MiB, scattered over a pool, are copied out and
+    restored. Each kind of copy then also runs for at least `steps_s` during decode steps of `batch`
+    sequences (0: no steps).
     """
 
     pages: int = 512
@@ -131,7 +132,7 @@ async def _rounds(
     before = await asyncio.to_thread(_content, pool, scattered[:8])
     seconds: dict[str, list[float]] = {"memcpy": [], "copy_out": [], "restore": []}
     ticker = StallTicker()
-    # Turn 0 warms up and does not count.
+    # Turn 0 warms up. Its times are left out, but the ticker's stalls include it.
     for turn in range(plan.rounds + 1):
         took = {"memcpy": await asyncio.to_thread(_memcpy, pool, store, total_bytes)}
         began_s = time.perf_counter()
@@ -165,7 +166,7 @@ async def _beside_steps(
     pages = (
         np.random.default_rng(2).permutation(pool.layout.num_pages)[: plan.pages].astype(np.int32)
     )
-    # `_rounds` took every page and one row and keeps them, so the bench already owns these.
+    # `_rounds` took every page and one row, and still owns them.
     places = Places(pages, np.zeros(1, dtype=np.int32))
     total_bytes = plan.pages * pool.layout.page_bytes
 

@@ -1,11 +1,11 @@
-"""The slowdown that copies of pages cause in a model's decode steps, and steps in copies.
+"""How much copies of pages slow down a model's decode steps, and how much steps slow down copies.
 
 Steps of the demo model run in a thread, as in a decode. In each round they run alone, and then
 together with each of these: a busy core that uses no memory, one large memcpy, copy-outs, and
-restores. The memcpy is the cheapest way to move as many bytes. A figure is the time of a step
-divided by its time alone in the same round. The cost of a busy core shows a lack of cores. What a
-memcpy costs beyond that shows a lack of memory bandwidth. What copies cost beyond a memcpy is
-kvflow's own cost.
+restores. The memcpy is the cheapest way to move the same number of bytes. Steps and the other work
+are timed alone and together. A figure is the time together divided by the time alone, from the same
+round. The cost of a busy core shows a lack of cores. What a memcpy costs beyond that shows a lack
+of memory bandwidth. What copies cost beyond a memcpy is kvflow's own cost.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ Times = dict[str, list[float]]
 
 
 class DecodeBatch:
-    """Sequences that decode in a thread without end. When full, they return to their prompts."""
+    """Sequences that decode in a thread. When they are full, they start over from their prompts."""
 
     def __init__(self, model: LoadedModel, batch: int) -> None:
-        """Compute the prompts of `batch` sequences. Raises: LayoutError without enough memory."""
+        """Compute the prompts of `batch` sequences.
+
+        Raises: LayoutError if there is not enough memory.
+        """
         each = -(-(PROMPT_TOKENS + NEW_TOKENS) // PAGE_SIZE)
         layout = build_layout(
             model.streams,
@@ -82,7 +85,7 @@ class DecodeBatch:
 
 
 async def make_batch(batch: int, device: str) -> DecodeBatch:
-    """Return a batch of the demo model, which runs on one CPU thread, the default of roles."""
+    """Return a batch of the demo model. Torch gets one CPU thread, as it does in a role."""
     torch.set_num_threads(1)
     return await asyncio.to_thread(
         lambda: DecodeBatch(load_model(str(DEMO_MODEL_DIR), device=device), batch)

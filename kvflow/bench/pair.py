@@ -1,4 +1,4 @@
-"""Two worker processes, prefill and decode, and a driver that sends both the same commands."""
+"""Two worker processes, prefill and decode, and a driver that sends the same commands to both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORKER = "kvflow.bench.worker"
 
 
 def checkout_env(tree: str) -> dict[str, str]:
-    """Return environment variables by which Python imports kvflow from `tree`, if it is given."""
+    """Return environment variables that make Python import kvflow from `tree`, if it is given."""
     if not tree:
         return {}
     return {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
@@ -46,7 +46,7 @@ class Process(Closed):
             *argv,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            # Replies are single lines, far longer than the default limit of 64 KiB.
+            # A reply is a single line, which may be far longer than the default limit of 64 KiB.
             limit=1 << 26,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
         )
@@ -54,7 +54,10 @@ class Process(Closed):
 
     @classmethod
     async def run_module(cls, module: str, *argv: str, name: str = "", tree: str = "") -> Process:
-        """Run a module of this checkout, or of `tree`. The default name is the last argument."""
+        """Run a module from this checkout, or from `tree`.
+
+        By default, the name of the process is the last argument.
+        """
         command = (sys.executable, "-P", "-m", module, *argv)
         return await cls.spawn(*command, name=name or command[-1], env=checkout_env(tree))
 
@@ -124,7 +127,7 @@ class WorkerPair(Closed):
         """Run `count` rooms of `pages` pages, and return the figures of prefill and of decode."""
         first, self._next_room = self._next_room, self._next_room + count
         size = {"count": count, "concurrency": concurrency, "pages": pages}
-        # Both sides start at the same moment, however late the command reaches each of them.
+        # Both sides start at the same moment, even if the command reaches one of them later.
         start_at = time.monotonic() + START_DELAY_S
         return await self.both("rooms", first=first, start_at=start_at, ticking=ticking, **size)
 
@@ -141,7 +144,8 @@ class WorkerPair(Closed):
     async def raw(self, count: int, pages: int) -> float:
         """Return the seconds that the bare data plane takes to move the bytes of `count` rooms."""
         first, self._next_room = self._next_room, self._next_room + count
-        # `rooms` pauses too. Without a pause, warm sockets and caches would be a third faster.
+        # `rooms` pauses, too. Without this pause, the write would be a third faster, because
+        # sockets and caches would still be warm.
         await asyncio.sleep(START_DELAY_S)
         return float(
             (await self.prefill.ask("raw", first=first, count=count, pages=pages))["seconds"]

@@ -1,4 +1,4 @@
-"""The peers to measure against: where they are installed, and how to start them."""
+"""Starts the peers of the benchmarks: SGLang's prefill/decode pair, and its prefix tree."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ async def bench_profile(trees: Sequence[str], plane: str, at_once: int, say: Say
     for tree in trees:
         opened = WorkerPair.open(plane, WORKER, tree, order="page_first", **rooms.SHAPE)
         async with await opened as pair:
-            # Warm up, with room numbers below those of the profile.
+            # Warm up with room numbers below those in the profile.
             await pair.rooms(ROOMS // 10, at_once, 1)
             size = {"first": ROOMS, "count": ROOMS, "concurrency": at_once}
             start_at = time.monotonic() + START_DELAY_S

@@ -2,9 +2,9 @@
 
     PYTHONPATH=CHECKOUT python -P -m kvflow.bench.profiled_worker prefill|decode
 
-One more command: profile(first, count, concurrency, start_at). Time is the CPU time of the event
-loop's thread, so other load on the machine does not count. It includes the time of the profiler
-itself, most of all in functions that are called often.
+It has one more command: profile(first, count, concurrency, start_at). Times are the CPU time of the
+event loop's thread, so other load on the machine does not count. They include the profiler's own
+time, which is largest in functions that are called often.
 """
 
 from __future__ import annotations

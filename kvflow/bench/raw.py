@@ -1,8 +1,8 @@
 """The physical limit for every goodput figure: the same page lists over the bare data plane.
 
 Blocks are planned before the clock starts. Each writer tries several ways and keeps the fastest.
-Ways differ in their block size, and for mooncake and nixl also in the window and in whether the
-writer spins or pauses while it waits (spinning takes a core from the engine).
+Ways differ in block size. For mooncake and nixl, they also differ in the window, and in whether the
+writer spins or pauses while it waits. Spinning takes a core from the engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Way(NamedTuple):
 
 
 class RawWriter:
-    """Bare writes of one process into a peer's pool; one subclass for each data plane."""
+    """Bare writes from one process into a peer's pool. Each data plane has its own subclass."""
 
     def __init__(self, pairing: Pairing, target_bases: Any) -> None:
         self._pairing, self._target_bases = pairing, target_bases
@@ -68,7 +68,7 @@ class RawWriter:
         blocks = self._pairing.blocks(
             pages, targets, max_block_bytes=self.way.block_bytes, target_bases=self._target_bases
         )
-        # Python's integers are faster to pass to the bare calls, one by one, than numpy's.
+        # The bare calls take one integer at a time. Python ints are faster to pass than numpy ones.
         columns = Blocks(*(column.tolist() for column in blocks))
         start = time.perf_counter()
         self.move(columns)
@@ -123,7 +123,7 @@ class RawWindow(RawWriter):
     def _follow(self, window: deque[int], check: Any) -> None:
         before = len(window)
         while window and (status := check(window[0])):
-            # Mooncake's status is 0 while the block is under way, and 1 when it landed.
+            # Mooncake's status is 0 while the block is under way, and 1 once the block has landed.
             if status != 1:
                 raise RuntimeError(f"raw write ended with status {status}")
             window.popleft()
@@ -177,7 +177,10 @@ class RawTransfers(RawWriter):
 def open_raw(
     plane: DataPlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout
 ) -> RawWriter:
-    """Return the bare writer for `plane` into the pool at `address`. Raises: TypeError."""
+    """Return a bare writer from `plane` into the pool at `address`.
+
+    Raises: TypeError for a plane without a bare writer.
+    """
     if isinstance(plane, LocalPlane):
         return RawMemmove(ours, address, theirs)
     if isinstance(plane, MooncakePlane):

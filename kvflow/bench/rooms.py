@@ -53,8 +53,8 @@ async def theirs(peer: Process, concurrency: int, poll_ms: float) -> Row:
 async def bench_rooms(
     planes: tuple[str, ...], rounds: int, peer_harness: str | None, say: Say
 ) -> dict[str, Any]:
-    """Measure in interleaved rounds: at each concurrency every data plane, then the peer at each
-    polling interval.
+    """Measure in interleaved rounds. At each concurrency, a round measures every data plane, and
+    then the peer with every polling interval.
 
     Returns {"rounds", "idle": {...}, plane: {concurrency: medians}, "sglang": ..., "ratios": ...}.
     """
@@ -103,8 +103,8 @@ def compare(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the peer's medians, and the medians of kvflow's per-round ratios to the peer.
 
-    Both are for the peer's fastest polling interval. CPU is an exception: its ratio is for the
-    interval that uses the least CPU, and the medians also have that interval and its CPU.
+    Both are for the peer's fastest polling interval, except for the ratio of CPU times: that one is
+    for the interval that uses the least CPU. The medians also name this interval and its CPU time.
     """
     best: dict[str, Any] = {}
     ratios: dict[str, Any] = {plane: {} for plane in planes}

@@ -183,8 +183,11 @@ async def _gets_beside_streams(plan: ServePlan, server: Server, client: Process)
 
 
 async def _pings(urls: dict[str, str], until: asyncio.Future[Any] | None) -> dict[str, list[float]]:
-    """Send GETs to each role until `until` is done, or 100 of them. Return their seconds."""
-    # Bare sockets: an HTTP client's own CPU time would count as latency.
+    """Send GETs to router and decode, and return the seconds that each took, by role.
+
+    The GETs end when `until` is done. If `until` is None, each role receives 100.
+    """
+    # The sockets are bare, because an HTTP client's own CPU time would count as latency.
     seen: dict[str, list[float]] = {"router": [], "decode": []}
     connections = {role: await _connected(urls[role]) for role in seen}
     try:
@@ -223,7 +226,7 @@ async def _streamed(
 def _check(name: str, tokens: list[Any], expected: list[list[int]], new_tokens: int) -> None:
     """Raise KvflowError unless every stream has stock's tokens.
 
-    For an API that sends no ids, only their number is compared.
+    If the API sends no token ids, only the number of tokens is compared.
     """
     for i, found in enumerate(tokens):
         if found != (expected[i] if isinstance(found, list) else new_tokens):
@@ -239,7 +242,10 @@ def prompt_of(index: int) -> list[int]:
 async def serving(
     model: str, threads: int, tree: str = "", arguments: tuple[str, ...] = ()
 ) -> AsyncIterator[Server]:
-    """Run `kvflow up` from this checkout, or from `tree`. Raises: KvflowError if it fails."""
+    """Run `kvflow up` from this checkout, or from `tree`.
+
+    Raises: KvflowError if it ends before it is ready, TimeoutError if it takes too long to start.
+    """
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     given = ("--port=0", f"--model-path={model}", "--log-level=warning", "--prefix-cache=off")
     child = await asyncio.create_subprocess_exec(

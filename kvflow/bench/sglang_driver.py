@@ -72,7 +72,7 @@ def rooms(pair: Any, numbers: list[int], command: dict[str, Any]) -> dict[str, o
 def abort(pair: Any, room: int, pages: int, after_s: float) -> dict[str, object]:
     """Abort one room `after_s` seconds after its first byte.
 
-    Returns the seconds until its pages were free, and how many of them late writes hit after that.
+    Returns the seconds until its pages were free, and how many of its pages late writes then hit.
     """
     pair.send("prefill", "abort_prefill", room=room, npages=pages, chunk=pages)
     pair.send("decode", "abort_decode", room=room, npages=pages, abort_after=after_s, watch=0.7)

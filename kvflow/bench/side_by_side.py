@@ -1,11 +1,12 @@
 """Rooms and transfers of several checkouts, measured in turn in short rounds.
 
 A round takes a few tenths of a second, so other load on the machine affects every tree alike. Only
-the workers run the tree's code; their commands and the clock are the same for all trees. Processes
-start anew every `LIFE_TURNS` turns, in another order, because a process keeps the cores and the
-memory that it got at its start. They depend on chance, and change CPU per room by some 15 %. The
-first process to start also has 7 % more goodput in a local transfer. With two trees, each one
-starts first equally often in 12 turns.
+the workers run the tree's code. Their commands and the clock are the same for all trees.
+
+Every `LIFE_TURNS` turns, all processes are restarted in another order. A process keeps the cores
+and the memory that it got when it started. Both depend on chance, and change the CPU time per room
+by some 15 %. The first process to start also has 7 % more goodput in a local transfer. With two
+trees and A/A, each of the three runs starts first equally often in 12 turns.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ CASES = transfer.PEER_CASES
 LIFE_TURNS = 2
 
 Trees = Mapping[str, str]
-"""Root of the checkout of each run, by the name of the run; two runs may share a checkout."""
+"""The root of each run's checkout, by the name of the run. Two runs may share a checkout."""
 Options = Mapping[str, Mapping[str, Any]]
 """Additional arguments for the setup of a run's workers, by the name of the run."""
 Figures = dict[str, float]
 Turns = list[dict[str, Figures]]
-"""Figures of each run by its name, turn by turn."""
+"""A list with one entry per turn: the figures of each run, by the name of the run."""
 Measure = Callable[[WorkerPair], Awaitable[Figures]]
 
 
@@ -89,9 +90,9 @@ async def _by_turns(
 
 
 def _order(names: list[str], turn: int) -> list[str]:
-    # The rotation changes which tree comes first, the reversal which tree each one follows. The
-    # reversal lasts for a whole rotation. If it changed every turn, it would undo the rotation of
-    # two trees, and the same one would always come first.
+    # The rotation changes which tree comes first. The reversal changes which tree follows which,
+    # and lasts for a whole rotation. If the order were reversed every second turn, the reversal
+    # would undo the rotation of two trees, and the same tree would always come first.
     rotations, first = divmod(turn, len(names))
     return (names[first:] + names[:first])[:: -1 if rotations % 2 else 1]
 

@@ -54,7 +54,7 @@ async def bench_slices(
 
 async def _one_size(plane: str, widths: tuple[int, int], size: int, turns: int) -> dict[str, Any]:
     heads = lcm(*widths)
-    # Elements have two bytes, and one slice is the share of the side with more shards.
+    # Elements have two bytes. A slice is one shard's share, on the side with more shards.
     dim = size * max(widths) // heads // 2
     in_page = size * max(widths) * _PAGE_SIZE * _LAYERS * 2
     pages = max(1, min(ROOM_BYTES, ROOM_SLICES * size) // in_page)

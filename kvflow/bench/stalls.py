@@ -68,9 +68,9 @@ def cases() -> list[Case]:
 
 
 def _near_misses() -> tuple[int, list[str]]:
-    """Return the demo model's token with the most spaces, and stop strings as long as limits allow.
+    """Return the demo model's longest token of spaces, and stop strings as long as limits allow.
 
-    A text of many such tokens contains every stop string but for its last character.
+    A text of many such tokens contains every stop string except for its last character.
     """
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
     texts = {token: tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())}
@@ -124,7 +124,7 @@ async def bench_stalls(rounds: int, say: Callable[[str], None]) -> dict[str, Any
 
 
 class _Client:
-    """A client that sends a body to both legs, as a router does, and reads the whole answers."""
+    """A client that sends a body to both legs, as a router does, and reads both answers."""
 
     def __init__(self, session: aiohttp.ClientSession, made: dict[str, dict[str, Any]]) -> None:
         self._session = session

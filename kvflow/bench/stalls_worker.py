@@ -106,7 +106,8 @@ class ReadyPrefill(_Engine):
 class PacedDecode(_Engine):
     """A decode engine that makes a token every `pause_s`.
 
-    It makes the token with the largest logit bias, or without biases the next of 512 tokens.
+    The token is the one with the largest logit bias. Without biases, the engine cycles through 512
+    tokens.
     """
 
     pause_s = 0.001

@@ -18,7 +18,7 @@ PATHS = {"generate": "/generate", "completions": "/v1/completions"}
 
 
 class StreamFailedError(Exception):
-    """An answer is not a complete stream of events."""
+    """Raised if an answer is not a complete stream of events."""
 
 
 class StreamCommands:
@@ -58,7 +58,7 @@ class Stream:
     async def run(self, gate: asyncio.Event) -> None:
         try:
             reader, writer = await asyncio.open_connection(self._url.hostname, self._url.port)
-        # `stream` waits for every connection, and finds the error of a failed one later.
+        # `stream` waits for this event even if the connection fails. It sees the error later.
         finally:
             self.connected.set()
         try:

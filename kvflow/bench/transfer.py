@@ -81,7 +81,7 @@ async def bench_plane(
 async def bench_verified(
     plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say
 ) -> dict[str, Any]:
-    """Measure goodput with `--verify-transfers` as a ratio to goodput without, alternately."""
+    """Measure goodput with and without `--verify-transfers`, in turn, and return the ratio."""
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}
     async with await WorkerPair.open(plane, order=order, pages=pages, **SHAPE) as pair:
@@ -116,7 +116,7 @@ async def peer_goodput(peer: Process, case: Case, page_bytes: int, poll_ms: floa
 async def bench_against_peer(harness: str, pairs: int, say: Say) -> dict[str, Any]:
     """Measure kvflow (page-first) and SGLang, both over Mooncake TCP.
 
-    Each turn counts the better one of SGLang's polling intervals.
+    In each turn, only the better of SGLang's polling intervals counts.
     """
     pages = max(case.pages * case.rooms for case in PEER_CASES) + SPARE_PAGES
     report: dict[str, Any] = {}
@@ -151,7 +151,10 @@ async def bench_transfer(
     verify: bool,
     say: Say,
 ) -> dict[str, Any]:
-    """Measure every plane and page order, or the cost of checksums if `verify`, then the peer."""
+    """Measure every plane with every page order, and then the peer, if there is one.
+
+    If `verify`, measure the planes with and without checksums.
+    """
     report: dict[str, Any] = {"pairs": pairs, "shape": SHAPE}
     measure = bench_verified if verify else bench_plane
     for plane in planes:

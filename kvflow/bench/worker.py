@@ -1,4 +1,4 @@
-"""The process of one role in a benchmark pair, which takes commands as `child.py` describes.
+"""The process of one role in a benchmark pair. `child.py` describes how it takes commands.
 
     python -m kvflow.bench.worker prefill|decode
 
@@ -81,12 +81,12 @@ class Worker:
     ) -> dict[str, Any]:
         """Allocate the pool and start the node of this role.
 
-        `widths` are the numbers of shards of prefill and decode, among which the heads of each page
-        are divided. If `staged`, slices pass through staging: prefill gathers them there, or they
-        land there at decode.
+        `widths` is (shards at prefill, shards at decode). The heads of each page are divided among
+        the shards. If `staged`, slices pass through staging: prefill gathers them in staging, or
+        decode receives them in staging.
         """
         layout = _layout(layers, heads, dim, page_size, pages, order)
-        # kvflow warns of tiny slices, which are the subject of this measurement.
+        # kvflow warns about tiny slices, which this benchmark measures on purpose.
         if widths != (1, 1):
             logging.disable(logging.WARNING)
         if (width := widths[self.role == "decode"]) > 1:
@@ -146,8 +146,8 @@ class Worker:
     ) -> dict[str, Any]:
         """Run `count` rooms from number `first`, `concurrency` at a time, each of `pages` pages.
 
-        `ticking` also measures the lateness of the loop. It is off for goodput, because a thousand
-        wake-ups a second take the GIL from copying threads.
+        With `ticking`, also measure the lateness of the loop. Goodput is measured without a ticker,
+        because its thousand wake-ups a second take the GIL from copying threads.
         """
         prompt = np.arange(pages * self.pool.layout.page_size, dtype=np.int64)
         numbers = iter(range(first, first + count))
@@ -212,7 +212,7 @@ class Worker:
         return {"late_p99_ms": ticker.stop(), "cpu_percent": (cpu_s() - cpu_before) / seconds * 100}
 
     async def state(self) -> dict[str, Any]:
-        """Return the numbers of open rooms and of free pages, and the endings of rooms so far."""
+        """Return how many rooms are open, how many pages are free, and how rooms ended so far."""
         left = {"rooms": len(self.node.shell.endpoint.rooms), "endings": self.node.counts.endings}
         total = self.pool.layout.num_pages
         free = total if self.role == "prefill" else self.node.pages.free_pages

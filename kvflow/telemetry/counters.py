@@ -18,7 +18,7 @@ from kvflow.telemetry.histogram import (
 
 # Rooms that ended for these causes did not fail: the client no longer wanted the result.
 _WANTED = frozenset({Code.CLIENT_GONE, Code.ABORTED})
-# These causes belong to the bootstrap, even if decode had already offered its pages.
+# Failures with these causes count as "bootstrap", even if decode has already offered its pages.
 _NEVER_MET = frozenset(
     {
         *(Code.RENDEZVOUS, Code.REFUSED, Code.PROMPT_MISMATCH, Code.ROOM_IN_USE, Code.STALE_GRANT),
@@ -30,10 +30,11 @@ _NEVER_MET = frozenset(
 class TransferMeasures:
     """Histograms over ended rooms.
 
-    `bootstrap_seconds` is the time until the other side was ready, and `allocation_seconds` the
-    time from then until decode offered its pages. The `transfer_*` histograms cover rooms that
-    succeeded. At prefill a transfer lasts from the first chunk to the last. At decode it begins
-    with the offer of pages, so it includes the model's steps at prefill.
+    `bootstrap_seconds` is the time from the opening of a room until the other side is ready. At
+    decode, `allocation_seconds` is the time from then until decode offers its pages. The
+    `transfer_*` histograms cover only rooms that succeeded. A transfer lasts until the end of the
+    room. At prefill it begins with the first chunk. At decode it begins with the offer of pages, so
+    it includes the model's steps at prefill.
     """
 
     def __init__(self) -> None:
@@ -110,8 +111,8 @@ class Counts:
 
     @property
     def endings(self) -> dict[str, int]:
-        """Number of ended rooms by their terminal phase and, unless they succeeded, the code of the
-        cause, as in "failed:rendezvous".
+        """Number of ended rooms, by terminal phase and, unless the room succeeded, by the cause's
+        code: "failed:rendezvous", for example.
         """
         self.count_ended()
         return {
@@ -121,8 +122,8 @@ class Counts:
 
     @property
     def failures(self) -> Counter[tuple[str, Code]]:
-        """Failed rooms, and requests that failed after their room succeeded, by the stage
-        (`failed_in`) and the code of the cause.
+        """Number of failed rooms, and of requests that failed after their room succeeded, by stage
+        (see `failed_in`) and by the code of the cause.
         """
         self.count_ended()
         return self._failures
@@ -134,13 +135,17 @@ class Counts:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that landed. At decode only rooms that succeeded count."""
+        """Bytes that landed. At decode, only those of rooms that succeeded are counted."""
         self.count_ended()
         return self.bytes_written + self._bytes_received
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Dropped messages: not decodable, for another incarnation, too late, or without a peer."""
+        """Number of dropped messages, by reason.
+
+        "malformed" messages cannot be decoded, "foreign" ones have a wrong sender or target, and
+        "stale" ones come too late. "undelivered" ones are our own, and could not be sent.
+        """
         return {
             "malformed": self.malformed,
             "foreign": self.foreign,

@@ -23,7 +23,7 @@ TRANSFER_BYTES_PER_SECOND = tuple(
 
 
 class Histogram:
-    """A histogram with ascending upper `bounds` of its buckets, and the sum of all values."""
+    """A histogram and the sum of its values. `bounds` are its buckets' upper bounds, ascending."""
 
     __slots__ = ("bounds", "buckets", "sum")
 

@@ -31,7 +31,7 @@ class Steps(Generic[T]):
 
     def __init__(self, work: Coroutine[Any, Any, T], *at: int, after_s: float = 0.0) -> None:
         self._work, self._at, self._after_s = work, frozenset(at), after_s
-        self.waits = 0  # waits that began
+        self.waits = 0  # number of waits that have begun
 
     def task(self) -> asyncio.Task[T]:
         """Return a task that drives the coroutine."""
@@ -55,7 +55,7 @@ class Steps(Generic[T]):
                 error = None
             except BaseException as caught:  # noqa: BLE001 - all of it belongs to the coroutine
                 error = caught
-            # If the wait ended before its cancellation was due, the next wait must not receive it.
+            # If the wait ended early, the timer must not cancel the next wait instead.
             if late is not None:
                 late.cancel()
 

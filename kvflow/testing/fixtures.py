@@ -36,10 +36,10 @@ async def kvflow_clean_loop() -> AsyncIterator[None]:
 
 @pytest_asyncio.fixture
 async def kvflow_pair(kvflow_clean_loop: None) -> AsyncIterator[Pair]:
-    """Yield a prefill and a decode on an in-memory network, which must be at rest at the end."""
+    """Yield a prefill and a decode on an in-memory network. Both must be at rest at the end."""
     async with pair() as made:
         yield made
-        # A test may end while the network is cut or writes are held. This is not a leak.
+        # A test may end while the network is cut or writes are held. Neither is a leak.
         made.network.mend()
         for node in made.nodes:
             made.plane(node).release()

@@ -37,9 +37,8 @@ async def freeze(pid: int, *, within_s: float = 20.0) -> None:
 def is_frozen(pid: int) -> bool:
     """Return True if every thread of the process is stopped.
 
-    A running thread may start another one while the states are read. So the threads are listed
-    again: if all that were read are stopped and no other one appeared, no thread is left to start
-    one.
+    A running thread may start another one while the states are read. So the threads are listed a
+    second time. If every thread was stopped and the list has not changed, no thread is running.
     """
     states = thread_states(pid)
     return (
@@ -54,10 +53,10 @@ def thread_states(pid: int) -> dict[str, str]:
     states = {}
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
-            # The thread's name precedes the state, in brackets. It may contain any character.
+            # The thread's name precedes the state, in parentheses. A name may contain parentheses.
             stat = Path(f"/proc/{pid}/task/{task}/stat").read_text()
             states[task] = stat.rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        # A thread ended meanwhile. The empty result makes the caller try again.
+        # A thread ended while the loop ran. The empty result makes the caller try again.
         return {}
     return states

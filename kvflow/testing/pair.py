@@ -57,7 +57,7 @@ class Clock:
             wake()
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake` at each `advance`, because timers of the event loop do not notice it."""
+        """Call `wake` at each `advance`, because the loop's timers do not follow this clock."""
         self._watching.append(wake)
 
 
@@ -73,7 +73,7 @@ def small_layout(num_pages: int = 64, *, page_size: int = PAGE_SIZE) -> PoolLayo
 class Pair:
     """The nodes of a test, and helpers to drive them.
 
-    Every byte of page p at prefill is p % 255 + 1, and every byte at decode is 0.
+    At first, every byte of page p at prefill is p % 255 + 1, and every byte at decode is 0.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class Pair:
     ) -> PrefillNode:
         """Add a rank, or restart one that was removed.
 
-        To restart a rank, pass its old `port`. With `alone` it is another prefill, with a single
-        rank. With `staging_bytes` it sends through staging of that size.
+        To restart a rank, pass its old `port`. With `alone`, the new node is a separate prefill of
+        one rank. With `staging_bytes`, the node sends through staging of that size.
         """
         taken = set() if alone else {node.info.rank for node in self.prefills}
         rank = min(set(range(self._world_size + 1)) - taken)
@@ -160,8 +160,8 @@ class Pair:
     ) -> DecodeNode:
         """Add a decode.
 
-        With `staging_bytes` it lends staging of that size (0: the size of the pool). To run over
-        the pool and the staging of an earlier node, pass its staging as `over`.
+        With `staging_bytes`, the node lends staging of that size (0: the size of the pool). To run
+        over the pool and the staging of an earlier node, pass the staging as `over`.
         """
         if over is None:
             pool = self._pool(layout or self._layouts[1])
@@ -199,7 +199,7 @@ class Pair:
     ) -> PageIndices:
         """Take pages at prefill for the whole room, and send them in `chunks` chunks.
 
-        Return the pages, which are given back when the room ends.
+        Returns the pages. They are given back when the room ends.
         """
         node = node or self.prefill
         count = source.bytes_total // node.pool.layout.page_bytes
@@ -221,7 +221,7 @@ class Pair:
         self.plane(node).die()
         closing = asyncio.create_task(node.close())
         await asyncio.sleep(0)
-        # A decode that closes waits for proofs from its peers. Advancing its clock ends the wait.
+        # A closing decode waits for proofs from its peers. Advancing its clock ends the wait.
         self.clock(node).advance(1e9)
         await closing
         self.network.rules = rules
@@ -231,7 +231,7 @@ class Pair:
             self.decodes.remove(node)
 
     def left(self) -> list[str]:
-        """Return a description of each part that is not at rest; empty if all are (I1, I5)."""
+        """Return a description of each part that is not at rest (I1, I5); empty if all are."""
         found: list[str] = []
         for prefill in self.prefills:
             name, endpoint = f"prefill {prefill.info.rank}", prefill.shell.endpoint
@@ -306,9 +306,9 @@ async def pair(
 ) -> AsyncIterator[Pair]:
     """Start `ranks` prefill nodes and one decode node, and yield them as a `Pair`.
 
-    At the end every held write is released and every node is closed. `open_plane` creates the data
-    plane of each node, for its pool or its staging. For the other arguments see `Pair.add_prefill`
-    and `Pair.add_decode`.
+    At the end, every held write is released and every node is closed. `open_plane` creates a node's
+    data plane over the node's pool, or over its staging if it has one. For the other arguments see
+    `Pair.add_prefill` and `Pair.add_decode`.
     """
     made = Pair(
         timing,

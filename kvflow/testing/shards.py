@@ -1,4 +1,4 @@
-"""Layouts of prefill ranks that each hold a part of what decode's pool holds."""
+"""Layouts for prefill ranks, each of which holds a part of what decode's pool holds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvflow.protocols.pages.layout import Order, PoolLayout, build_layout
 def shard_layout(
     layout: PoolLayout, rank: int, ranks: int, order: Order = "page_first"
 ) -> PoolLayout:
-    """Return one rank's share: a part of each component along its axis, in as many pages and rows
-    as `layout` has.
+    """Return the layout of one rank, which holds a part of each component along that component's
+    axis. It has as many pages and rows as `layout`.
 
-    Shares are as even as possible. If a component has fewer entries than there are ranks, several
-    ranks hold copies of one entry.
+    Parts are as even as possible. If an axis has fewer entries than there are ranks, several ranks
+    hold copies of one entry.
     """
     if ranks == 1:
         return layout
@@ -36,7 +36,7 @@ def shard_layout(
 def _share(c: Component, rank: int, ranks: int) -> StateKind:
     count = c.shape[c.axis]
     if count < ranks:
-        # Ranks that share an entry hold numbered copies of it.
+        # The ranks that hold the same entry have numbered copies of it.
         firsts = [each * count // ranks for each in range(ranks)]
         twins = [each for each in range(ranks) if firsts[each] == firsts[rank]]
         start, share, copy, copies = firsts[rank], 1, twins.index(rank), len(twins)

@@ -1,10 +1,10 @@
-"""kvflow as a KV connector of vLLM: prefill's blocks are written into decode's, and decode uses a
-block again only after proof that no write can reach it.
+"""kvflow as a KV connector for vLLM. Prefill writes its blocks into decode's blocks, and decode
+reuses a block only after proof that no write can reach it.
 
     vllm serve MODEL --kv-transfer-config CONFIG
 
-CONFIG is `{"kv_connector": "KvflowConnector", "kv_role": "kv_producer"}` for prefill; decode has
-the role "kv_consumer".
+CONFIG is `{"kv_connector": "KvflowConnector", "kv_role": "kv_producer"}` for prefill. For decode,
+`kv_role` is "kv_consumer".
 
 If kvflow is installed in vLLM's environment, vLLM finds the connector through an entry point of
 `vllm.general_plugins`. With plugins off, CONFIG must also name the module:

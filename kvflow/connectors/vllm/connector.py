@@ -1,9 +1,9 @@
 """`KvflowConnector` implements vLLM's interface, and forwards each call to the side and role that
 handle it.
 
-vLLM makes one instance in the scheduler's process and one in each worker's. They communicate
-through vLLM only: a `StepMeta` goes to the workers with every step, and a `StepNews` comes back
-with its output.
+vLLM makes one instance in the scheduler's process and one in each worker's process. The instances
+communicate through vLLM only: a `StepMeta` goes to the workers with every step, and a `StepNews`
+comes back with the step's output.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         The worker side starts when vLLM registers the KV cache.
 
         Raises: MisuseError for invalid settings, for a vLLM that cannot continue from a cached
-        beginning, and for a KV cache that kvflow does not move.
+        prefix, and for a KV cache that kvflow does not move.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
@@ -165,7 +165,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished_all_groups(request, (block_ids,))
 
     def has_pending_push_work(self) -> bool:
-        """Keep vLLM running steps while blocks wait for proof: the proof arrives with a step."""
+        """Return True while blocks wait for proof, so that vLLM runs the step that brings it."""
         return self._decode is not None and self._decode.quarantined_blocks > 0
 
     # --- in a worker

@@ -1,5 +1,5 @@
-"""Decode in vLLM's scheduler: which blocks are loaded for which request, and which blocks wait for
-proof.
+"""Decode's side in vLLM's scheduler. It decides which blocks are loaded for which request, and
+keeps the blocks of failed loads out of use until no write can reach them.
 
 A request that is announced before its prefill begins takes no blocks until prefill begins.
 Otherwise its blocks could wait for a prefill that in turn waits for blocks, and hold up requests
@@ -7,9 +7,9 @@ that could continue.
 
 For vLLM a failed load ends at once: the request fails, or computes its prompt in other blocks. This
 side takes an extra reference on the old blocks, which keeps them out of the pool until every worker
-reports that no write can reach them any more. It takes the reference before vLLM learns of the
-failure: a worker reports a failure to this side first, and to vLLM only after this side has
-confirmed it (`StepMeta.held`).
+reports that no write can reach them any more. This side takes the reference before vLLM learns of
+the failure: a worker first reports a failure to this side, and to vLLM only after this side has
+confirmed the report (`StepMeta.held`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvflow.connectors.vllm.params import FromPrefill
 from kvflow.connectors.vllm.prompts import prompt_of
 from kvflow.protocols.errors import Cause, Code
 
-USED_ROOMS = 4096  # rooms remembered, because a room may be used only once
+USED_ROOMS = 4096  # number of remembered rooms, because a room may be used only once
 log = logging.getLogger("vllm.kvflow")
 
 
@@ -47,10 +47,10 @@ class _Quarantine:
 
 
 class DecodeScheduler:
-    """Requests with `do_remote_prefill`, until their load ends or their blocks are proven free."""
+    """Requests with `do_remote_prefill` whose load runs, and the blocks that wait for proof."""
 
     def __init__(self, block_size: int, workers: int) -> None:
-        """`workers` counts our workers; each loads from prefill's worker of the same number."""
+        """`workers` is the number of our workers. Worker n loads from prefill's worker n."""
         self._block_size, self._workers = block_size, workers
         self._loads: dict[str, _Load] = {}
         self._quarantine: dict[str, _Quarantine] = {}
@@ -67,7 +67,8 @@ class DecodeScheduler:
         if request.prompt_token_ids is None:
             log.warning("request %s has embeddings for a prompt: it is computed here", name)
             return
-        # A room serves one prompt once. Other requests for it come from n > 1, or repeat a request.
+        # A room serves one prompt once. A second request names the room if n > 1, or if a client
+        # repeats its request.
         if params.room in self._used:
             log.info(
                 "request %s: room %d has been used before: its prompt is computed here",
@@ -142,7 +143,7 @@ class DecodeScheduler:
             self._next.abandoned.append(request.request_id)
 
     def update(self, news: StepNews, received: set[str]) -> None:
-        """Process the workers' news. `received` names requests whose load is over everywhere."""
+        """Process the workers' news. `received` names requests whose load ended at all workers."""
         for name, workers in news.ready.items():
             if (load := self._loads.get(name)) is not None:
                 load.waits_for -= workers
@@ -158,7 +159,7 @@ class DecodeScheduler:
             if found is not None:
                 found.left -= workers
                 if not found.left:
-                    # As in vLLM, the end of a prompt is freed, and so evicted, first.
+                    # As in vLLM, free the end of a prompt first, so that it is evicted first.
                     self.block_pool.free_blocks(reversed(self._quarantine.pop(name).blocks))
         for name in received:
             self._loads.pop(name, None)

@@ -1,4 +1,4 @@
-"""Decode in a worker: it lends vLLM's blocks to prefill, and reports what became of them."""
+"""Decode's side in a worker. It lends vLLM's blocks to prefill, and reports how each load ends."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class _Target:
         self.room: DecodeThreadRoom | None = None
         self.offer: Offer | None = None
         self.cause: Cause | None = None  # first cause of the load's failure
-        self.is_told = False  # True after the failure was reported to the scheduler side
-        self.is_held = False  # True once that side keeps the blocks, and vLLM may be told
-        self.is_abandoned = False  # True if vLLM ended the request, and waits for its blocks
+        self.is_told = False  # True once `_news` reports the failure to the scheduler side
+        self.is_held = False  # True once that side keeps the blocks, and the failure may go to vLLM
+        self.is_abandoned = False  # True once vLLM has ended the request and waits for its blocks
         self.is_released = False  # True once no write can reach the blocks
         self.quarantined = 0  # its share of `quarantined_blocks`
         self.opened_at_s = time.monotonic()
@@ -45,10 +45,10 @@ class DecodeWorker(WorkerSide[DecodeThread]):
         rank: int,
         load_deadline_s: float | None,
     ) -> None:
-        """`rank` is this worker's number; it loads from prefill's worker of the same number.
+        """`rank` is this worker's number. It loads from prefill's worker with the same number.
 
-        `load_deadline_s` is the longest time for which it lends blocks to a prefill that does not
-        fill them; None sets no limit.
+        `load_deadline_s` is the longest time for which the worker lends blocks to a prefill that
+        does not fill them. None sets no limit.
         """
         super().__init__(thread, stats, wake)
         self._rank, self._deadline_s = rank, load_deadline_s
@@ -82,7 +82,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                     self._abandon(target)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose blocks vLLM need no longer wait for, and those that failed."""
+        """Return the requests for which vLLM need no longer wait, and those of them that failed."""
         with self._lock:
             found = self._received, self._failed
             self._received, self._failed = set(), set()
@@ -181,7 +181,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             self._drop(target)
 
     def _abandon(self, target: _Target) -> None:
-        # The failure has already been reported to vLLM, which does not wait for this load.
+        # The failure has already been reported to vLLM, so vLLM no longer waits for this load.
         if target.is_held:
             return
         target.is_abandoned = True

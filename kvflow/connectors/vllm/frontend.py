@@ -2,9 +2,9 @@
 loads in its answers.
 
 vLLM has no hook for any of this. A failed load would reach the client as "Internal server error".
-An error in `kv_transfer_params` would be found by the scheduler, which cannot answer the client,
-and an error in the settings only after the model is loaded. So this module wraps three methods of
-vLLM, as they are in the version that `version.py` names.
+The scheduler would find an error in `kv_transfer_params`, but it cannot answer the client. An error
+in the settings would show only after vLLM has loaded the model. So this module wraps three methods
+of the vLLM version that `version.py` names.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def read_reason(text: str) -> Cause:
 
 
 def is_further_prompt(request_id: str) -> bool:
-    """Return True for a prompt after the first of a list. vLLM's API server numbers their ids."""
+    """Return True for the id of a later prompt of a list: the API server numbers them from 0."""
     return _FURTHER_PROMPT.fullmatch(request_id) is not None
 
 
 def _status(cause: Cause) -> HTTPStatus:
-    """Return the HTTP status for a failure. HTTPStatus has no 499, which becomes 502."""
+    """Return the HTTP status for a failure. HTTPStatus has no 499, so 502 replaces it."""
     found = STATUS_OF_CODE.get(cause.code, 500)
     return HTTPStatus.BAD_GATEWAY if found == CLIENT_CLOSED_REQUEST else HTTPStatus(found)
 
@@ -84,7 +84,7 @@ def _checking(process_inputs: Any) -> Any:
                 _check_role(asked, transfer)
             except MisuseError as error:
                 raise VLLMValidationError(str(error), parameter="kv_transfer_params") from None
-            # A room serves one prompt, and prefill's answer is about the first one.
+            # A room serves one prompt, and prefill's answer is about the first prompt of the list.
             if is_further_prompt(request_id):
                 params.extra_args = {
                     name: value for name, value in extra.items() if name != "kv_transfer_params"

@@ -1,4 +1,4 @@
-"""vLLM's KV cache as a kvflow pool, a page per block. Only vLLM knows the layout inside a block."""
+"""vLLM's KV cache as a kvflow pool, one page per block. Only vLLM knows a block's inner layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ log = logging.getLogger("vllm.kvflow")
 def check_groups(config: KVCacheConfig) -> int:
     """Return the number of tokens in a block.
 
-    Raises: MisuseError for a cache whose blocks hold more than the KV of a prompt's tokens.
+    Raises: MisuseError unless the cache has one group of layers, with full causal attention and one
+    state per token.
     """
     groups = config.kv_cache_groups
     if len(groups) != 1:
@@ -136,9 +137,9 @@ def pool_over(
 ) -> PagedPool:
     """Return a pool over `caches`: vLLM's layers by name, each [blocks, heads, slots, width].
 
-    The dimensions may be in any order in memory, but each block is contiguous. `layout` names
-    whatever else must be equal in two caches. `heads` is given for a worker whose decode holds the
-    parts of all workers; otherwise each worker has one counterpart.
+    The dimensions may be in any order in memory, but each block is contiguous. `layout` is a text
+    with all other properties that must be equal on both sides. `heads` is given if one decode
+    worker holds the parts of all of prefill's workers. Otherwise each worker has one counterpart.
 
     Raises: LayoutError.
     """

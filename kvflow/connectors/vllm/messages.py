@@ -1,8 +1,7 @@
 """Messages between the two sides of a connector.
 
-vLLM carries them from the scheduler's process to every worker's before a step, and from the
-workers' processes with the step's output. The processes belong to one engine, and vLLM pickles the
-messages.
+vLLM carries them from the scheduler's process to every worker's process before a step, and back
+with the step's output. The processes belong to one engine, and vLLM pickles the messages.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class OpenTarget:
     """A request whose half of a room opens at decode. Without an `Offer` in the same step, the room
     is only announced.
 
-    `prefill` lists the registries of prefill's workers, "host:port", by worker number. `refusal` is
-    the reason why the request cannot be loaded, if there is one; the worker sends it to prefill and
-    reports it to vLLM.
+    `prefill` lists the registries of prefill's workers, "host:port", by worker number. If the
+    request cannot be loaded, `refusal` is the reason. The worker then sends the reason to prefill
+    and reports it to vLLM.
     """
 
     request: str
@@ -73,7 +72,7 @@ class Offer:
 
 @dataclass
 class StepMeta:
-    """The message from the scheduler side to the workers with a step. Keys are request ids."""
+    """The message that goes from the scheduler side to the workers with a step, by request id."""
 
     sources: list[OpenSource] = field(default_factory=list)
     # prefill: requests that are certain to get all of their blocks
@@ -84,7 +83,7 @@ class StepMeta:
     finished: dict[str, bool] = field(default_factory=dict)
     targets: list[OpenTarget] = field(default_factory=list)
     offers: dict[str, Offer] = field(default_factory=dict)
-    # decode: failed loads whose blocks are kept, with the workers that may now tell vLLM
+    # decode: failed loads whose blocks are kept, with the workers that may now report to vLLM
     held: dict[str, set[int]] = field(default_factory=dict)
     # decode: requests that ended before their load did
     abandoned: list[str] = field(default_factory=list)
@@ -95,7 +94,7 @@ class StepMeta:
 class StepNews:
     """News from the workers to the scheduler side, besides the results that vLLM collects."""
 
-    # decode: by request, the workers at which prefill has begun, or never will
+    # decode: by request, the workers at which prefill has begun or will never begin
     ready: dict[str, set[int]] = field(default_factory=dict)
     # first cause of each failed load
     failed: dict[str, Cause] = field(default_factory=dict)

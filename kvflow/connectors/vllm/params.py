@@ -1,13 +1,13 @@
 """`kv_transfer_params`: the field in which a proxy states what a request fetches from a prefill, or
 leaves for a decode.
 
-A proxy may send the legs one after the other, like those of vLLM and llm-d. It then sends
+A proxy may send the legs one after the other, as the proxies in vLLM and llm-d do. It then sends
 `{"do_remote_decode": true}` to prefill, and copies the answer unread into the request for decode.
 
 Or a proxy sends both legs at once, and the pages travel while prefill computes. It then draws the
-room's number, gives it to both legs, and gives `remote_host` and `remote_port` to decode. Proxies
-for vLLM's MooncakeConnector do the same with other fields, which are accepted too: `transfer_id`
-for the room, `remote_bootstrap_addr` for the address.
+room's number, puts the number into both legs, and gives `remote_host` and `remote_port` to decode.
+Proxies for vLLM's MooncakeConnector do the same with other fields. These are accepted, too:
+`transfer_id` for the room, and `remote_bootstrap_addr` for the address.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FromPrefill(msgspec.Struct, frozen=True):
     workers: int | None = None
     """The number of workers that a decode of this prefill must have; None if unknown."""
     is_computed: bool = False
-    """True if prefill's answer states that it holds all of the blocks."""
+    """True if prefill's answer states that prefill has computed all blocks."""
 
     def registry(self, rank: int) -> str:
         """Return the registry address of rank `rank`; each rank has its own registry."""
@@ -92,7 +92,7 @@ def read_params(params: object) -> ToDecode | FromPrefill | None:
 def prefill_answer(
     host: str, port: int, *, engine: str, workers: int, tensor_parallel: int
 ) -> dict[str, Any]:
-    """Return the part of prefill's answer that all requests share. Each adds its room's number."""
+    """Return the fields that all answers from prefill share. The caller adds the room's number."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -149,7 +149,7 @@ def _flag(params: dict[str, Any], name: str) -> bool:
 
 def _number(params: dict[str, Any], name: str, least: int, most: int) -> int:
     value = params.get(name)
-    # A proxy that reads JSON numbers as doubles may return them with a fraction of 0.
+    # A proxy that reads JSON numbers as doubles may send 7 as 7.0.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -160,7 +160,7 @@ def _number(params: dict[str, Any], name: str, least: int, most: int) -> int:
 
 
 def _shown(value: object) -> str:
-    """Return a value as text for an error. It may be megabytes long, and is cut."""
+    """Return a value as text for an error. The text is cut, because it may be megabytes long."""
     try:
         text = repr(value)
     # The integer has more digits than Python converts to text.

@@ -1,11 +1,11 @@
-"""Prefill in vLLM's scheduler: which requests leave their blocks to a decode, and which blocks are
-computed.
+"""Prefill's side in vLLM's scheduler. It decides when a request begins, and reports to the workers
+which blocks are computed for a decode.
 
 A request keeps its blocks until decode has them, and decode may have to wait for free blocks. Two
 requests could therefore wait for each other, each holding on one side the blocks that the other
 needs there. To prevent this, a request begins only when the whole cache has space for its prompt
-and for the prompts of all requests that began before. Each of these then gets all of its blocks,
-whatever decode does, and decode takes blocks only for requests that began.
+and for the prompts of all requests that have already begun. Each of these then gets all of its
+blocks, whatever decode does, and decode takes blocks only for requests that have begun.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvflow.connectors.vllm.params import ROOM, ToDecode, draw_room
 from kvflow.connectors.vllm.prompts import prompt_of
 
 log = logging.getLogger("vllm.kvflow")
-# The names in vLLM's RequestStatus which mean that the prompt has been computed.
+# The names in vLLM's RequestStatus that mean that the prompt has been computed.
 _COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
@@ -53,7 +53,7 @@ class PrefillScheduler:
             self._open(request, params.room)
 
     def may_begin(self, request: Any) -> bool:
-        """Return True if the prompt finds space, and reserve it. vLLM asks in its queue's order."""
+        """Return True and reserve space if the prompt fits. vLLM asks in the order of its queue."""
         name = request.request_id
         if name not in self._rooms or name in self._places:
             return True
@@ -68,8 +68,8 @@ class PrefillScheduler:
     def allocated(self, request: Any) -> None:
         """Note that the request has its first blocks.
 
-        vLLM does not call `may_begin` for a request that uses no cache, so its space is reserved
-        here.
+        vLLM does not call `may_begin` for a request that skips the prefix cache, so this method
+        reserves its space.
         """
         name = request.request_id
         if name not in self._places:

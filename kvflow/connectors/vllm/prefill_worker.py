@@ -1,4 +1,4 @@
-"""Prefill in a worker: it sends computed blocks, and reports when no write reads them any more."""
+"""Prefill's side in a worker. It sends computed blocks, and reports when no write reads them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class _Source:
         self.room: PrefillThreadRoom | None = None
         self.blocks: Sequence[int] = ()
         self.is_all = False
-        self.sent = 0  # blocks that decode already had or that were sent
-        self.is_over = False  # True if the request ended, and vLLM waits for its blocks
+        self.sent = 0  # number of blocks that decode already had or that were sent
+        self.is_over = False  # True once the request has ended and vLLM waits for its blocks
         self.opened_at_s = time.monotonic()
 
 
@@ -53,7 +53,7 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         return bool(self._sources)
 
     def begin(self, meta: StepMeta) -> None:
-        """Open the rooms of new requests, and begin those that are certain to get all blocks."""
+        """Open the rooms of new requests, and begin the rooms of requests in `meta.begun`."""
         with self._lock:
             for what in meta.sources:
                 self._open(what)
@@ -66,8 +66,8 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         """Wait until no write reads the blocks of preempted requests, before a step overwrites
         them.
 
-        If a write takes longer than `_PREEMPTION_S`, its room is closed: what the write may still
-        read reaches only pages that decode never uses.
+        If a write takes longer than `_PREEMPTION_S`, its room is closed. Whatever the write still
+        reads then reaches only pages that decode does not use.
         """
         for name in meta.preempted:
             with self._lock:

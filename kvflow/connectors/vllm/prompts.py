@@ -1,4 +1,4 @@
-"""The prompt on which a room's halves must agree. It covers all that its KV cache depends on."""
+"""The prompt on which a room's halves must agree. It covers everything that the KV depends on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvflow.connectors.vllm.messages import Prompt
 def prompt_of(request: Any) -> Prompt:
     """Return the token ids of a vLLM request, uint32 [n].
 
-    An adapter and media change the KV cache but not the ids, in which media appear only as
-    placeholders. Their digest is therefore mixed into the first id, so that halves with different
-    adapters or media do not match.
+    A LoRA adapter and media change the KV cache, but not the ids: media appear there only as
+    placeholders. So a digest of the adapter and the media is mixed into the first id. Halves with
+    different adapters or media then do not match.
     """
     ids = np.array(request.prompt_token_ids, np.uint32)
     adapter = request.lora_request.lora_name if request.lora_request is not None else ""

@@ -1,4 +1,4 @@
-"""The self-test at every start: a block that was moved must read back as vLLM wrote it."""
+"""The self-test at every start. After a move, a block must read back as vLLM wrote it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def check_moves(caches: Mapping[str, torch.Tensor], pool: PagedPool, num_blocks:
     """Move one block and check that vLLM's layers read it back unchanged.
 
     The test writes a block through `caches`, vLLM's layers, and moves it by the layout in `pool`,
-    from which planes compute addresses. The target block must then equal the source, and the blocks
-    around both must be unchanged. No block is in use yet, and afterwards every byte is restored if
-    the layout passes.
+    which data planes use to compute addresses. The target block must then equal the source, and the
+    blocks around both must be unchanged. No block is in use yet. If the layout passes, the test
+    restores every byte that it changed.
 
     Raises: LayoutError naming the layers that do not pass.
     """
@@ -88,7 +88,7 @@ def _move(pool: PagedPool, source: int, target: int) -> None:
 
 
 def _settle(pool: PagedPool) -> None:
-    """Wait for the device, because kvflow's copies are not ordered with vLLM's."""
+    """Wait for the device, because kvflow's copies are not synchronized with vLLM's work."""
     if not pool.on_host:
         import torch
 

@@ -24,47 +24,49 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: str = "127.0.0.1"
     """The address at which the other side reaches this one."""
     bootstrap_port: int = 8998
-    """The registry port of a prefill: decodes find rank r at this port + r, which also serves
-    /health and /metrics.
+    """The registry port of a prefill. Decodes find rank r at this port + r, and the same port also
+    serves /health and /metrics.
 
-    A data-parallel engine takes the ports behind those of the engines before it.
+    The ports of a data-parallel engine follow those of the engine before it.
     """
     ib_device: str = ""
     """RDMA device; empty for TCP."""
     decode_workers: int | None = None
-    """For a prefill with several workers, by tensor or pipeline parallelism: the number of workers
-    of its decodes. With 1, that worker has the parts of all; with None there are as many, each the
-    counterpart of one.
+    """For a prefill with several workers (tensor or pipeline parallelism): the number of workers in
+    each of its decodes. With 1, decode's only worker holds the parts of all of prefill's workers.
+    With None, a decode has as many workers as prefill, and worker n holds the same part on both
+    sides.
     """
     verify_transfers: bool = False
     """Send a checksum with every chunk. Set it on both sides."""
     control_key_file: str = ""
-    """The key of `kvflow keygen` that a prefill and its decodes share. Empty: no encryption, and
-    any caller is accepted.
+    """The file with the key from `kvflow keygen`, which a prefill and its decodes share. Empty: no
+    encryption, and any caller is accepted.
     """
     api_key: str = ""
     """The key that decodes need to ask a prefill's registry; empty: no key."""
     source_deadline_s: float = 30.0
-    """The time for which a prefill keeps the blocks of a prompt for a decode that did not ask for
-    them, and for which decode's half of a room waits for prefill's. For a decode that asked,
-    prefill waits as long as that decode lives.
+    """The time for which a prefill keeps the blocks of a prompt for a decode that has not asked for
+    them, and for which decode's half of a room waits for prefill's half. Once a decode has asked,
+    prefill waits for as long as that decode lives.
     """
     load_deadline_s: float | None = 300.0
-    """The time for which a decode lends blocks to a prefill that does not fill them; None: as long
-    as prefill lives.
+    """The time for which a decode lends blocks to a prefill that does not fill them. None: for as
+    long as prefill lives.
     """
     lost_after_s: float = Timing().lost_after_s
     """The silence after which the other side counts as lost: requests fail, and their blocks wait
     for proof.
     """
     quarantine_share: float = Bounds().quarantine_share
-    """The share of decode's blocks: while more of them wait for proof, loads are refused."""
+    """Loads are refused while more than this share of decode's blocks is waiting for proof."""
     status_port: int = 0
     """The status port of a decode: rank r serves GET /health and /metrics at this port + r. 0: not
     served.
     """
     fingerprint: str = ""
-    """The identity of the model, for weights that kvflow cannot read; compared as a text.
+    """The identity of the model, for weights that kvflow cannot read. It must be the same text on
+    both sides.
 
     Empty: computed from the files.
     """
@@ -133,11 +135,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def check_continues(vllm_config: Any) -> None:
-    """Check that vLLM can compute a prompt from a cached beginning.
+    """Check that vLLM can compute the rest of a prompt whose prefix is cached.
 
     vLLM can do so with chunked prefill or prefix caching. It switches both off for MLA on CPUs
-    without AMX, for layers that are not causal, and on RISC-V. There it would compute the end of a
-    loaded prompt without attention to its beginning.
+    without AMX, for layers that are not causal, and on RISC-V. Without both, it would compute the
+    rest of a loaded prompt without attention to the prefix.
 
     Raises: MisuseError if both are off.
     """

@@ -1,4 +1,4 @@
-"""The HTTP status of a worker: the registry for decodes, its health, and kvflow's own metrics."""
+"""The HTTP server of a worker. It serves the registry, the worker's health and kvflow's metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StatusServer:
 
     It runs on a separate loop, so that it can report a node whose loop is stuck. GET /ranks lists
     the ranks of a prefill. GET /health answers 503 while the worker cannot serve. GET /metrics has
-    the worker's metrics; if it has both roles, these are prefill's, and /metrics/decode has
+    the worker's metrics. If the worker has both roles, these are prefill's, and /metrics/decode has
     decode's. Proxies for vLLM's MooncakeConnector read the id of a prefill's engine at /query.
     """
 
@@ -134,7 +134,7 @@ def _scraped(thread: Thread) -> Answer:
 def _state(thread: Thread) -> tuple[str, NodeReport]:
     """Return the reason why the worker cannot serve (empty if it can), and its report.
 
-    Pages count as free when no transfer uses them; only vLLM knows whether it uses them.
+    Pages count as free if no transfer uses them. Only vLLM knows which of these hold its own data.
     """
     busy, total = thread.pages.busy_pages, thread.pages.num_pages
 

@@ -1,5 +1,5 @@
 """The common part of both roles in a worker: a node in one thread, and a second thread (the
-follower) that handles its events.
+follower) that handles the node's events.
 
 Events are handled as they arrive, not once per step, because a step of the model may take longer
 than a transfer.
@@ -39,7 +39,7 @@ class WorkerSide(Generic[T]):
         )
 
     def start(self) -> None:
-        """Start the node and the follower. Raises: the errors of `thread.start`."""
+        """Start the node and the follower. Raises: any error from `thread.start`."""
         self.thread.start()
         self._follower.start()
 
@@ -69,7 +69,7 @@ class WorkerSide(Generic[T]):
                 self._wake()
 
     def _expire(self) -> float:
-        """End what is overdue; return how many seconds the follower may wait for an event."""
+        """Close overdue rooms. Return the seconds for which the follower may wait for an event."""
         return _POLL_S
 
     def _handle(self, event: RoomEvent[Any]) -> None:

@@ -129,10 +129,10 @@ class WorkerSides:
         self._prefill.computed(meta)
 
     def finished(self, meta: StepMeta, wait_s: float) -> tuple[set[str], set[str], set[str]]:
-        """Return the ids of requests that were sent, that were received, and that failed to load.
+        """Return three sets of request ids: sent, received, and failed to load.
 
-        Those that failed are also among the received ones. While a transfer runs, the call first
-        waits up to `wait_s` for news.
+        Failed requests are also in the second set. While a transfer runs, and `meta` opens or
+        offers nothing, the call first waits up to `wait_s` for news.
         """
         if wait_s and self._is_busy and not (meta.sources or meta.targets or meta.offers):
             self._wake.wait(wait_s)
@@ -171,8 +171,8 @@ def _names(model_config: Any, place: _Place) -> dict[str, Any]:
 class _Place(NamedTuple):
     """The position of this worker in its engine: number `rank` of `ranks`.
 
-    `is_joined` is True for a prefill's worker if each of its decodes has one worker, with the parts
-    of all.
+    `is_joined` is True at a prefill that has several workers if each of its decodes has only one.
+    That worker then holds the parts of all of prefill's workers.
     """
 
     rank: int
@@ -200,7 +200,7 @@ def _pool(
     layout = (
         f"{next(iter(caches.values())).device.type} {cache.get_resolved_kv_cache_layout().name}"
     )
-    # Only the worker of this number on the other side has the same part.
+    # Only the worker with the same number on the other side has the same part.
     if place.ranks > 1 and not place.is_joined:
         layout += f", worker {place.rank} of {place.ranks}"
     return pool_over(

@@ -4,14 +4,14 @@ experiment, on kvflow's planes and on your own.
     python -m kvflow.testing.conformance --plane local
     python -m kvflow.testing.conformance --plane my_package.planes:MyAdapter --rooms 10000
 
-An adapter opens a plane, and states what it can do:
+An adapter opens planes, and states what they can do:
 
     class MyAdapter(Adapter):
         def open(self, pool, rate_bytes_per_s):
             return MyPlane(pool.segment, rate_bytes_per_s)
 
-Peers are processes on this machine, which the suite kills and freezes. To run the checks as tests,
-with pytest and an asyncio plugin:
+Peers are processes on this machine. The suite kills and freezes them. To run the checks as tests,
+use pytest with an asyncio plugin:
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
     async def test_it_conforms(check):

@@ -1,4 +1,4 @@
-"""Adapters, which open data planes of one kind for the suite, and state what the planes can do."""
+"""Adapters. Each one opens data planes of one kind for the suite, and states what they can do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUESTIONS = ("What status means landed?", "Can a write outlive its error?", "Wha
 
 
 class NotRunError(Exception):
-    """Raised by a check that cannot run on this plane or machine, with the reason."""
+    """Raised when a check cannot run on this plane or machine. The text is the reason."""
 
 
 class Adapter:
@@ -33,8 +33,8 @@ class Adapter:
     death_is_proof = True
     """True if `fence` returns after a writer on this machine has died.
 
-    If it is False, `fence` must raise TransferError at once. Unproven pages of a dead writer then
-    stay in quarantine.
+    If this is False, `fence` must raise TransferError at once. The unproven pages of a dead writer
+    then stay in quarantine.
     """
     limits_rate = True
     """True if its planes obey the rate that `open` receives."""
@@ -148,7 +148,8 @@ def load_adapter(text: str) -> Adapter:
 
     The factory, such as an `Adapter` class, is called without arguments.
 
-    Raises: MisuseError for a name or factory that does not exist, or makes no `Adapter`.
+    Raises: MisuseError if there is no such name or factory, or if the factory returns anything but
+    an `Adapter`.
     """
     if text == FakeAdapter.name:
         return FakeAdapter()

@@ -22,7 +22,7 @@ from kvflow.testing.conformance.station import NUM_PAGES, Side
 WITHIN_S = 20.0
 # Late bytes, if there are any, arrive within this time.
 SETTLE_S = 0.3
-# Bytes/s. A write of all pages takes 2.6 s, so that a check can act in the middle of it.
+# In bytes/s. At this rate a write of all pages takes 2.6 s, so a check can act in the middle.
 RATE = 4_000_000
 EVERYTHING: PageIndices = np.arange(NUM_PAGES, dtype=np.int32)
 
@@ -66,7 +66,7 @@ class Bench:
                 yield peer
 
     def only_between_processes(self) -> None:
-        """Raise NotRunError, which skips the check, for planes within one process."""
+        """Skip the check (raise NotRunError) if the planes cannot reach other processes."""
         if not self.adapter.between_processes:
             raise NotRunError("its planes live within one process")
 
@@ -95,8 +95,9 @@ async def end_of(write: Write, within_s: float = WITHIN_S) -> WriteOutcome:
     return await asyncio.wait_for(asyncio.shield(write.done), within_s)
 
 
-# A pool of threads starts another one when work arrives before an idle one has returned to it. How
-# many it has is a matter of luck up to its limit, so a leak is more than all pools of a node have.
+# A thread pool starts another thread if work arrives before an idle thread is back in the pool. So
+# the number of its threads depends on chance, up to the pool's limit. All pools of a node together
+# have at most this many threads, so only a larger increase is a leak.
 POOLED_THREADS = 32
 
 
@@ -116,7 +117,7 @@ class Resources(NamedTuple):
     async def returned(self, more_threads: int = 0) -> Resources:
         """Wait until the process has no more descriptors and threads than `self`; return `now()`.
 
-        Open planes may have started `more_threads`. Raises: NotConformingError after `WITHIN_S`.
+        `more_threads` further threads are allowed. Raises: NotConformingError after `WITHIN_S`.
         """
         threads = self.threads + more_threads
 
@@ -131,7 +132,7 @@ class Resources(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A check of one promise. `run` returns what it observed, as a text, or raises if it fails."""
+    """A check of one promise. `run` returns a text on what it observed, or raises on a failure."""
 
     name: str
     run: Callable[[Bench], Awaitable[str]]

@@ -1,4 +1,4 @@
-"""Checks of closing and of leaks: a plane can be closed in every state, and frees what it used."""
+"""Checks for closing and leaks. A plane can be closed in every state, and frees what it used."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Checks with a peer that is killed or frozen. A plane must claim only bytes that landed, and its
-fence must return only if the writer can write no more.
+fence must return only if the writer can no longer write.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ async def frozen_receiver(bench: Bench) -> str:
         ended = write.done.done()
         told = write.landed_bytes
         if ended:
-            # A write that ended must no longer read the source: these bytes must not arrive.
+            # The write has ended, so it must no longer read the source. Otherwise these new bytes
+            # would arrive.
             side.fill(2)
         peer.thaw()
         outcome = await end_of(write)
@@ -110,7 +111,7 @@ async def frozen_receiver(bench: Bench) -> str:
 
 
 async def fence_of_the_dead(bench: Bench) -> str:
-    """A fence waits while its writer lives. After its return, no byte of the writer arrives."""
+    """A fence waits while its writer lives. After it returns, no byte from the writer arrives."""
     async with bench.side() as side, bench.peer(rate=RATE) as peer:
         await _begin(peer, side)
         fence = asyncio.ensure_future(side.plane.fence(peer.address))
@@ -134,7 +135,7 @@ async def fence_of_the_dead(bench: Bench) -> str:
         await asyncio.sleep(SETTLE_S)
         foreign = side.foreign_bytes(_CANARY)
         require(not foreign, f"{foreign} bytes of a writer arrived after the fence had returned")
-        # A second fence for the dead writer must return as well.
+        # A second fence for the dead writer must return, too.
         await asyncio.wait_for(side.plane.fence(peer.address), WITHIN_S)
         require(not side.plane.sees_alive(peer.address), "a dead writer is said to be alive")
         return (
@@ -171,7 +172,7 @@ async def fence_of_the_frozen(bench: Bench) -> str:
 
 
 async def fence_elsewhere(bench: Bench) -> str:
-    """The fence of a writer on another host raises at once, because it cannot see writers there."""
+    """A fence for a writer on another host raises at once, because it cannot observe that host."""
     bench.only_between_processes()
     async with bench.side() as side:
         there = msgspec.structs.replace(side.address.process, boot_id="another boot")

@@ -1,4 +1,4 @@
-"""The other side of a check: a process that can be killed and frozen, or an object in this one."""
+"""The other side of a check: an object here, or a process that can be killed or frozen."""
 
 from __future__ import annotations
 
@@ -32,10 +32,16 @@ class Peer(Protocol):
         """Run a command of `station.Station` at the peer, and return its result."""
 
     async def kill(self) -> None:
-        """Kill the peer as with SIGKILL, and return when it is dead. Raises: NotRunError."""
+        """Kill the peer as with SIGKILL, and return when it is dead.
+
+        Raises: NotRunError if the peer cannot be killed.
+        """
 
     async def freeze(self) -> None:
-        """Stop the peer as with SIGSTOP; return when it is stopped. Raises: NotRunError."""
+        """Stop the peer as with SIGSTOP, and return when it is stopped.
+
+        Raises: NotRunError if the peer cannot be stopped.
+        """
 
     def thaw(self) -> None: ...
 
@@ -108,9 +114,9 @@ async def spawned(
     """Run a station in another process, and yield the peer.
 
     `plane` is a name for `load_adapter`. `prefix` is a command that runs the process, such as `ip
-    netns exec NAME`. `host` is the address at which others reach its plane.
+    netns exec NAME`. `host` is the address at which other processes reach its plane.
     """
-    # Free garbage engines before the fork: the child lacks their threads and could not free them.
+    # Free unused engines before the fork: the child lacks their threads and could not free them.
     gc.collect()
     process = await asyncio.create_subprocess_exec(
         *(*prefix, sys.executable, "-P", "-m", "kvflow.testing.conformance.process"),
@@ -128,7 +134,7 @@ async def spawned(
         yield peer
     finally:
         assert process.stdin is not None
-        # A child that the process forked ends with the input (see `Station.do_fork`).
+        # Closing this pipe also ends a child that the process forked (see `Station.do_fork`).
         process.stdin.close()
         if process.returncode is None:
             process.kill()

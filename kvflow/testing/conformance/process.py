@@ -1,4 +1,4 @@
-"""Runs a station in a separate process, with commands from standard input, one per line.
+"""Runs a station in a separate process, which reads one command per line from standard input.
 
 python -m kvflow.testing.conformance.process PLANE ORDER RATE HOST
 """

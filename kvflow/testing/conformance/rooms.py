@@ -1,5 +1,5 @@
-"""Checks that run thousands of rooms with every kind of ending over a plane. Afterwards neither
-side may keep any resource of these rooms.
+"""Checks that run many rooms over a plane, with every kind of ending. Afterwards neither side may
+still hold a resource for any of these rooms.
 
 Both nodes run in this process, with an in-memory control link. So rooms end quickly, and leftovers
 can be counted exactly.
@@ -222,7 +222,7 @@ async def _run(bench: Bench, count: int, staging_bytes: int | None = None) -> st
 
 
 async def _rest(bench: Bench, p: Pair, before: Resources) -> tuple[dict[str, int], Resources]:
-    """Wait until no node keeps anything of a room; return the counts and our resources."""
+    """Wait until both nodes are at rest. Return leftovers by kind, and this process's resources."""
     try:
         await p.rest()
     except TimeoutError as error:

@@ -87,7 +87,7 @@ class Station:
         return base64.b64encode(self.side.pool.pages_bytes(pages(*which)).tobytes()).decode()
 
     async def do_digest(self, which: list[int]) -> str:
-        """Return a digest of the bytes of these pages, in the given order."""
+        """Return a digest of these pages' bytes, in the given order."""
         return hashlib.sha256(self.side.pool.pages_bytes(pages(*which)).tobytes()).hexdigest()
 
     async def do_landed(self) -> int:
@@ -113,12 +113,13 @@ class Station:
     async def do_fork(self) -> int:
         """Fork a child that lives until our standard input ends, even if we are killed.
 
-        The child must not have our mappings, or it could keep writing after our death.
+        The plane must keep our mappings out of the child. Otherwise the child could still write
+        into the peer's pool after our death.
         """
         if child := os.fork():
             self.children.append(child)
             return child
-        # The reader of our output waits until it is closed, so the child must not hold it open.
+        # The reader of our output waits for its end, so the child must not keep the output open.
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         hang_up = select.poll()
         # The child polls only for the end of the input, because the commands are for its parent.

@@ -1,4 +1,4 @@
-"""Checks of writes: LANDED means that every byte arrived, and a cancel drains the write."""
+"""Checks for writes. LANDED means that every byte arrived, and cancelling drains a write."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def many_at_once(bench: Bench) -> str:
 
 
 async def cancelled(bench: Bench) -> str:
-    """A cancelled write reports exactly the bytes that landed, and none arrives after its end."""
+    """A cancelled write reports exactly how many bytes landed. No byte arrives after its end."""
     async with bench.side(rate=RATE) as side, bench.peer() as peer:
         side.fill(4)
         route = await side.plane.connect(peer.address, peer.layout)
@@ -158,7 +158,7 @@ async def rate_limit(bench: Bench) -> str:
 
 
 async def bad_lists(bench: Bench) -> str:
-    """A write with an invalid page list is refused, and so is a pool that does not fit."""
+    """A write with an invalid page list is refused, and so is a pool with another layout."""
     wrong = [
         ((0,), (NUM_PAGES,)),
         ((-1,), (0,)),
@@ -188,7 +188,7 @@ async def bad_lists(bench: Bench) -> str:
 
 
 async def unreachable(bench: Bench) -> str:
-    """`connect` to a dead peer, or to an unknown address, raises TransferError in time."""
+    """`connect` to a dead peer or to an unknown address raises TransferError within `WITHIN_S`."""
     async with bench.side() as side:
         async with bench.peer() as peer:
             address, layout = peer.address, peer.layout
