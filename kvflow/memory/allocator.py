@@ -119,7 +119,7 @@ class PageAllocator:
     def available_pages(self) -> int:
         """Free pages, plus those that `reclaimables` could give back.
 
-        A model step or a write may still read some of the latter.
+        A model step or a write may still be reading some of these evictable pages.
         """
         return (
             self._free + sum(r.evictable_pages for r in self.reclaimables)
@@ -366,7 +366,7 @@ class PageAllocator:
 
         May be called from any thread.
         """
-        # The loop runs over a copy, because another thread may add or remove a waiter meanwhile.
+        # Iterate over a copy, because another thread may add or remove a waiter at the same time.
         for waiter in tuple(self.waiters):
             waiter.wake()
 

@@ -2,8 +2,8 @@
 
 It replaces one call of cudaMemcpyAsync per block. Such a call takes about 2 us, and delays what
 other threads queue. Measured on an H100, with 512 pages of 2 MiB in a layer-first pool (65,536
-blocks of 32 KiB): the calls move 8 GB/s, and the steps of a small model take 65 times as long
-meanwhile. The kernel moves 36 GB/s, and the steps take 1.8 times as long. One large copy moves 53
+blocks of 32 KiB): the calls move 8 GB/s, and the kernel moves 36 GB/s. During the calls, the steps
+of a small model take 65 times as long, and during the kernel 1.8 times. One large copy moves 53
 GB/s.
 """
 

@@ -88,10 +88,11 @@ class PoolSums:
     def sum(
         self, places: Places, served: tuple[Served, ...] | None, cancelled: Callable[[], bool]
     ) -> bytes:
-        """Return the checksum of `places`, or an empty result if cancelled. Runs in a thread.
+        """Return the checksum of `places`, or an empty result if cancelled.
 
-        With `served`, the checksum covers only the parts that one rank sent, in that rank's order
-        of bytes. It then equals the rank's own checksum.
+        The call blocks, so make it in a thread. With `served`, the checksum covers only the parts
+        that one rank sent, in that rank's order of bytes, so that it can be compared with the
+        rank's own checksum.
         """
         if served is not None and (gathered := self._gathered(served)) is not None:
             return gathered.sum(places, cancelled)
@@ -144,8 +145,8 @@ def stores_of(layout: PoolLayout) -> Stores:
 def _stretches(layout: PoolLayout, memories: list[memoryview], *, in_rows: bool) -> list[_Stretch]:
     """Return the parts of each page, or row, in an order that peers with another layout share.
 
-    The parts are ordered by component name and entry. In an opaque pool, they have the order in
-    which its layout lists them. Parts that are adjacent in memory are merged.
+    The parts are sorted by `in_order`. In an opaque pool, they have the order in which its layout
+    lists them. Successive parts that are adjacent in memory are merged.
     """
     found: list[_Stretch] = []
     for c in layout.components if layout.tag else in_order(layout.components):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvflow.memory.block_kernel import BlockKernel
 
 # Releasing the GIL costs more than copying a small block, so a copier holds it until it has copied
-# this many bytes. They take some 150 us.
+# this many bytes, which takes some 150 us.
 _HELD_BYTES = 1 << 20
 # Blocks up to this average size are copied by numpy, if there are at least `_FEW_BLOCKS`.
 SMALL_BYTES = 512
@@ -75,9 +75,10 @@ def copy_slices(
     copier: Copier,
     stopped: Callable[[], bool],
 ) -> bool:
-    """Copy pages and rows slice by slice, and call `stopped` before each slice. Runs in a thread.
+    """Copy pages and rows slice by slice, and call `stopped` before each slice.
 
-    Returns False if `stopped` ended the copy. Raises: TransferError.
+    The call blocks, so make it in a thread. Returns False if `stopped` ended the copy. Raises:
+    TransferError.
     """
     blocks = pairing.blocks(
         source.pages, target.pages, source.rows, target.rows, max_block_bytes=slice_bytes
@@ -174,7 +175,10 @@ class HostCopier:
 
     @staticmethod
     def copy(blocks: Blocks) -> None:
-        """Copy all blocks. The GIL is released every `_HELD_BYTES` bytes and for the last block."""
+        """Copy all blocks.
+
+        With memmove, the GIL is released every `_HELD_BYTES` bytes, and for the last block.
+        """
         if are_small(blocks):
             for start in range(0, blocks.sizes.size, _HELD_BYTES // SMALL_BYTES):
                 copy_small(

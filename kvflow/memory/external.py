@@ -18,7 +18,7 @@ class ExternalPages:
 
     Implements `protocols.ports.PageStore`.
 
-    With `node = DecodeNode(pool, plane, pages=ExternalPages(pool.layout.num_pages))`, the engine
+    With `node = DecodeNode(pool, plane, pages=ExternalPages(pool.layout.num_places))`, the engine
     passes its own pages to every room (`room(..., pages=mine)`). A page is busy while a peer may
     write into it, or a write or a checksum reads it. The engine must not reuse a busy page. If an
     earlier node over the pool lent pages whose writer may still write, they are busy from the
@@ -126,7 +126,7 @@ class ExternalPages:
             self._changed.notify_all()
 
     def withhold(self, pages: PageIndices) -> None:
-        """Count one more use of each page: a writer of an earlier node may still write into it.
+        """Count one more use of each page, because a writer may still hold an earlier loan of it.
 
         Raises: OwnershipError (a page outside the pool; nothing is held).
         """

@@ -51,13 +51,17 @@ class GatheredSum:
             )
 
     def sum(self, places: Places, cancelled: Callable[[], bool]) -> bytes:
-        """Return the checksum of `places`, or an empty result if cancelled. Runs in a thread."""
+        """Return the checksum of `places`, or an empty result if cancelled.
+
+        The call blocks, so make it in a thread.
+        """
         digests = [self._sum(pairing, places, cancelled) for pairing in self._pairings] or [
             xxh3_64().digest()
         ]
         if not all(digests):
             return b""
-        # Copies that differ are not what the rank sent, so the result must match no checksum.
+        # If the copies differ, at least one is not what the rank sent, so the result must match no
+        # checksum.
         return digests[0] if len(set(digests)) == 1 else xxh3_64(b"".join(digests)).digest()
 
     def _sum(self, pairing: Pairing, places: Places, cancelled: Callable[[], bool]) -> bytes:

@@ -93,7 +93,7 @@ class PageTask:
         log.warning(
             "a %s of %d pages took longer than %g s", self._what, self._num_pages, self._within_s
         )
-        # The task fails now. If its thread began, `cancel` only asks it to stop.
+        # The task fails now. If a thread has begun the work, `cancel` only requests that it stop.
         self._answer(b"", f"the {self._what} took longer than {self._within_s:g} s")
         self.cancel()
 

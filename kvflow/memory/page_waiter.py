@@ -5,9 +5,9 @@ wake-up can be lost:
 
 - Pages become free in any thread, which then schedules a wake-up. If the wake-up runs before the
   check, the check sees these pages. If it runs after the check, it wakes the waiter.
-- The pages that a cache can evict change on the waiter's event loop only. So the waiter compares
-  their number with the number at its last check, and is woken only if there are more. A check that
-  locks and unlocks cached pages therefore wakes no other waiter.
+- The number of pages that a cache can evict changes on the waiter's event loop only. So the waiter
+  compares the number of available pages with that at its last check, and is woken only if it is
+  larger. A check that locks and unlocks cached pages therefore wakes no other waiter.
 """
 
 from __future__ import annotations

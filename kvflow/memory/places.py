@@ -14,8 +14,8 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLa
 class PlaceAllocator:
     """One store over the two allocators of a pool with rows.
 
-    Implements `protocols.ports.PageStore`. An operation that raises changes neither allocator. Both
-    may also be used directly.
+    Implements `protocols.ports.PageStore`. An operation that raises changes neither allocator. The
+    allocators may also be used directly.
     """
 
     def __init__(self, layout: PoolLayout, pages: PageAllocator, rows: PageAllocator) -> None:

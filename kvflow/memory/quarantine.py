@@ -182,8 +182,8 @@ class PoolQuarantine:
                 lease.loans = [
                     o for o in lease.loans if (o.incarnation, o.writer) != (incarnation, writer)
                 ]
-                # Perhaps no heir exists that would free a lease without loans, so free it now. An
-                # heir may free it again, which is harmless.
+                # There may be no heir that frees a lease without loans, so free it here. If an heir
+                # frees it again, nothing happens.
                 if not lease.loans:
                     self.free(name)
             heirs = [heir for heir, _ in self._heirs]

@@ -108,9 +108,10 @@ class Resident:
     async def retract(self) -> None:
         """Copy all pages and rows out, then give them back.
 
-        The phase is AWAY afterwards, or ENDED if `close` was called meanwhile. After an error or a
-        cancellation it is RESIDENT as before. The pages must not be written meanwhile. Raises:
-        HostMemoryError, MisuseError without a store, or unless the phase is RESIDENT.
+        The phase is AWAY afterwards, or ENDED if `close` was called during the copy. After an error
+        or a cancellation it is RESIDENT again. The pages must not be written during the copy.
+        Raises: HostMemoryError if host memory is full; MisuseError without a store, or unless the
+        phase is RESIDENT.
         """
         if self._store is None:
             raise MisuseError("there is no host memory to retract to")
@@ -131,8 +132,8 @@ class Resident:
         """Take pages and rows (see `sizes`), and copy the snapshot into them.
 
         Returns False if there was no snapshot: the owner must then compute the state again. The
-        phase is RESIDENT afterwards, or ENDED if `close` was called meanwhile. After an error or a
-        cancellation it is AWAY as before. Raises: CapacityError if too few pages or rows are free
+        phase is RESIDENT afterwards, or ENDED if `close` was called during the copy. After an error
+        or a cancellation it is AWAY again. Raises: CapacityError if too few pages or rows are free
         (nothing is taken), MisuseError unless the phase is AWAY.
         """
         self._expect(P.AWAY)

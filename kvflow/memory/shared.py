@@ -1,14 +1,14 @@
 """Shared memory that processes of the same user can open through /proc. It has no name in a file
 system, so it cannot outlive its processes.
 
-A segment is a sealed memfd. It can neither shrink nor grow, so a process that maps it never
-receives SIGBUS. Children do not inherit its mappings (MADV_DONTFORK), and exec closes its
+A shared segment is a sealed memfd. It can neither shrink nor grow, so a process that maps it
+never receives SIGBUS. Children do not inherit its mappings (MADV_DONTFORK), and exec closes its
 descriptor. So only the process that mapped a segment can write through the mapping: the death of
 that process is the fence of the local data plane.
 
 The last page of a segment is not mapped. The owner writes claims to this page: the incarnations of
-the nodes whose pool is in the segment. A peer that passes another node's descriptor off as its own
-cannot write there.
+the nodes whose pool is in the segment. If a peer passes another node's descriptor off as its own,
+its claim is missing there, so `open_peer` refuses the descriptor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 def prefault(address: int, size_bytes: int) -> bool:
     """Fault in `size_bytes` of memory at `address`, piece by piece, with the GIL released.
 
-    Returns False if the kernel does not support it.
+    Returns False if the kernel cannot do it.
     """
     for offset in range(0, size_bytes, _PREFAULT_BYTES):
         if _libc.madvise(
@@ -51,8 +51,8 @@ def prefault(address: int, size_bytes: int) -> bool:
 class SharedSegment:
     """A mapping of our own memory (`create`, `private`), or of a peer's (`open_peer`).
 
-    `close` closes the descriptor at once; the memory is unmapped when its last view is gone. A
-    segment without references is closed.
+    `close` closes the descriptor at once. The memory is unmapped when its last view is gone.
+    Garbage collection of a segment closes it too.
     """
 
     def __init__(self, mapping: mmap.mmap, fd: int) -> None:

@@ -6,8 +6,8 @@ A snapshot consists of pages and rows of a second pool in host memory, which has
 row can be left out. Host memory is bounded and accounted for like the pages of any other pool.
 
 Copies run slice by slice in one thread. Pages and rows are held while a copy reads or writes them
-(I13). Their owner may give them back meanwhile, and they become free when the copy ends. A copy
-that fails or is cancelled is first drained. An unfinished snapshot then frees its host memory; a
+(I13). Their owner may give them back during the copy, and they become free when it ends. A copy
+that fails or is cancelled is first drained. An unfinished snapshot then frees its host memory. A
 snapshot whose restore failed is intact, and can be restored again.
 """
 
@@ -100,8 +100,8 @@ class SnapshotStore:
         slow.
 
         `limit_bytes` bounds the memory of pages and `num_rows` rows together. By default there are
-        as many rows as in the pool, or as fit into half of the limit. `pages` and `rows` are the
-        stores of the pool, by default its own allocators.
+        as many rows as in the pool, but no more than fit into half of the limit. `pages` and `rows`
+        are the stores of the pool, by default the pool's own allocators.
 
         Raises: LayoutError if there is not enough memory, or it cannot be pinned for the pool's
         device; MisuseError if not even one page, or one row, fits into the limit.
@@ -145,7 +145,7 @@ class SnapshotStore:
         return len(self._open)
 
     async def take(self, places: Places) -> Snapshot:
-        """Copy pages and rows of the pool out. Their owner may give them back during the copy.
+        """Copy pages and rows out of the pool. Their owner may give them back during the copy.
 
         Raises: HostMemoryError (nothing was copied), OwnershipError for pages without an owner,
         LayoutError for an index outside the pool, MisuseError if `places` is not a `Places`.

@@ -2,7 +2,7 @@
 it cannot reach.
 
 The staging has the components of the pool, page-first. Peers on this machine can open its memory,
-which is pinned if the pool is on a device. Copies between the two use the same plan as transfers.
+which is pinned if the pool is on a device. Copies between the two pools are planned like transfers.
 
 If the pools of prefill and decode divide heads differently, the staging stores bytes in another
 order, in which the bytes for one peer are contiguous (`pages.arrange`).
@@ -52,8 +52,8 @@ class Staging:
         `size_bytes` bounds the memory of pages and rows. With 0, or more than the size of the pool,
         the staging is as large as the pool. With `shared`, peers on this machine can open it.
 
-        `shards` is for decode: the number of tensor-parallel shards of a prefill. The bytes that
-        one shard sends of a page are then contiguous, whereas in the pool they are a slice of every
+        `shards` is for decode: the number of tensor-parallel shards of a prefill. The bytes of a
+        page that one shard sends are then contiguous, whereas in the pool they are a slice of every
         token slot. A prefill with another number of shards also works, in smaller blocks.
 
         Raises: LayoutError if there is not enough memory, or it cannot be pinned; MisuseError if
@@ -88,12 +88,11 @@ class Staging:
         stopped: Callable[[], bool],
         out: Pairing | None = None,
     ) -> bool:
-        """Copy places of the pool into the staging, and call `stopped` before each slice. Runs in a
-        thread.
+        """Copy places of the pool into the staging, and call `stopped` before each slice.
 
-        Returns False if `stopped` ended the copy. In both index arrays the rows follow the pages
-        (`layout.Places`). `out` copies the bytes into another order (`pages.arrange`). Raises:
-        TransferError.
+        The call blocks, so make it in a thread. Returns False if `stopped` ended the copy. In both
+        arrays, the indices of rows follow those of pages (see `layout.Places`). With `out`, the
+        copy arranges the bytes in another order (`pages.arrange`). Raises: TransferError.
         """
         source, target = self.pool.layout.split(places), self.host.layout.split(staged)
         return copy_slices(out or self._out, source, target, SLICE_BYTES, self._copier, stopped)
@@ -107,8 +106,8 @@ class Staging:
     ) -> bool:
         """Copy places of the staging into the pool; see `copy_out`.
 
-        With `served`, only the parts that one rank served are copied. Its chunk has landed, but
-        writes by other ranks may still be running.
+        With `served`, only the parts that one rank served are copied. That rank's chunk has landed,
+        but writes by other ranks may still be running.
         """
         into = self._into
         if served is not None and not sends_all(self.pool.layout, served):
@@ -180,14 +179,14 @@ class StagedChecksums(PageTasks):
         self._layout, self._mapped_by = layout, pool.mapped_by
 
     def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> PageTask:
-        """Sum what this prefill sends of `pages`. `served` is ignored."""
+        """Sum the parts of `pages` that this prefill sends. `served` is ignored."""
         return self.start(functools.partial(self._sum, pages), len(pages), self._mapped_by)
 
     async def close(self) -> None:
         try:
             await super().close()
         finally:
-            # The thread of a task that hangs may still read this memory.
+            # The thread of a task that hangs may still use this memory.
             if not self._running:
                 for scratch in self._made:
                     scratch.close()

@@ -97,7 +97,9 @@ def describe(
 ) -> PoolLayout:
     """Return the layout of a pool over `streams`. Streams whose pages interleave share a buffer.
 
-    `num_pages` is only for pools of rows. Raises: LayoutError if the streams form no valid pool.
+    `num_pages` is required for a pool that has only rows, and refused for any other.
+
+    Raises: LayoutError if the streams form no valid pool.
     """
     slots = whole_number("page_size", page_size)
     if not 1 <= slots <= MAX_PAGE_SIZE:
@@ -183,7 +185,8 @@ def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
 def _buffer(group: list[Stream], num_pages: int) -> Buffer:
     # The last page must end within the allocation, so the buffer may start before its first stream.
     first, size_bytes = group[0], group[0].step * num_pages
-    # A tensor made by torch.from_numpy knows only the memory of its array.
+    # The bounds span all streams of the group: a tensor made by torch.from_numpy knows only the
+    # memory of its own array.
     low, high = min(s.start for s in group), max(s.end for s in group)
     start = min(first.address, high - size_bytes)
     unit = ROW if first.in_rows else PAGE

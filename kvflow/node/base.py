@@ -168,7 +168,7 @@ class Node(Generic[S]):
 
     @property
     def quarantine_limit(self) -> int:
-        """Limit of `overdue_pages`. Above it a decode opens no room, and a node of either role is
+        """Limit on `overdue_pages`. Above it, a decode opens no room, and a node of either role is
         unavailable.
         """
         return self.shell.endpoint.core.ledger.quarantine_limit
@@ -180,9 +180,7 @@ class Node(Generic[S]):
 
     @property
     def staging_waits(self) -> Waits | None:
-        """Figures of the rooms that wait for staging pages; None for a node that lends no
-        staging.
-        """
+        """Figures about rooms that wait for staging pages; None if the node lends no staging."""
         return None
 
     @property
@@ -192,9 +190,7 @@ class Node(Generic[S]):
 
     @property
     def pinned_limit(self) -> int:
-        """Limit of `pinned_pages` for each decode. Above it, new rooms of that decode are
-        refused.
-        """
+        """Limit on `pinned_pages` for each decode. New rooms of a decode above it are refused."""
         return 0
 
     @property

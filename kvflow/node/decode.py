@@ -45,7 +45,7 @@ from kvflow.transports.control.zmq import connect_dealer
 
 log = logging.getLogger(__name__)
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
-"""Resolves a prefill's name to the ranks of all its groups, in rank order. The user chooses what a
+"""Resolves a prefill's name to the ranks of all its groups, in rank order. The user decides what a
 name means.
 
 Raises: LostError.
@@ -73,11 +73,12 @@ class DecodeNode(Node[DecodeShell]):
         connect: Connect = connect_dealer,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """Create a node over `pool`. It does no work before `start`.
+        """Create a node over `pool`. It opens rooms only after `start`.
 
-        `plane` is a data plane, or the name of one. Prefills reach a plane given by name at `host`.
-        `resolve` is needed for rooms whose prefill is given by name. The client of a registry
-        provides one. `pages` is the store of the pool's pages, by default its own allocator.
+        `plane` is a data plane, or the name of one. If it is a name, prefills reach that plane at
+        `host`. `resolve` is needed for rooms whose prefill is given by name, for example
+        `RegistryClient.resolve`. `pages` is the store of the pool's pages, by default the pool's
+        own allocator.
 
         `verify_transfers`: a chunk counts as landed only if its checksum equals the one that
         prefill sent. Prefill needs this option as well. If the checksums differ, the room fails.
@@ -85,8 +86,8 @@ class DecodeNode(Node[DecodeShell]):
         succeeded.
 
         `staging`: peers write into this host memory instead of the pool, and a chunk counts as
-        landed once it is copied to the pool. Rooms wait for its pages until their deadline. The
-        caller closes the staging.
+        landed once it is copied to the pool. Rooms wait for free staging pages until their
+        deadline. The caller closes the staging.
         """
         super().__init__(
             pool,

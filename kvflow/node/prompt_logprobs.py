@@ -33,9 +33,10 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of the prompt tokens after position `start`, each given all tokens before
     it.
 
-    `logprobs` is float32 [tokens]. `top_ids`, int32 [tokens, top], and `top_logprobs`, float32
-    [tokens, top], are the most likely tokens at each position, the most likely one first. `asked`,
-    float32 [tokens, ids], are the log-probabilities of the ids that the request names.
+    `logprobs` is float32 [tokens]. `top_ids`, int32 [tokens, top], are the most likely tokens at
+    each position, the most likely one first, and `top_logprobs`, float32 [tokens, top], are their
+    log-probabilities. `asked`, float32 [tokens, ids], are the log-probabilities of the ids that the
+    request names.
     """
 
     start: int

@@ -13,7 +13,7 @@ from kvflow.telemetry.counters import TransferMeasures
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures about the pages, rooms, peers and transfers of one node, with any engine."""
+    """Figures about the pages, rooms, peers and transfers of one node, whatever its engine."""
 
     incarnation: int
     control_endpoint: str

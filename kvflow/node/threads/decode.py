@@ -67,7 +67,8 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         dp_rank: int | None = None,
         context: Any = None,
     ) -> DecodeThreadRoom:
-        """Open a room at `prefill`, and lend it `pages` for the prompt after `prefix_tokens`.
+        """Open a room at `prefill`, and lend `pages` for the prompt after its first `prefix_tokens`
+        tokens.
 
         See `DecodeNode.room`. Raises: MisuseError. Any other refusal is reported by a "failed"
         event.

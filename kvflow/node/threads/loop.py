@@ -19,10 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """A thread with an event loop. It runs until `stop`.
-
-    It is a daemon thread, so it does not keep the process alive.
-    """
+    """A daemon thread with an event loop. It runs until `stop`, or until the process exits."""
 
     def __init__(
         self, name: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
@@ -85,7 +82,7 @@ class LoopThread:
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work` on the loop, after all posted calls, and wait for its result.
 
-        Raises: any error of `work`; MisuseError if the loop stopped, or in its own thread.
+        Raises: any error from `work`; MisuseError if the loop stopped, or if called in its thread.
         """
         self.check_not_within()
         with self._lock:
@@ -113,7 +110,7 @@ class LoopThread:
         self._thread.join()
 
     def _end(self) -> None:
-        """Fail every pending `call`, once the loop ends for any reason."""
+        """Make every pending `call` raise MisuseError, when the loop ends for any reason."""
         with self._lock:
             self._stopped = True
         for future in list(self._asked):

@@ -7,7 +7,7 @@ with kvflow.DecodeThread(pool, "local") as node:
             ...
 
 The node runs on an event loop in another thread. Methods return at once, except `start`, `close`,
-`ask`, and those with a timeout. They raise MisuseError for misuse; all that happens later is
+`ask`, and those with a timeout. They raise MisuseError for misuse. Everything that happens later is
 reported by events.
 """
 
@@ -96,9 +96,9 @@ class NodeThread(Generic[N, A, R]):
         return self
 
     def close(self) -> Sequence[UnprovenLoan]:
-        """End and drain every room, close the node, and end the thread. Waits for all of it.
+        """End and drain every room, close the node, and end the thread. Blocks until all is done.
 
-        Idempotent; any thread may call it. Returns the unproven loans, whose pages stay busy.
+        Idempotent. Any other thread may call it. Returns the unproven loans, whose pages stay busy.
         Earlier events can still be polled. Raises: MisuseError in the node's own thread, which must
         do the work.
         """
@@ -140,15 +140,16 @@ class NodeThread(Generic[N, A, R]):
     def wait_released(
         self, pages: Sequence[int] | PageIndices, timeout_s: float | None = None
     ) -> bool:
-        """Block until `pages`, of any room, are not busy: no peer may write into them, and no write
-        or checksum reads them.
+        """Block until none of `pages` is busy. They may belong to different rooms.
+
+        A page is busy while a peer may write into it, or a write or a checksum reads it.
 
         Returns False after `timeout_s`. The pages must then not be used yet.
         """
         return self.pages.wait_idle(pages, timeout_s)
 
     def ask(self, question: Callable[[N], T]) -> T:
-        """Call `question(node)` in the node's thread, and wait for its result, as in
+        """Call `question(node)` in the node's thread, and wait for its result. Example:
         `ask(lambda node: node.peers())`.
         """
 
@@ -259,7 +260,7 @@ class NodeThread(Generic[N, A, R]):
             if handle is not None:
                 use(handle)
         except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
-            # The room's own error is reported by an event. Any other error ends the room.
+            # If the room has failed, an event reports its error. Any other error ends the room.
             assert handle is not None
             handle.close(self._explained(error, room).cause())
         finally:

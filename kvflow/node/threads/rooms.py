@@ -23,8 +23,8 @@ from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
 
 class ThreadRoom:
-    """The base class of both kinds of rooms. `context` is any object of the engine, for example its
-    request.
+    """The base class of both kinds of rooms. `context` is any object that the engine attaches, for
+    example its request.
     """
 
     def __init__(self, room: int, context: Any) -> None:
@@ -100,9 +100,9 @@ class DecodeThreadRoom(ThreadRoom):
     ) -> None:
         """Lend pages for an announced room.
 
-        `pages` are `num_pages` of the engine's own pages, or fewer if the engine meanwhile has the
-        first `prefix_tokens` tokens of the prompt. They are busy from now on. The call has no
-        effect on a room that ended. Raises: MisuseError.
+        `pages` are `num_pages` of the engine's own pages, or fewer if the engine has since obtained
+        the first `prefix_tokens` tokens of the prompt. The pages are busy from now on. The call has
+        no effect on a room that ended. Raises: MisuseError.
         """
         self._side.offer_pages(self, pages, prefix_tokens)
 

@@ -156,7 +156,10 @@ class Network:
         return bool(self._dealers.get((control, peer)))
 
     def leave(self, socket: _Socket) -> None:
-        """Remove a closed socket. Frames under way are lost, unless another takes its address."""
+        """Remove a closed socket.
+
+        Frames in transit are lost, unless a new socket takes its address.
+        """
         if isinstance(socket, RouterSocket):
             if self._routers.get(socket.control) is socket:
                 del self._routers[socket.control]

@@ -4,8 +4,8 @@ peer in one turn of the loop.
 Waking the receiver costs more than sending a frame, so each frame is only one part of a message:
 [peer, frame, frame, ...] at the ROUTER and [frame, frame, ...] at the DEALER. ZMQ delivers the
 parts together, after the last one. `Outgoing.add` still reports for each frame whether it can be
-sent. A ROUTER sends the peer's routing id at once, and ZMQ refuses the id of a peer that cannot be
-reached. A DEALER polls its socket.
+sent. To find out, a ROUTER sends the peer's routing id at once, which ZMQ refuses if the peer is
+unreachable, and a DEALER polls its socket.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Incoming:
         # True while the rest of an oversized message is being discarded: call `take` again.
         self.skipping = False
         self.messages = 0  # messages read so far, oversized ones included
-        self._part: zmq.Frame | None = None  # last part that was read of the latest message
+        self._part: zmq.Frame | None = None  # last part read from the latest message
         # Descriptors of the connections that messages arrived on; `TcpConnections` empties the set.
         self.delivered: set[int] = set()
 
@@ -154,7 +154,10 @@ class Incoming:
         self._frames.append((b"", b""))
 
     def _skip(self) -> None:
-        """Discard some parts. The rest waits, so that one message does not hold up the loop."""
+        """Discard at most `MAX_PARTS` parts of an oversized message.
+
+        Later calls discard the rest, so that one message does not delay the event loop.
+        """
         for _ in range(MAX_PARTS):
             if not self._socket.recv(_NOBLOCK, copy=False).more:
                 self.skipping = False

@@ -46,8 +46,9 @@ async def serve_ranks(
     """Serve `table` until the `with` statement ends; yield the port, which is any free one if
     `port` is 0.
 
-    `documents` maps further paths to functions that answer GET for them; each is called in a
-    thread. A function for "/health" replaces the built-in answer. That path never needs the key.
+    `documents` maps further paths to functions that answer GET requests for them. The functions are
+    called in threads. A function for "/health" replaces the built-in answer. That path never needs
+    the key.
 
     Raises: MisuseError (the port cannot be bound).
     """
@@ -67,10 +68,10 @@ async def serve_ranks(
 
 
 async def _stop_accepting(server: asyncio.Server) -> None:
-    """Stop listening, and let asyncio finish the connections that it accepted.
+    """Stop listening, and let asyncio set up the connections that it has already accepted.
 
-    asyncio accepts a connection first and creates its transport in the next turn of the loop. A
-    server that is closed in between leaks the socket of that connection, so this waits one turn.
+    asyncio accepts a connection, and creates its transport in the next turn of the loop. Closing
+    the server in between would leak the socket of that connection, so this function waits one turn.
     """
     for listening in server.sockets:
         asyncio.get_running_loop().remove_reader(listening.fileno())

@@ -5,8 +5,8 @@ Each prefill runs its own registry (`serve.http.registry`):
 PUT /ranks/{rank}  RankInfo as JSON; a restarted rank replaces its entry
 GET /ranks         all ranks, sorted by group and number
 
-If a registry has no API key, anyone who can reach it could point its decodes elsewhere. A registry
-therefore accepts only ranks that fit those it already has (`RankTable.register`).
+If a registry has no API key, anyone who can reach it could redirect the decodes that use it. A
+registry therefore accepts only ranks that fit those it already has (`RankTable.register`).
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ class RankTable:
         return f"<RankTable of ranks {[info.rank for info in self.all()]}>"
 
     def put(self, info: RankInfo) -> None:
-        """Add or replace a rank of this process, and remove ranks of another world size.
+        """Add or replace a rank of this process. No registration over the network can replace it.
 
-        No registration over the network can replace that rank.
+        If its world size or its number of groups differs from that of the other ranks, they are
+        removed.
         """
         self._replace(info)
         self._own.add(_place(info))

@@ -8,9 +8,9 @@ So `TcpConnections` asks the kernel how many bytes each connection has received 
 delivered a whole message, and cuts connections above the limits. ZMQ then frees what it kept. A
 decode whose connection is cut reconnects, and Resync repairs what was lost.
 
-Each turn of the loop inspects a few connections, so thousands of idle ones do not hold it up.
-Neither an inspection nor a cut opens a descriptor, so a stranger who uses up all descriptors
-disables neither.
+Each turn of the event loop inspects only a few connections, so thousands of idle ones do not delay
+other work. Inspections and cuts open no descriptor, so they still work after a stranger has used up
+all descriptors.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ from kvflow.transports.host.descriptors import descriptors_for
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1  # seconds between two looks; on loopback some 200 MB can arrive in between
-# Limit for one connection: the longest message of a kvflow peer, and a margin.
+# Seconds between two inspections. Some 200 MB can arrive on loopback in this time.
+LOOK_S = 0.1
+# Limit on unfinished bytes per connection: the longest message of a kvflow peer, plus a margin.
 UNFINISHED_BYTES = MAX_FRAME_BYTES + (1 << 20)
-# Limit for all connections. If frames are empty, ZMQ uses up to 32 times as much memory.
+# Limit on the unfinished bytes of all connections together. If frames are empty, ZMQ uses up to
+# 32 times as much memory.
 ALL_UNFINISHED_BYTES = 64 << 20
 # A connection is cut if it has had more than LATE_BYTES of an unfinished message for UNFINISHED_S.
 UNFINISHED_S, LATE_BYTES = 5.0, 64 << 10
 MAX_CONNECTIONS = 2_048  # fewer if the process has few descriptors (`descriptors_for`)
-LOOK_WORK = 64  # connections, or their events, per turn of the event loop: some 300 us
+# Connections, or monitor events, that one turn of the event loop handles. This takes some 300 us.
+LOOK_WORK = 64
 _OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 _EVENTS = _OPENED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _TCP_INFO = struct.Struct("128xQ")  # tcp_info.tcpi_bytes_received (linux/tcp.h, since Linux 4.1)
@@ -54,8 +57,9 @@ _names = itertools.count()
 class TcpConnection:
     """Counters for one connection.
 
-    `received` is the number of bytes that had arrived when it last delivered a whole message; 0
-    until then. `since_s` is the last time when at most `LATE_BYTES` had arrived since.
+    `received` is the number of bytes that had arrived when the connection last delivered a whole
+    message; it is 0 before the first one. `since_s` is the last time at which at most `LATE_BYTES`
+    of a message were unfinished.
     """
 
     __slots__ = ("has_delivered", "received", "since_s", "unfinished_bytes")
@@ -67,7 +71,7 @@ class TcpConnection:
 
 
 class _Spare:
-    """A descriptor opened in advance, so that a cut works when no other is left."""
+    """A descriptor opened in advance, so that a cut works when the process has none left."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -123,9 +127,9 @@ class TcpConnections:
         events: int = 0,
         on_event: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Begin to monitor the socket, before it is bound or connected.
+        """Start monitoring the socket. Create this object before the socket is bound or connected.
 
-        `events` selects further monitor events; `on_event` is called with each of these.
+        `events` selects further monitor events. `on_event` is called with each of them.
         """
         self._socket, self._on_event = monitored, on_event
         self._port = 0
@@ -134,7 +138,7 @@ class TcpConnections:
         address = f"inproc://kvflow-monitor-{next(_names)}"
         monitored.monitor(address, _EVENTS | events)
         self._monitor: zmq.Socket[bytes] = monitored.context.socket(zmq.PAIR)
-        # No limit on events: a connection whose event is lost would never be looked at.
+        # The event queue has no limit: a connection whose event is lost would never be inspected.
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.connect(address)
         self._loop = asyncio.get_running_loop()
@@ -151,11 +155,11 @@ class TcpConnections:
         tell_cut: Callable[[], None],
         tell_waits: Callable[[], None],
     ) -> None:
-        """Begin to inspect connections to `port`, which the socket was bound or connected to.
+        """Start inspecting connections to `port`, to which the socket was bound or connected.
 
         `tell_cut` is called after a connection is cut. `tell_waits` is called when an inspection
-        finds that a message waits. The inspection reads ZMQ's EVENTS, and after that the socket's
-        descriptor may not wake the reader.
+        finds a waiting message: the inspection has read ZMQ's EVENTS, so the socket's descriptor
+        may no longer wake the reader.
         """
         self._port = port
         self._incoming = incoming
@@ -172,7 +176,7 @@ class TcpConnections:
         self._monitor.close(linger=0)
 
     def read_events(self) -> bool:
-        """Process at most `LOOK_WORK` events of the monitor. Return False when more may wait."""
+        """Process at most `LOOK_WORK` monitor events. Return False if more may be waiting."""
         for _ in range(LOOK_WORK):
             if self._socket.closed or not int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
                 return True
@@ -229,7 +233,7 @@ class TcpConnections:
         for _ in range(min(LOOK_WORK, len(found.left))):
             descriptor = found.left.popleft()
             if (connection := self.open.get(descriptor)) is None:
-                continue  # closed meanwhile
+                continue  # closed since the round began
             received = self._received(descriptor)
             if received is None:
                 # The connection is closed, but the monitor has not reported it yet.
@@ -239,7 +243,7 @@ class TcpConnections:
                 connection.unfinished_bytes, connection.has_delivered = 0, True
             else:
                 connection.unfinished_bytes = received - connection.received
-                # A message does not begin late because its connection was silent before.
+                # The time limit of a message starts when it exceeds LATE_BYTES, and not before.
                 if connection.unfinished_bytes <= LATE_BYTES:
                     connection.since_s = self._loop.time()
             delivered.discard(descriptor)
@@ -248,9 +252,9 @@ class TcpConnections:
     def _enforce(self) -> None:
         """Cut the connections that are above the limits.
 
-        The first to go are those whose message is too large or too late. Next are the largest,
-        until the sum is within its limit. If too many connections remain, the oldest of those that
-        have never delivered a message are cut.
+        First, cut those whose message is too large or too late. Then cut those with the most
+        unfinished bytes, until the sum is within its limit. If too many connections remain, cut the
+        oldest of those that have never delivered a message.
         """
         now, left = self._loop.time(), dict(self.open)
         for descriptor, connection in self.open.items():
@@ -262,7 +266,7 @@ class TcpConnections:
         total = sum(connection.unfinished_bytes for connection in left.values())
         if total > ALL_UNFINISHED_BYTES:
             why = f"more than {ALL_UNFINISHED_BYTES} bytes of unfinished messages in all"
-            # One sort, since a search for the largest at each cut would stall the event loop.
+            # Sort once: searching for the largest at each cut would stall the event loop.
             for largest in sorted(left, key=lambda d: left[d].unfinished_bytes, reverse=True):
                 if total <= ALL_UNFINISHED_BYTES:
                     break
@@ -283,7 +287,7 @@ class TcpConnections:
                 if self._is_ours(tcp):
                     tcp.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # closed meanwhile
+            return  # already closed
         self.cut += 1
         log.warning(
             "connection from %s:%d is cut, with %d bytes: %s",
@@ -314,7 +318,7 @@ class TcpConnections:
         return int(_TCP_INFO.unpack(info)[0])
 
     def _is_ours(self, tcp: socket.socket) -> bool:
-        """Return True when one end has our port: the descriptor may be another file's by now."""
+        """Return True if one end has our port. The descriptor may belong to another file by now."""
         return any(
             isinstance(end, tuple) and end[1] == self._port
             for end in (tcp.getsockname(), tcp.getpeername())

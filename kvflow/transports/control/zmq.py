@@ -53,7 +53,7 @@ class ZmqSocket:
         self._incoming = Incoming(socket, router=router)
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
-        self._burst = 0  # frames received since the loop last ran
+        self._burst = 0  # frames that `receive` returned since other tasks last ran
         self._turn_ends = False  # True while `_end_turn` is scheduled
         self._loop.add_reader(socket.fileno(), self._wake)
         connections.watch(port, self._incoming, self._tell_cut, self._wake)
@@ -70,7 +70,10 @@ class ZmqSocket:
         return self._outgoing.send(frame, peer) if at_once else self._outgoing.add(frame, peer)
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
-        """Return some frames of one message. Other tasks run after every `BURST_FRAMES` frames."""
+        """Wait for a message, and return some or all of its frames.
+
+        Other tasks get a turn after every `BURST_FRAMES` frames.
+        """
         if self._burst >= BURST_FRAMES:
             self._burst = 0
             await asyncio.sleep(0)
@@ -101,7 +104,7 @@ class ZmqSocket:
 
     def _wake(self) -> None:
         if self._waiting is None:
-            # Reading EVENTS resets the descriptor. It would stay readable otherwise.
+            # Reading EVENTS resets the descriptor, which would otherwise stay readable.
             self._socket.get(zmq.EVENTS)
         elif not self._waiting.done():
             self._waiting.set_result(None)

@@ -1,5 +1,5 @@
-"""Pages through Mooncake's Ascend transport: between the host memories of machines with Huawei
-NPUs, over HCCS or the NPUs' RDMA.
+"""The data plane that uses Mooncake's Ascend transport, between the host memories of machines with
+Huawei NPUs, over HCCS or the NPUs' RDMA.
 
 **Never run on hardware.** The calls were checked against kvcache-ai/Mooncake at 3b5a594
 (2026-08-22), its Python binding (`transfer_engine_py.cpp`) and `ascend_direct_transport`, and are
@@ -27,10 +27,13 @@ What fences a peer?             Nothing that can be observed from here: HCCS and
                                 are not connections of the host. A lost writer's loans stay in
                                 quarantine until the operator declares the writer dead.
 
-The plane needs, and `kvflow doctor` looks for: a Mooncake built with USE_ASCEND_DIRECT (`pip
-install mooncake-transfer-engine-npu`; any other build silently uses TCP), CANN, torch_npu,
-/etc/hccn.conf, and no MC_FORCE_TCP, which would also make Mooncake use TCP. The host must be an
-IPv4 address.
+The plane needs CANN, an IPv4 address as its host, and the following, which `kvflow doctor` checks:
+
+- a Mooncake built with USE_ASCEND_DIRECT (`pip install mooncake-transfer-engine-npu`), because any
+  other build silently uses TCP
+- torch_npu
+- /etc/hccn.conf
+- no MC_FORCE_TCP in the environment, because it would also make Mooncake use TCP
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from kvflow.transports.data.mooncake.plane import MooncakePlane, engine_class
 
 WHEEL = "mooncake-transfer-engine-npu"
 _HCCN = Path("/etc/hccn.conf")
-# Every build with this transport contains the name of this class.
+# The name of the transport's class, which every build with the transport contains.
 _MARK = b"AscendDirectTransport"
 _PROBE_BYTES = 8
 
@@ -71,7 +74,8 @@ class AscendPlane(MooncakePlane):
     ) -> None:
         """Start the engine. `device` is the number of an NPU; empty means 0.
 
-        `make_engine` and `set_device` replace mooncake's and torch's.
+        `make_engine` replaces mooncake's engine class, and `set_device` replaces
+        `torch.npu.set_device`.
 
         Raises: MisuseError naming what this machine lacks, TransferError when the engine does not
         start.
@@ -109,7 +113,7 @@ class AscendPlane(MooncakePlane):
         return "HCCS and an NPU's RDMA"
 
     def _stop(self) -> None:
-        # The engine unregisters memory only in a thread that has the device.
+        # The engine unregisters memory only in a thread that has set the device.
         self._set_device(self._npu)
         super()._stop()
         for engine in self._engines:

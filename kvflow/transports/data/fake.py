@@ -1,13 +1,13 @@
-"""Pages within one process, for tests: real bytes, no thread, no clock, and faults on demand.
+"""The data plane for tests, within one process: real bytes, no thread, no clock, faults on demand.
 
-What status means landed?       The bytes were copied by `step`, before `landed_bytes` counted them.
+What status means landed?       LANDED: every byte was copied before `landed_bytes` counted it.
 Can a write outlive its error?  Only when the script asks for it (`Fault.LATE`): the rest then lands
                                 when `land_late` is called.
-What fences a peer?             `die`: no byte of that plane is copied any more.
+What fences a peer?             `die`: the peer's plane then copies no more bytes.
 
 Planes that share a `FakeNetwork` reach each other. Without a script, a write lands in the next turn
-of the event loop. After `plane.hold()` writes wait, and `plane.step(pages)` and `plane.release()`
-move them on, the oldest first:
+of the event loop. After `plane.hold()`, writes wait until `plane.step(pages)` or `plane.release()`
+moves them, the oldest first:
 
     network = FakeNetwork()
     prefill, decode = FakePlane(network), FakePlane(network)
@@ -37,11 +37,13 @@ _ALL = 1 << 62
 
 
 class Fault(Enum):
-    """The course of one scripted write."""
+    """The fault of one scripted write."""
 
-    # Half of the pages land, the rest never. The write ends UNPROVEN, or CANCELLED if none landed.
+    # Half of the pages land, and the rest never do. The write ends UNPROVEN, or CANCELLED if no
+    # page landed.
     ERROR = "error"
-    # Half of the pages land at first, the rest on `land_late`, with what the source then holds.
+    # Half of the pages land, and the write ends UNPROVEN. The rest land when `land_late` is called,
+    # with what the source then holds.
     LATE = "late"
     # The write neither lands nor ends, cancelled or not, until `release` or `die`.
     STUCK = "stuck"
@@ -156,7 +158,10 @@ class FakePlane:
         asyncio.get_running_loop().call_soon(self._turn, write)
 
     def copied(self, write: FakeWrite, size_bytes: int) -> None:
-        """Called when `size_bytes` more of a write are in the peer's memory, proven or not."""
+        """Called when `size_bytes` more bytes of a write are in the peer's memory.
+
+        `landed_bytes` does not count those that `land_late` copies.
+        """
 
     def ended(self, write: FakeWrite, outcome: WriteOutcome) -> None:
         """Called when a write has stopped, before its `done` resolves."""
@@ -216,7 +221,7 @@ class FakeWrite:
             self.end(WriteOutcome.CANCELLED)
 
     def move(self, max_bytes: int) -> None:
-        """Copy up to `max_bytes`; end after the last byte, or where the fault strikes."""
+        """Copy up to `max_bytes`. End the write after its last byte, or where its fault occurs."""
         if self.done.done() or self.fault is Fault.STUCK:
             return
         if self.cancelled:
@@ -238,7 +243,10 @@ class FakeWrite:
             self.end(outcome, f"scripted {self.fault.value}")
 
     def copy(self, max_bytes: int) -> int:
-        """Copy whole blocks until `max_bytes` are copied, or all; return the byte count."""
+        """Copy whole blocks until at least `max_bytes` are copied, or no block is left.
+
+        Returns the number of bytes copied.
+        """
         copied = 0
         while max_bytes > copied and self._blocks.left_bytes:
             sources, targets, sizes = self._blocks.take(max_bytes - copied, 1)

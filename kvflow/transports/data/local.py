@@ -1,31 +1,31 @@
-"""Pages between processes of one machine: decode's pool is a shared segment, and prefill copies
-straight into it.
+"""The data plane between processes of one machine: decode's pool is a shared segment, and prefill
+copies straight into it.
 
-What status means landed?       memmove returned: the bytes are in the target's memory, for every
-                                process at once.
-Can a write outlive its error?  No. A copy has no error but the death of its process, and a
-                                cancelled write stops between two blocks. So this plane never
-                                reports UNPROVEN for a write that it ran.
+What status means landed?       memmove returned: the bytes are in the target's memory, where every
+                                process sees them.
+Can a write outlive its error?  No. A copy fails only if its process dies, and a cancelled write
+                                stops between two blocks. So this plane never reports UNPROVEN for a
+                                write that it ran.
 What fences a peer?             The end of its process (pidfd, checked against its start time). Only
                                 that process has the mapping: children do not inherit it, and the
                                 process closed the memory's descriptor after mapping it.
 
 Every value from the wire is checked before it is used. The target is the memfd of a process whose
-identity is verified after it is opened, the memory itself names the node that it belongs to, and
-every offset is checked against the real size of the memory.
+identity is verified after the memfd is opened. The memory itself names the node that it belongs to,
+and every offset is checked against the real size of the memory.
 
 Copies hold the GIL in bursts, and release it with the last block of each burst. Between short
 bursts (2 MiB) the event loop can receive an abort and stop the copy. But if another thread keeps
 running Python, such as an engine between its kernels, short bursts are slow: after each release,
-the copying thread waits for the GIL up to the switch interval of 5 ms. Measured against a thread
-that never releases the GIL, a release per block gives 0.01 (4 KiB) to 0.4 GB/s (2 MiB), and bursts
-of a slice give 0.4 to 2.2 GB/s (without that thread: 1 to 6.5). So after a long wait for the GIL,
-bursts are as long as a slice, 1 to 3 ms, for a while. With small blocks, the release after a burst
-is so short that a waiting thread may still need the 5 ms.
+the copying thread waits for the GIL, for up to the switch interval of 5 ms. Measured against a
+thread that never releases the GIL, a release per block gives 0.01 (4 KiB) to 0.4 GB/s (2 MiB), and
+bursts of a slice give 0.4 to 2.2 GB/s (without that thread: 1 to 6.5). So after a long wait for the
+GIL, bursts are as long as a slice, 1 to 3 ms, for a while. With small blocks, the release after a
+burst is so short that a waiting thread may still have to wait the full 5 ms.
 
-A write of at most 64 KiB is copied on the event loop if no other write of the plane waits. The copy
-takes some 10 us, and a handoff to the thread and back would take several times that in both
-threads. The bytes that one turn of the loop copies are bounded.
+A write of at most 64 KiB, in few blocks, is copied on the event loop if no other write of the plane
+is under way. The copy takes some 10 us, and passing the write to the thread and back would cost
+each of the two threads several times that. The bytes that one turn of the loop copies are bounded.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class _CopyJob(PlannedJob):
                 moved = self._copier.copy(self._blocks.take(allowed, _BURST_BLOCKS), self._write)
             self.landed_bytes += moved
             allowed -= moved
-        # An empty queue is no proof: after a cancel, not every block that was taken is copied.
+        # An empty queue is no proof: after a cancel, blocks taken from it may not be copied.
         if self.landed_bytes == self._write.total_bytes:
             self.outcome = WriteOutcome.LANDED
         return self.landed_bytes - before or -1

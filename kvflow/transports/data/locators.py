@@ -29,7 +29,7 @@ def _prefix(process: ProcessIdentity) -> str:
 
 
 def regions_of(layout: PoolLayout) -> list[tuple[int, int]]:
-    """Return address and size of each region that the buffers occupy, adjacent ones joined."""
+    """Return (address, size) of each memory region. Adjacent buffers form one region."""
     joined: list[tuple[int, int]] = []
     for address, size in sorted((b.address, b.size_bytes) for b in layout.buffers):
         if joined and sum(joined[-1]) == address:

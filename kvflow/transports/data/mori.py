@@ -1,4 +1,4 @@
-"""Pages through AMD's MORI-IO: RDMA between host memories.
+"""The data plane that uses AMD's MORI-IO: RDMA between host memories.
 
 **Never run on hardware.** The calls were checked against ROCm/mori at 624002c (2026-08-21, after
 v1.2.2), its `python/mori/io/engine.py` and `src/pybind/pybind_io.cpp`, and are tested against a
@@ -35,8 +35,8 @@ What fences a peer?             Nothing that can be observed from here: a NIC wr
                                 writer's loans stay in quarantine until the operator declares the
                                 writer dead.
 
-The engine writes the end of a transfer into its TransferStatus, which must live until then. So the
-plane keeps the statuses of abandoned transfers for as long as it lives. Notifications to the
+The engine writes the result of a transfer into its TransferStatus, which must exist until then. So
+the plane keeps the statuses of abandoned transfers for as long as it exists. Notifications to the
 receiver are switched off, because kvflow never reads them, and the engine would keep them. The
 engine's control port authenticates no peer.
 """
@@ -204,7 +204,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         *,
         library: Any = None,
     ) -> None:
-        """Start the engine; call it before the event loop serves anything.
+        """Start the engine. Create the plane before the event loop serves anything.
 
         `host` is the address at which peers reach its control port. `device` names an RDMA device;
         without one, mori chooses. `library` replaces the module `mori.io`.
@@ -215,7 +215,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         super().__init__(rate_limit_bytes_per_s)
         self.library = mori_library() if library is None else library
         self._host, self._device = host, device
-        self.open: set[Transfer] = set()  # transfers whose end the engine has yet to write
+        self.open: set[Transfer] = set()  # transfers whose statuses the engine may still write
         self._peers: dict[str, Peer] = {}
         self._memory: list[Any] = []  # registered regions of our pool
         self._registered: list[Any] = []  # all registered regions: the pool's and the scratch
@@ -400,7 +400,7 @@ def decode_description(locator: str) -> Description:
 
 @contextmanager
 def _device_chosen(device: str) -> Iterator[None]:
-    """Set the variable that mori reads while a backend is made, unless the operator set it."""
+    """While a backend is made, make mori use `device`, unless the operator has chosen one."""
     with _choosing:
         added = bool(device) and _OPERATORS_CHOICE not in os.environ
         if added:

@@ -1,7 +1,7 @@
 """Planning of blocks from page lists, for one pair of pools.
 
-The event loop checks the lists, and the plane's thread plans the blocks. For a write that is copied
-at once, the event loop also plans them: see `Planner.few_blocks`.
+The event loop checks the lists, and the plane's thread plans the blocks. The event loop also plans
+the blocks of a tiny write that it copies itself: see `Planner.few_blocks`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,10 @@ class Planner:
         return self.few_blocks(source_pages, target_pages) if one else None
 
     def few_blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList | None:
-        """Return all blocks, unjoined, if there are at most `FEW_BLOCKS`; otherwise None."""
+        """Return all blocks, without merging adjacent pages.
+
+        Returns None for more than `FEW_BLOCKS` blocks, or if a row is written.
+        """
         if (
             not self._page
             or source_pages.size * len(self._page) > FEW_BLOCKS

@@ -1,11 +1,11 @@
 """Blocks that are tiny for a data plane: slices of token slots.
 
 They arise when prefill and decode have different widths: each token slot of a page then has one
-slice per rank. An engine takes one block at a time, and a tiny block costs as much as a larger one.
-Gathering slices in staging, and separating them again, costs time per byte instead.
+slice per rank. An engine takes some time for each block, and a tiny block takes as long as a larger
+one. Gathering slices in staging, and separating them again, takes time per byte instead.
 
-`kvflow bench transfer --tp 2:1` measures both. The table shows the cost of a block, and GB/s of a
-room without and with staging by the size of a slice (on one machine with two cores):
+`kvflow bench transfer --tp 2:1` measures both. The table shows the time per block and, for each
+slice size, the GB/s of a room without and with staging (on one machine with two cores):
 
                    a block    256 B         1 KiB         4 KiB         16 KiB        64 KiB
     mooncake, TCP  20 us      0.02  0.63    0.07  0.81    0.27  1.19    1.03  1.25    1.54  1.37
@@ -18,7 +18,7 @@ from __future__ import annotations
 from kvflow.protocols.pages.arrange import Blocks
 
 TINY_BELOW_BYTES = {"mooncake": 32 << 10, "nixl": 4 << 10, "ascend": 32 << 10, "mori": 4 << 10}
-"""Mean slice size, in bytes, below which staging is faster, by plane.
+"""For each plane, the mean slice size in bytes below which staging is faster.
 
 `ascend` and `mori` have never run, and have the values of the planes whose calls resemble theirs.
 `local` is absent: it copies slices as fast as staging could.

@@ -46,7 +46,7 @@ class StagedPlane:
     """Implements `protocols.ports.DataPlane` around a plane whose routes are `PlannedRoute`s."""
 
     def __init__(self, inner: DataPlane, staging: Staging) -> None:
-        """`inner` is made for the staging's segment. The plane uses all of the staging."""
+        """`inner` is a plane for the staging's host pool. No other plane may use this staging."""
         self.inner, self._staging = inner, staging
         if isinstance(inner, EnginePlane):
             inner.warns_of_slices = False
@@ -71,7 +71,8 @@ class StagedPlane:
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> StagedRoute:
         """Open a route, and take staging for it.
 
-        Raises: the errors of the inner plane, and TransferError if no staging is left.
+        Raises: the errors of the inner plane, LayoutError if that plane cannot write from staging,
+        and TransferError if no staging is left.
         """
         inner = await self.inner.connect(address, layout)
         try:
@@ -93,7 +94,7 @@ class StagedPlane:
         """Set up `inner` to write tiny slices in larger blocks.
 
         Return the `Pairing` that copies slices from the pool in the order of these blocks; None if
-        they need not, or cannot, be gathered.
+        the slices are not tiny, or gathering makes no larger blocks.
         """
         host = self._staging.host.layout.served
         if not are_tiny(self.name, before := blocks_between(host, target)):
@@ -184,7 +185,7 @@ class StagedRoute(PlannedRoute):
         return StagedJob(self, write)
 
     def reserve(self, places: PageIndices) -> PageIndices | None:
-        """Return free staging for these places, in their order; None if too little is free."""
+        """Reserve staging for these places, in their order. Returns None if too little is free."""
         pool, host, free = self.staging.pool.layout, self.staging.host.layout, self.places
         in_rows = places >= pool.num_pages
         rows = int(in_rows.sum())
@@ -290,7 +291,10 @@ class StagedJob:
         return max_bytes - left if left < max_bytes or changed or self.outcome is not None else -1
 
     def _copy_next(self) -> bool:
-        """Start copies of the next slices while staging is free; return True if one was started."""
+        """Start copying the next slices while staging is free.
+
+        Returns True if a copy was started, or failed to start.
+        """
         route, write, begun = self._route, self._write, False
         while self._at < len(write.source_pages) and len(self._slices) < _SLICES:
             places = write.source_pages[self._at : self._at + route.slice_pages]
@@ -339,7 +343,7 @@ class StagedJob:
             # The result is False after a cancel.
             return part.copied.result()
         except Exception as error:  # noqa: BLE001
-            # A copy that fails ends this write, drained, and no other.
+            # A failed copy ends only this write, which is drained.
             self.error = (
                 self.error or f"a copy from the pool failed: {str(error) or type(error).__name__}"
             )

@@ -34,8 +34,8 @@ class ThreadedPlane(Generic[R]):
 
     name = ""
     close_grace_s = float("inf")
-    """Seconds for which `close` waits for writes under way. Then those that a frozen peer holds up
-    end UNPROVEN.
+    """Seconds for which `close` waits for writes under way. Writes that a frozen peer still blocks
+    after that end UNPROVEN.
     """
 
     def __init__(self, rate_limit_bytes_per_s: float | None) -> None:
@@ -89,13 +89,13 @@ class ThreadedPlane(Generic[R]):
 class EnginePlane(ThreadedPlane[R]):
     """A base class for planes that write through a vendor's engine.
 
-    The engine's calls may block, so each kind of call runs in its own threads, and every wait for
-    one has a time limit.
+    The engine's calls may block, so connecting, fencing and closing each have their own threads.
+    The waits for connecting and closing have a time limit.
     """
 
     close_grace_s = CLOSE_GRACE_S
     max_block_bytes = 4 << 20
-    connects = 4  # peers that are connected to at a time
+    connects = 4  # number of peers to which the plane connects at a time
     warns_of_slices = True  # log a warning about slices that are tiny for this plane
 
     def __init__(self, rate_limit_bytes_per_s: float | None) -> None:

@@ -13,7 +13,7 @@ from kvflow.transports.host.peer_process import PeerProcess
 
 DONE, RUNNING, FAILED = "DONE", "PROC", "ERR"  # statuses of a transfer, as NIXL names them
 WINDOW_BYTES = 16 << 20
-# Limits of one transfer. It takes some 1 ms, and a cancel waits for its end.
+# Limits of one transfer, which takes about 1 ms at this size. A cancel waits for its end.
 TRANSFER_BYTES = 4 << 20
 TRANSFER_BLOCKS = 1024
 _PAUSE_S = 0.0003  # seconds between checks of what is under way
@@ -21,7 +21,7 @@ _PAUSE_S = 0.0003  # seconds between checks of what is under way
 
 @contextmanager
 def raised_as(error_class: type[KvflowError], what: str) -> Iterator[None]:
-    """Raise any exception of the engine's library as `error_class`, with `what` as its context."""
+    """Raise any exception from the engine's library as `error_class`, with `what` as context."""
     try:
         yield
     except Exception as error:
@@ -29,7 +29,7 @@ def raised_as(error_class: type[KvflowError], what: str) -> Iterator[None]:
 
 
 class Transfer:
-    """A list of blocks that the engine writes to one peer."""
+    """A list of blocks that the engine writes to one peer, or a probe that it reads from one."""
 
     __slots__ = ("handle", "size_bytes", "status", "why")
 
@@ -68,7 +68,10 @@ class Carrier(Protocol):
 
 
 class TransfersRoute(PlannedRoute):
-    """Implements `ports.Route` with its own window, so that a frozen peer holds up no other."""
+    """Implements `ports.Route`.
+
+    Each route has its own window, so that a frozen peer does not hold up the others.
+    """
 
     def __init__(
         self,

@@ -1,18 +1,18 @@
 """One thread per data plane, which moves the blocks of many writes, round robin and slice by slice.
 
-It is fair between rooms, since a write moves one slice per turn, and quick to stop, since `cancel`
-takes effect between slices. Work arrives through a queue on which the idle thread blocks. Ended
-writes return to the event loop in batches: one wake-up serves all writes that ended since the loop
-last ran.
+The thread is fair between rooms, since a write moves one slice per turn, and a write stops quickly,
+since `cancel` takes effect between slices. Work arrives through a queue on which the idle thread
+blocks. The thread reports ended writes to the event loop in batches: one wake-up serves all writes
+that ended since the loop last ran.
 
-A handoff to the thread may cost more than a tiny write. A back end may do such a write on the
-event loop instead, up to a limit per turn of the loop. It does so only while no other write is
-under way, so that writes keep their order.
+Passing a write to the thread may cost more than a tiny write itself. A back end may do such a write
+on the event loop instead, up to a limit per turn of the loop. It does so only while no other write
+is under way, so that writes keep their order.
 
 The rate limit is in bytes/s over the whole plane. A slice may start once all bytes before it would
 have been sent at that rate, so at most one slice more than rate x time has been submitted at any
-moment. Idle time does not add up to credit. At a low rate, a slice shrinks to what may be sent in
-5 ms, so that a test can reach the middle of a transfer on purpose.
+moment. Idle time earns no credit. At a low rate, a slice shrinks to what may be sent in 5 ms, but
+not below 4 KiB, so that a test can stop a transfer in the middle.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvflow.protocols.ports import WriteOutcome
 
 SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove; a cancel, or another room, waits that long
 AT_ONCE_BYTES = 64 << 10  # largest write done on the event loop: some 10 us of memmove
-_TURN_BYTES = 4 * AT_ONCE_BYTES  # limit on what is written on the event loop in one turn of it
-_BLOCK_COST_BYTES = 4 << 10  # a block counts against that limit with at least this many bytes
+_TURN_BYTES = 4 * AT_ONCE_BYTES  # limit on the bytes written on the event loop per turn
+_BLOCK_COST_BYTES = 4 << 10  # a smaller block counts as this many bytes against that limit
 _LIMITED_SLICE_S = 0.005
 _TOLD_AT_ONCE = 8
 _SMALLEST_SLICE = 4 << 10
@@ -47,8 +47,8 @@ class WriteJob(Protocol):
     """
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
-        """Submit at most `max_bytes`, or one block if that is larger, and follow what is under way.
-        Submit nothing if `max_bytes` is 0.
+        """Check the blocks under way, then submit at most `max_bytes`, or a single block if it is
+        larger than that. Submit nothing if `max_bytes` is 0.
 
         Return how many bytes were submitted; -1 if nothing changed.
         """
@@ -57,8 +57,8 @@ class WriteJob(Protocol):
     def outcome(self) -> WriteOutcome | None:
         """The outcome, or None until the job ends.
 
-        It ends when no block is under way, and either none is left to submit or the write was
-        cancelled or failed.
+        The job ends when no block is under way, and either none is left to submit, or the write
+        was cancelled or failed.
         """
 
     @property
@@ -154,7 +154,7 @@ class ThreadWrite:
             self._landed_bytes, self.job = self.job.landed_bytes, None
 
     def land(self) -> None:
-        """End a write that landed as a whole on the event loop, without the thread."""
+        """End a write whose bytes have all been copied on the event loop."""
         self._landed_bytes, self.outcome = self.total_bytes, WriteOutcome.LANDED
         self.done.set_result(WriteOutcome.LANDED)
 
@@ -165,7 +165,7 @@ class ThreadWrite:
 
 
 class WriteThread:
-    """The thread of one plane. The first connect starts it, and it reports to that event loop."""
+    """The thread of one plane. It reports to the event loop on which `start` was first called."""
 
     def __init__(
         self, name: str, rate_limit_bytes_per_s: float | None = None, slice_bytes: int = SLICE_BYTES
@@ -197,13 +197,13 @@ class WriteThread:
         self._next_slice_at = 0.0
         self._abandon_at = float("inf")
         self._turn_bytes = 0  # bytes written on the event loop in its current turn
-        # Exceptions in the back end. Each ended its write UNPROVEN.
+        # Number of exceptions from the back end. Each one ended its write UNPROVEN.
         self.surprises = 0
 
     def start(self) -> None:
         """Start the thread; call it on the event loop. Idempotent.
 
-        Raises: MisuseError from a second loop, or after `close`; RuntimeError when the system has
+        Raises: MisuseError on a second loop, or after `close`; RuntimeError when the system has
         no thread left.
         """
         loop = asyncio.get_running_loop()
@@ -271,8 +271,8 @@ class WriteThread:
     async def close(self, grace_s: float = float("inf")) -> None:
         """Cancel every write, wait until all end, and end the thread.
 
-        Cancelling the caller does not skip the wait (I12). Writes that a back end cannot end within
-        `grace_s`, because of a frozen peer, end UNPROVEN.
+        Cancelling the caller does not skip the wait (I12). Writes that are still under way after
+        `grace_s`, for example because a peer is frozen, end UNPROVEN.
         """
         self._abandon_at = min(self._abandon_at, time.monotonic() + grace_s)
         self._closing = True
@@ -309,7 +309,7 @@ class WriteThread:
         # `close` sets the flag before it wakes this thread, so the thread sees it.
         while active or not (self._closing and self._inbox.empty()):
             if self._collect(active, wait_s):
-                # A write that was stopped may have little under way: begin with the shortest pause.
+                # A cancelled write may have little left to wait for: begin with the shortest pause.
                 wait_s = 0.0
             moved, pause_s = False, _LONGEST_WAIT_S
             now = time.monotonic()
@@ -355,8 +355,9 @@ class WriteThread:
             return found
 
     def _turn(self, write: ThreadWrite) -> bool:
-        """Advance a write by one slice, and drop its job at its end; return True if anything
-        changed.
+        """Advance a write by one slice, and drop its job if the write ends.
+
+        Returns True if anything changed.
         """
         try:
             job = write.job
@@ -399,9 +400,9 @@ class WriteThread:
                 self._ended.clear()
 
     def _deliver(self) -> None:
-        """Resolve some of the ended writes, and the rest in the next turns of the loop.
+        """Resolve some of the ended writes now, and the rest in the next turns of the loop.
 
-        Each write wakes a room, while other callbacks of the loop wait (I11).
+        Each one wakes a room, so resolving all of them now would delay other callbacks (I11).
         """
         for _ in range(min(_TOLD_AT_ONCE, len(self._ended))):
             write = self._ended.popleft()

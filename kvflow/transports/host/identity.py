@@ -19,7 +19,8 @@ from typing import Self
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.ports import ProcessIdentity
 
-# A retry cannot cure these errors. Any other one is raised unchanged, to be tried again.
+# A retry would fail with these errors again. Other errors are raised unchanged, so that the caller
+# can retry.
 _NEVER = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM})
 
 

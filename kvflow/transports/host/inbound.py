@@ -1,25 +1,24 @@
-"""Connections of writers into our engine, and the proof that a dead writer's last bytes are in
-memory.
+"""Writers' connections to our engine, and the proof that a dead writer's last bytes are in memory.
 
-The bytes of a killed writer outlive it: in the kernel, in the engine's thread that reads its
-connection, and in a child that the writer forked, which holds the same sockets and keeps them open.
-The end of the writer is therefore no proof. The end of our own socket is: once our engine has
-closed its descriptor, that connection is not read any more. (The engine closes it only after it has
-put into memory what it read.)
+Bytes from a killed writer may still be in the kernel, or in the engine's thread that reads the
+connection. A child that the writer forked has the same sockets, and keeps them open. The death of
+the writer is therefore no proof. The end of our own socket is: once our engine has closed its
+descriptor, nothing reads that connection. (The engine closes it only after it has put into memory
+what it read.)
 
-So after a writer's death every connection that our engine has open counts as that writer's, except
-those that are known to belong to another:
+So after a writer's death, every open connection of our engine counts as that writer's, unless it is
+known to belong to another process:
 
-- While the writer lived, a look at its descriptors did not find the connection, but another watched
-  writer had it. The same holds if the connection appeared after a look at that other writer, which
-  therefore did not inherit it.
+- Another watched writer has the connection. In addition, either the dead writer was inspected while
+  the connection existed and did not have it, or the other writer was inspected before the
+  connection appeared, so it cannot have inherited it.
 - The connection comes from another machine: the writer is in our network namespace, and the far
   address is not.
 
 Connections that were seen with this writer, and with no other, are shut down from our side, because
-a child may hold them forever. For the rest the fence waits, for as long as it takes. It has to,
-because some connections cannot be attributed: one behind an address translation, or one that was
-opened in the writer's last moments and is held by a child.
+a child may hold them forever. The fence waits without a limit until the remaining ones are closed,
+because some connections cannot be attributed. Examples are a connection behind an address
+translation, and one that the writer opened in its last moments and that a child holds.
 """
 
 from __future__ import annotations
@@ -67,7 +66,8 @@ class _Writer:
     fences: int = 0  # fences that await its death
     first_look: int = 0  # looks are counted from 1; 0 means that no look has succeeded yet
     last_look: int = 0
-    # Connections that may be its own, inode to descriptor. None while the writer lives.
+    # Descriptors, by inode, of connections that may be the writer's. None until `count_open` has
+    # determined them after its death.
     suspects: dict[int, int] | None = None
 
 
@@ -94,7 +94,7 @@ class InboundConnections:
             self._others.clear()
 
     def watch(self, writer: ProcessIdentity) -> None:
-        """Record this writer's connections at each look, until `forget` is called as often."""
+        """Record this writer's connections at each look. Each call needs one call of `forget`."""
         with self._lock:
             self._writers.setdefault(writer, _Writer()).fences += 1
 
@@ -125,7 +125,7 @@ class InboundConnections:
                 }
                 self._look()
                 self._closed &= readable
-                # `_look` read our descriptors after the table, so it found what was accepted since.
+                # `_look` read our descriptors after the table, so it knows what was accepted since.
                 if pending := readable - self._connections.keys() - self._closed - self._others:
                     return len(pending)
                 writer.suspects = self._suspects(dead_writer)
@@ -144,7 +144,7 @@ class InboundConnections:
                 continue
             found[inode] = connection.fd
             if connection.holders.keys() == {dead_writer}:
-                with borrow(connection.fd, inode) as ours, suppress(OSError):  # reset meanwhile
+                with borrow(connection.fd, inode) as ours, suppress(OSError):  # already reset
                     if ours is not None:
                         ours.shutdown(socket.SHUT_RDWR)
         return found

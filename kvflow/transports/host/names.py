@@ -1,4 +1,4 @@
-"""Host name lookups in separate threads, so that a silent name server holds up only its callers."""
+"""Host name lookups in separate threads, so that a silent name server delays no other work."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _LOCAL_IPV4 = re.compile(r"\|-- (\d+\.\d+\.\d+\.\d+)\n\s+/32 host LOCAL")
 
 
 class Ends(NamedTuple):
-    """The two ends of a connection, as one of them sees it."""
+    """The two ends of a connection, seen from one of them."""
 
     address: str
     port: int
@@ -56,7 +56,10 @@ class Row(NamedTuple):
 
 
 def rows(process: int | str = "self", ports: Collection[int] | None = None) -> Iterator[Row]:
-    """Yield the TCP sockets in a process's network namespace, optionally only those on `ports`."""
+    """Yield the TCP sockets in a process's network namespace.
+
+    With `ports`, yield only sockets that have one of these ports at either end.
+    """
     words = None if ports is None else [f":{port:04X} " for port in ports]
     for table in (f"/proc/{process}/net/tcp", f"/proc/{process}/net/tcp6"):
         try:
@@ -88,7 +91,7 @@ def sockets(process: int | str = "self") -> dict[int, int]:
                 continue
             if target.startswith("socket:["):
                 found[int(target[8:-1])] = int(name)
-        # A process loses all descriptors at its end, and the list may then be incomplete.
+        # A process that ends closes its descriptors, so the list may be incomplete.
         ended = not os.listdir(folder)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return {}

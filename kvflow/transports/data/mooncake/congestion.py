@@ -2,7 +2,7 @@
 
 If the system's congestion control is BBR, each 64 KiB that a sender hands to the kernel arms a
 pacing timer. For connections within a machine, that cost mooncake two thirds of its throughput (1.5
-against 4 GB/s, two cores). Over a real link the algorithm is the operator's choice, and stays.
+against 4 GB/s, two cores). Over a real link the algorithm is the operator's choice, and is kept.
 """
 
 from __future__ import annotations

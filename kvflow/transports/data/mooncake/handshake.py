@@ -1,4 +1,4 @@
-"""A probe that asks whether a mooncake engine answers, without using an engine.
+"""A probe that checks whether a peer's mooncake engine answers, without using our own engine.
 
 The engine's own call can block a thread for a minute, because a frozen process still accepts
 connections but never answers.

@@ -1,4 +1,4 @@
-"""Pages through the Mooncake Transfer Engine, over TCP, or over RDMA with a device.
+"""The data plane that uses the Mooncake Transfer Engine, over TCP, or over RDMA with a device.
 
 What status means landed?       Only status 1 from `transfer_check_status`, for each handle.
 Can a write outlive its error?  Yes. Over TCP, blocks that ended with -1, or that were under way
@@ -69,10 +69,10 @@ _ANSWER_S, _CONNECT_S = 12.0, 10.0
 _QUESTIONS = 256  # probes at a time, each with a descriptor
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
 # The engine reads these variables when it is imported. If a peer reaches the default limit of
-# queued transfers, writes to it hang for good. By default the engine gives up on a peer that reads
+# queued transfers, writes to it hang forever. By default the engine gives up on a peer that reads
 # nothing for 30 s, and its lent pages would then stay in quarantine. But a debugger, or a migration
-# of the machine, may pause a peer for longer, and its blocks land when it continues. Our own pages
-# wait until then.
+# of the machine, may pause a peer for longer, and its blocks land when it continues. Our source
+# pages stay in use until then.
 _ENVIRONMENT = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "600",
     "MC_TCP_STATUS_TIMEOUT_SEC": "600",
@@ -105,9 +105,9 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
     ) -> None:
         """Start the engine, which holds the GIL for some milliseconds.
 
-        Call it before the event loop serves anything. `host` is the address at which peers reach
-        us; it must have the IP version that this process's engines use. `device` names an RDMA
-        device; without one, TCP is used.
+        Create the plane before the event loop serves anything. `host` is the address at which peers
+        reach us; it must have the IP version that this process's engines use. `device` names an
+        RDMA device; without one, TCP is used.
 
         Raises: MisuseError when the package cannot be loaded, TransferError when the engine does
         not start.
@@ -188,7 +188,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
             ) from None
 
     def _reach(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
-        """Open a session now, so that no later submit has to connect (up to 5 s)."""
+        """Open a session now, so that no later submit has to connect, which may take 5 s."""
         _check_owner(peer)
         with self._opening:
             if self._layout is None:
@@ -208,8 +208,8 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
     def _engine_for(self, peer: PlaneAddress, ours: PoolLayout) -> Any:
         """Return an engine that has not connected to another process at this session.
 
-        An engine keeps what it learned about a session. If a new process got a re-used port (one in
-        some 2,000), the engine would write to the ports of its predecessor.
+        An engine keeps what it learned about a session. If a new process gets the port of an
+        earlier one (some 1 in 2,000 do), the engine would write to the earlier process's ports.
         """
         known = self._sessions.get(peer.locator)
         if known is not None and known.process == peer.process:

@@ -15,7 +15,8 @@ WINDOW_BYTES = 32 << 20
 _FIRST_UNPACE_BYTES, _LAST_UNPACE_BYTES = 4 << 20, 256 << 20
 # Pauses between two checks of a window. A check takes some 100 us of CPU time, which copying
 # threads may need. The pause is shorter if the rest of the write can land sooner at the best known
-# speed, and half as long once the write is stopped, because its pages wait for one window.
+# speed. It is half as long once the write is stopped, because the pages are then free as soon as
+# the blocks in the window have landed.
 _TCP_PAUSE_S, _RDMA_PAUSE_S = 0.001, 0.0002
 _BEST_BYTES_PER_S = 8e9
 
@@ -116,7 +117,7 @@ class _WindowJob(PlannedJob):
         try:
             return int(self._route.check(handle))
         except Exception as error:  # noqa: BLE001
-            # The window is shared: this write ends unproven, the others go on.
+            # Other writes share the window, and continue. Only this one ends unproven.
             self.error = (
                 self.error
                 or f"mooncake cannot tell how a block ended: {type(error).__name__}: {error}"
@@ -143,7 +144,7 @@ class _WindowJob(PlannedJob):
             try:
                 handle = route.submit(route.session, source, target, size)
             except Exception as error:  # noqa: BLE001
-                # The window is shared: this write ends unproven, the others go on.
+                # Other writes share the window, and continue. Only this one ends unproven.
                 self.error = f"mooncake failed to take a block: {type(error).__name__}: {error}"
                 break
             if not handle:

@@ -117,7 +117,7 @@ class Agent:
         return transfer
 
     def prepare_probe(self, peer: str, address: int) -> Transfer:
-        """Prepare to read a few bytes of the peer's pool. This succeeds once the peer answers."""
+        """Prepare to read a few bytes of the peer's pool. The read ends once the peer answers."""
         return self.prepare(
             "READ", peer, [ctypes.addressof(self._scratch)], [address], [PROBE_BYTES]
         )
@@ -180,7 +180,7 @@ class Agent:
 def _watches_connections(fd: int) -> bool:
     """Return True for an epoll descriptor that is readable when a connection has work.
 
-    UCX has others, which wake UCX's own thread. They watch a pipe or the like.
+    Other epoll descriptors of UCX wake its own thread. They watch a pipe or an anonymous inode.
     """
     if _target(fd) != "anon_inode:[eventpoll]":
         return False

@@ -37,7 +37,7 @@ def nixl_library() -> Any:
     with _loading:
         for name, value in _LOGGING.items():
             os.environ.setdefault(name, value)
-        # On import, the module configures logging, which would close every handler of this process.
+        # On import, the module configures logging. That would close every handler of this process.
         configure, raising = logging.config.dictConfig, logging.raiseExceptions
         logging.config.dictConfig = lambda config: None
         try:
@@ -65,7 +65,7 @@ def _load() -> Any:
 
 
 def transports() -> frozenset[str]:
-    """Return the transports that UCX may use without a device: the operator's UCX_TLS, or ours."""
+    """Return the transports that UCX may use without a device: UCX_TLS if set, else `PROVABLE`."""
     return frozenset(os.environ.get("UCX_TLS", ",".join(PROVABLE)).split(","))
 
 

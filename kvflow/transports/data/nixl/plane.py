@@ -1,5 +1,5 @@
-"""Pages through NVIDIA NIXL over UCX: copies within a machine (CMA), TCP between machines, RDMA
-with a device.
+"""The data plane that uses NVIDIA NIXL over UCX: copies within a machine (CMA), TCP between
+machines, RDMA with a device.
 
 What status means landed?       Only DONE, for each transfer: UCX has flushed the blocks to the
                                 peer's memory.
@@ -18,7 +18,8 @@ What fences a peer?             Its process is known to be dead (pidfd), and our
 There are two agents. Peers write through one, which has a thread that sleeps until they do
 (`progress`). Our own writes go through the other, on the plane's thread. A UCX agent over TCP has
 no authentication, and a process that reaches its port can write *anywhere* in our memory, not only
-into the pool. It listens on one interface, the one with the address `host`.
+into the pool. It listens on the interface with the address `host`, or on every interface if no
+interface of this machine has that address.
 
 A route belongs to one process. Once that process is known to be dead, no more blocks are submitted.
 """
@@ -78,8 +79,9 @@ class NixlPlane(EnginePlane[TransfersRoute]):
     ) -> None:
         """Start both agents, which takes half a second for the first one in a process.
 
-        Call it before the event loop serves anything. `host` is the address at which peers reach
-        us. `device` names an RDMA device; without one, TCP and copies within a machine are used.
+        Create the plane before the event loop serves anything. `host` is the address at which peers
+        reach us. `device` names an RDMA device; without one, TCP and copies within a machine are
+        used.
 
         Raises: MisuseError when the package cannot be loaded, TransferError when an agent does not
         start.

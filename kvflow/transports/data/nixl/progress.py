@@ -2,7 +2,7 @@
 it out.
 
 It sleeps until a connection of its agent has work: UCX watches its connections through an epoll
-descriptor, and the thread polls the same one. An idle agent costs no CPU time.
+descriptor, and the thread polls that descriptor. An idle agent costs no CPU time.
 """
 
 from __future__ import annotations
