@@ -76,7 +76,7 @@ class DecodeShell(Shell):
             endpoint.core.identity.layout if arrivals is None else arrivals.layout,
             stores[0][0],
             None if arrivals is None else arrivals.lent,
-            self.guard,
+            self.failed,
         )
         self.waiting: Waiting[GrantId] = Waiting()
         self._lends_later = False
@@ -422,8 +422,8 @@ class DecodeShell(Shell):
         self.lend_returned()
 
     def lend_returned(self) -> None:
-        """Lend to waiting rooms. The node also calls this when another node over the staging pool
-        returns pages.
+        """Lend staging pages to waiting rooms. The node also calls this when another node that
+        shares the staging pool returns pages.
         """
         if self.waiting and not self.stopped:
             self.guard(self._lend_waiting, "lending pages of staging")

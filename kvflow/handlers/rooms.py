@@ -6,13 +6,13 @@ pages.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvflow.aio import ENDS_PROCESS
 from kvflow.handlers.shell import Answer
 from kvflow.protocols.arguments import (
     check_cause,
@@ -67,11 +67,11 @@ class RoomStores:
         layout: PoolLayout,
         quarantine: Quarantine,
         staging: PageStore | None,
-        guard: Callable[[Callable[[], object], str], None],
+        failed: Callable[[str], None],
     ) -> None:
-        """`layout` and `quarantine` belong to the pool of `pages`. `guard` is `Shell.guard`."""
+        """`layout` and `quarantine` belong to the pool of `pages`. `failed` is `Shell.failed`."""
         self.pages, self.layout, self.quarantine = pages, layout, quarantine
-        self.staging, self.guard = staging, guard
+        self.staging, self.failed = staging, failed
         # The pages of every room take the same few steps, except while threads use them.
         self.steps: dict[tuple[Ownership, PageKind, Source | None], tuple[Ownership, Commands]] = {}
         # True for each of the caller's own pages that a room uses. The store's holds alone would
@@ -119,8 +119,8 @@ class RoomPages:
         "state",
     )
 
-    def __init__(self, stores: RoomStores, room: RoomId, settled: Callable[[], None]) -> None:
-        """`settled` is called once, when no writer, checksum or copy can touch `pages` any more."""
+    def __init__(self, stores: RoomStores, room: RoomId, settled: Answer[None]) -> None:
+        """`settled` is given once no writer, checksum or copy can touch `pages` any more."""
         self._stores, self._room, self._settled = stores, room, settled
         self.state = Ownership(staging=None if stores.staging is None else PagePhase.NONE)
         self.pages: PageIndices = NO_PLACES
@@ -190,10 +190,12 @@ class RoomPages:
         self.state = after
         for of, command in commands:
             if command is PageCommand.RETURN:
-                self._stores.guard(
-                    functools.partial(self._give_back, of),
-                    f"giving back pages of room {self._room}",
-                )
+                try:
+                    self._give_back(of)
+                except ENDS_PROCESS:
+                    raise
+                except BaseException:  # noqa: BLE001 - the room ends all the same
+                    self._stores.failed(f"giving back pages of room {self._room}")
                 continue
             try:
                 self._move(of, keeper if kind is PageKind.KEEP else Quarantined(self._grant))
@@ -201,7 +203,7 @@ class RoomPages:
                 self.state = before
                 raise
         if after.target in SETTLED and before.target not in SETTLED:
-            self._settled()
+            self._settled.give(None)
 
     def _give_back(self, source: Source) -> None:
         if source is Source.OWN:
@@ -257,9 +259,7 @@ class DecodeRoom:
         self.when_opened: Answer[None] = Answer()
         self.when_landed: Answer[bytes] = Answer()
         self.when_released: Answer[None] = Answer()
-        self.holding = RoomPages(
-            shell.stores, room, functools.partial(self.when_released.give, None)
-        )
+        self.holding = RoomPages(shell.stores, room, self.when_released)
         self.callbacks: list[Callable[[], None]] = []  # the shell runs them when the room ends
         # Tasks that serve all requests log about this room, and read the request's id here.
         self.request_id = CURRENT.get().request_id

@@ -156,9 +156,13 @@ class Shell:
             call()
         except ENDS_PROCESS:
             raise
-        except BaseException:
-            self.counts.handler_errors += 1
-            log.exception("%s failed", what)
+        except BaseException:  # noqa: BLE001 - `failed` logs it
+            self.failed(what)
+
+    def failed(self, what: str) -> None:
+        """Log and count the exception that is being handled."""
+        self.counts.handler_errors += 1
+        log.exception("%s failed", what)
 
     def explained(self, error: BaseException, doing: str) -> KvflowError:
         """Convert an exception into the KvflowError with which its room ends.

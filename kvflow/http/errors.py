@@ -127,9 +127,9 @@ class Failure(msgspec.Struct, frozen=True):
     def read(cls, status: int, body: bytes) -> Self:
         """Read an error body from another server.
 
-        The message is truncated to `MAX_CAUSE_TEXT` characters. A body that is not an error body is
-        not passed on. For an event in a stream, which has no status, `status` is 0, and the status
-        follows from the code.
+        The message is truncated to `MAX_CAUSE_TEXT` characters. A body in another format yields
+        "no reason given". Pass status 0 for an event in a stream; the result's status then follows
+        from the code.
         """
         try:
             told = msgspec.json.decode(body, type=_ErrorBody).error

@@ -32,7 +32,7 @@ MOST_TURN_S = 0.05
 
 
 class CachingScheduler:
-    """Scheduler that runs every job at once, and uses the cache of the job's node.
+    """Scheduler that starts every job immediately, and uses the cache of the job's node.
 
     The cache keeps only the pages of rooms that succeeded.
     """

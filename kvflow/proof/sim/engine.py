@@ -107,7 +107,7 @@ class Scheduler(Protocol):
 
 
 class PlainScheduler:
-    """Scheduler that runs every job at once."""
+    """Scheduler that starts every job immediately."""
 
     async def prefill(self, node: PrefillNode, job: Job) -> None:
         if job.refused:

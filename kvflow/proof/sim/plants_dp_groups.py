@@ -1,4 +1,4 @@
-"""Planted bugs in data-parallel prefills: messages about rooms go to the wrong groups."""
+"""Planted bugs at decode: messages about rooms reach the wrong data-parallel group, or none."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def ack_before_drain() -> Installed:
 
     def cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
         cancel(core, record, now)
-        prefill_core._send(core, record, AbortAck, drained=True)
+        prefill_core._send_ended(core, record, AbortAck, drained=True)
 
     return swapped_item(prefill_core._RUN, PrefillCommand.CANCEL_WRITES, cancel_writes)
 

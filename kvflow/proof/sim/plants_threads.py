@@ -114,7 +114,7 @@ def offered_too_late_and_kept() -> Installed:
 
 @bug("events lost between polls", nodes=(7, "I4"))
 def events_lost_between_polls() -> Installed:
-    """Of several rooms that fail between two polls, the last one is told."""
+    """Only the last of several rooms that fail between two polls is reported."""
     original = NodeThread._tell
 
     def tell(self: NodeThread[Any, Any, Any], event: Any) -> None:

@@ -19,7 +19,7 @@ TICK_S = 1e-9
 PAGE_S: Span = (0.0002, 0.004)  # time to land one page
 SLOW_PAGE_S: Span = (0.05, 0.3)
 STUCK_S: Span = (0.2, 2.0)  # delay of a stuck write
-STALL_LOOK_S: Span = (0.02, 0.06)  # time between two checks of a halted worker
+STALL_LOOK_S: Span = (0.02, 0.06)  # time between two checks for the end of a stall
 LATE_S: Span = (0.01, 3.0)  # delay of the rest of an unproven write
 POST_S: Span = (0.0001, 0.015)  # delay of a call that was posted to a node's thread
 # Time for which a thread of an engine without an event loop is preempted in the middle of a call.

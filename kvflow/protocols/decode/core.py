@@ -200,14 +200,18 @@ class DecodeCore(Core):
 
     def lend(self, record: DecodeRoomRecord, peer: PrefillPeer) -> None:
         """Send the Bootstrap that lends a room's pages to one rank."""
+        prompt = record.prompt
+        # Every room sends this message, and unpacking `peer.between` takes longer than naming its
+        # fields.
         bootstrap = wire.Bootstrap(
             room=record.room,
             grant=record.grant,
+            source=peer.key.incarnation,
+            target=self.identity.incarnation,
             pages=record.packed_pages,
-            prompt_tokens=record.prompt.tokens,
-            prompt_digest=record.prompt.digest,
-            prefix_tokens=record.prompt.prefix_tokens,
-            **peer.between,
+            prompt_tokens=prompt.tokens,
+            prompt_digest=prompt.digest,
+            prefix_tokens=prompt.prefix_tokens,
         )
         self.outbox.append(SendToPrefill(peer.key, encode(bootstrap)))
 

@@ -258,32 +258,42 @@ def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> No
 
 
 def _send_chunk_done(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
-    chunk = record.report
-    assert chunk is not None
-    _send(
-        core,
-        record,
-        wire.ChunkDone,
+    chunk, peer, me = record.report, record.peer, core.identity
+    assert chunk is not None and peer is not None
+    # Every room sends this message, and unpacking `core.header` takes longer than naming fields.
+    done = wire.ChunkDone(
+        room=record.room,
+        grant=record.grant,
+        rank=me.rank,
+        source=me.incarnation,
+        target=peer.incarnation,
         seq=chunk.seq,
         pages=chunk.num_pages,
         last=chunk.last,
         handoff=chunk.handoff,
         checksum=chunk.checksum,
     )
+    _send(core, record, peer, done)
+
+
+def _send_ended(
+    core: PrefillCore, record: PrefillRoomRecord, kind: type[wire.Message], **fields: Any
+) -> None:
+    peer = record.peer
+    assert peer is not None
+    _send(core, record, peer, kind(**core.header(record.room, record.grant, peer), **fields))
 
 
 def _send(
-    core: PrefillCore, record: PrefillRoomRecord, kind: type[wire.Message], **fields: Any
+    core: PrefillCore, record: PrefillRoomRecord, peer: DecodePeer, message: wire.Message
 ) -> None:
     """Keep a message about a room's grant, in case decode asks for it again. Send it unless decode
     is gone.
     """
-    peer = record.peer
-    assert peer is not None
-    message = kind(**core.header(record.room, record.grant, peer), **fields)
     record.sent.append(message)
     if peer.phase is not PeerPhase.GONE:
-        core.outbox.append(SendToDecode(peer.routing_id, encode(message), kind is wire.AbortAck))
+        at_once = isinstance(message, wire.AbortAck)
+        core.outbox.append(SendToDecode(peer.routing_id, encode(message), at_once))
 
 
 def _cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
@@ -318,13 +328,13 @@ _RUN: dict[RoomCommand, Callable[[PrefillCore, PrefillRoomRecord, float], None]]
     RoomCommand.START_WRITE: _start_write,
     RoomCommand.SEND_CHUNK_DONE: _send_chunk_done,
     RoomCommand.CANCEL_WRITES: _cancel_writes,
-    RoomCommand.SEND_FAILED: lambda core, record, now: _send(
+    RoomCommand.SEND_FAILED: lambda core, record, now: _send_ended(
         core, record, wire.RoomFailed, cause=record.first_cause
     ),
-    RoomCommand.SEND_DRAINED: lambda core, record, now: _send(
+    RoomCommand.SEND_DRAINED: lambda core, record, now: _send_ended(
         core, record, wire.AbortAck, drained=True
     ),
-    RoomCommand.SEND_UNPROVEN: lambda core, record, now: _send(
+    RoomCommand.SEND_UNPROVEN: lambda core, record, now: _send_ended(
         core, record, wire.AbortAck, drained=False
     ),
     RoomCommand.TELL_SUCCESS: lambda core, record, now: core.outbox.append(RoomDone(record.serial)),

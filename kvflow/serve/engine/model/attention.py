@@ -22,7 +22,7 @@ NAME = "kvflow"
 
 
 class _WindowRecorder(threading.local):
-    """The sliding window (0: none) that each layer passes during the self-test, by layer."""
+    """Records the sliding window (0: none) that each layer passes to attention in the self-test."""
 
     windows: dict[int, int] | None = None
 
