@@ -120,7 +120,7 @@ class Turnstile:
     """A gate that at most `per_turn` coroutines pass in one turn of the event loop, in order of
     arrival.
 
-    A coroutine waits only if others have taken all places of the current turn.
+    A coroutine waits only if others took all places of the current turn.
     """
 
     def __init__(self, per_turn: int) -> None:
@@ -299,7 +299,7 @@ class Threads:
 
 
 def _whole(work: Callable[[], T], _: Callable[[], bool]) -> T:
-    """Call `work`. Ignore `Job.is_cancelled`, because this work cannot stop once it has begun."""
+    """Call `work`. Ignore `Job.is_cancelled`, because this work cannot stop once it begins."""
     return work()
 
 

@@ -74,7 +74,7 @@ class AbortWorker(Worker):
         kept, others = self.node.pages.take(pages, _SCRATCH), self.node.pages.free_pages
         left = self.node.pages.take(others, "wipe")
         self._canary.mark(left)
-        # The pages go back one by one, in the order of `left`. `take` has sorted them if there are
+        # The pages go back one by one, in the order of `left`. `take` sorted them if there are
         # at least `MANY_PAGES`. Fewer pages stay in their scattered order.
         for one in left[:, None]:
             self.node.pages.give_back(one, "wipe")

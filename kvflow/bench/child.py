@@ -15,7 +15,7 @@ TICK_S = 0.001
 
 
 def cpu_s() -> float:
-    """Return the CPU seconds that all threads of this process have used."""
+    """Return the CPU seconds used by all threads of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 

@@ -43,7 +43,7 @@ async def idle_connections(prefill: Process, ready: dict[str, Any], watch_s: flo
 
 
 async def announced_rooms(prefill: Process, ready: dict[str, Any], watch_s: float) -> int:
-    """Let a decode announce rooms, kill it, and wait until prefill has forgotten the rooms."""
+    """Let a decode announce rooms, kill it, and wait until prefill forgets the rooms."""
     decode = await Process.run_module("kvflow.bench.stalls_worker", "crowd")
     try:
         await decode.ask("announce", count=ANNOUNCED_ROOMS, rank=ready["rank"])

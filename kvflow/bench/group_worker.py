@@ -168,7 +168,7 @@ class GroupWorker:
         self._bare = context.socket(zmq.DEALER)
         self._bare.setsockopt(zmq.ROUTING_ID, b"%d" % self._rank)
         self._bare.connect(f"tcp://{HOST}:{port}")
-        # The ROUTER can reach this rank only after it has received this frame.
+        # The ROUTER can reach this rank only after it receives this frame.
         self._bare.send(b"")
         return {"port": port}
 
@@ -237,7 +237,7 @@ class GroupWorker:
             _, frame = router.recv_multipart()
             name = frame[:BARE_HEADER]
             answers[name] += 1
-            # The next stage begins when every rank has answered this one.
+            # The next stage begins once every rank answers this one.
             stage, rest = divmod(answers[name], len(peers))
             if rest:
                 continue

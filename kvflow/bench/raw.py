@@ -123,7 +123,7 @@ class RawWindow(RawWriter):
     def _follow(self, window: deque[int], check: Any) -> None:
         before = len(window)
         while window and (status := check(window[0])):
-            # Mooncake's status is 0 while the block is under way, and 1 once the block has landed.
+            # Mooncake's status is 0 while the block is under way, and 1 once the block lands.
             if status != 1:
                 raise RuntimeError(f"raw write ended with status {status}")
             window.popleft()

@@ -105,7 +105,7 @@ class ChecksummedWrite:
 
     @property
     def checksum(self) -> bytes:
-        """Checksum of the source pages. Read it only after `done` has resolved."""
+        """Checksum of the source pages. Read it only after `done` resolves."""
         return self._task.done.result()
 
     @property

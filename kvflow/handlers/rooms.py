@@ -129,7 +129,7 @@ class RoomPages:
         self._owner: Hashable = ("room", room)
         self._staging_owner: Hashable = self._owner
         self._grant = GrantId(0)
-        self.over = False  # True once the room has ended
+        self.over = False  # True once the room ends
 
     def opened(self, grant: GrantId) -> None:
         """Make `grant` the owner of the pages that the room takes from now on."""
@@ -339,7 +339,7 @@ class DecodeRoom:
         store.
 
         Pass `prefix_tokens`, the number of prompt tokens that decode already has, if it has grown
-        since the announcement. Await the room next. Has no effect on a room that has ended. Raises:
+        since the announcement. Await the room next. Has no effect on a room that ended. Raises:
         the errors of `DecodeNode.room`.
         """
         if not self.ended:
@@ -358,7 +358,7 @@ class DecodeRoom:
         return self
 
     async def landed(self) -> bytes:
-        """Wait until every page from every rank has landed, and return prefill's handoff.
+        """Wait until every page from every rank lands, and return prefill's handoff.
 
         Raises: the KvflowError that ended the room (see errors.py). Its `code` states the first
         cause.
@@ -384,7 +384,7 @@ class DecodeRoom:
     def close(self, cause: Cause | None = None) -> None:
         """End the room. Valid in every state, any number of times.
 
-        Before the pages have landed, this aborts the room. Callers that wait for the room receive
+        Before the pages land, this aborts the room. Callers that wait for the room receive
         the error at once, and lent pages return when their loans end. Raises: MisuseError if
         `cause` is not a Cause.
         """
@@ -393,7 +393,7 @@ class DecodeRoom:
             self.holding.feed(PageKind.CLOSE)
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once: when the room ends, or at once if the room has ended already."""
+        """Call `callback` once: when the room ends, or at once if the room ended already."""
         if self.ended:
             callback()
         else:
@@ -480,7 +480,7 @@ class PrefillRoom:
 
     @property
     def ended(self) -> bool:
-        """True once the room has ended. Its writes may still be draining."""
+        """True once the room ends. Its writes may still be draining."""
         return self.record.ended
 
     @property
@@ -546,7 +546,7 @@ class PrefillRoom:
         await self.when_done.get()
 
     async def released(self) -> None:
-        """Wait until the room has ended, successfully or not, and no write or checksum reads its
+        """Wait until the room ends, successfully or not, and no write or checksum reads its
         pages.
         """
         await self.when_released.get()
@@ -560,7 +560,7 @@ class PrefillRoom:
         self._shell.close_prefill_room(self, _CLIENT_GONE if cause is None else check_cause(cause))
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once: when the room ends, or at once if the room has ended already."""
+        """Call `callback` once: when the room ends, or at once if the room ended already."""
         if self.ended:
             callback()
         else:

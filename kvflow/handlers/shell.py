@@ -76,7 +76,7 @@ class Endpoint(Protocol):
 
     @property
     def outbox(self) -> list[Any]:
-        """Commands for the shell to run. The shell removes each command that it has run."""
+        """Commands for the shell to run. The shell removes each command after running it."""
 
     def next_tick(self) -> float: ...
 

@@ -45,7 +45,7 @@ class EventStream:
         await write(self.response, pieces)
 
     async def keepalive(self) -> None:
-        """Send an empty event. A proxy must write to notice that its client has disconnected."""
+        """Send an empty event. A proxy must write to notice that its client disconnected."""
         await self.response.write(KEEPALIVE)
 
     async def fail(self, failure: Failure) -> None:
@@ -131,7 +131,7 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         return batch
 
     def has_begun(self, index: int) -> bool:
-        """Return True once a source has begun to run. A source stopped before that never runs."""
+        """Return True once a source begins to run. A source stopped before that never runs."""
         return index in self._begun
 
     def stop(self, index: int, last: T) -> None:

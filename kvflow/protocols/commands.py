@@ -71,7 +71,7 @@ class WatchEarlierWriter(msgspec.Struct, frozen=True):
 
 class StopEarlierWatch(msgspec.Struct, frozen=True):
     """Stop watching this writer, if it is watched, and notify other nodes over the pool that the
-    writer has ended.
+    writer ended.
     """
 
     writer: int
@@ -141,7 +141,7 @@ class QuarantinePages(msgspec.Struct, frozen=True, gc=False):
 
 class FreePages(msgspec.Struct, frozen=True, gc=False):
     """Free the room's pages: no rank can write into them any more. No other command frees pages
-    that this node, or an earlier node over the same pool, has lent.
+    lent by this node, or by an earlier node over the same pool.
     """
 
     grant: GrantId

@@ -130,7 +130,7 @@ class EarlierLoans:
             self._outbox.append(FreePages(grant))
 
     def _drop_if_idle(self, writer: EarlierWriter) -> None:
-        """Forget a writer without loans. If another node has closed meanwhile, and has left more
+        """Forget a writer without loans. If another node closed meanwhile, and left more
         loans of this writer, end those first.
         """
         if self._ledger.owes(writer):

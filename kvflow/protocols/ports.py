@@ -190,7 +190,7 @@ class DataPlane(Protocol):
     @property
     def stalled_s(self) -> float:
         """Seconds for which the plane's worker thread has made no progress although it has work;
-        infinite if the thread has died.
+        infinite if the thread died.
 
         It measures our own thread, never a peer: a thread that keeps polling a write to a frozen
         peer makes progress, and is not stalled.
@@ -240,7 +240,7 @@ class ChecksumTask(Protocol):
 
     @property
     def error(self) -> str:
-        """The reason why there is no checksum, known once `done` has resolved. Empty if there is a
+        """The reason why there is no checksum, known once `done` resolves. Empty if there is a
         checksum, or if the task was cancelled.
         """
 
@@ -405,7 +405,7 @@ class Quarantine(Protocol):
         """
 
     def free(self, lease: LeaseId) -> None:
-        """Let stores hand out the lease's pages again, once its last loan has ended. Idempotent."""
+        """Let stores hand out the lease's pages again, once its last loan ends. Idempotent."""
 
     def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:
         """End all loans of this writer, free pages that no other loan covers, and notify the

@@ -102,7 +102,7 @@ class ClientAnswer:
     ) -> web.StreamResponse:
         """End the request with an error.
 
-        If a stream has begun, the error is an event in it. Otherwise the client receives `answer`,
+        If a stream began, the error is an event in it. Otherwise the client receives `answer`,
         or a response made from `failure`.
         """
         name_error(failure.summary)

@@ -63,7 +63,7 @@ class KnownBlocks:
         self._expected.update(hashes)
 
     def settle(self, hashes: Sequence[int]) -> None:
-        """Undo `expect` for a request that has ended."""
+        """Undo `expect` for a request that ended."""
         expected = self._expected
         for one in hashes:
             if expected[one] > 1:

@@ -26,7 +26,7 @@ class Pair(Protocol):
 
     @property
     def decode(self) -> Leg:
-        """The leg whose answer the client gets. Valid once `answer` has returned."""
+        """The leg whose answer the client gets. Valid once `answer` returns."""
 
     @property
     def asked(self) -> Collection[Worker]:

@@ -313,7 +313,7 @@ class _Learned:
 
     def __init__(self) -> None:
         self.address: _Address | None = None  # None before the first answer and after a failure
-        # True once two answers have named different addresses, so several engines share the URL.
+        # True once two answers name different addresses, so several engines share the URL.
         self.varies = False
         self._last: _Address | None = None
 

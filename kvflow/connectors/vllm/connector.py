@@ -109,7 +109,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             asked = read_params(request.kv_transfer_params)
         # The API server has already refused this request, unless plugins are off there.
         except MisuseError as error:
-            # vLLM also passes on requests that it has refused. It marks them and never serves them.
+            # vLLM also passes on requests that it refused. It marks them and never serves them.
             if not request.abort_immediately:
                 log.error("request %s is served without a transfer: %s", request.request_id, error)
             return

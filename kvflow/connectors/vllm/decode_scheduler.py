@@ -8,8 +8,8 @@ that could continue.
 For vLLM a failed load ends at once: the request fails, or computes its prompt in other blocks. This
 side takes an extra reference on the old blocks, which keeps them out of the pool until every worker
 reports that no write can reach them any more. This side takes the reference before vLLM learns of
-the failure: a worker first reports a failure to this side, and to vLLM only after this side has
-confirmed the report (`StepMeta.held`).
+the failure: a worker first reports a failure to this side, and to vLLM only after this side
+confirms the report (`StepMeta.held`).
 """
 
 from __future__ import annotations

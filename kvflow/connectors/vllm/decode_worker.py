@@ -27,7 +27,7 @@ class _Target:
         self.cause: Cause | None = None  # first cause of the load's failure
         self.is_told = False  # True once `_news` reports the failure to the scheduler side
         self.is_held = False  # True once that side keeps the blocks, and the failure may go to vLLM
-        self.is_abandoned = False  # True once vLLM has ended the request and waits for its blocks
+        self.is_abandoned = False  # True once vLLM ends the request and waits for its blocks
         self.is_released = False  # True once no write can reach the blocks
         self.quarantined = 0  # its share of `quarantined_blocks`
         self.opened_at_s = time.monotonic()

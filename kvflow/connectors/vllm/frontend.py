@@ -3,7 +3,7 @@ loads in its answers.
 
 vLLM has no hook for any of this. A failed load would reach the client as "Internal server error".
 The scheduler would find an error in `kv_transfer_params`, but it cannot answer the client. An error
-in the settings would show only after vLLM has loaded the model. So this module wraps three methods
+in the settings would show only after vLLM loads the model. So this module wraps three methods
 of the vLLM version that `version.py` names.
 """
 

@@ -28,7 +28,7 @@ class _Source:
         self.blocks: Sequence[int] = ()
         self.is_all = False
         self.sent = 0  # number of blocks that decode already had or that were sent
-        self.is_over = False  # True once the request has ended and vLLM waits for its blocks
+        self.is_over = False  # True once the request ends and vLLM waits for its blocks
         self.opened_at_s = time.monotonic()
 
 
@@ -81,7 +81,7 @@ class PrefillWorker(WorkerSide[PrefillThread]):
                 source.room.close(
                     Cause(Code.CAPACITY, "prefill preempted the request while its blocks were sent")
                 )
-                # Wait until the node has processed the close. From then on the room cannot succeed.
+                # Wait until the node processes the close. From then on the room cannot succeed.
                 self.thread.ask(lambda _: None)
 
     def computed(self, meta: StepMeta) -> None:

@@ -260,7 +260,7 @@ class NodeThread(Generic[N, A, R]):
             if handle is not None:
                 use(handle)
         except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
-            # If the room has failed, an event reports its error. Any other error ends the room.
+            # If the room failed, an event reports its error. Any other error ends the room.
             assert handle is not None
             handle.close(self._explained(error, room).cause())
         finally:

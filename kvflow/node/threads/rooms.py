@@ -76,7 +76,7 @@ class DecodeThreadRoom(ThreadRoom):
         # `tokens` is the length of the prompt; `num_pages` is the number of pages to offer for it.
         self._side, self.tokens, self.num_pages = side, tokens, num_pages
         self.pages: PageIndices = NO_PAGES
-        self.offered = False  # True once the engine has given the room its pages
+        self.offered = False  # True once the engine gives the room its pages
         self.handoff: bytes | None = None  # prefill's handoff, once every page landed
 
     def __repr__(self) -> str:
@@ -166,7 +166,7 @@ class PrefillThreadRoom(ThreadRoom):
 
         Raises: MisuseError, and queues no chunk, if the room is not matched, its last chunk is
         already queued, the chunk has more pages than decode still expects (or fewer, if it is the
-        last), a page is outside the pool, or `handoff` comes before the last chunk. If the room has
+        last), a page is outside the pool, or `handoff` comes before the last chunk. If the room
         failed, its error is raised.
         """
         self._side.send_chunk(

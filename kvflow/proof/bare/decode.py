@@ -46,7 +46,7 @@ class Decode(Node):
         )
         super().__init__(world, name, number, self.endpoint)
         self.pages = DecodePages(name, world.rules, world.variety.layout)
-        # Rooms by grant. A room is removed once it has ended and no longer claims pages.
+        # Rooms by grant. A room is removed once it ends and no longer claims pages.
         self.rooms: dict[int, Room] = {}
         self.watches: set[PeerKey | int] = set()
         self.turns: Turns[Room] = Turns()

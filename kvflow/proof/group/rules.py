@@ -4,7 +4,7 @@ leader and members issue.
 - order: every member applies the decisions of one leader's log in the order of the log, without a
   gap;
 - start: a request starts only when every rank is ready;
-- success: the group succeeds only after every rank has landed, and a rank settles a success only
+- success: the group succeeds only after every rank lands, and a rank settles a success only
   after the group's decision;
 - once: a request is decided once, its client gets one answer, and each rank settles it once;
 - first cause: a failed request has the cause of the first failure that reached the leader;

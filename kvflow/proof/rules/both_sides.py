@@ -152,7 +152,7 @@ class BothSides:
                 return
             troubled_at_s = self._troubled_at_s(source, target, peer.key.control)
             if decode.phase is DecodePhase.BOOTSTRAPPING and over_at_s < troubled_at_s:
-                # A repeated announcement may come after prefill has forgotten the end of the half.
+                # A repeated announcement may come after prefill forgot the end of the half.
                 return
         failed_here, failed_there = decode.state.cause is not None, prefill.state.cause is not None
         if not (failed_here or failed_there):

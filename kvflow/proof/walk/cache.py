@@ -156,7 +156,7 @@ def _begin(life: Life, prompt: Prompt, route: Route, count: int) -> bool:
 
 
 def _end(life: Life, number: int, landed: bool) -> bool:
-    # Read the sources at the end of the copy, so that the rules see a source that has changed.
+    # Read the sources at the end of the copy, so that the rules see a source that changed.
     copy = life.copies.pop(number)
     if landed and copy.target is Tier.STORAGE:
         life.store.update(life.memory[copy.source][page] for page in copy.source_pages)

@@ -145,7 +145,7 @@ def check_rest(rest: Life) -> None:
 
 def check_landed(life: Life, copy: Copy) -> None:
     """Check that each page of a landed write is readable in the target tier, even after a split."""
-    # If the epoch differs, a flush has removed the pages from the tree.
+    # If the epoch differs, a flush removed the pages from the tree.
     if copy.epoch != life.epoch:
         return
     present: set[Prompt] = set()

@@ -77,7 +77,7 @@ class Prefill(NamedTuple):
     other: Other = Other.ABSENT
     stalled: bool = False
     left: bool = False
-    parted: bool = False  # True once it has sent Goodbye
+    parted: bool = False  # True once it sends Goodbye
     named: bool = False  # True if its Goodbye named an unproven grant
     # The walk reads these fields without restoring the endpoint.
     knows: bool = False  # True while decode is up and its heartbeats are answered

@@ -10,7 +10,7 @@ snapshot. This snapshot is one batch. Its number is the requested one or the new
 is lower.
 
 Events describe sets. A subscriber may apply a snapshot first and older batches after it. It has the
-right set once it has applied the newest batch.
+right set once it applies the newest batch.
 """
 
 from __future__ import annotations

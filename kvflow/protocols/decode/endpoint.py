@@ -60,7 +60,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
 
         With `verify`, a chunk counts as landed when the checksum of its pages agrees with
         prefill's. With `staged`, prefill does not write into the engine's memory, and a chunk
-        counts as landed when its pages have been copied there.
+        counts as landed when its pages are copied there.
         """
         self.bounds = bounds or Bounds()
         self.core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify, staged)
@@ -166,7 +166,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
 
     def lend(self, grant: GrantId, pages: PageIndices, now: float) -> bool:
         """Offer `pages` to every rank of a room for which `Linked` was issued. Returns False if the
-        room has ended since then. The caller then keeps the pages.
+        room ended meanwhile. The caller then keeps the pages.
 
         Raises: MisuseError before `Linked`, on a second call, or if the room needs another number
         of pages.
@@ -438,7 +438,7 @@ def _on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: wire.Heartbeat, 
 
 
 def _on_begun(core: DecodeCore, peer: PrefillPeer, message: wire.Begun, now: float) -> None:
-    """Issue `RoomBegun` once every rank of the room has sent Begun. After pages are lent, the
+    """Issue `RoomBegun` once every rank of the room sends Begun. After pages are lent, the
     command is not issued, because the room's user no longer waits for it.
     """
     record = _room_of(core, peer, message)
@@ -512,7 +512,7 @@ def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: f
             # room receives no chunks.
             continue
         # `next_seq` is the value from decode's own Resync. If it is not 0, chunks of this grant
-        # landed, and prefill has forgotten the grant since. Another Bootstrap would repeat the
+        # landed, and prefill forgot the grant afterwards. Another Bootstrap would repeat the
         # writes of these chunks.
         if belief.next_seq:
             cause = Cause(Code.STALE_GRANT, f"room {record.room}: prefill remembers nothing of it")

@@ -343,7 +343,7 @@ class GroupLeader(Endpoint[LeaderOutput]):
                 message.cause or Cause(Code.ENGINE_ERROR, text),
             )
             return
-        # A rank has been lost since the request was opened, so `tick` will fail the request. Until
+        # A rank was lost after the request was opened, so `tick` will fail the request. Until
         # then, votes must not complete it, because a rank that rejoined never opened it.
         if record.losses != self._losses:
             return

@@ -187,7 +187,7 @@ class GroupMember(Endpoint[MemberOutput]):
 
     def failed(self, key: TicketKey, cause: Cause) -> None:
         """Report that the room failed at this rank, so that it ends on every rank. Call `released`
-        once its writes have ended.
+        once its writes end.
         """
         self._feed(key, MemberKind.FAILED, cause)
 

@@ -19,7 +19,7 @@ class MemberPhase(IntEnum):
     STARTED = 2
     DONE = 3  # every write of this rank landed
     FAILING = 4  # this rank's room failed and is draining; the decision is awaited
-    DRAINED = 5  # this rank's room failed and has drained; the decision is awaited
+    DRAINED = 5  # this rank's room failed and is drained; the decision is awaited
     CLOSING = 6  # the decision is known, and this rank's room is still draining
     ENDED = 7
 
@@ -104,7 +104,7 @@ MEMBER: Table[MemberPhase, MemberKind, MemberCommand] = Table(
             MK.LANDED: Move(M.ENDED, (MC.END,)),
             MK.FAILED: IGNORE,
             MK.RELEASED: Move(M.ENDED, (MC.END,)),
-            # A request may still be closing here after its session has ended. The same leader may
+            # A request may still be closing here after its session ended. The same leader may
             # then decide about it in a new session.
             MK.STARTED: IGNORE,
             MK.SUCCEEDED: IGNORE,

@@ -26,7 +26,7 @@ class Lease(Generic[S]):
     room: RoomId
     num_pages: int = 0
     loans: dict[S, LoanPhase] = field(default_factory=dict)  # phases of open loans, by source
-    # True once the room has ended without success after it lent pages. The end of the last loan
+    # True once the room ends without success after it lent pages. The end of the last loan
     # then frees them.
     room_ended: bool = False
     cause: Cause | None = None  # set when the loans are recalled
@@ -57,7 +57,7 @@ class Ledger(Generic[S]):
     def __init__(self, quarantine_limit: int) -> None:
         """Create an empty ledger. `check_quarantine` allows `quarantine_limit` overdue pages."""
         self._by_source: dict[S, OrderedDict[GrantId, Lease[S]]] = {}
-        # For each source, the highest grant that its answers have confirmed.
+        # For each source, the highest grant that its answers confirmed.
         self._acknowledged: dict[S, GrantId] = {}
         self._told_from: dict[S, int] = {}  # where `settled_above` continues, by source
         self._count = 0

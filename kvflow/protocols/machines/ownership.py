@@ -141,7 +141,7 @@ _OWN: Rows = {
 _STAGING: Rows = {
     **_STORE,
     P.TAKEN: {**_STORE[P.TAKEN], K.USE: ERROR, K.LAND: ERROR},
-    # Every chunk has been copied to the target, so the staging pages are no longer needed.
+    # Every chunk is copied to the target, so the staging pages are no longer needed.
     P.LENT: {**_STORE[P.LENT], K.LAND: Move(P.RETURNING)},
     P.LANDED: rest(K, ERROR),
     P.KEPT: rest(K, ERROR),

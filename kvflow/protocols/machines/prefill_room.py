@@ -1,6 +1,6 @@
 """The machine of a room at prefill, where the engine's half and decode's half meet.
 
-A room ends only after its writes have ended (I12).
+A room ends only after its writes end (I12).
 """
 
 from __future__ import annotations

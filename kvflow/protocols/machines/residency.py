@@ -1,4 +1,4 @@
-"""The machine of a residency: the place of a request's state once the request's pages have landed.
+"""The machine of a residency: the place of a request's state after the request's pages land.
 
 On the device, the state is in pages and a row of the pool. A retract copies the state out and
 returns the pages and the row. A resume takes new pages and a new row, and copies the state back in.

@@ -131,7 +131,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         """Report that the engine has a place for the whole prompt, or is sure to get one.
 
         Pages that decode lends after this do not lie idle until another room ends. Prefill sends
-        Begun as soon as decode has announced the room, and again whenever decode repeats the
+        Begun as soon as decode announces the room, and again whenever decode repeats the
         announcement.
         """
         record.begun = True
@@ -169,12 +169,12 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         """Queue a write of our `source_pages` (int32 [n]) onto the next n of decode's pages.
 
         `StartWrite` is issued even if n is 0, and the room ends only after that write, so this call
-        never ends the room. Pass `checked=True` if `check_chunk` has accepted the arguments.
+        never ends the room. Pass `checked=True` if `check_chunk` accepted the arguments.
 
         Raises: MisuseError before the halves match, after the last chunk, for a number of pages
         that does not fit, and for a handoff before the last chunk. CapacityError for a handoff that
         is too large. LayoutError for a row in the wrong place. The room's own error once the room
-        has ended. A call that raises queues no chunk.
+        ends. A call that raises queues no chunk.
         """
         if not checked:
             self.check_chunk(record, source_pages, last, len(handoff))
@@ -219,7 +219,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
 
     def close_room(self, record: PrefillRoomRecord, cause: Cause, now: float) -> None:
         """End the room in any state. A decode that announced the room or offered pages for it is
-        notified at once, and running writes are drained. Has no effect on a room that has ended.
+        notified at once, and running writes are drained. Has no effect on a room that ended.
         """
         if record.state.phase not in TERMINAL:
             self.core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
@@ -323,7 +323,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         return earlier.declare_dead(incarnation)
 
     def leave(self, now: float) -> None:
-        """End all rooms, and open no more. `rooms` is empty once their writes have ended."""
+        """End all rooms, and open no more. `rooms` is empty once their writes end."""
         core = self.core
         why = core.leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
         core.add_task(Task("end", core.rooms.values(), cause=why))
@@ -369,7 +369,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
     # --- time
 
     def tick(self, now: float) -> None:
-        """Act on deadlines that have passed at `now`, and on peers that have fallen silent.
+        """Act on deadlines that passed by `now`, and on peers that fell silent.
 
         A tick does a bounded amount of work. `next_tick` returns the time of the next tick.
         """

@@ -95,7 +95,7 @@ class PrefillRoomRecord:
 
     @property
     def ended(self) -> bool:
-        """True once the room has ended. Its writes may still be draining."""
+        """True once the room ends. Its writes may still be draining."""
         return self.state.phase is PrefillPhase.DRAINING or self.state.phase in TERMINAL
 
     @property

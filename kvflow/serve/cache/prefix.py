@@ -336,7 +336,7 @@ class PrefixCache:
     ) -> int:
         """Take over from `owner` the `pages` that `tokens` fill. All `tokens` must be computed.
 
-        `pages` begins with the pages of `prefix`. If another request has added the same tokens in
+        `pages` begins with the pages of `prefix`. If another request added the same tokens in
         the meantime, this request's duplicates become free. Return the number of leading `pages`
         that `owner` does not own now, those of the prefix included. The request must no longer
         write to them.

@@ -306,7 +306,7 @@ class Tiers:
                 whole = await self.host.copy(write.source_pages, write.target_pages, write.target)
         except TransferError:
             _log.exception("a copy of %d cached pages failed", len(write.source_pages))
-        # `put` and `host.copy` end only once the copy has stopped, so the pages can be freed here.
+        # `put` and `host.copy` end only once the copy stops, so the pages can be freed here.
         finally:
             self._waiting[write.target] -= len(write.source_pages)
             left = self._leaving.pop(write.number, 0)

@@ -108,7 +108,7 @@ class FleetClient:
         return total, seconds
 
     async def abort_in_mid_transfer(self, input_ids: list[int]) -> Aborted:
-        """Request a completion, and disconnect once some of its bytes have landed.
+        """Request a completion, and disconnect once some of its bytes land.
 
         Raises: DemoError if the request fails; TransferError if it ends before it can be aborted.
         """

@@ -105,7 +105,7 @@ class CompletionService(Protocol):
     def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
         """Yield the tokens of `request`, and abort the room when the iterator is closed.
 
-        A prefill yields only the first token, once the prompt's KV has landed at decode. A decode
+        A prefill yields only the first token, once the prompt's KV lands at decode. A decode
         yields all tokens. Raises: KvflowError.
         """
 

@@ -222,7 +222,7 @@ def whole_answer(first: TokenOut) -> TokenOut:
 
 
 class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
-    """A service that lends pages to prefill, and yields all tokens once the KV has landed."""
+    """A service that lends pages to prefill, and yields all tokens once the KV lands."""
 
     def report(self) -> Report:
         return msgspec.structs.replace(

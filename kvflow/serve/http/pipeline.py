@@ -263,7 +263,7 @@ class CompletionPipeline(Drainable):
                         await self._write(
                             events, call, arrivals, [Completion() for _ in sources], meter
                         )
-            # A client that has disconnected cannot read an error event.
+            # A disconnected client cannot read an error event.
             except ConnectionError:
                 raise
             except Exception as error:

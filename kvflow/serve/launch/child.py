@@ -169,7 +169,7 @@ async def end_process(process: asyncio.subprocess.Process, timeout_s: float) -> 
 
 
 def send_signal(process: asyncio.subprocess.Process, number: int) -> None:
-    """Send a signal, unless the process has ended: its pid may be another process's by now."""
+    """Send a signal, unless the process ended: its pid may be another process's by now."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)

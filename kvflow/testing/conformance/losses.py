@@ -62,7 +62,7 @@ async def killed_receiver(bench: Bench) -> str:
 
 
 async def frozen_receiver(bench: Bench) -> str:
-    """While a peer is frozen, a plane claims only bytes that have landed in the peer's memory.
+    """While a peer is frozen, a plane claims only bytes that landed in the peer's memory.
 
     After the peer thaws, the claim is still true, even if the source pages were overwritten. A
     frozen peer does not delay writes to another peer.

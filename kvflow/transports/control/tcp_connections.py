@@ -9,7 +9,7 @@ delivered a whole message, and cuts connections above the limits. ZMQ then frees
 decode whose connection is cut reconnects, and Resync repairs what was lost.
 
 Each turn of the event loop inspects only a few connections, so thousands of idle ones do not delay
-other work. Inspections and cuts open no descriptor, so they still work after a stranger has used up
+other work. Inspections and cuts open no descriptor, so they still work after a stranger uses up
 all descriptors.
 """
 

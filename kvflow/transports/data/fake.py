@@ -164,7 +164,7 @@ class FakePlane:
         """
 
     def ended(self, write: FakeWrite, outcome: WriteOutcome) -> None:
-        """Called when a write has stopped, before its `done` resolves."""
+        """Called when a write stops, before its `done` resolves."""
 
     def keep_late(self, write: FakeWrite) -> None:
         self._late.append(write)

@@ -198,7 +198,7 @@ class LocalRoute(PlannedRoute):
 
 
 class _CopyJob(PlannedJob):
-    """Implements `write_thread.WriteJob`. A block has landed as soon as it is copied."""
+    """Implements `write_thread.WriteJob`. A block lands as soon as it is copied."""
 
     __slots__ = ("_copier",)
 

@@ -126,7 +126,7 @@ class StagedPlane:
             await self.inner.close()
         finally:
             try:
-                # The thread works in order, so no copy runs once this empty call has ended. The
+                # The thread works in order, so no copy runs once this empty call ends. The
                 # wait has no time limit, because a copy that hangs may still use the memory that is
                 # freed next. If the thread cannot be started, it has never copied.
                 with suppress(RuntimeError):

@@ -170,5 +170,5 @@ class EnginePlane(ThreadedPlane[R]):
             )
 
     def _stop(self) -> None:
-        """Block until the engine has released the pool and reaches no peer any more. Idempotent."""
+        """Block until the engine releases the pool and reaches no peer any more. Idempotent."""
         raise NotImplementedError

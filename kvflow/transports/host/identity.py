@@ -135,7 +135,7 @@ def watch(identity: ProcessIdentity) -> DeathWatch:
 
 
 async def wait_dead(identity: ProcessIdentity) -> None:
-    """Wait until the process ends; return at once if it has ended. Raises: see `DeathWatch`."""
+    """Wait until the process ends; return at once if it already ended. Raises: see `DeathWatch`."""
     async with watch(identity) as death:
         await asyncio.shield(death.died)
 
@@ -148,7 +148,7 @@ def has_ended(pidfd: int) -> bool:
 
 
 def open_process(identity: ProcessIdentity) -> int:
-    """Return a pidfd of exactly this process; -1 if it has ended. Raises: see `DeathWatch`."""
+    """Return a pidfd of exactly this process; -1 if it is gone. Raises: see `DeathWatch`."""
     # The pid of a process on another host, or in another namespace, means nothing to our kernel.
     check_same_host(identity)
     try:

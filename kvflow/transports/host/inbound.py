@@ -2,7 +2,7 @@
 
 Bytes from a killed writer may still be in the kernel, or in the engine's thread that reads the
 connection. A child that the writer forked has the same sockets, and keeps them open. The death of
-the writer is therefore no proof. The end of our own socket is: once our engine has closed its
+the writer is therefore no proof. The end of our own socket is: once our engine closes its
 descriptor, nothing reads that connection. (The engine closes it only after it has put into memory
 what it read.)
 

@@ -15,7 +15,7 @@ class PeerProcess:
     def __init__(self, identity: ProcessIdentity) -> None:
         """Begin to watch the process.
 
-        Raises: TransferError when it has ended, or when no descriptor is left to watch it with.
+        Raises: TransferError when it is gone, or when no descriptor is left to watch it with.
         """
         self.identity = identity
         self.is_replaced = False  # True after another process answered at its address

@@ -39,8 +39,8 @@ class ModelThread:
     ) -> None:
         """`device` is None if a step leaves no work behind when the thread returns.
 
-        `wait_for_others` blocks until each of the other processes that run these steps has finished
-        them, or has exited.
+        `wait_for_others` blocks until each of the other processes that run these steps finishes
+        them, or exits.
         """
         self._executor, self._places, self._layout, self._device = executor, places, layout, device
         self._wait_for_others = wait_for_others

@@ -29,7 +29,7 @@ _Between = wire.Drop | wire.Preempt | wire.Keep | wire.Find | wire.Flush
 
 
 class _GenerationOverError(Exception):
-    """Raised to abandon work for a generation that has ended."""
+    """Raised to abandon work for a generation that ended."""
 
 
 class StepFollower:

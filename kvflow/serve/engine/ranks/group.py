@@ -97,7 +97,7 @@ class PrefillGroup:
     ) -> TokenOut:
         """Compute `prompt` on all ranks, and send its pages.
 
-        Returns the first token when all pages have landed everywhere. If the ranks have caches, the
+        Returns the first token once all pages landed everywhere. If the ranks have caches, the
         tokens that all of them have cached under `namespace` are not computed again. A cancellation
         ends the request on all ranks, unless the first token is already known.
 

@@ -24,7 +24,7 @@ _Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Reports that this shard has loaded its part of the model."""
+    """Reports that this shard loaded its part of the model."""
 
     process: ProcessIdentity
 
@@ -32,7 +32,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Reports that this shard no longer reads or writes for this step or an earlier one.
 
-    Step 0 reports that the shard has mapped the pool.
+    Step 0 reports that the shard mapped the pool.
     """
 
     step: _Count

@@ -90,9 +90,9 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=4):
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
-    """Reports that this rank has opened the request.
+    """Reports that this rank opened the request.
 
-    Once every rank has opened it, a step may name the request before the group starts it
+    Once every rank opens it, a step may name the request before the group starts it
     (`--optimistic-prefill`).
     """
 
@@ -182,7 +182,7 @@ class Flush(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=18):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=14):
-    """Announces that the generation has ended. `failed` is the rank whose step failed, or None.
+    """Announces that the generation ended. `failed` is the rank whose step failed, or None.
 
     Each rank ends the running step, and frees what the generation took.
     """

@@ -64,7 +64,7 @@ class Shortage:
         self._since_s = None
 
     def left_s(self) -> float:
-        """Return the seconds until the shortage has lasted for `STUCK_S`, 0 from then on.
+        """Return the seconds until the shortage reaches `STUCK_S`, 0 from then on.
 
         The shortage begins with the first call after `ended`.
         """
@@ -87,7 +87,7 @@ class Admission:
     base: int
     priority: int
     number: int
-    away: bool = False  # True once the request has been retracted
+    away: bool = False  # True once the request is retracted
     row_taken: bool = field(init=False)
     covered: int = 0
     granted: asyncio.Future[None] = field(

@@ -264,7 +264,7 @@ class DecodeEngine(EngineLoop):
         Takes ownership of the room, the admission and the prefix. The room does not include the
         pages of the prefix. Closing the generator, or cancelling its reader, aborts the room or
         ends the sequence. Pages that a step uses become free when the step ends. Without an
-        admission, the pages for new tokens are requested after the prompt has landed.
+        admission, the pages for new tokens are requested after the prompt lands.
 
         Raises: MisuseError, CapacityError, the room's error.
         """

@@ -23,7 +23,7 @@ class Lockstep(Protocol):
     def announce(self, rows: list[Row], requests: list[PrefillRequest]) -> None: ...
 
     def preempt(self, request: PrefillRequest) -> None:
-        """Announce that a request has lost its places at this rank.
+        """Announce that a request lost its places at this rank.
 
         A later step may name it again, from its first token.
         """
@@ -42,7 +42,7 @@ class Lockstep(Protocol):
         """
 
     def stepped(self) -> None:
-        """Report that the most recently announced step has ended at this rank."""
+        """Report that the most recently announced step ended at this rank."""
 
     def break_off(self, cause: Cause) -> None:
         """End the current generation of steps, because a step failed at this rank and the other

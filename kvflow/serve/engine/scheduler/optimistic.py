@@ -4,7 +4,7 @@
 Such an early request may lose its places at any time to a request with both halves of its room. The
 early requests with the least work to lose give way first. So no request with both halves waits for
 a half that may never arrive, and there is no deadlock, however many prompts begin early. Lost work
-is computed again. A request that has lost its places too often waits for its match before it begins
+is computed again. A request that lost its places too often waits for its match before it begins
 again.
 
 With several ranks, the first one decides. The others take and free places in the order of its

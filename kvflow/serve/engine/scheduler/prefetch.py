@@ -4,8 +4,8 @@ them.
 Pages in storage are fetched to the host while the request waits for something else anyway. Pages on
 the host are copied to the device when it is the request's turn, and are locked from then on. If
 they were copied earlier, they could be evicted for requests whose turn comes first. With the policy
-best_effort, a request never waits for storage: when its turn comes, it uses the pages that have
-been fetched by then.
+best_effort, a request never waits for storage: when its turn comes, it uses the pages that were
+fetched by then.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class PrefillEngine(EngineLoop):
     ) -> TokenOut:
         """Compute `prompt`, send its pages and row, and hand over the first token.
 
-        Returns that token when everything has landed. `into` are places of the caller in which to
+        Returns that token once everything landed. `into` are places of the caller in which to
         compute: pages, and a row if the pool has rows. Without `into`, the engine takes places,
         begins with the prompt's cached pages, and in the end frees the places or hands them over to
         the cache, under `namespace`. An error or a cancellation closes the room with its cause.
@@ -209,7 +209,7 @@ class PrefillEngine(EngineLoop):
     def matched(
         self, request: PrefillRequest, prefix: int, into: PageIndices | None = None
     ) -> None:
-        """Record that decode's half of the room has arrived.
+        """Record that decode's half of the room arrived.
 
         Decode already has `prefix` tokens of the prompt. `into` has the same meaning as in
         `prefill`.

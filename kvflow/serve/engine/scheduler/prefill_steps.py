@@ -81,7 +81,7 @@ class PrefillRequest:
     )
     scorer: PromptScorer | None = field(init=False)
     hidden_states: PackedArray | None = field(init=False)  # at the last token of the prompt
-    has_begun: bool = field(init=False)  # True once a step has named the request
+    has_begun: bool = field(init=False)  # True once a step names the request
     choice: Choice | None = field(init=False)  # set at the prompt's end, if this rank chooses
     # The first token from another rank, if it arrives before the group starts the request.
     early_token: TokenOut | None = field(init=False)

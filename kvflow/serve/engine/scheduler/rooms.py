@@ -26,7 +26,7 @@ class PrefillRoomPort(Protocol):
         """
 
     async def done(self) -> None:
-        """Wait until every write has landed."""
+        """Wait until every write lands."""
 
     def close(self, cause: Cause | None = None) -> None:
         """Close the room, in any state. Idempotent.
@@ -49,7 +49,7 @@ class DecodeRoomPort(Protocol):
         """
 
     async def landed(self) -> bytes:
-        """Wait until all pages have landed; returns prefill's handoff.
+        """Wait until all pages land; returns prefill's handoff.
 
         Raises: the room's error.
         """

@@ -16,7 +16,7 @@ _FIRST_UNPACE_BYTES, _LAST_UNPACE_BYTES = 4 << 20, 256 << 20
 # Pauses between two checks of a window. A check takes some 100 us of CPU time, which copying
 # threads may need. The pause is shorter if the rest of the write can land sooner at the best known
 # speed. It is half as long once the write is stopped, because the pages are then free as soon as
-# the blocks in the window have landed.
+# the blocks in the window land.
 _TCP_PAUSE_S, _RDMA_PAUSE_S = 0.001, 0.0002
 _BEST_BYTES_PER_S = 8e9
 

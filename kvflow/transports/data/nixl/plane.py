@@ -54,7 +54,7 @@ class Peer:
     ) -> None:
         self.name, self.process, self.metadata = name, process, metadata
         self.routes = 0
-        # True after a transfer failed. The connection to the peer has then failed too.
+        # True after a transfer failed. The connection to the peer is then broken too.
         self.is_broken = False
         self._plane = plane
         self.post, self.look, self.release = plane.agent.post, plane.agent.look, plane.agent.release

@@ -52,7 +52,7 @@ class Agreement:
         self.store.set(f"process/{part.rank}", msgspec.json.encode(mine).decode())
 
     def wait_for_weights(self) -> None:
-        """Block until all shards of the stage have loaded their weights.
+        """Block until all shards of the stage load their weights.
 
         Raises: OtherRankError, LostError.
         """
@@ -60,7 +60,7 @@ class Agreement:
 
     def exchange(self, what: str, mine: T, ranks: range | None = None) -> list[T]:
         """State `mine` under the name `what`, and return the values that `ranks` state (by default
-        all ranks). Blocks until each of them has stated its value.
+        all ranks). Blocks until each of them states its value.
 
         Raises: OtherRankError if a rank could not load its part; LostError if the process of a rank
         ended, or stated no value before the timeout.

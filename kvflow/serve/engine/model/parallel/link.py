@@ -76,7 +76,7 @@ class HiddenSource(HiddenLink, Protocol):
     def receive(self, like: torch.Tensor) -> torch.Tensor:
         """Return the next hidden states, on the device of `like`.
 
-        Raises: LostError after `abort`, or if the other end has begun a later generation; PeerError
+        Raises: LostError after `abort`, or if the other end began a later generation; PeerError
         if the shape or dtype differs from that of `like`, or if the tensor belongs to another step
         or call.
         """

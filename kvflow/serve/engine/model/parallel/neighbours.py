@@ -42,7 +42,7 @@ class Followers(Protocol):
         """
 
     def wait(self) -> None:
-        """Block until every other shard has finished all announced steps or its process has exited.
+        """Block until every other shard finishes all announced steps or its process exits.
 
         Any thread may call this.
         """
@@ -103,7 +103,7 @@ class Neighbours:
 
     @property
     def broken(self) -> bool:
-        """True once the group of shards has ended. `begin` then raises."""
+        """True once the group of shards ends. `begin` then raises."""
         return self._broken
 
     def abort(self, *, shards: bool = True) -> None:

@@ -35,7 +35,7 @@ class ShardGroup:
     """
 
     def __init__(self, part: ModelPart, meeting: Meeting, agreement: Agreement) -> None:
-        """Join the group, and block until all shards have joined.
+        """Join the group, and block until all shards join.
 
         Raises: MisuseError if this process is in a group already, LostError if the shards do not
         find each other.
