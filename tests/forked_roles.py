@@ -11,6 +11,8 @@ PYTEST_PLANTED in its environment names a module that a forked role imports firs
 
 The kernel kills a role when the process ends that started it. For a forked one that is this
 process, so this one does so when the connection of the request closes.
+
+The peers of the conformance suite are forked in the same way, from a process without torch.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ from typing import Any, NoReturn, cast
 from kvflow.memory.past_caches import copying_environment
 from kvflow.serve.launch import child
 from kvflow.serve.launch.process import PARENT_PID, die_with_parent
+from kvflow.testing.conformance import peer
 
 ROOT = Path(__file__).parents[1]
+CLI = "kvflow.cli"
 # All that a role imports until it is ready, but for the engines of planes other than `local`: they
 # read their environment when they are imported.
 PRELOADED = (
@@ -53,6 +57,8 @@ PRELOADED = (
     "transformers.models.llama.tokenization_llama",
     "uvloop",
 )
+# A peer imports the engine of its plane itself, because that reads the environment.
+PRELOADED_FOR_PEERS = ("kvflow.testing.conformance", "kvflow.transports.data.local")
 _HEAD = 8  # bytes with the size of a request
 _MOST_DESCRIPTORS = 16
 # Variables that no import in the nursery reads. torch sets its own in a process of tests, and so
@@ -63,11 +69,11 @@ _OWN = ("KVFLOW_", "PYTEST_", "TORCHINDUCTOR_", "MC_", "UCX_", "NIXL_")
 class Nursery:
     """The process that forks, started for the first role."""
 
-    def __init__(self, path: str = "") -> None:
+    def __init__(self, path: str = "", preloaded: Sequence[str] = PRELOADED) -> None:
         """`path` is the address of one that runs."""
         self._environment = copying_environment(os.environ)
         self._process: subprocess.Popen[bytes] | None = None
-        self._path = path
+        self._path, self._preloaded = path, preloaded
 
     def may_fork(self, role: str, arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
         """Return whether a forked role is what a started one would be."""
@@ -75,8 +81,12 @@ class Nursery:
             role in ("prefill", "decode", "prefill-rank", "decode-rank", "router")
             and "--threads" not in arguments
             # A router has no need of this environment, and is not changed by it.
-            and _of_others(copying_environment(environment)) == _of_others(self._environment)
+            and self.has_environment(copying_environment(environment))
         )
+
+    def has_environment(self, environment: Mapping[str, str]) -> bool:
+        """Return whether the variables that an import may read are those of the nursery."""
+        return _of_others(environment) == _of_others(self._environment)
 
     def connect(self) -> socket.socket:
         """Return a connection for one role."""
@@ -87,12 +97,15 @@ class Nursery:
         return connection
 
     def _start(self) -> None:
-        self._path = f"\0kvflow-tests-{os.getpid()}"
+        self._path = f"\0kvflow-tests-{os.getpid()}-{id(self)}"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self._path)
             listener.listen(64)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.forked_roles", str(listener.fileno())],
+                [
+                    *(sys.executable, "-m", "tests.forked_roles", str(listener.fileno())),
+                    *self._preloaded,
+                ],
                 cwd=ROOT,
                 pass_fds=[listener.fileno()],
                 env={**self._environment, PARENT_PID: str(os.getpid())},
@@ -161,13 +174,9 @@ async def fork_role(
 ) -> asyncio.subprocess.Process:
     """Fork a role, with what `Child` asks of its process. Return when it runs."""
     reading, writing = os.pipe()
-    numbers = [1, 2, *how["pass_fds"]]
-    given = [how["stdout"].fileno(), writing, *how["pass_fds"]]
-    request = json.dumps([role, list(arguments), dict(how["env"]), numbers]).encode()
-    connection = nursery.connect()
     try:
-        socket.send_fds(connection, [len(request).to_bytes(_HEAD, "big")], given)
-        connection.sendall(request)
+        descriptors = {1: how["stdout"].fileno(), 2: writing} | {n: n for n in how["pass_fds"]}
+        connection = _ask(nursery, [CLI, role, *arguments], how["env"], descriptors)
     finally:
         os.close(writing)
     reader, writer = await asyncio.open_connection(sock=connection)
@@ -177,6 +186,57 @@ async def fork_role(
     )
     pid = int(await reader.readline())
     return cast("asyncio.subprocess.Process", ForkedRole(pid, stderr, reader, writer))
+
+
+def _ask(
+    nursery: Nursery, words: list[str], environment: Mapping[str, str], descriptors: dict[int, int]
+) -> socket.socket:
+    """Send a request for `python -m WORDS` with these descriptors, by the numbers that they get."""
+    request = json.dumps([words, dict(environment), list(descriptors)]).encode()
+    connection = nursery.connect()
+    given = list(descriptors.values())
+    socket.send_fds(connection, [len(request).to_bytes(_HEAD, "big")], given)
+    connection.sendall(request)
+    return connection
+
+
+class ForkedPeer(ForkedRole):
+    """A peer of the conformance suite, with its standard input and output."""
+
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+    _transport: asyncio.WriteTransport
+
+
+async def fork_peer(nursery: Nursery, arguments: Sequence[str]) -> asyncio.subprocess.Process:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        numbers = dict.fromkeys((0, 1), theirs.fileno())
+        connection = _ask(nursery, [peer.PROCESS, *arguments], environment, numbers)
+    reader, writer = await asyncio.open_connection(sock=connection)
+    pid = int(await reader.readline())
+    made = ForkedPeer(pid, asyncio.StreamReader(), reader, writer)
+    made.stdout, made.stdin = await asyncio.open_connection(sock=ours, limit=peer.LINE_LIMIT)
+    made._transport = made.stdin.transport
+    return cast("asyncio.subprocess.Process", made)
+
+
+@contextlib.contextmanager
+def forking_peers(nursery: Nursery) -> Iterator[None]:
+    """Fork the peers that this process starts meanwhile, where that makes no difference to them."""
+    start = peer._start
+
+    async def fork(arguments: Sequence[str], prefix: Sequence[str]) -> asyncio.subprocess.Process:
+        if prefix or not nursery.has_environment(os.environ):
+            return await start(arguments, prefix)
+        return await fork_peer(nursery, arguments)
+
+    peer._start = fork
+    try:
+        yield
+    finally:
+        peer._start = start
 
 
 @contextlib.contextmanager
@@ -236,7 +296,8 @@ class _Forking:
         received = b""
         while len(received) < size:
             received += connection.recv(size - len(received))
-        role, arguments, environment, numbers = json.loads(received)
+        words: list[str]
+        words, environment, numbers = json.loads(received)
         nursery = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -244,7 +305,7 @@ class _Forking:
             self._become(descriptors, numbers)
             os.environ.clear()
             os.environ.update({**environment, PARENT_PID: str(nursery)})
-            return [role, *arguments]
+            return words
         for descriptor in descriptors:
             os.close(descriptor)
         connection.sendall(b"%d\n" % pid)
@@ -290,18 +351,21 @@ def main() -> NoReturn:
     die_with_parent()
     # As with -P, which a role is started with.
     sys.path.pop(0)
-    for module in PRELOADED:
+    for module in sys.argv[2:]:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
     listener = socket.socket(fileno=int(sys.argv[1]))
     path = listener.getsockname().decode()
-    words = _Forking(listener).next_role()
-    _fork_all(Nursery(path))
-    sys.argv = ["kvflow.cli", *words]
+    module, *words = _Forking(listener).next_role()
+    if module == CLI:
+        _fork_all(Nursery(path))
+    else:
+        sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+    sys.argv = [module, *words]
     if planted := os.environ.get("PYTEST_PLANTED"):
         importlib.import_module(planted)
-    runpy.run_module("kvflow.cli", run_name="__main__", alter_sys=True)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
     sys.exit()
 
 

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from tests.forked_roles import PRELOADED_FOR_PEERS, Nursery, forking_peers
 from tests.transports.peer_process import Peer, Side, spawned
+
+
+@pytest.fixture(scope="session")
+def peer_nursery() -> Iterator[Nursery]:
+    made = Nursery(preloaded=PRELOADED_FOR_PEERS)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forked_peers(peer_nursery: Nursery) -> Iterator[None]:
+    """Peers of the module's tests are forked, and import nothing anew."""
+    with forking_peers(peer_nursery):
+        yield
 
 
 @pytest.fixture

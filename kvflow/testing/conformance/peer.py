@@ -21,6 +21,9 @@ from kvflow.testing.conformance.adapter import Adapter, NotRunError
 from kvflow.testing.conformance.station import Side, Station
 from kvflow.testing.freezing import freeze
 
+PROCESS = "kvflow.testing.conformance.process"
+LINE_LIMIT = 1 << 26  # bytes of one answer, which may contain a whole pool in base 64
+
 
 class Peer(Protocol):
     """The other side of a check, with its own pool and plane."""
@@ -102,6 +105,17 @@ class ObjectPeer:
         return
 
 
+async def _start(arguments: Sequence[str], prefix: Sequence[str]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(*prefix, sys.executable, "-P", "-m", PROCESS, *arguments),
+        # The process can import what this one can, including the adapter's module.
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=LINE_LIMIT,
+    )
+
+
 @asynccontextmanager
 async def spawned(
     plane: str,
@@ -118,16 +132,7 @@ async def spawned(
     """
     # Free unused engines before the fork: the child lacks their threads and could not free them.
     gc.collect()
-    process = await asyncio.create_subprocess_exec(
-        *(*prefix, sys.executable, "-P", "-m", "kvflow.testing.conformance.process"),
-        *(plane, order, str(rate or 0), host),
-        # The process can import what this one can, including the adapter's module.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        # A line may contain a whole pool in base 64.
-        limit=1 << 26,
-    )
+    process = await _start([plane, order, str(rate or 0), host], prefix)
     try:
         peer = ProcessPeer(process)
         await peer.start()
