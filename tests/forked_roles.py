@@ -30,6 +30,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -198,6 +199,20 @@ def _ask(
     socket.send_fds(connection, [len(request).to_bytes(_HEAD, "big")], given)
     connection.sendall(request)
     return connection
+
+
+def run_cli(
+    nursery: Nursery, *arguments: str, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run `kvflow ARGUMENTS` in a forked process, to its end."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        words, descriptors = [CLI, *arguments], {1: out.fileno(), 2: errors.fileno()}
+        connection = _ask(nursery, words, environment, descriptors)
+        with connection, connection.makefile() as replies:
+            _, status = replies
+        out.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(words, int(status), out.read(), errors.read())
 
 
 class ForkedPeer(ForkedRole):

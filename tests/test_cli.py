@@ -16,6 +16,7 @@ import pytest
 import kvflow
 from kvflow.serve.config.catalog import FIELDS_OF_ROLE, GROUPS, describe, env_of, flag_of
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
+from tests.forked_roles import Nursery, run_cli
 
 ROLES = ("prefill", "decode", "router", "up")
 COMMANDS = (*ROLES, "demo", "bench", "sim", "doctor", "keygen", "declare-dead")
@@ -31,8 +32,19 @@ def start(code: str, cwd: str | None = None) -> subprocess.CompletedProcess[str]
     )
 
 
-def run(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess[str]:
-    """`kvflow ARGUMENTS`, after the statements in `before`."""
+@pytest.fixture(autouse=True, scope="module")
+def _nursery(nursery: Nursery) -> None:
+    NURSERY.append(nursery)
+
+
+NURSERY: list[Nursery] = []
+
+
+def run(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """`kvflow ARGUMENTS` on a terminal of 80 columns, after the statements in `before`."""
+    if not before:
+        environment = {**os.environ, "COLUMNS": "80"}
+        return run_cli(NURSERY[-1], *arguments, environment=environment)
     code = (
         f"import sys; {before}; sys.argv = ['kvflow', *{list(arguments)!r}]; from kvflow.cli "
         "import main; main()"
@@ -40,7 +52,7 @@ def run(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess[st
     return start(code, cwd="/")
 
 
-def refused(said: str, *arguments: str, before: str = "pass") -> None:
+def refused(said: str, *arguments: str, before: str = "") -> None:
     """`kvflow ARGUMENTS` ends with status 2, and says this and nothing else."""
     done = run(*arguments, before=before)
     assert (done.stderr, done.returncode) == (f"kvflow {arguments[0]}: error: {said}\n", 2)
@@ -49,7 +61,7 @@ def refused(said: str, *arguments: str, before: str = "pass") -> None:
 @functools.cache
 def help_of(command: str) -> str:
     """`kvflow COMMAND --help` on a terminal of 80 columns."""
-    done = run(*command.split(), "--help", before="import os; os.environ['COLUMNS'] = '80'")
+    done = run(*command.split(), "--help")
     assert done.returncode == 0 and "Usage" in done.stdout
     return done.stdout
 

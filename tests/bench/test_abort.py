@@ -15,7 +15,12 @@ RATE = 10_000_000  # a room takes 0.2 s, so its middle can be met
 TIMES = 3
 
 
-@pytest.fixture(params=["local", "mooncake", "nixl"])
+@pytest.fixture(
+    params=[
+        *("local", "mooncake"),
+        pytest.param("nixl", marks=[pytest.mark.slow, pytest.mark.soak]),
+    ]
+)
 def plane(request: pytest.FixtureRequest) -> str:
     if request.param == "mooncake":
         pytest.importorskip("mooncake.engine")

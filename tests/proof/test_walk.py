@@ -4,6 +4,7 @@ cuts hold.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from contextlib import nullcontext
 
@@ -25,15 +26,22 @@ from tests.protocols.joined import Joined, State
 TINY = Bounds(
     chunks=1, in_flight=2, drops=0, duplicates=0, crashes=0, aborts=0, doubts=0, silences=0
 )
+ABORTED = TINY._replace(aborts=1, restarts=False)
 UNPAID = {Price.NOTHING, Price.DOUBT}
+# Half of the time that all small worlds take.
+LONG = ("small-ranks", "shutdown")
 
 
-def test_nothing_is_broken_within_small_bounds() -> None:
-    report = run.run("small")
-    print({world["world"]: (world["states"], world["seconds"]) for world in report["worlds"]})
-    assert report["violations"] == 0, report["worlds"][-1]
-    assert [world["world"] for world in report["worlds"]] == list(SETS["small"])
-    assert all(world["states"] > 1_000 and world["rest_states"] > 5 for world in report["worlds"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in SETS["small"]]
+)
+def test_nothing_is_broken_in_a_small_world(name: str) -> None:
+    report = run.run(name)
+    (world,) = report["worlds"]
+    print(world["states"], world["seconds"])
+    assert report["violations"] == 0, world
+    assert world["world"] == name
+    assert world["states"] > 1_000 and world["rest_states"] > 5
     assert not any(cells["impossible"] for cells in report["cells"].values())
     assert report["endpoints"] == [
         "kvflow.protocols.decode.endpoint.DecodeEndpoint",
@@ -57,11 +65,18 @@ def test_as_many_states_as_a_plain_walk_sees() -> None:
     assert len(walk.states) == len(seen) > 1_000
 
 
+@functools.cache
+def walked(bounds: Bounds) -> Walk:
+    walk = Walk(bounds)
+    assert walk.run() is None
+    return walk
+
+
+@pytest.mark.xdist_group("aborted")  # they share walks
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_deaf_decode_is_changed_by_no_word(ranks: int) -> None:
     """What the tables leave out: words of a rank whose loan has ended, in a room that has."""
-    walk = Walk(TINY._replace(ranks=ranks, aborts=1, crashes=ranks == 1, restarts=False))
-    assert walk.run() is None
+    walk = walked(ABORTED._replace(ranks=ranks, crashes=ranks == 1))
     asked = 0
     told = [(w.source, type(w)) for w in walk.tables._words.values]
     assert len(told) > 5
@@ -131,9 +146,9 @@ def test_bounds_and_plants_have_names() -> None:
         run.run("small", "no such plant")
 
 
+@pytest.mark.xdist_group("aborted")
 def test_a_word_has_one_cause_and_the_first_rank_as_its_source() -> None:
-    walk = Walk(TINY._replace(ranks=2, aborts=1))
-    assert walk.run() is None
+    walk = walked(ABORTED._replace(ranks=2))
     for word in walk.tables._words.values[1:]:
         assert word.source in (101, 201)
         assert msgspec.structs.asdict(word).get("rank", 0) == 0

@@ -11,7 +11,7 @@ from kvflow.proof.sim.report import simulate_many
 from kvflow.proof.simulators import Choice
 from tests.soak import sized
 
-SEEDS = 300
+SEEDS = 150
 
 
 def test_seeds_without_a_plant_break_nothing() -> None:

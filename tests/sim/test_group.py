@@ -10,7 +10,7 @@ from kvflow.proof.sim.report import simulate_many
 from kvflow.proof.simulators import Choice
 from tests.soak import sized
 
-SEEDS = 60
+SEEDS = 30
 
 
 def test_seeds_without_a_plant_break_nothing() -> None:

@@ -23,6 +23,7 @@ from tests.serve.engine.tiny_models import Generated, Loaded, Stock
 
 CHUNK = 40
 NEW = 20
+BESIDES = [pytest.mark.slow, pytest.mark.soak]
 MATRIX: tuple[tuple[int, Order], ...] = ((1, "page_first"), (16, "layer_first"), (64, "page_first"))
 
 
@@ -151,7 +152,10 @@ async def equals_one_process(
     ("family", "dtype"),
     [
         *((family, "bfloat16") for family in tiny_models.FAMILIES),
-        *((family, "float16") for family in ("llama", "gemma3", "mixtral", "deepseek_v3")),
+        *(
+            pytest.param(family, "float16", marks=() if family == "llama" else BESIDES)
+            for family in ("llama", "gemma3", "mixtral", "deepseek_v3")
+        ),
     ],
 )
 async def test_half_precision_equals_one_process_bit_for_bit(

@@ -58,7 +58,9 @@ async def test_eight_at_once_equal_generate(
         await equal_generate(family, pair, generated)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 16])
+@pytest.mark.parametrize(
+    "chunk", [1, 7, *(pytest.param(n, marks=[pytest.mark.slow, pytest.mark.soak]) for n in (2, 16))]
+)
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "deepseek_v32", "gpt_oss"])
 async def test_however_a_prompt_is_divided(
     family: str, chunk: int, loaded: Loaded, generated: Generated
