@@ -12,14 +12,13 @@ CODE := kvflow tests docs $(wildcard examples)
 ARGS ?=
 # One more than the cores of a small machine: many tests wait for a process, a link or a timer.
 WORKERS ?= 3
-# One process fewer: these tests freeze and kill fleets, and then allow the others a few seconds.
-SLOW_WORKERS ?= 2
+SLOW_WORKERS ?= 3
 export PYTHON TORCH_INDEX
 # The tests start hundreds of processes, and without cached bytecode each of them compiles all of kvflow anew: half of the
 # CPU time of tests/transports. An empty value is the same to Python as none.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test coverage slow soak vllm prove mutants check format lint types borders workflows docs bench gpu clean
+.PHONY: setup demo test coverage slow soak vllm prove mutants check format lint types borders collect workflows docs bench gpu clean
 
 setup: $(DONE)
 
@@ -66,7 +65,7 @@ prove: setup
 mutants: setup
 	$(BIN)/python -m tests.proof.mutants $(ARGS)
 
-check: lint types workflows borders
+check: lint types workflows borders collect
 
 format: setup
 	$(BIN)/ruff check --fix $(CODE)
@@ -83,6 +82,10 @@ types: setup
 borders: setup
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/house/test_sizes.py tests/house/test_floors.py
+
+# Every test module can be imported. The processes that share the tests later find its bytecode, and rewrite nothing.
+collect: setup
+	$(BIN)/python -m pytest --collect-only -qq > /dev/null
 
 # Valid, pinned, and with no more rights than needed; offline, so it does not ask whether a pin has a known fault.
 workflows: setup

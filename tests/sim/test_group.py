@@ -23,9 +23,9 @@ def test_seeds_without_a_plant_break_nothing() -> None:
     assert all(report["faults"].values())
     assert not report["cells"]["error"]
     endings = report["endings"]
-    assert endings["group opened"] > 1_000
-    assert endings["group started"] > endings["group succeeded"] > 500
-    assert endings["group ranks lost"] > 50
+    assert endings["group opened"] > 500
+    assert endings["group started"] > endings["group succeeded"] > 250
+    assert endings["group ranks lost"] > 25
     assert sum(what.startswith("group failed") for what in endings) >= 10
 
 

@@ -10,7 +10,7 @@ from kvflow.proof.sim.report import simulate_many
 from kvflow.proof.sim.run import STEPS_MIN, simulate
 from tests.soak import sized
 
-SEEDS = 50
+SEEDS = 75
 
 
 def test_seeds_without_a_plant_break_nothing() -> None:
