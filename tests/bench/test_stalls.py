@@ -16,6 +16,7 @@ def test_the_cases_are_the_largest_legal_ones() -> None:
     assert MAX_BODY_BYTES - 8192 < max(map(len, bodies.values())) < MAX_BODY_BYTES - 256
 
 
+@pytest.mark.slow
 async def test_every_case_is_answered_and_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls, "WATCH_S", 0.0)
     monkeypatch.setattr(stalls, "STREAM_TOKENS", 50)

@@ -111,6 +111,7 @@ async def test_pools_that_do_not_fit_are_a_clear_error(
         assert await all_home(session, fleet.prefills[0].url, fleet.decodes[0].url)
 
 
+@pytest.mark.slow
 async def test_up_ends_together_when_one_role_is_killed() -> None:
     command = (sys.executable, "-m", "kvflow.cli", "up", "--port", "0", "--num-pages", "64")
     process = await asyncio.create_subprocess_exec(

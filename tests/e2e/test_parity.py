@@ -22,6 +22,8 @@ CHUNK = CHUNKS["chunk_tokens"]
 PAGE_SIZES = (1, 16, 64)
 ONE_SIZE = [16, *(pytest.param(page, marks=pytest.mark.soak) for page in (1, 64))]
 # The default run: every family of K and V, page sizes spread over them.
+# The others are served like these; tests/serve/engine has all of them in `make test`.
+OFTEN = ("llama", "gemma3", "deepseek_v2", "falcon_h1")
 DEFAULT_PAGES = {
     "llama": 16,
     "qwen3": 1,
@@ -97,7 +99,10 @@ def check_zeroed_page(model: Model, prompts: list[list[int]], wanted: list[list[
     assert len(changed) == 4 and (all(changed) if whole else any(changed))
 
 
-@pytest.mark.parametrize("family", DEFAULT_PAGES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f in OFTEN else pytest.mark.slow) for f in DEFAULT_PAGES],
+)
 def test_fp32_equals_generate(
     family: str, pair: ProcessPair, tiny: Tiny, expected: Generated
 ) -> None:

@@ -31,7 +31,7 @@ NOT_SOURCE = shutil.ignore_patterns(
 )
 CORE_DISTRIBUTIONS = ("msgspec", "numpy", "pyzmq", "xxhash")
 # One process makes the build, so that it is made once.
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("build")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("build"), pytest.mark.slow]
 
 
 def finished(*command: str | Path, cwd: Path = Path("/")) -> subprocess.CompletedProcess[str]:

@@ -30,6 +30,7 @@ def test_is_found(plant: Plant) -> None:
     assert report["path"] and all(report["path"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bounds", sorted({plant.bounds for plant in PLANTS}, key=repr), ids=lambda bounds: ""
 )

@@ -271,7 +271,9 @@ class Group:
             assert not held.link.unconfirmed
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize(
+    "block", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 8))]
+)
 def test_a_storm_over_lossy_links(block: int, request: pytest.FixtureRequest) -> None:
     base = request.config.getoption("--seed", default=0) or 0
     for number in range(40):

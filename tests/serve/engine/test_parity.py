@@ -23,6 +23,7 @@ from tests.serve.engine.tiny_models import Generated, Loaded, Stock
 
 CHUNK = 40
 NEW = 20
+USUAL = ("llama", "gemma3", "deepseek_v3")  # a family of each kind of attention
 BESIDES = [pytest.mark.slow, pytest.mark.soak]
 MATRIX: tuple[tuple[int, Order], ...] = ((1, "page_first"), (16, "layer_first"), (64, "page_first"))
 
@@ -151,7 +152,10 @@ async def equals_one_process(
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, "bfloat16") for family in tiny_models.FAMILIES),
+        *(
+            pytest.param(family, "bfloat16", marks=() if family in USUAL else pytest.mark.slow)
+            for family in tiny_models.FAMILIES
+        ),
         *(
             pytest.param(family, "float16", marks=() if family == "llama" else BESIDES)
             for family in ("llama", "gemma3", "mixtral", "deepseek_v3")
@@ -168,7 +172,7 @@ async def test_half_precision_equals_one_process_bit_for_bit(
         await equals_one_process(model, prompts, params)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=BESIDES), "bfloat16"])
 async def test_seeded_sampling_equals_one_process(dtype: str, loaded: Loaded) -> None:
     model = loaded("qwen3", dtype)
     prompts = [prompt_of(n, n) for n in (3, 16, 41)]

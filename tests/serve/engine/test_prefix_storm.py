@@ -20,6 +20,7 @@ LANES, REQUESTS, MOST_TOKENS = 8, 40, 24
 HOWS = ("stays", "stays", "stays", "leaves", "prefill leaves", "stops reading")
 LENGTHS = (1, 3, 8, 17, 24, 33, 40)  # tokens of what stands after a common beginning; pages have 4
 SMALL = {"page_size": 4, "chunk_tokens": 16, "num_pages": 34, "source_pages": 24}
+OFTEN = ("small", "optimistic", "write back", "little host tier")
 POOLS: dict[str, dict[str, Any]] = {
     "roomy": {"page_size": 4, "chunk_tokens": 16, "num_pages": 300},
     "small": SMALL,
@@ -159,7 +160,9 @@ async def expected_of(model: LoadedModel) -> list[list[int]]:
     return _expected[id(model)]
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    "pool", [pytest.param(p, marks=() if p in OFTEN else pytest.mark.slow) for p in POOLS]
+)
 async def test_nothing_is_lost_and_nothing_is_wrong(
     pool: str, llama: LoadedModel, seed: int
 ) -> None:

@@ -39,6 +39,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_files_that_may_not_grow(tmp_path: Path) -> None:
     """The limit of the process: a write takes a part of a page, and the next one fails."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
