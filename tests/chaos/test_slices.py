@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 RATE = 40_000_000
 NUM_PAGES, PAGES = 320, 256  # of 32 KiB: a room of 0.2 s
 ROOMS, LANES, OF_ROOM = 120, 12, 24
-SLICES = {"widths": (2, 1), "staged": True, "pages": NUM_PAGES, "timing": {"lost_after_s": 2.0}}
+SLICES: dict[str, Any] = {
+    "widths": (2, 1),
+    "staged": True,
+    "pages": NUM_PAGES,
+    "timing": {"lost_after_s": 2.0},
+}
 
 
 @pytest.mark.parametrize("over", ["mooncake", "nixl"])

@@ -12,7 +12,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 
 import msgspec
@@ -175,7 +175,7 @@ async def run(rooms: int = 1_000_000, seed: int = 0) -> Report:
             p.network.rules.append(weather(rng))
             left = iter(range(rooms // 4))
 
-            async def lane(left: itertools.count[int] = left) -> None:  # type: ignore[assignment]
+            async def lane(left: Iterator[int] = left) -> None:
                 for _ in left:
                     scene = rng.choice(SCENES)
                     scenes[scene.__name__] += 1

@@ -20,7 +20,17 @@ LARGE = (2**31, 2**32, 2**40, 2**62, 2**63)
 LIMITS = (2**31 - 1, 2**63 - 1, 2**64 - 1, -1, -(2**63))
 NUMBERS = SMALL + LARGE + LIMITS
 ADDRESSES = ("fd:0", "fd:1", "fd:999999999", "127.0.0.1:1", "127.0.0.1:22", "localhost:65535")
-WORDS = ("", "x", "\0", "x" * 4000, "../../etc/passwd", "local", "mooncake", "uint8", "opaque")
+WORDS: tuple[str, ...] = (
+    "",
+    "x",
+    "\0",
+    "x" * 4000,
+    "../../etc/passwd",
+    "local",
+    "mooncake",
+    "uint8",
+    "opaque",
+)
 WORDS += ADDRESSES
 
 

@@ -148,9 +148,9 @@ async def as_decode(n: Nodes, liar: Liar, me: Incarnation, count: int, *, says_h
         with suppress(TimeoutError):
             # Something was answered: what was sent has been read.
             await until(lambda: dealer.poll(0), 0.2)
-    for room in waiting:
-        room.close()
-        await room.released()
+    for opened in waiting:
+        opened.close()
+        await opened.released()
 
 
 async def as_prefill(n: Nodes, liar: Liar, router: Any, port: int, count: int) -> None:

@@ -36,6 +36,7 @@ from kvflow.protocols.wire.messages import (
     GoodbyeAck,
     GrantId,
     Heartbeat,
+    Incarnation,
     Message,
     Rank,
     Register,
@@ -121,7 +122,7 @@ def to_decode(p: Pair) -> dict[str, Make]:
         "Resync": lambda r, i: Resync(
             rooms=(Belief(RoomId(i), GrantId((1 << 32) + i), 0),), **lives
         ),
-        "Goodbye": lambda r, i: Goodbye(source=secrets.randbits(62) | 1, target=you),
+        "Goodbye": lambda r, i: Goodbye(source=Incarnation(secrets.randbits(62) | 1), target=you),
         "GoodbyeAck": lambda r, i: GoodbyeAck(**lives),
         "Registered": lambda r, i: Registered(
             wire_version=WIRE_VERSION, rank=Rank(0), refusal="", asked=me, **lives

@@ -150,8 +150,9 @@ async def attack_decode(n: Nodes, count: int, rng: random.Random) -> None:
             source=source, target=n.decode.incarnation, address=n.prefill.exported[0], **answer
         )
         router.send_multipart([peer, encode(accepted)])
-        link_to = n.decode.shell.endpoint.link_to
-        await until(lambda: room.record.linked, 20)
+        link_to, record = n.decode.shell.endpoint.link_to, room.record
+        assert record is not None
+        await until(lambda: record.linked, 20)
         room.close()  # nothing was lent: the link is up, and has no room
         await asyncio.to_thread(_send_frames, router, peer, frames, count, rng)
         await until(lambda: END in n.taps["decode"].ends or link_to(info) is None, 20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -54,6 +54,20 @@ PAGES = (7, 2, 5)
 GONE = Cause(Code.CLIENT_GONE, "the client is gone")
 BROKEN = Cause(Code.ENGINE_ERROR, "the engine gave up")
 START = 1000.0
+P_co = TypeVar("P_co", covariant=True)
+
+
+class HasPhase(Protocol[P_co]):
+    @property
+    def phase(self) -> P_co: ...
+
+
+def phase_of(record: HasPhase[P_co]) -> P_co:
+    """Return the phase as it is now.
+
+    mypy keeps what an assertion says of `record.phase`, although a later call changes it.
+    """
+    return record.phase
 
 
 def indices(*pages: int) -> PageIndices:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Table, TransitionError
 
+P = TypeVar("P", bound=IntEnum)
+K = TypeVar("K", bound=IntEnum)
 
-def cells(table: Table[Any, Any, Any]) -> pytest.MarkDecorator:
+
+def cells(table: Table[P, K, Any]) -> pytest.MarkDecorator:
     """Run the test for every `phase` and `kind` of the table."""
     every = list(itertools.product(table.phases, table.kinds))
     return pytest.mark.parametrize(("phase", "kind"), every, ids=lambda value: value.name)

@@ -20,6 +20,12 @@ class Lane(NamedTuple):
     to_prefill: Words = ()
     to_decode: Words = ()
 
+    def under_way(self, way: str, words: Words) -> Lane:
+        """Return the lane with other words on its way `to_prefill` or `to_decode`."""
+        if way == "to_prefill":
+            return self._replace(to_prefill=words)
+        return self._replace(to_decode=words)
+
 
 class State(NamedTuple):
     decode: Decode
@@ -151,7 +157,7 @@ class Joined:
             queue: Words = getattr(lane, part)
             for n, word in enumerate(queue):
                 if described(word) in text:
-                    return state.put(rank, lane._replace(**{part: queue[:n] + queue[n + 1 :]}))
+                    return state.put(rank, lane.under_way(part, queue[:n] + queue[n + 1 :]))
         raise AssertionError(f"nothing to lose: {text}")
 
     def settle(self, state: State, rng: random.Random, most: int = 3_000) -> State:
@@ -177,7 +183,7 @@ def meddle(state: State, rng: random.Random) -> State:
     n = rng.randrange(len(queue))
     without, word = queue[:n] + queue[n + 1 :], queue[n]
     changed = rng.choice([without, (*queue, word), (word, *without)])
-    return state.put(rank, lane._replace(**{way: changed}))
+    return state.put(rank, lane.under_way(way, changed))
 
 
 def is_fault(act: Act[Any]) -> bool:

@@ -63,7 +63,7 @@ def test_bytes_go_there_and_back(streams: list[Whole], shards: int, width: int, 
         for c in own.components:
             array = pools[0].array(c.name, start=c.start, replica=c.replica)
             array[...] = rng.integers(0, 255, array.shape, dtype=np.uint8)
-        copied(*pools, through=arranged)
+        copied(pools[0], pools[1], through=arranged)
         for c in own.components:
             before, after = (pool.array(c.name, start=c.start, replica=c.replica) for pool in pools)
             assert (before == after).all(), c.label

@@ -103,7 +103,8 @@ def test_truncated_at_every_byte(kind: type) -> None:
 def test_wrong_types_in_every_field(kind: type, place: int) -> None:
     body = msgspec.msgpack.decode(encode(GOOD[kind]))
     decode = parse_at_prefill if kind in to_prefill else parse_at_decode
-    for wrong in ({"a": 1}, 1.5, float("nan"), [[[]]]):
+    odd: list[object] = [{"a": 1}, 1.5, float("nan"), [[[]]]]
+    for wrong in odd:
         changed = [*body[:place], wrong, *body[place + 1 :]]
         with pytest.raises(WireError):
             decode(msgspec.msgpack.encode(changed))
@@ -172,5 +173,5 @@ def test_digest_is_sha256_of_little_endian_u32(prompt: list[int]) -> None:
 
 
 def test_routing_ids_are_distinct_and_none_starts_with_zero() -> None:
-    found = {routing_id(n) for n in (1, 255, 256, 2**63, 2**64 - 1)}
+    found = {routing_id(wire.Incarnation(n)) for n in (1, 255, 256, 2**63, 2**64 - 1)}
     assert len(found) == 5 and all(name[0] != 0 and len(name) == 9 for name in found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvflow.protocols.commands import FreePages, Linked, RoomEnded, RoomFailed
@@ -129,11 +131,13 @@ class TestDecode:
         assert not decode.endpoint.rooms
 
     def test_it_is_found_once_for_each_set_of_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        found = []
-        monkeypatch.setattr(
-            "kvflow.protocols.decode.links.uncovered",
-            lambda *asked: found.append(asked) or uncovered(*asked),
-        )
+        found: list[tuple[PoolLayout, Sequence[tuple[Served, ...]]]] = []
+
+        def noted(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
+            found.append((layout, ranks))
+            return uncovered(layout, ranks)
+
+        monkeypatch.setattr("kvflow.protocols.decode.links.uncovered", noted)
         decode = LoneDecode().up(TWO)
         for room in range(3):
             decode.lent(room, TWO)

@@ -157,11 +157,11 @@ class TestRegistering:
             ),
         ],
     )
-    def test_another_one_answers(self, fresh: LoneDecode, answer: object, why: Cause) -> None:
+    def test_another_one_answers(self, fresh: LoneDecode, answer: wire.Message, why: Cause) -> None:
         grant = fresh.open()
         fresh.asked()
         told = [HangUp(KEY), *over(grant, why), StopWatch(KEY)]
-        assert fresh.hear(answer) == told  # type: ignore[arg-type]
+        assert fresh.hear(answer) == told
 
     def test_the_answer_for_another_life_is_not_for_this_one(self, fresh: LoneDecode) -> None:
         old = rank_info(incarnation=OTHER_PREFILL)
@@ -174,8 +174,8 @@ class TestRegistering:
         assert fresh.hear(answer) == [] and fresh.counts.stale == 1, "that link is no more"
         assert fresh.hear(registered(asked=0, fresh_from=2)) == [
             WatchWriter(KEY, OWN_ADDRESS),
-            Linked(2),
-        ]  # type: ignore[arg-type]
+            Linked(GrantId(2)),
+        ]
 
     def test_acceptance_of_an_older_register_is_none(self, decode: LoneDecode) -> None:
         record = decode.lent()
@@ -190,7 +190,7 @@ class TestRegistering:
         record = decode.lent()
         decode.endpoint.receive(KEY, b"\xff", decode.now)
         assert (decode.asked(), decode.counts.malformed) == ([], 1)
-        foreign = [
+        foreign: list[wire.Message] = [
             chunk_done(0, 3, True, target=78),
             chunk_done(0, 3, True, source=OTHER_PREFILL),
             chunk_done(0, 3, True, rank=1),
@@ -198,7 +198,7 @@ class TestRegistering:
             ack(grant=record.grant, rank=1),
             ack(grant=record.grant, target=78),
             beat(source=OTHER_PREFILL),
-            registered(target=78),  # type: ignore[arg-type]
+            registered(target=Incarnation(78)),
         ]
         assert decode.hear(*foreign) == [] and decode.counts.foreign == 8
         assert decode.hear(chunk_done(0, 3, True), key=OTHER_KEY) == []
@@ -243,7 +243,6 @@ class TestWhichRanks:
 
     def test_a_room_is_linked_when_every_rank_is(self, fresh: LoneDecode) -> None:
         grant = fresh.open(ranks=TWO)
-        other = {"source": OTHER_PREFILL}
         assert fresh.asked() == [
             *(
                 Dial(KEY),
@@ -254,7 +253,7 @@ class TestWhichRanks:
             *(to(announce()), to(announce(source=OTHER_PREFILL), OTHER_KEY)),
         ]
         assert fresh.hear(registered(size=2, fresh_from=1)) == [WatchWriter(KEY, OWN_ADDRESS)]
-        answer = registered(rank=1, size=2, fresh_from=1, **other)  # type: ignore[arg-type]
+        answer = registered(source=OTHER_PREFILL, rank=1, size=2, fresh_from=1)
         assert fresh.hear(answer, key=OTHER_KEY) == [
             WatchWriter(OTHER_KEY, OWN_ADDRESS),
             Linked(grant),

@@ -38,7 +38,7 @@ from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.prefill.peers import PrefillIdentity
 from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire.codec import routing_id
-from kvflow.protocols.wire.messages import Incarnation, Rank
+from kvflow.protocols.wire.messages import GrantId, Incarnation, Rank
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
 from tests.soak import sized
@@ -73,7 +73,7 @@ class Joined(RuleBasedStateMachine):
         # By page: the grant that has it; its negative once it is the user's.
         self.owners: dict[int, int] = {}
         self.lent: dict[int, list[int]] = {}
-        self.linked: list[int] = []
+        self.linked: list[GrantId] = []
         self.told: dict[int, Cause | None] = {}  # at decode, by grant
         self.stopped: dict[int, Cause | None] = {}  # at prefill, by serial
         self.legs: dict[int, PrefillRoomRecord] = {}  # at prefill, by serial, until released
@@ -105,8 +105,8 @@ class Joined(RuleBasedStateMachine):
 
     def run_both(self) -> None:
         while (mine := self.decode.commands()) or self.prefill.core.outbox:
-            for command in mine:
-                self._run_for_decode(command)
+            for asked in mine:
+                self._run_for_decode(asked)
             for command in self.prefill.commands():
                 self._run_for_prefill(command)
 

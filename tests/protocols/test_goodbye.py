@@ -18,7 +18,7 @@ from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill import peers as prefill_peers
-from kvflow.protocols.wire.messages import Goodbye, GoodbyeAck, GrantId, Incarnation
+from kvflow.protocols.wire.messages import Goodbye, GoodbyeAck, GrantId, Incarnation, RoomId
 from tests.protocols.alone import (
     AT,
     DECODE,
@@ -127,7 +127,7 @@ class TestPrefillSaysGoodbye:
             prefill.hear(bootstrap(room, room, target))
             prefill.open(room)
             prefill.asked()
-            prefill.send(prefill.endpoint.rooms[room], 0, 1, 2, last=True)  # type: ignore[index]
+            prefill.send(prefill.endpoint.rooms[RoomId(room)], 0, 1, 2, last=True)
             prefill.ended(room, WriteOutcome.UNPROVEN)
         assert part(prefill) == [goodbye(3, target=OTHER_DECODE)]
 
@@ -150,7 +150,7 @@ class TestDecodeIsTold:
         assert told[:2] == [to(acknowledged()), HangUp(KEY)]
         assert [entry for entry in told if type(entry) is RoomFailed] == [
             RoomFailed(G, SHUT_DOWN),
-            RoomFailed(3, SHUT_DOWN),
+            RoomFailed(GrantId(3), SHUT_DOWN),
         ]
         assert {entry.grant for entry in told if type(entry) is FreePages} == {G, 3}
         assert told[-1] == StopWatch(KEY)
@@ -174,7 +174,7 @@ class TestDecodeIsTold:
         decode.lent(1)
         decode.lent(2)
         told = decode.hear(goodbye(G))
-        assert FreePages(G) not in told and FreePages(3) in told
+        assert FreePages(G) not in told and FreePages(GrantId(3)) in told
         assert link(decode) is LinkPhase.GONE and decode.core.ledger.quarantined_pages == 3
         with pytest.raises(LostError, match="shut down"):
             decode.open(3)
@@ -325,7 +325,7 @@ def test_what_is_named_is_read_back(prefill: LonePrefill, decode: LoneDecode) ->
         prefill.open(room)
     prefill.asked()
     for write, room in enumerate((1, 2), 1):
-        prefill.send(prefill.endpoint.rooms[room], 0, 1, 2, last=False)  # type: ignore[index]
+        prefill.send(prefill.endpoint.rooms[RoomId(room)], 0, 1, 2, last=False)
         prefill.ended(write, WriteOutcome.UNPROVEN if room == 1 else WriteOutcome.LANDED)
     said = [message for message in part(prefill) if type(message) is Goodbye]
     assert said == [goodbye(G)]

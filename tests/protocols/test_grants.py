@@ -244,7 +244,7 @@ def test_a_withdrawn_announcement_has_no_messages_and_is_remembered() -> None:
     table: GrantTable[str] = GrantTable(8, GrantId(1))
     table.feed(GrantId(1), K.ANNOUNCE)
     table.announcements.add(GrantId(1), RoomId(7))
-    assert not table.all_ended and not table.unproven(), "nothing was offered"
+    assert (table.all_ended, table.unproven()) == (False, ()), "nothing was offered"
     assert table.feed(GrantId(1), K.ABORT) == (C.END_OTHER_HALF, C.ACKNOWLEDGE)
     table.end(GrantId(1), ())
     assert table.all_ended and table.remembered == 1 and table.last_messages(GrantId(1)) == ()

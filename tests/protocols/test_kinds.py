@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -111,9 +112,11 @@ def _component(layout: PoolLayout, which: int, **fields: object) -> PoolLayout:
         (lambda p: _component(p, 5, offset=129), "buffer's row"),
     ],
 )
-def test_what_a_peer_says_of_rows_is_checked(changed: object, text: str) -> None:
+def test_what_a_peer_says_of_rows_is_checked(
+    changed: Callable[[PoolLayout], PoolLayout], text: str
+) -> None:
     with pytest.raises(LayoutError, match=text):
-        changed(hybrid()).check()  # type: ignore[operator]
+        changed(hybrid()).check()
 
 
 def test_rows_and_formats_are_compared() -> None:

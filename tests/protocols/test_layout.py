@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from kvflow.protocols.arguments import own_pages, pack_pages, unpack_pages
 from kvflow.protocols.errors import LayoutError, MisuseError
+from kvflow.protocols.pages.components import Buffer, Component
 from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import (
     MAX_LABEL,
     MAX_PAGES,
-    Buffer,
-    Component,
     Order,
     PoolLayout,
     build_layout,

@@ -29,12 +29,15 @@ from kvflow.protocols.wire.messages import (
     ChunkDone,
     Goodbye,
     GoodbyeAck,
+    GrantId,
     Heartbeat,
+    Incarnation,
     Message,
     Register,
     Registered,
     Resync,
     RoomFailed,
+    RoomId,
     ToPrefill,
 )
 from tests.protocols.wire import ALL, GOOD, U64
@@ -51,6 +54,10 @@ def changed(kind: type, **fields: object) -> Any:
     return msgspec.structs.replace(GOOD[kind], **fields)
 
 
+def belief(room: int, grant: int, next_seq: int = 0) -> Belief:
+    return Belief(RoomId(room), GrantId(grant), next_seq)
+
+
 def test_every_message_stands_in_a_union() -> None:
     assert set(ALL) == set(GOOD)
     assert set(get_args(messages.ToPrefill)) | set(get_args(messages.ToDecode)) == set(ALL)
@@ -58,9 +65,11 @@ def test_every_message_stands_in_a_union() -> None:
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_frozen_hashable_tagged_and_named_by_both_incarnations(kind: type) -> None:
+def test_frozen_hashable_tagged_and_named_by_both_incarnations(
+    kind: type[msgspec.Struct],
+) -> None:
     message = GOOD[kind]
-    config = kind.__struct_config__  # type: ignore[attr-defined]
+    config = kind.__struct_config__
     assert config.frozen and config.array_like
     assert hash(message) == hash(changed(kind))
     with pytest.raises(AttributeError):
@@ -110,9 +119,9 @@ LIMITS: list[tuple[type, str, Any, Any]] = [
     *((kind, name, 0, -1) for kind, name in BOUNDS),
     (Registered, "asked", 0, -1),
     (ChunkDone, "checksum", b"x" * 32, b"x" * 33),
-    (Resync, "rooms", (Belief(7, 1, 0),) * MAX_BELIEFS, (Belief(7, 1, 0),) * (MAX_BELIEFS + 1)),
-    (Resync, "rooms", (Belief(0, 1, 0),), (Belief(-1, 1, 0),)),
-    (Resync, "rooms", (Belief(0, 1, 0),), (Belief(0, 0, 0),)),
+    (Resync, "rooms", (belief(7, 1),) * MAX_BELIEFS, (belief(7, 1),) * (MAX_BELIEFS + 1)),
+    (Resync, "rooms", (belief(0, 1),), (belief(-1, 1),)),
+    (Resync, "rooms", (belief(0, 1),), (belief(0, 0),)),
 ]
 
 
@@ -134,7 +143,7 @@ def test_frames_over_the_limit_are_refused_before_they_are_read() -> None:
 
 def test_an_endpoint_reads_no_frame_over_the_limit() -> None:
     """A newer peer may append fields to a message, so a longer frame could be decoded."""
-    message = GoodbyeAck(source=1, target=2)
+    message = GoodbyeAck(source=Incarnation(1), target=Incarnation(2))
     fields, decoder = msgspec.msgpack.decode(encode(message)), msgspec.msgpack.Decoder(ToPrefill)
 
     def padded(size: int) -> bytes:
@@ -151,7 +160,7 @@ def test_an_endpoint_reads_no_frame_over_the_limit() -> None:
 def test_the_largest_messages_fit_in_a_frame() -> None:
     assert len(encode(changed(Bootstrap, pages=b"\0" * 4 * MAX_PAGES_PER_ROOM))) <= MAX_FRAME_BYTES
     assert len(encode(changed(ChunkDone, handoff=b"\0" * MAX_HANDOFF_BYTES))) <= MAX_FRAME_BYTES
-    beliefs = (Belief(U64, U64, 1 << 32),) * MAX_BELIEFS
+    beliefs = (belief(U64, U64, 1 << 32),) * MAX_BELIEFS
     assert len(encode(changed(Resync, rooms=beliefs))) <= MAX_FRAME_BYTES
 
 

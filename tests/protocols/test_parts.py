@@ -157,7 +157,7 @@ def test_between_any_widths_every_byte_is_written_once_from_the_right_byte(plan:
             (
                 plan.places[1][s.kind.unit == ROW].size,
                 plan.page_size if s.kind.unit == SLOT else 1,
-                *s.kind.shape,  # type: ignore[misc]
+                *s.kind.shape,
                 2 if s.kind.dtype == "bfloat16" else 1,
             ),
             dtype=np.uint8,

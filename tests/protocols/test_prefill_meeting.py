@@ -28,6 +28,7 @@ from tests.protocols.alone import (
     begun,
     bootstrap,
     failed,
+    phase_of,
     stopped,
 )
 
@@ -39,10 +40,11 @@ LEAVING = Cause(Code.SHUTDOWN, "prefill is shutting down")
 class TestMeeting:
     def test_the_engine_first(self, prefill: LonePrefill) -> None:
         record = prefill.open()
-        assert prefill.asked() == [] and record.phase is PrefillPhase.EXPECTED and record.half
+        assert prefill.asked() == [] and phase_of(record) is PrefillPhase.EXPECTED
         # Not known yet.
-        assert (record.grant, record.prefix_tokens, len(record.target_pages)) == (0, 0, 0)
-        assert prefill.hear(announce()) == [] and record.phase is PrefillPhase.ANNOUNCED
+        known = (record.half, record.grant, record.prefix_tokens, len(record.target_pages))
+        assert known == (True, 0, 0, 0)
+        assert prefill.hear(announce()) == [] and phase_of(record) is PrefillPhase.ANNOUNCED
         assert prefill.hear(bootstrap(prefix=4, pages=(7, 2))) == [RoomMatched(record.serial, 4)]
         assert record.target_pages.tolist() == [7, 2] and not record.half
         assert prefill.core.rooms == {7: record} and prefill.counts.rooms_opened == 1
@@ -103,7 +105,7 @@ class TestMeeting:
     def test_the_pages_first(self, prefill: LonePrefill) -> None:
         assert prefill.hear(announce(), bootstrap(prefix=8, pages=(5,))) == []
         assert prefill.core.rendezvous.announced == {}
-        assert prefill.endpoint.rooms[7].half  # type: ignore[index]
+        assert prefill.endpoint.rooms[wire.RoomId(7)].half
         record = prefill.open()
         assert prefill.asked() == [RoomMatched(record.serial, 8)]
         assert prefill.hear(bootstrap(prefix=8, pages=(5,))) == [], "repeated"

@@ -38,6 +38,7 @@ from tests.protocols.alone import (
     between,
     bootstrap,
     failed,
+    phase_of,
     register,
     registered,
     stopped,
@@ -96,7 +97,7 @@ def test_a_decode_is_accepted_when_its_route_is_open() -> None:
 )
 def test_what_does_not_fit_is_refused_and_not_kept(fields: dict[str, object], text: str) -> None:
     prefill = LonePrefill()
-    answer, *more = prefill.register(**fields)
+    answer, *more = prefill.register(DECODE, **fields)
     assert text in answer.refusal and answer == registered(answer.refusal) and more == []
     assert list(prefill.endpoint.peers) == [] and prefill.endpoint.next_tick() == float("inf")
 
@@ -228,9 +229,9 @@ class TestWhileTheRouteIsOpened:
         (peer,) = opening.endpoint.peers
         assert peer.received_at_s == opening.now
         opening.tick(4.9)
-        assert peer.phase is PeerPhase.UP
+        assert phase_of(peer) is PeerPhase.UP
         opening.tick(0.1)
-        assert peer.phase is PeerPhase.SILENT
+        assert phase_of(peer) is PeerPhase.SILENT
 
 
 class TestPlacesAreBounded:

@@ -44,6 +44,7 @@ from tests.protocols.alone import (
     chunk_done,
     failed,
     indices,
+    phase_of,
     stopped,
 )
 
@@ -126,9 +127,9 @@ class TestChunks:
         assert prefill.send(record, 1, 3) == [start(1, 1, (1, 3), (7, 2))]
         assert prefill.send(record, 4, last=True, handoff=b"h") == [start(2, 1, (4,), (5,))]
         assert prefill.ended(1, checksum=b"sum") == [chunk_done(0, 2, checksum=b"sum")]
-        assert record.phase is PrefillPhase.TRANSFERRING and list(prefill.core.writes) == [2]
+        assert phase_of(record) is PrefillPhase.TRANSFERRING and list(prefill.core.writes) == [2]
         done = [chunk_done(1, 1, True, b"h"), RoomDone(1), RoomReleased(1)]
-        assert prefill.ended(2) == done and record.phase is PrefillPhase.SUCCESS
+        assert prefill.ended(2) == done and phase_of(record) is PrefillPhase.SUCCESS
         # It missed them.
         assert prefill.hear(bootstrap()) == [chunk_done(0, 2, checksum=b"sum"), done[0]]
         assert prefill.counts.endings == {"success": 1}

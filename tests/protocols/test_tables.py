@@ -17,7 +17,7 @@ from kvflow.protocols.machines import (
     prefill_room,
 )
 from kvflow.protocols.machines import loan as loans
-from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, TransitionError, rest
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Cell, Move, Table, TransitionError, rest
 
 
 class Lamp(IntEnum):
@@ -83,8 +83,12 @@ def test_move_ignore_error() -> None:
 
 
 def test_a_missing_cell_is_found_when_the_table_is_built() -> None:
+    rows: dict[Lamp, dict[Press, Cell[Lamp, Act]]] = {
+        Lamp.OFF: rest(Press, IGNORE),
+        Lamp.ON: {Press.DOWN: IGNORE},
+    }
     with pytest.raises(ValueError, match=r"Lamp.ON says nothing about UP"):
-        Table(Lamp, Press, {Lamp.OFF: rest(Press, IGNORE), Lamp.ON: {Press.DOWN: IGNORE}})
+        Table(Lamp, Press, rows)
     with pytest.raises(ValueError, match=r"Lamp.ON says nothing about UP, DOWN"):
         Table(Lamp, Press, {Lamp.OFF: rest(Press, IGNORE)})
 

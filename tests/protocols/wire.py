@@ -13,6 +13,7 @@ from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PoolLayout, build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.protocols.wire import messages as wire
+from kvflow.protocols.wire.messages import GrantId, Rank, RoomId
 
 U64 = 2**64 - 1
 ALL: tuple[type, ...] = get_args(wire.Message)
@@ -23,23 +24,27 @@ _ROOM: dict[str, Any] = {"room": 7, "grant": 1, "source": 1, "target": 2}
 _LIVES: dict[str, Any] = {"source": 1, "target": 2}
 GOOD: dict[type, Any] = {
     wire.Register: wire.Register(
-        wire_version=wire.WIRE_VERSION, layout=LAYOUT, address=ADDRESS, fresh_from=0, **_LIVES
+        wire_version=wire.WIRE_VERSION,
+        layout=LAYOUT,
+        address=ADDRESS,
+        fresh_from=GrantId(0),
+        **_LIVES,
     ),
     wire.Registered: wire.Registered(
-        wire_version=wire.WIRE_VERSION, rank=0, refusal="", address=ADDRESS, **_LIVES
+        wire_version=wire.WIRE_VERSION, rank=Rank(0), refusal="", address=ADDRESS, **_LIVES
     ),
     wire.Announce: wire.Announce(**_ROOM),
-    wire.Begun: wire.Begun(rank=0, **_ROOM),
+    wire.Begun: wire.Begun(rank=Rank(0), **_ROOM),
     wire.Bootstrap: wire.Bootstrap(
         pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **_ROOM
     ),
-    wire.ChunkDone: wire.ChunkDone(rank=0, seq=0, pages=1, last=True, handoff=b"h", **_ROOM),
-    wire.RoomFailed: wire.RoomFailed(rank=0, cause=CAUSE, **_ROOM),
+    wire.ChunkDone: wire.ChunkDone(rank=Rank(0), seq=0, pages=1, last=True, handoff=b"h", **_ROOM),
+    wire.RoomFailed: wire.RoomFailed(rank=Rank(0), cause=CAUSE, **_ROOM),
     wire.Abort: wire.Abort(cause=CAUSE, **_ROOM),
-    wire.AbortAck: wire.AbortAck(rank=0, drained=True, **_ROOM),
-    wire.Resync: wire.Resync(rooms=(wire.Belief(7, 1, 0),), **_LIVES),
-    wire.Heartbeat: wire.Heartbeat(settled=((3, 5),), **_LIVES),
-    wire.Goodbye: wire.Goodbye(unproven=(3,), **_LIVES),
+    wire.AbortAck: wire.AbortAck(rank=Rank(0), drained=True, **_ROOM),
+    wire.Resync: wire.Resync(rooms=(wire.Belief(RoomId(7), GrantId(1), 0),), **_LIVES),
+    wire.Heartbeat: wire.Heartbeat(settled=((GrantId(3), GrantId(5)),), **_LIVES),
+    wire.Goodbye: wire.Goodbye(unproven=(GrantId(3),), **_LIVES),
     wire.GoodbyeAck: wire.GoodbyeAck(**_LIVES),
 }
 

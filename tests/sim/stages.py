@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import TracebackType
 from typing import Self
 
 from kvflow.proof.bare.clock import Clock
@@ -54,13 +55,23 @@ class Stages:
         self.clock.play(2 * TIMING.heartbeat_s)
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._watch.__exit__(*error)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._watch.__exit__(kind, error, trace)
 
     def _stage(self, rank: int, ranks: int) -> Stage:
         stage = self.world.start_prefill(0, rank, ranks)
         assert isinstance(stage, Stage)
         return stage
+
+    def start_again(self, rank: int) -> None:
+        stage = self.world.start_again(self.stages[rank])
+        assert isinstance(stage, Stage)
+        self.stages[rank] = stage
 
     @property
     def leader(self) -> GroupLeader:

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import Abort, Heartbeat
+from kvflow.protocols.wire.messages import Abort, GrantId, Heartbeat, Incarnation
 from kvflow.transports.control.memory import (
     BURST_FRAMES,
     DELIVERED,
@@ -25,6 +25,7 @@ from kvflow.transports.control.memory import (
 pytest_plugins = ["kvflow.testing.fixtures"]
 pytestmark = pytest.mark.usefixtures("kvflow_clean_loop")
 
+DEALER = Incarnation(5)
 Link = tuple[Network, RouterSocket, DealerSocket]
 
 
@@ -32,11 +33,11 @@ Link = tuple[Network, RouterSocket, DealerSocket]
 async def link() -> AsyncIterator[Link]:
     network = Network()
     router, port = network.bind("host", 0)
-    yield network, router, network.connect(f"tcp://host:{port}", 5)
+    yield network, router, network.connect(f"tcp://host:{port}", DEALER)
 
 
 def beat(n: int) -> bytes:
-    return encode(Heartbeat(source=1, target=5, settled_below=n))
+    return encode(Heartbeat(source=Incarnation(1), target=DEALER, settled_below=GrantId(n)))
 
 
 async def got(socket: RouterSocket | DealerSocket, count: int) -> list[int]:
@@ -58,7 +59,7 @@ async def nothing(socket: RouterSocket | DealerSocket) -> None:
 async def test_both_ways_in_order(link: Link) -> None:
     _, router, dealer = link
     for n in range(3 * BURST_FRAMES):
-        assert dealer.send(beat(n)) and router.send(beat(n), routing_id(5))
+        assert dealer.send(beat(n)) and router.send(beat(n), routing_id(DEALER))
     assert (
         await got(router, 3 * BURST_FRAMES)
         == await got(dealer, 3 * BURST_FRAMES)
@@ -122,10 +123,10 @@ async def test_delays_reorder(link: Link) -> None:
 async def test_a_cut_loses_and_a_mended_link_works(link: Link) -> None:
     network, router, dealer = link
     other, port = network.bind("other", 0)
-    spoke = network.connect(f"tcp://other:{port}", 5)
+    spoke = network.connect(f"tcp://other:{port}", DEALER)
     network.cut(router.control)
     dealer.send(beat(1))
-    router.send(beat(1), routing_id(5))
+    router.send(beat(1), routing_id(DEALER))
     spoke.send(beat(2))
     assert await got(other, 1) == [2]
     await nothing(router)
@@ -137,21 +138,21 @@ async def test_a_cut_loses_and_a_mended_link_works(link: Link) -> None:
 
 async def test_ends_that_are_not_there(link: Link) -> None:
     network, router, dealer = link
-    assert not router.send(b"", routing_id(6))
+    assert not router.send(b"", routing_id(Incarnation(6)))
     with pytest.raises(MisuseError, match="in use"):
         network.bind("host", int(router.control.rsplit(":", 1)[1]))
-    early = network.connect("tcp://nobody:1", 5)
+    early = network.connect("tcp://nobody:1", DEALER)
     assert early.send(beat(1))
     dealer.close()
-    assert not router.send(b"", routing_id(5)) and not dealer.send(b"")
+    assert not router.send(b"", routing_id(DEALER)) and not dealer.send(b"")
     router.close()
     again, _ = network.bind("host", int(router.control.rsplit(":", 1)[1]))
     router.close()
-    successor = network.connect(again.control, 5)
+    successor = network.connect(again.control, DEALER)
     dealer.close()
     assert successor.send(beat(4)) and await got(again, 1) == [4]
-    assert not router.send(beat(6), routing_id(5)), "it is closed"
-    assert again.send(beat(5), routing_id(5)) and await got(successor, 1) == [5]
+    assert not router.send(beat(6), routing_id(DEALER)), "it is closed"
+    assert again.send(beat(5), routing_id(DEALER)) and await got(successor, 1) == [5]
 
 
 async def test_garbage_is_counted_as_such(link: Link) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -39,14 +40,15 @@ def judge() -> Judge:
 
 
 @pytest.fixture
-def watched(judge: Judge):  # type: ignore[no-untyped-def]
+def watched(judge: Judge) -> Iterator[tuple[PagedPool, Books]]:
     pool = PagedPool.allocate(LAYOUT_WITH_ROWS, shared=False)
     yield pool, watch(pool, "decode 0", judge, lambda: False)
     pool.close()
 
 
 def taken(pool: PagedPool, pages: int) -> list[int]:
-    return pool.places.take_room(pages + 1, OWNER).tolist()
+    places: list[int] = pool.places.take_room(pages + 1, OWNER).tolist()
+    return places
 
 
 def test_pages_and_rows_have_one_book(watched: tuple[PagedPool, Books], judge: Judge) -> None:

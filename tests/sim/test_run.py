@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from kvflow.node import PrefillNode
 from kvflow.proof.sim.engine import Job, PlainScheduler
 from kvflow.proof.sim.faults import KINDS, ON_COPIES, SWITCH
 from kvflow.proof.sim.report import simulate_many
 from kvflow.proof.sim.run import STEPS_MIN, simulate
+from kvflow.protocols.pages.layout import PageIndices
 from tests.soak import sized
 
 SEEDS = 75
@@ -57,7 +61,7 @@ def test_more_seeds_in_processes() -> None:
 
 
 class _Forgetful(PlainScheduler):
-    async def prefill(self, node, job):  # type: ignore[no-untyped-def]
+    async def prefill(self, node: PrefillNode, job: Job) -> None:
         node.pages.take(1, object())
         await super().prefill(node, job)
 
@@ -68,15 +72,15 @@ def test_a_scheduler_that_leaks_pages_is_found() -> None:
 
 
 class _Hasty(PlainScheduler):
-    async def prefill(self, node, job):  # type: ignore[no-untyped-def]
-        steps: list[object] = []
+    async def prefill(self, node: PrefillNode, job: Job) -> None:
+        steps: list[Callable[[], None]] = []
         original = job.model_step
-        job.model_step = lambda *arguments: (
-            steps.append(
-                original(*arguments),
-            )
-            or int
-        )  # type: ignore[func-returns-value]
+
+        def put_off(node: PrefillNode, pages: PageIndices, first: int) -> Callable[[], None]:
+            steps.append(original(node, pages, first))
+            return lambda: None
+
+        job.model_step = put_off  # type: ignore[method-assign]
         await super().prefill(node, job)
 
 

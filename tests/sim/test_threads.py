@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def test_posted_calls_run_later_in_their_order_as_the_process() -> None:
             seen.append((number, process.name if process else ""))
 
         for number in range(5):
-            assert front.post(lambda number=number: call(number))  # type: ignore[misc]
+            assert front.post(partial(call, number))
         assert not seen
         await asyncio.sleep(POST_S[1])
         assert seen == [(number, "node") for number in range(5)] and not front.errors
