@@ -27,6 +27,13 @@ def array(pages: list[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array(pages, np.int32)
 
 
+def last_page(node: Node) -> int:
+    """Return the number of the node's last page on the device."""
+    pages = node.pages[DEVICE]
+    assert pages is not None
+    return int(pages[-1])
+
+
 @cache
 def name(key: Key) -> int:
     """What events call the page, computed from all tokens before it."""
@@ -198,15 +205,13 @@ class Driver:
             for key in self.oracle.candidates(DEVICE)
             if pages[key].phase[HOST] is not RunPhase.PRESENT
         ]
-        kept = {int(end.pages[DEVICE][-1]) for end in ends}
+        kept = {last_page(end) for end in ends}
         assert len(kept) == len(ends) and kept <= {pages[key].number[DEVICE] for key in lonely}
         assert freed.device.size + sum(end.num_pages for end in ends) >= count or len(kept) == len(
             lonely
         )
         for end in ends:
-            (key,) = [
-                key for key in lonely if pages[key].number[DEVICE] == int(end.pages[DEVICE][-1])
-            ]
+            (key,) = [key for key in lonely if pages[key].number[DEVICE] == last_page(end)]
             prefix = [key[:length] for length in range(3, len(key) + 1)]
             keys = self.oracle.missing(prefix, Tier.DEVICE, Tier.HOST)[:wanted]
             if len(self.free[HOST]) < len(keys):

@@ -175,7 +175,8 @@ class Oracle:
         """Apply what was freed, and check that each page could go, and was the first. Returns the
         states that went.
         """
-        left, states = set(freed), set()
+        left = set(freed)
+        states: set[int] = set()
         assert len(left) == len(freed)
         while left:
             able = self.candidates(tier)
@@ -188,7 +189,8 @@ class Oracle:
                 left.remove(page.number[tier])
                 page.phase[tier] = ABSENT
                 if page.phase[DEVICE] is ABSENT and page.phase[HOST] is ABSENT:
-                    states |= {page.state} - {None}
+                    if page.state is not None:
+                        states.add(page.state)
                     del self.pages[key]
         return states
 

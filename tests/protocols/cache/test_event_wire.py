@@ -38,9 +38,9 @@ def test_a_batch_is_read_by(name: str, ids: list[int]) -> None:
     assert (batch.ts, msgspec.structs.astuple(batch)[2]) == (1.5, 3)
     stored, removed, _ = batch.events
     expected = [block_hash(digest) for digest in digest_chain(ids, 2)]
-    hashes, parent, tokens, size, lora, medium, name, *_ = msgspec.structs.astuple(stored)
+    hashes, parent, tokens, size, lora, medium, lora_name, *_ = msgspec.structs.astuple(stored)
     assert (hashes, parent, tokens) == (expected, None, ids)
-    assert (size, lora, medium, name) == (2, None, "GPU", None)
+    assert (size, lora, medium, lora_name) == (2, None, "GPU", None)
     assert (removed.block_hashes, removed.medium) == (expected[-1:], "GPU")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import pytest
 
-from kvflow.protocols.cache.events import CLEARED, Event, Removed, Stored, Tier
+from kvflow.protocols.cache.events import CLEARED, Cleared, Event, Removed, Stored, Tier
 from kvflow.protocols.cache.hashes import ANY, Namespace, chain_root, token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Node
@@ -17,6 +18,9 @@ from tests.protocols.cache.driver import Driver
 from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain
 
 DEVICE, HOST, STORAGE = Tier
+
+Kind = TypeVar("Kind", Stored, Removed, Cleared)
+Brief: TypeAlias = tuple[str, Tier, tuple[int, ...] | int] | tuple[str]
 
 
 class Cache:
@@ -44,14 +48,21 @@ class Cache:
         count = self.index.missing(end, source, target)
         return self.index.begin_write(end, source, target, self.pages(count), count=count)
 
-    def told(self) -> list[tuple]:
+    def told(self) -> list[Brief]:
         """Events since the last call: (what, tier, their last tokens or the number of pages)."""
         events = self.index.take_events()
         self.subscriber.replay(events)
         return [brief(event) for event in events]
 
 
-def brief(event: Event) -> tuple:
+def only(kind: type[Kind], events: Sequence[Event]) -> list[Kind]:
+    """Return the events, each of which must be of this kind."""
+    found = [event for event in events if isinstance(event, kind)]
+    assert len(found) == len(events)
+    return found
+
+
+def brief(event: Event) -> Brief:
     if isinstance(event, Stored):
         return "stored", event.tier, tuple(np.frombuffer(event.tokens, "<u4").tolist())
     if isinstance(event, Removed):
@@ -71,7 +82,7 @@ def test_a_split_before_the_ack() -> None:
     cache.insert(1, 2, 5, 6)
     assert cache.told() == [("stored", DEVICE, (5, 6))]
     cache.index.ack(write.number)
-    events = cache.index.take_events()
+    events = only(Stored, cache.index.take_events())
     assert [brief(event) for event in events] == [
         ("stored", HOST, (1, 2)),
         ("stored", HOST, (3, 4)),
@@ -83,7 +94,9 @@ def test_a_split_before_the_ack() -> None:
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("failing", [None, 0, 1, 2])
 @pytest.mark.parametrize("target", [HOST, STORAGE])
-def test_copies_of_a_path_end_in_any_order(order: tuple, failing: int | None, target: Tier) -> None:
+def test_copies_of_a_path_end_in_any_order(
+    order: tuple[int, ...], failing: int | None, target: Tier
+) -> None:
     cache = Cache()
     cache.insert(1, 2, 3, 4, 5, 6)
     writes = [cache.begin(*range(1, length + 1), target=target) for length in (2, 4, 6)]
@@ -114,7 +127,7 @@ def test_write_back_of_a_child_first() -> None:
     cache.told()
     cache.index.ack(child.number)
     assert cache.told() == []
-    assert {event.tier for event in cache.index.snapshot_events()} == {DEVICE}
+    assert {event.tier for event in only(Stored, cache.index.snapshot_events())} == {DEVICE}
     cache.index.fail(parent.number)
     assert cache.told() == []
     assert len(cache.index.evict(HOST, 9).host) == 1
@@ -157,7 +170,7 @@ def test_eviction_removes_children_first_and_only_what_went() -> None:
     assert len(cache.subscriber.content()[DEVICE]) == 5
     cache.told()
     cache.index.evict(DEVICE, 9)
-    removed = [event.hashes for event in cache.index.take_events()]
+    removed = [event.hashes for event in only(Removed, cache.index.take_events())]
     assert removed[-1] == hashes(1, 2)[::-1], "the last page first"
     assert sum(len(part) for part in removed) == 4
 
@@ -190,7 +203,7 @@ def test_a_namespace_begins_its_chain_with_its_root() -> None:
     own = Namespace(salt="s", lora="a")
     cache.insert(1, 2)
     cache.insert(1, 2, namespace=own)
-    plain, other = cache.index.take_events()
+    plain, other = only(Stored, cache.index.take_events())
     assert plain.hashes == hashes(1, 2)
     assert other.hashes == [
         block_hash(digest) for digest in digest_chain((1, 2), 1, chain_root(own))
@@ -220,9 +233,11 @@ def test_pages_are_cut_short_bit_by_bit() -> None:
     cache.told()
     for left in range(99, 0, -1):
         cache.index.evict(DEVICE, 1)
-        assert cache.index.take_events()[0].hashes == [hashes(*ids)[left]]
-    (rest,) = cache.index.snapshot_events()
-    assert cache.index.snapshot_events()[0].digests is rest.digests, "a page is hashed once"
+        removed = only(Removed, cache.index.take_events())
+        assert removed[0].hashes == [hashes(*ids)[left]]
+    (rest,) = only(Stored, cache.index.snapshot_events())
+    (again,) = only(Stored, cache.index.snapshot_events())
+    assert again.digests is rest.digests, "a page is hashed once"
     assert rest.hashes == hashes(0) and len(rest.tokens) == 4
     # A page that is left keeps no long array.
     assert rest.digests.base is None or rest.digests.base.size <= 8

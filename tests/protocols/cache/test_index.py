@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.hashes import ANY, Namespace, token_bytes
-from kvflow.protocols.cache.index import PrefixIndex
+from kvflow.protocols.cache.index import Inserted, Match, PrefixIndex
+from kvflow.protocols.cache.nodes import Node
+from kvflow.protocols.cache.writes import Write
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.layout import PageIndices
 
 DEVICE, HOST, STORAGE = Tier
 
 
-def pages(*numbers: int) -> np.ndarray:
+def pages(*numbers: int) -> PageIndices:
     return np.array(numbers, np.int32)
 
 
@@ -28,18 +32,34 @@ class Cache:
         self.clock = itertools.count()
         self.next_page = 100
 
-    def insert(self, *ids: int, **keywords):
+    def insert(
+        self, *ids: int, namespace: Namespace = ANY, shared: int = 0, priority: int = 0
+    ) -> Inserted:
         given = np.arange(self.next_page, self.next_page + len(ids), dtype=np.int32)
         self.next_page += len(ids)
-        return self.index.insert(token_bytes(ids), given, next(self.clock), **keywords)
+        return self.index.insert(
+            token_bytes(ids), given, next(self.clock), namespace, shared=shared, priority=priority
+        )
 
-    def match(self, *ids: int, namespace: Namespace = ANY):
+    def insert_node(self, *ids: int) -> Node:
+        """Insert, and return the node of the last page."""
+        end = self.insert(*ids).end
+        assert end is not None
+        return end
+
+    def match(self, *ids: int, namespace: Namespace = ANY) -> Match:
         return self.index.match(token_bytes(ids), next(self.clock), namespace)
 
-    def back_up(self, *ids: int, at: int = 0):
-        found = self.match(*ids)
-        count = self.index.missing(found.end, DEVICE, HOST)
-        return self.index.begin_write(found.end, DEVICE, HOST, pages(*range(at, at + count)))
+    def match_node(self, *ids: int) -> Node:
+        """Match, and return the node of the last page."""
+        end = self.match(*ids).end
+        assert end is not None
+        return end
+
+    def back_up(self, *ids: int, at: int = 0) -> Write:
+        end = self.match_node(*ids)
+        count = self.index.missing(end, DEVICE, HOST)
+        return self.index.begin_write(end, DEVICE, HOST, pages(*range(at, at + count)))
 
 
 @pytest.mark.parametrize("start", [1, 2, 3])
@@ -64,10 +84,8 @@ def test_splits_on_both_sides_of_three_copies(order: tuple[int, ...], failing: i
     cache.insert(1, 2, 3, 4, 5, 6)
     writes = []
     for length in (2, 4, 6):  # each is what the host lacks so far
-        found = cache.match(*range(1, length + 1))
-        writes.append(
-            cache.index.begin_write(found.end, DEVICE, HOST, pages(length - 2, length - 1))
-        )
+        end = cache.match_node(*range(1, length + 1))
+        writes.append(cache.index.begin_write(end, DEVICE, HOST, pages(length - 2, length - 1)))
     for fork in ((1, 9), (1, 2, 3, 9), (1, 2, 3, 4, 5, 9)):
         cache.insert(*fork)
     assert len(cache.index.evict(DEVICE, 50).device) == 3, "only the forks' ends can go"
@@ -77,7 +95,7 @@ def test_splits_on_both_sides_of_three_copies(order: tuple[int, ...], failing: i
             [2 * number, 2 * number + 1] if number == failing else []
         )
     hole = [] if failing is None else [100 + 2 * failing, 101 + 2 * failing]
-    end = cache.match(1, 2, 3, 4, 5, 6).end
+    end = cache.match_node(1, 2, 3, 4, 5, 6)
     assert cache.index.missing(end, DEVICE, HOST) == len(hole)
     if hole:  # it is visible, and heals
         again = cache.index.begin_write(end, DEVICE, HOST, pages(50, 51))
@@ -86,6 +104,7 @@ def test_splits_on_both_sides_of_three_copies(order: tuple[int, ...], failing: i
     assert len(cache.index.evict(DEVICE, 50).device) == 6
     found = cache.match(1, 2, 3, 4, 5, 6)
     assert (found.num_pages, len(found.device_pages)) == (6, 0)
+    assert found.end is not None
     load = cache.index.begin_write(found.end, HOST, DEVICE, pages(*range(6)))
     wanted = [50 + n % 2 if failing is not None and n // 2 == failing else n for n in range(6)]
     assert load.source_pages.tolist() == wanted
@@ -108,7 +127,7 @@ def test_a_stale_acknowledgement_changes_nothing_of_a_run_that_was_written_again
 
 def test_a_flush_holds_what_a_copy_and_a_lock_use_until_they_end() -> None:
     cache = Cache()
-    locked = cache.insert(1, 2).end
+    locked = cache.insert_node(1, 2)
     cache.insert(1, 2, 3)
     cache.insert(4)
     cache.index.lock(locked)
@@ -184,6 +203,7 @@ def test_a_state_stays_as_long_as_one_tier_has_its_page() -> None:
     found = cache.match(1, 2)
     # To be loaded first.
     assert (found.num_pages, found.device_pages.size, found.state) == (2, 0, None)
+    assert found.end is not None
     cache.index.ack(cache.index.begin_write(found.end, HOST, DEVICE, pages(0, 1)).number)
     assert cache.match(1, 2).state == 5
 
@@ -201,7 +221,7 @@ def test_the_device_has_what_ends_in_a_state_there() -> None:
 
 def test_a_locked_state_stays_and_its_pages_with_it() -> None:
     cache = Cache(needs_state=True)
-    end = cache.insert(1).end
+    end = cache.insert_node(1)
     with pytest.raises(MisuseError, match="cannot lock a state"):
         cache.index.lock_state(end)
     assert cache.index.put_state(token_bytes([1]), 3)
@@ -236,6 +256,7 @@ def test_a_million_tokens_and_a_path_of_many_nodes() -> None:
     index.insert(tokens, numbers[1199:], 1 << 20, shared=1199)
     found = index.match(tokens, 1 << 20)
     assert np.array_equal(found.device_pages, numbers)
+    assert found.end is not None and found.device_end is not None
     index.lock(found.device_end)
     write = index.begin_write(found.end, DEVICE, HOST, numbers)
     assert not index.flush().device.size
@@ -250,19 +271,22 @@ def test_a_million_tokens_and_a_path_of_many_nodes() -> None:
 
 def test_bad_input_is_one_line() -> None:
     cache = Cache()
-    index, end = cache.index, cache.insert(1, 2).end
+    index, end = cache.index, cache.insert_node(1, 2)
     cache.match(1)
-    gone = cache.insert(5).end
+    gone = cache.insert_node(5)
     index.lock(end)
     index.evict(DEVICE, 1)
-    cases = [
+    cases: list[tuple[Callable[[], object], str]] = [
         (lambda: PrefixIndex(0), "page_size 0: at least 1 token is needed"),
         (
             lambda: PrefixIndex(1, "fifo"),
             "unknown eviction policy 'fifo'; use lru, lfu, slru, priority, depth",
         ),
         (lambda: index.match(b"12345", 99), "tokens must be bytes, 4 for each token id"),
-        (lambda: index.match([1], 99), "tokens must be bytes, 4 for each token id"),
+        (
+            lambda: index.match([1], 99),  # type: ignore[arg-type]
+            "tokens must be bytes, 4 for each token id",
+        ),
         (lambda: index.match(b"", -1), "time went back from 2 s to -1 s"),
         (lambda: cache.insert(1, 2, shared=1), "2 pages given for pages 1 to 2 of the tokens"),
         (
@@ -270,7 +294,7 @@ def test_bad_input_is_one_line() -> None:
             "1 pages are said to be shared, and the device has 0",
         ),
         (
-            lambda: index.insert(token_bytes([8]), [1], 99),
+            lambda: index.insert(token_bytes([8]), [1], 99),  # type: ignore[arg-type]
             "pages must be a numpy array of int32, not list",
         ),
         (
@@ -342,8 +366,8 @@ def test_queues_hold_a_node_once_however_often_it_is_used() -> None:
 
 def test_a_flushed_state_goes_with_its_pages_and_not_before() -> None:
     cache = Cache(needs_state=True)
-    end = cache.insert(1, 2).end
-    assert end is not None and cache.index.put_state(_key(1, 2), 7)
+    end = cache.insert_node(1, 2)
+    assert cache.index.put_state(_key(1, 2), 7)
     cache.index.lock(end)
     assert not cache.index.flush().states
     assert not cache.index.evict_states(1).states
@@ -374,12 +398,13 @@ def test_what_was_flushed_is_offered_to_no_queue() -> None:
         (DEVICE, HOST, np.zeros((2, 1), np.int32), r"of shape \(2, 1\)"),
     ],
 )
-def test_a_refused_write_takes_nothing(source: Tier, target: Tier, given, said: str) -> None:
+def test_a_refused_write_takes_nothing(
+    source: Tier, target: Tier, given: PageIndices | list[int], said: str
+) -> None:
     cache = Cache()
-    end = cache.insert(1, 2).end
-    assert end is not None
+    end = cache.insert_node(1, 2)
     with pytest.raises(MisuseError, match=said):
-        cache.index.begin_write(end, source, target, given)
+        cache.index.begin_write(end, source, target, given)  # type: ignore[arg-type]
     assert cache.index.stats().writes_open == 0 and cache.index.evictable_pages == 2
 
 
@@ -387,8 +412,7 @@ def test_a_write_to_storage_has_no_target_pages() -> None:
     cache = Cache()
     cache.insert(1, 2)
     cache.index.ack(cache.back_up(1, 2).number)
-    end = cache.match(1, 2).end
-    assert end is not None
+    end = cache.match_node(1, 2)
     write = cache.index.begin_write(end, HOST, STORAGE, pages(5, 6))
     assert write.target_pages.size == 0 and write.source_pages.tolist() == [0, 1]
     assert not cache.index.fail(write.number).host.size, "what was given is not the index's"

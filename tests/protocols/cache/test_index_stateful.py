@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import TypeAlias
 
 import pytest
 from hypothesis import settings
@@ -14,6 +15,8 @@ from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.cache.policies import POLICIES
 from tests.protocols.cache.driver import POOL, Driver
 
+Prompt: TypeAlias = tuple[int, ...]
+
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
 NAMESPACES = [ANY, ANY, ANY, Namespace(lora="a")]
 ROUTES = [(0, 1), (0, 1), (1, 0), (0, 2), (1, 2)]
@@ -22,11 +25,16 @@ COUNTS = [1, 1, 2, 5, POOL]
 
 
 class IndexMachine(RuleBasedStateMachine):
-    driver: Driver | None = None
+    begun: Driver | None = None
+
+    @property
+    def driver(self) -> Driver:
+        assert self.begun is not None
+        return self.begun
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)), needs_state=st.booleans())
     def start(self, policy: str, needs_state: bool) -> None:
-        self.driver = Driver(policy, needs_state=needs_state)
+        self.begun = Driver(policy, needs_state=needs_state)
 
     @rule(
         namespace=st.sampled_from(NAMESPACES),
@@ -34,29 +42,29 @@ class IndexMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         share=st.booleans(),
     )
-    def insert(self, **arguments) -> None:
-        self.driver.insert(**arguments)
+    def insert(self, namespace: Namespace, prompt: Prompt, priority: int, share: bool) -> None:
+        self.driver.insert(namespace, prompt, priority, share)
 
     @rule(namespace=st.sampled_from(NAMESPACES), prompt=PROMPTS)
-    def lock(self, **arguments) -> None:
-        self.driver.lock(**arguments)
+    def lock(self, namespace: Namespace, prompt: Prompt) -> None:
+        self.driver.lock(namespace, prompt)
 
     @precondition(lambda self: self.driver.locked)
     @rule(data=st.data())
-    def unlock(self, data) -> None:
+    def unlock(self, data: st.DataObject) -> None:
         self.driver.unlock(data.draw(st.integers(0, len(self.driver.locked) - 1)))
 
     @rule(namespace=st.sampled_from(NAMESPACES), prompt=PROMPTS)
-    def put_state(self, **arguments) -> None:
-        self.driver.put_state(**arguments)
+    def put_state(self, namespace: Namespace, prompt: Prompt) -> None:
+        self.driver.put_state(namespace, prompt)
 
     @precondition(lambda self: self.driver.locked)
     @rule(data=st.data())
-    def unlock_state(self, data) -> None:
+    def unlock_state(self, data: st.DataObject) -> None:
         self.driver.unlock_state(data.draw(st.integers(0, len(self.driver.locked) - 1)))
 
     @rule(count=st.integers(1, 3))
-    def evict_states(self, count) -> None:
+    def evict_states(self, count: int) -> None:
         self.driver.evict_states(count)
 
     @rule(
@@ -65,45 +73,47 @@ class IndexMachine(RuleBasedStateMachine):
         route=st.sampled_from(ROUTES),
         cut=st.integers(0, 2),
     )
-    def begin_write(self, **arguments) -> None:
-        self.driver.begin_write(**arguments)
+    def begin_write(
+        self, namespace: Namespace, prompt: Prompt, route: tuple[int, int], cut: int
+    ) -> None:
+        self.driver.begin_write(namespace, prompt, route, cut)
 
     @precondition(lambda self: self.driver.oracle.writes or self.driver.ended)
     @rule(data=st.data(), landed=st.booleans())
-    def end_write(self, data, landed) -> None:
+    def end_write(self, data: st.DataObject, landed: bool) -> None:
         numbers = sorted(self.driver.oracle.writes) + self.driver.ended[-1:]  # the last is stale
         self.driver.end(data.draw(st.sampled_from(numbers)), landed)
 
     @rule(tier=st.sampled_from(TIERS), count=st.sampled_from(COUNTS))
-    def evict(self, tier, count) -> None:
+    def evict(self, tier: Tier, count: int) -> None:
         self.driver.evict(tier, count)
 
     @rule(count=st.sampled_from(COUNTS), wanted=st.integers(1, 9))
-    def evict_copied(self, count, wanted) -> None:
+    def evict_copied(self, count: int, wanted: int) -> None:
         self.driver.evict_copied(count, wanted)
 
     @rule(namespace=st.sampled_from(NAMESPACES), prompt=PROMPTS, first=st.integers(0, 3))
-    def lose(self, **arguments) -> None:
-        self.driver.lose(**arguments)
+    def lose(self, namespace: Namespace, prompt: Prompt, first: int) -> None:
+        self.driver.lose(namespace, prompt, first)
 
     @rule(really=st.integers(0, 5))
-    def flush(self, really) -> None:
+    def flush(self, really: int) -> None:
         if really == 5:
             self.driver.flush()
 
     @invariant()
     def every_page_is_free_or_held(self) -> None:
-        if self.driver is not None:
-            self.driver.every_page_is_free_or_held()
+        if self.begun is not None:
+            self.begun.every_page_is_free_or_held()
 
     @invariant()
     def subscribers_know_what_can_be_read(self) -> None:
-        if self.driver is not None:
-            self.driver.subscribers_know_what_can_be_read()
+        if self.begun is not None:
+            self.begun.subscribers_know_what_can_be_read()
 
     def teardown(self) -> None:
-        if self.driver is not None:
-            self.driver.finish()
+        if self.begun is not None:
+            self.begun.finish()
 
 
 IndexMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)

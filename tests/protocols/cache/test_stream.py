@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,7 +38,7 @@ class Knower(Subscriber):
 
     def apply(self, batch: Batch) -> None:
         self.last = batch.seq
-        for event in kinds(batch, whole=True):
+        for event in events_of(batch):
             if event["type"] == "BlockStored":
                 self.stored(event["medium"], event["block_hashes"], event["parent_block_hash"])
             elif event["type"] == "BlockRemoved":
@@ -55,9 +56,13 @@ class Knower(Subscriber):
             self.apply(batch)
 
 
-def kinds(batch: Batch, *, whole: bool = False) -> list:
-    events = msgspec.msgpack.decode(batch.payload)[1]
-    return events if whole else [event["type"] for event in events]
+def events_of(batch: Batch) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = msgspec.msgpack.decode(batch.payload)[1]
+    return events
+
+
+def kinds(batch: Batch) -> list[str]:
+    return [event["type"] for event in events_of(batch)]
 
 
 def index_of(pages: int, page_size: int = 1) -> PrefixIndex:
