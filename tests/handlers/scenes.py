@@ -11,14 +11,17 @@ import numpy as np
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.decode.links import PrefillPeer
+from kvflow.protocols.decode.records import DecodeRoomRecord
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machines.ledger import Ledger
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.prefill.peers import DecodePeer
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import WIRE_VERSION, Bootstrap, Message, Registered
 from kvflow.testing.pair import PAGE_SIZE, Pair, until
 from kvflow.transports.control.memory import Frame
-from kvflow.transports.data.fake import Fault
+from kvflow.transports.data.fake import FakeRoute, Fault
 
 PROMPT = range(5 * PAGE_SIZE)  # five pages
 WHY = Cause(Code.ENGINE_ERROR, "the engine gave up")
@@ -30,6 +33,12 @@ def ledger(node: DecodeNode) -> Ledger[PrefillPeer]:
 
 def links(node: DecodeNode) -> list[PrefillPeer]:
     return list(node.shell.endpoint.peers)
+
+
+def record_of(room: DecodeRoom) -> DecodeRoomRecord:
+    """Return what the endpoint knows about a room that has reached it."""
+    assert room.record is not None
+    return room.record
 
 
 def known(node: PrefillNode) -> list[DecodePeer]:
@@ -82,9 +91,9 @@ def slow_way(p: Pair) -> asyncio.Event:
     plane, go_on = p.plane(p.prefill), asyncio.Event()
     connect = plane.connect
 
-    async def slow(*to: Any) -> Any:
+    async def slow(address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
         await go_on.wait()
-        return await connect(*to)
+        return await connect(address, layout)
 
     plane.connect = slow  # type: ignore[method-assign]
     return go_on

@@ -9,8 +9,10 @@ import pytest
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.wire.messages import Abort, ChunkDone, Heartbeat
 from kvflow.testing.pair import Pair, fill, until
+from kvflow.transports.control.memory import Frame
 from tests.handlers.scenes import (
     PROMPT,
     WHY,
@@ -20,6 +22,8 @@ from tests.handlers.scenes import (
     known,
     matched,
     midway,
+    more,
+    record_of,
     sending,
     success,
     to_prefill,
@@ -33,7 +37,7 @@ async def between_chunks(p: Pair) -> Both:
     mine = p.prefill.pages.take(2, "engine")
     source.on_end(lambda: p.prefill.pages.give_back(mine, "engine"))
     source.send(mine)
-    await until(lambda: target.record.state.filled == (2,))
+    await until(lambda: record_of(target).state.filled == (2,))
     assert source.phase.name == "WAITING_FOR_INPUT"
     return source, target
 
@@ -81,10 +85,17 @@ async def test_the_answer_goes_before_its_pages_are_let_go_and_users_are_told_af
     seen: list[str] = []
     store, carry = p.prefill.shell.pages, p.network.carry
     unhold = store.unhold
-    monkeypatch.setattr(store, "unhold", lambda pages: (seen.append("let go"), unhold(pages)))
-    monkeypatch.setattr(
-        p.network, "carry", lambda frame: (seen.append(type(frame.message).__name__), carry(frame))
-    )
+
+    def let_go(pages: PageIndices) -> None:
+        seen.append("let go")
+        unhold(pages)
+
+    def carried(frame: Frame) -> None:
+        seen.append(type(frame.message).__name__)
+        carry(frame)
+
+    monkeypatch.setattr(store, "unhold", let_go)
+    monkeypatch.setattr(p.network, "carry", carried)
 
     async def released() -> None:
         await source.released()
@@ -154,7 +165,7 @@ async def test_an_abort_after_success_for_a_grant_prefill_has_forgotten(p: Pair)
     for acks in range(3):
         assert p.network.seen["AbortAck"] == acks
         to_prefill(p, Abort(cause=WHY, **header(p, 7, target.grant)))
-        await until(lambda acks=acks: p.network.seen["AbortAck"] > acks)
+        await more(p, "AbortAck")
         assert not half.ended
     second = await p.decode.room(7, "sim", PROMPT)
     await finish(p, half, second)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvflow.protocols.arguments import pack_pages
@@ -127,7 +128,11 @@ async def test_what_names_another_room_than_was_announced_ends_the_announcement(
     async with pair() as p:
         await success(p, 1)
         other = await p.add_decode()
-        offer = {"pages": pack_pages([0]), "prompt_tokens": 4, "prompt_digest": b"d" * 32}
+        offer = {
+            "pages": pack_pages(np.zeros(1, np.int32)),
+            "prompt_tokens": 4,
+            "prompt_digest": b"d" * 32,
+        }
         fields: dict[str, Any] = {"cause": WHY} if kind is Abort else offer
         to_prefill(
             p,

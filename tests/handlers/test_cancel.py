@@ -41,7 +41,7 @@ async def opened(p: Pair, room: int) -> DecodeRoom:
     return await p.decode.room(room, "sim", PROMPT)
 
 
-async def cancelled(task: asyncio.Future[object]) -> None:
+async def cancelled(task: asyncio.Future[object] | asyncio.Future[DecodeRoom]) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -18,7 +18,7 @@ from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.wire.codec import encode, parse_at_decode
-from kvflow.protocols.wire.messages import ChunkDone, Resync
+from kvflow.protocols.wire.messages import ChunkDone, GrantId, Incarnation, Rank, Resync, RoomId
 from kvflow.testing.pair import Pair, fill, small_layout, until
 from kvflow.transports.control.memory import Fate, Frame
 from kvflow.transports.data.fake import Fault
@@ -30,6 +30,7 @@ from tests.handlers.scenes import (
     ledger,
     links,
     matched,
+    record_of,
     sending,
 )
 
@@ -175,12 +176,16 @@ async def test_a_changed_byte_of_the_last_chunk(p: Pair) -> None:
 async def test_chunks_are_summed_side_by_side_and_land_in_order(p: Pair) -> None:
     _, target, sums = await checking(p, chunks=3)
     for slow in reversed(sums.begun):
-        assert target.record.state.filled == (0,) and not target.ended
+        assert record_of(target).state.filled == (0,) and not target.ended
         await sums.end(slow)
         await asyncio.sleep(0)
     assert await target.landed() == b"handoff"
     assert len(ledger(p.decode)) == p.decode.pool.pages.held_pages == 0
     target.close()
+
+
+async def longer(growing: list[int], size: int) -> None:
+    await until(lambda: len(growing) > size)
 
 
 async def test_a_chunk_that_is_being_summed_is_not_asked_for_again(p: Pair) -> None:
@@ -199,7 +204,7 @@ async def test_a_chunk_that_is_being_summed_is_not_asked_for_again(p: Pair) -> N
     p.network.rules.append(listen)
     for n in range(3):  # the room stands still, and prefill is asked what became of it
         p.clock(p.decode).advance(10)
-        await until(lambda n=n: len(missing) > n)
+        await longer(missing, n)
     assert set(missing) == {1}
     p.plane(p.prefill).release()
     await until(lambda: len(sums.begun) == 2)
@@ -331,7 +336,9 @@ async def test_what_cannot_be_summed_has_not_landed(
     p: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad: Any = None  # where a store would be
-    monkeypatch.setattr(p.decode.shell.checksums._sums, "_stores", Stores([bad], []))
+    checksums = p.decode.shell.checksums
+    assert isinstance(checksums, PageChecksums)
+    monkeypatch.setattr(checksums._sums, "_stores", Stores([bad], []))
     _, target = await sending(p)
     with pytest.raises(KvflowError, match="could not be computed"):
         await target.landed()
@@ -460,11 +467,11 @@ async def test_over_shared_memory(spoiled: bool, kvflow_clean_loop: None) -> Non
 
 def test_a_chunk_of_a_prefill_that_knows_no_checksums() -> None:
     message = ChunkDone(
-        room=7,
-        grant=1,
-        source=3,
-        target=5,
-        rank=0,
+        room=RoomId(7),
+        grant=GrantId(1),
+        source=Incarnation(3),
+        target=Incarnation(5),
+        rank=Rank(0),
         seq=0,
         pages=2,
         last=True,

@@ -16,7 +16,7 @@ from kvflow.protocols.machinery import Timer
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import Abort, RoomFailed
+from kvflow.protocols.wire.messages import Abort, Rank, RoomFailed, RoomId
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import PROMPT, WHY, announced, header, matched, midway, offered, sending
@@ -31,7 +31,7 @@ async def expected(p: Pair) -> Both:
 
 async def bootstrapped(p: Pair) -> Both:
     target = await offered(p)
-    return PrefillRoom(p.prefill.shell, p.prefill.shell.endpoint.rooms[7]), target
+    return PrefillRoom(p.prefill.shell, p.prefill.shell.endpoint.rooms[RoomId(7)]), target
 
 
 async def transferring(p: Pair) -> Both:
@@ -134,7 +134,7 @@ async def by_the_peer(p: Pair, session: Any) -> None:
         )
         p.prefill.shell.run()
     else:
-        failed = RoomFailed(rank=0, cause=OTHER, **header(p, session.room, session.grant))
+        failed = RoomFailed(rank=Rank(0), cause=OTHER, **header(p, session.room, session.grant))
         key = PeerKey(p.prefill.incarnation, p.prefill.info.control)
         p.decode.shell.endpoint.receive(key, encode(failed), p.clock(p.decode).now())
         p.decode.shell.run()

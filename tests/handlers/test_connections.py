@@ -9,7 +9,7 @@ from kvflow.node import DecodeNode
 from kvflow.protocols.errors import Code, KvflowError, MisuseError
 from kvflow.protocols.ports import ControlSocket
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import Heartbeat, Incarnation, Register
+from kvflow.protocols.wire.messages import GrantId, Heartbeat, Incarnation, Register
 from kvflow.testing.pair import Pair, until
 from kvflow.transports.control.memory import DealerSocket, Frame
 from kvflow.transports.control.zmq import connect_dealer
@@ -28,6 +28,9 @@ class Full:
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
         return await self._socket.receive()
+
+    def sender_address(self) -> str:
+        return self._socket.sender_address()
 
     def close(self) -> None:
         self.closed = True
@@ -91,7 +94,7 @@ async def test_an_answer_to_nobody_is_counted_at_prefill(p: Pair) -> None:
         wire_version=0,
         layout=identity.layout,
         address=identity.address,
-        fresh_from=1,
+        fresh_from=GrantId(1),
     )
     where = p.prefill.control, routing_id(STRANGER), True
     p.network.inject(Frame(*where, encode(asked)))

@@ -21,6 +21,7 @@ from tests.handlers.scenes import (
     links,
     midway,
     prove,
+    record_of,
     sending,
     success,
 )
@@ -31,7 +32,7 @@ async def doubtful(p: Pair, *faults: Fault, chunks: int = 1) -> DecodeRoom:
     assert await code_of(target.landed()) is Code.TRANSFER_ERROR
     assert await code_of(source.done()) is Code.TRANSFER_ERROR
     await until(lambda: source.phase.name == "LOST" and not p.prefill.pool.pages.held_pages)
-    await until(lambda: set(target.record.lease.loans.values()) == {LoanPhase.DOUBTFUL})
+    await until(lambda: set(record_of(target).lease.loans.values()) == {LoanPhase.DOUBTFUL})
     assert ledger(p.decode).quarantined_pages == 5
     assert p.decode.pages.free_pages == 59 and not p.decode.shell.endpoint.rooms
     return target
@@ -64,7 +65,7 @@ async def test_close_waits_for_the_answers_that_may_still_come(p: Pair) -> None:
     source, target = await sending(p, Fault.STUCK, room=8)
     closing = asyncio.create_task(p.decode.close())
     await until(lambda: source.phase.name == "DRAINING")
-    await until(lambda: set(target.record.lease.loans.values()) == {LoanPhase.RECALLED})
+    await until(lambda: set(record_of(target).lease.loans.values()) == {LoanPhase.RECALLED})
     assert not closing.done()
     p.plane(p.prefill).release()
     async with asyncio.timeout(10):

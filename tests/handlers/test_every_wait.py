@@ -18,9 +18,11 @@ import pytest
 
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import KvflowError
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.ports import PlaneAddress
 from kvflow.testing.cancellation import Steps, stepping
 from kvflow.testing.pair import Pair, fill, pair, until
-from kvflow.transports.data.fake import FakePlane, Fault
+from kvflow.transports.data.fake import FakePlane, FakeRoute, Fault
 from tests.handlers.scenes import PROMPT, links, matched, midway, success
 
 Work = Coroutine[Any, Any, object]
@@ -56,9 +58,9 @@ def slow(p: Pair) -> None:
     plane = p.plane(p.prefill)
     connect = plane.connect
 
-    async def connected(*to: Any) -> Any:
+    async def connected(address: PlaneAddress, layout: PoolLayout) -> FakeRoute:
         await asyncio.sleep(0)
-        route = await connect(*to)
+        route = await connect(address, layout)
         await asyncio.sleep(0)
         return route
 

@@ -10,6 +10,7 @@ from kvflow.protocols.wire.messages import (
     AbortAck,
     Bootstrap,
     ChunkDone,
+    Rank,
     Register,
     Registered,
 )
@@ -23,29 +24,42 @@ async def impersonate(socket: RouterSocket) -> None:
     while True:
         for peer, frame in await socket.receive():
             message = parse_at_prefill(frame)
-            lives = {"source": message.source, "target": message.target}
             if isinstance(message, Register):
                 answer = Registered(
                     wire_version=WIRE_VERSION,
-                    rank=0,
+                    source=message.source,
+                    target=message.target,
+                    rank=Rank(0),
                     refusal="",
                     address=message.address,
                     asked=message.source,
                     fresh_from=message.fresh_from,
                     served=served_of(message.layout),
-                    **lives,
                 )
                 socket.send(encode(answer), peer)
             elif isinstance(message, Bootstrap):
-                header = {"room": message.room, "grant": message.grant, "rank": 0, **lives}
-                pages = len(message.pages) // 4
                 done = ChunkDone(
-                    seq=0, pages=pages, last=True, handoff=b"a stranger's token", **header
+                    room=message.room,
+                    grant=message.grant,
+                    source=message.source,
+                    target=message.target,
+                    rank=Rank(0),
+                    seq=0,
+                    pages=len(message.pages) // 4,
+                    last=True,
+                    handoff=b"a stranger's token",
                 )
                 socket.send(encode(done), peer)
             elif isinstance(message, Abort):
-                header = {"room": message.room, "grant": message.grant, "rank": 0, **lives}
-                socket.send(encode(AbortAck(drained=True, **header)), peer)
+                acknowledged = AbortAck(
+                    room=message.room,
+                    grant=message.grant,
+                    source=message.source,
+                    target=message.target,
+                    rank=Rank(0),
+                    drained=True,
+                )
+                socket.send(encode(acknowledged), peer)
 
 
 async def test_a_stranger_under_a_prefills_incarnation_serves_who_asks_at_his_address(

@@ -152,7 +152,8 @@ async def test_a_decode_does_not_wait_for_a_prefill_that_does_not_answer(p: Pair
 
 async def test_both_close_at_once(p: Pair) -> None:
     await linked(p)
-    p.decode.leave(), p.prefill.leave()
+    p.decode.leave()
+    p.prefill.leave()
     for node in (p.decodes.pop(), p.prefills.pop()):
         await node.close()
 

@@ -10,7 +10,7 @@ import pytest
 from kvflow.protocols.errors import Cause, Code, LostError, RefusedError
 from kvflow.protocols.machines.rendezvous import Rendezvous, Side
 from kvflow.protocols.pages.layout import build_layout
-from kvflow.protocols.wire.messages import MAX_TEXT, Abort, Bootstrap
+from kvflow.protocols.wire.messages import MAX_TEXT, Abort, Bootstrap, RoomId
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, small_layout, until
 from tests.handlers.scenes import PROMPT, WHY, code_of, links, offered, success
 
@@ -125,13 +125,14 @@ async def test_nobody_answers(p: Pair) -> None:
 
 def test_outcomes_are_bounded_and_told_once_to_the_other_side() -> None:
     meeting: Rendezvous[str] = Rendezvous(limit=2)
-    for room in (1, 2, 3):
+    one, two, three, four = (RoomId(number) for number in range(1, 5))
+    for room in (one, two, three):
         meeting.record_outcome(room, Side.ENGINE, Cause(Code.DEADLINE, str(room)), forget_at_s=room)
-    assert len(meeting) == 2 and meeting.take(1, Side.DECODE) is None
-    assert meeting.take(2, Side.DECODE) == Cause(Code.DEADLINE, "2")
-    assert meeting.take(2, Side.DECODE) is None
-    assert meeting.take(3, Side.ENGINE) is None and not len(meeting)
-    meeting.record_outcome(4, Side.DECODE, WHY, 4.0)
+    assert len(meeting) == 2 and meeting.take(one, Side.DECODE) is None
+    assert meeting.take(two, Side.DECODE) == Cause(Code.DEADLINE, "2")
+    assert meeting.take(two, Side.DECODE) is None
+    assert meeting.take(three, Side.ENGINE) is None and not len(meeting)
+    meeting.record_outcome(four, Side.DECODE, WHY, 4.0)
     meeting.expire(3.9)
     assert len(meeting) == 1 and meeting.next_expiry_s() == 4.0
     meeting.expire(4.0)
@@ -140,16 +141,17 @@ def test_outcomes_are_bounded_and_told_once_to_the_other_side() -> None:
 
 def test_a_half_that_never_comes_is_kept_for_the_other_unless_that_has_ended_too() -> None:
     meeting: Rendezvous[str] = Rendezvous(limit=2)
-    meeting.record_outcome(1, Side.ENGINE, WHY, 9.0)
+    one, two, three = (RoomId(number) for number in range(1, 4))
+    meeting.record_outcome(one, Side.ENGINE, WHY, 9.0)
     assert len(meeting) == 1
-    meeting.record_outcome(1, Side.DECODE, WHY, 9.0)
+    meeting.record_outcome(one, Side.DECODE, WHY, 9.0)
     assert not len(meeting), "both know"
-    meeting.record_outcome(2, Side.ENGINE, WHY, 9.0)
-    meeting.record_outcome(3, Side.ENGINE, WHY, 9.0)
+    meeting.record_outcome(two, Side.ENGINE, WHY, 9.0)
+    meeting.record_outcome(three, Side.ENGINE, WHY, 9.0)
     again = Cause(Code.DEADLINE, "of another room of that id")
-    meeting.record_outcome(2, Side.ENGINE, again, 10.0)
+    meeting.record_outcome(two, Side.ENGINE, again, 10.0)
     meeting.expire(9.0)
-    assert len(meeting) == 1 and meeting.take(2, Side.DECODE) == again, (
+    assert len(meeting) == 1 and meeting.take(two, Side.DECODE) == again, (
         "the newest is the last to be forgotten"
     )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Code, LostError
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import Abort, AbortAck, Heartbeat
+from kvflow.protocols.wire.messages import Abort, AbortAck, Heartbeat, Incarnation
 from kvflow.testing.pair import Pair, until
 from kvflow.transports.control.memory import Frame
 from tests.handlers.scenes import (
@@ -111,16 +112,21 @@ async def test_a_loaded_peer_is_not_a_dead_one(p: Pair) -> None:
     await finish(p, source, target)
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [b"", b"\0", b"\xc1" * 100, b"\x93\x03\x01\x02", encode(Heartbeat(source=1, target=2))[:-1]],
-)
+async def receives(p: Pair, node: PrefillNode | DecodeNode, garbage: bytes, times: int) -> None:
+    """Send these bytes to one of the two nodes, and wait until it has counted them all."""
+    control, peer = p.prefill.info.control, routing_id(p.decode.incarnation)
+    for _ in range(times):
+        p.network.inject(Frame(control, peer, node is p.prefill, garbage))
+    await until(lambda: node.counts.malformed == times)
+
+
+SHORTENED = encode(Heartbeat(source=Incarnation(1), target=Incarnation(2)))[:-1]
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\0", b"\xc1" * 100, b"\x93\x03\x01\x02", SHORTENED])
 async def test_bad_bytes_are_counted_and_the_next_room_works(p: Pair, garbage: bytes) -> None:
     await success(p, 1)
-    control, peer = p.prefill.info.control, routing_id(p.decode.incarnation)
-    for upwards, counts in ((True, p.prefill.counts), (False, p.decode.counts)):
-        for _ in range(40):
-            p.network.inject(Frame(control, peer, upwards, garbage))
-        await until(lambda counts=counts: counts.malformed == 40)
-        assert not counts.handler_errors
+    for node in (p.prefill, p.decode):
+        await receives(p, node, garbage, times=40)
+        assert not node.counts.handler_errors
     await success(p, 2)

@@ -31,6 +31,9 @@ class Desk:
     def feed(self, rank: int, kind: LoanKind) -> None:
         self.note(self.ledger.feed(self.lease, rank, kind))
 
+    def in_doubt(self) -> bool:
+        return self.lease.doubtful
+
     def end_room(self) -> None:
         for change in self.ledger.recall(self.lease, WHY, 0.0):
             self.note(change)
@@ -98,8 +101,8 @@ def test_loans_of_a_lost_source_are_in_doubt_and_no_other() -> None:
     desk = Desk(2)
     desk.end_room()
     desk.feed(0, LoanKind.SOURCE_LOST)
-    assert not desk.lease.doubtful
+    assert not desk.in_doubt()
     desk.feed(1, LoanKind.SOURCE_LOST)
-    assert desk.lease.doubtful
+    assert desk.in_doubt()
     desk.feed(0, LoanKind.SOURCE_BACK)
-    assert not desk.lease.doubtful and desk.aborts == [2, 1]
+    assert not desk.in_doubt() and desk.aborts == [2, 1]

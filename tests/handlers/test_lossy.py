@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.wire.messages import (
@@ -22,7 +23,15 @@ from kvflow.protocols.wire.messages import (
 )
 from kvflow.testing.pair import QUICK, Pair, pair, until
 from kvflow.transports.control.memory import DELIVERED, LOST, TWICE, Fate, Frame
-from tests.handlers.scenes import PROMPT, WHY, assert_same_bytes, code_of, matched, midway
+from tests.handlers.scenes import (
+    PROMPT,
+    WHY,
+    assert_same_bytes,
+    code_of,
+    matched,
+    midway,
+    record_of,
+)
 
 GOOD = [Register, Registered, Announce, Bootstrap, ChunkDone, Heartbeat, Resync]
 ENDED_BY: dict[str, list[type]] = {
@@ -119,12 +128,29 @@ async def test_one_of_several_ranks_never_got_its_bootstrap() -> None:
         target = await p.decode.room(7, "sim", PROMPT)
         await sources[0].matched()
         p.send_all(sources[0])
-        await until(lambda: target.record.state.finished == 1)
+        await until(lambda: record_of(target).state.finished == 1)
         await sources[1].matched()
         p.send_all(sources[1], node=p.prefills[1])
         assert await target.landed() == b"handoff"
         target.close()
         await p.rest()
+
+
+async def ends_somehow(p: Pair, room: int, rng: random.Random) -> None:
+    """Run one room, which either side may close before its pages are sent, and after."""
+    source, target = await p.open(room, PROMPT)
+    sides: list[PrefillRoom | DecodeRoom] = [source, target]
+    if rng.random() < 0.2:
+        rng.choice(sides).close(WHY)
+    await until(lambda: source.bytes_total or source.ended, LONG_S)
+    if not source.ended:
+        await until(lambda: source.phase.name == "WAITING_FOR_INPUT" or source.ended, LONG_S)
+    if not source.ended:
+        p.send_all(source, chunks=rng.randint(1, 5))
+    if rng.random() < 0.4:
+        rng.choice(sides).close(WHY)
+    await until(lambda: target.ended, LONG_S)
+    target.close()
 
 
 @pytest.mark.parametrize("turn", range(6))
@@ -136,18 +162,7 @@ async def test_everything_at_once(p: Pair, seed: int, turn: int) -> None:
 
     p.network.rules.append(rule)
     for room in range(12):
-        source, target = await p.open(room, PROMPT)
-        if rng.random() < 0.2:
-            rng.choice([source, target]).close(WHY)
-        await until(lambda s=source: s.bytes_total or s.ended, LONG_S)
-        if not source.ended:
-            await until(lambda s=source: s.phase.name == "WAITING_FOR_INPUT" or s.ended, LONG_S)
-        if not source.ended:
-            p.send_all(source, chunks=rng.randint(1, 5))
-        if rng.random() < 0.4:
-            rng.choice([source, target]).close(WHY)
-        await until(lambda t=target: t.ended, LONG_S)
-        target.close()
+        await ends_somehow(p, room, rng)
     p.patience_s = LONG_S
     await p.rest()
     endings = p.decode.counts.endings
@@ -182,7 +197,7 @@ async def test_a_reason_that_was_lost_is_told_though_its_acknowledgement_was_not
     p.network.hold(Resync)
     p.network.drop(RoomFailed)
     source.close(WHY)
-    await until(lambda: set(target.record.lease.loans.values()) == {LoanPhase.PROVEN})
+    await until(lambda: set(record_of(target).lease.loans.values()) == {LoanPhase.PROVEN})
     p.network.seen.clear()
     await until(lambda: p.network.seen["Heartbeat"] > 4)
     p.network.release()

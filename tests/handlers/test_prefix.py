@@ -8,7 +8,7 @@ from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import Code, KvflowError, MisuseError
 from kvflow.protocols.wire.messages import Bootstrap, ChunkDone
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, until
-from tests.handlers.scenes import WHY, assert_same_bytes, code_of, finish
+from tests.handlers.scenes import WHY, assert_same_bytes, code_of, finish, record_of
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ async def test_what_decode_finds_after_it_has_announced_a_room_need_not_travel(
     source = p.prefill.room(7, prompt)
     target = p.decode.announce(7, "sim", prompt)
     if linked:
-        await until(lambda: source.phase.name == "ANNOUNCED" and target.record.linked)
+        await until(lambda: source.phase.name == "ANNOUNCED" and record_of(target).linked)
     assert target.num_pages == 2
     await target.offer(prefix_tokens=pages * PAGE_SIZE)
     assert await source.matched() == pages * PAGE_SIZE
@@ -135,7 +135,7 @@ async def test_a_prefix_that_cannot_be_ends_the_room_and_no_other(
     prompt = range(2 * PAGE_SIZE)
     source, target = p.prefill.room(7, prompt), p.decode.announce(7, "sim", prompt)
     if linked:
-        await until(lambda: source.phase.name == "ANNOUNCED" and target.record.linked)
+        await until(lambda: source.phase.name == "ANNOUNCED" and record_of(target).linked)
     with pytest.raises(MisuseError, match="prefix"):
         await target.offer(prefix_tokens=prefix)
     with pytest.raises(KvflowError):

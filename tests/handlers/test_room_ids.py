@@ -29,15 +29,15 @@ async def test_any_integer_is_a_room_id(p: Pair, number: Any) -> None:
 
 
 async def test_numpy_and_python_integers_name_the_same_room(p: Pair) -> None:
-    source = p.prefill.room(np.int64(9), PROMPT)
+    source = p.prefill.room(np.int64(9), PROMPT)  # type: ignore[arg-type]
     target = await p.decode.room(9, "sim", PROMPT)
     await source.matched()
     with pytest.raises(MisuseError, match="in use"):
-        p.prefill.room(np.uint16(9), PROMPT)
+        p.prefill.room(np.uint16(9), PROMPT)  # type: ignore[arg-type]
     await finish(p, source, target)
-    p.decode.refuse(np.int64(10), "sim", WHY)
+    p.decode.refuse(np.int64(10), "sim", WHY)  # type: ignore[arg-type]
     assert await code_of(p.prefill.room(10, PROMPT).matched()) is WHY.code
-    p.prefill.refuse(np.int64(11), WHY)
+    p.prefill.refuse(np.int64(11), WHY)  # type: ignore[arg-type]
     assert await code_of(p.decode.room(11, "sim", PROMPT).landed()) is WHY.code
 
 

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import Code, LostError
 from kvflow.protocols.machinery import STORY_LINES
 from kvflow.telemetry.requests import CURRENT, RequestTrace
 from kvflow.testing.pair import Pair
-from tests.handlers.scenes import PROMPT, WHY
+from tests.handlers.scenes import PROMPT, WHY, record_of
 
 
-async def opened_for(p: Pair, room: int, request_id: str) -> Any:
+async def opened_for(p: Pair, room: int, request_id: str) -> tuple[PrefillRoom, DecodeRoom]:
     CURRENT.set(RequestTrace(request_id))
     return await p.open(room, PROMPT)
 
 
 def lines(caplog: pytest.LogCaptureFixture, request_id: str) -> list[str]:
-    records: list[Any] = [
-        r for r in caplog.records if r.name == "kvflow.rooms" and r.request_id == request_id
+    records = [
+        record
+        for record in caplog.records
+        if record.name == "kvflow.rooms" and vars(record)["request_id"] == request_id
     ]
-    assert all(len(record.rooms) == 1 for record in records)
+    assert all(len(vars(record)["rooms"]) == 1 for record in records)
     return [record.getMessage() for record in records]
 
 
@@ -62,7 +65,8 @@ async def test_nothing_is_followed_unless_it_is_asked_for(
 ) -> None:
     caplog.set_level(logging.INFO, logger="kvflow.rooms")
     source, target = await opened_for(p, 1, "request-1")
-    assert source.record.story.follower is None and target.record.story.follower is None
+    assert source.record.story.follower is None
+    assert record_of(target).story.follower is None
     assert lines(caplog, "request-1") == []
     target.close()
 
@@ -92,7 +96,7 @@ async def test_a_timer_armed_during_a_request_is_not_about_it(
 async def test_a_follower_is_told_more_lines_than_a_story_keeps(p: Pair) -> None:
     _, target = await p.open(1, PROMPT)
     told: list[str] = []
-    story = target.record.story
+    story = record_of(target).story
     story.follower = lambda line: told.append(line.what)
     for number in range(2 * STORY_LINES):
         story.tell(0.0, f"event {number}", target.phase)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import pytest
 
 from kvflow.protocols.errors import CapacityError, Code, LayoutError, MisuseError, TransferError
+from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, until
 from tests.handlers.scenes import (
@@ -32,7 +34,7 @@ async def test_a_room_moves_its_pages(p: Pair, chunks: int, first: str) -> None:
         target = await offered(p)
         source = p.prefill.room(7, PROMPT)
     assert await source.matched() == 0
-    assert not (source.ended or target.ended)
+    assert not any(half.ended for half in (source, target))
     pages = p.send_all(source, chunks=chunks)
     assert await target.landed() == await target.landed() == b"handoff"
     await source.done()
@@ -235,7 +237,7 @@ async def test_a_write_the_plane_refuses_fails_the_room_and_leaves_nothing_behin
     await success(p, 8)
 
 
-def _refuse(*_: object) -> None:
+def _refuse(source_pages: PageIndices, target_pages: PageIndices) -> NoReturn:
     raise LayoutError("planned badly")
 
 
@@ -244,7 +246,7 @@ async def test_a_callback_that_raises_ends_no_room_halfway(p: Pair) -> None:
     called: list[str] = []
     for session, name in ((source, "source"), (target, "target")):
         session.on_end(_raise)
-        session.on_end(lambda name=name: called.append(name))
+        session.on_end(partial(called.append, name))
     await finish(p, source, target)
     await until(lambda: sorted(called) == ["source", "target"])
     for counts in (p.prefill.counts, p.decode.counts):

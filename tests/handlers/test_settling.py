@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvflow.protocols.errors import Code
-from kvflow.protocols.wire.messages import Heartbeat
+from kvflow.protocols.wire.messages import GrantId, Heartbeat
 from kvflow.testing.pair import Pair, until
 from tests.handlers.scenes import (
     PROMPT,
@@ -63,7 +63,7 @@ async def test_one_room_that_waits_keeps_no_hand_over_of_others(p: Pair) -> None
 
 async def test_a_claim_about_grants_that_are_open_changes_nothing_for_them(p: Pair) -> None:
     source, target = await matched(p, 1)
-    to_prefill(p, Heartbeat(settled_below=target.grant + 1, **between(p)))
+    to_prefill(p, Heartbeat(settled_below=GrantId(target.grant + 1), **between(p)))
     await more(p, "Heartbeat", 3)
     p.send_all(source)
     assert await target.landed() == b"handoff" and not source.record.half

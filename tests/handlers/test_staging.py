@@ -348,10 +348,10 @@ async def test_a_room_that_waits_has_what_the_last_of_several_copies_lets_go(
         await until(lambda: target.grant not in p.decode.shell.endpoint.rooms and source.ended)
         ends[0].set()
         await until(lambda: target.holding.state.uses == 1)
-        assert p.decode.reached.pages.free_pages == 2 and not late.holding.lent.size
+        assert p.decode.reached.pages.free_pages == 2 and not len(late.holding.lent)
         ends[1].set()
         await until(lambda: p.decode.reached.pages.free_pages != 2)
-        assert late.holding.lent.size == 4, (
+        assert len(late.holding.lent) == 4, (
             "it is lent what comes back at the moment in which it comes back"
         )
         late.close()

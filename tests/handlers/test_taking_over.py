@@ -203,6 +203,10 @@ async def test_it_is_handed_on_by_either_role(p: Pair, first: Store, role: str) 
         assert not node.quarantined_pages
 
 
+async def nothing_in_quarantine(node: DecodeNode) -> None:
+    await until(lambda: not node.quarantined_pages)
+
+
 async def test_ten_rounds_of_late_writers_and_no_foreign_byte(p: Pair) -> None:
     pool, foreign, lost = p.decode.pool, 0, 0
     for round_ in range(10):
@@ -222,7 +226,7 @@ async def test_ten_rounds_of_late_writers_and_no_foreign_byte(p: Pair) -> None:
             assert p.plane(writer).land_late()
             foreign += int((pool.pages_bytes(room.pages) != NEW).any(axis=1).sum())
             await p.crash(writer)
-            await until(lambda node=node: not node.quarantined_pages)
+            await nothing_in_quarantine(node)
             lost += len(withheld(node.pages) - set(room.pages.tolist()))
             room.close()
     assert (foreign, lost) == (0, 0) and pool.pages.at_rest()
@@ -340,8 +344,8 @@ async def test_another_kind_of_plane_proves_nothing(p: Pair) -> None:
 
 async def test_a_word_for_one_of_two_ranks_is_kept_by_the_pool() -> None:
     async with pair(timing=TIMING, ranks=2) as p:
-        for node in p.prefills:
-            p.plane(node).script(Fault.STUCK)
+        for rank in p.prefills:
+            p.plane(rank).script(Fault.STUCK)
         await every_rank_writes(p)
         assert len(await p.decode.close()) == 2
         first, second = p.prefills

@@ -99,7 +99,8 @@ async def test_a_command_that_fails_takes_no_other_with_it(
     p: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     shell = p.decode.shell
-    run, failed = shell.runners[Linked], []
+    run = shell.runners[Linked]
+    failed: list[Linked] = []
 
     def failing(command: Linked) -> None:
         if not failed:

@@ -11,7 +11,7 @@ from kvflow.protocols.commands import PeerKey
 from kvflow.protocols.errors import AbortedError, Cause, Code, LostError
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import ChunkDone, Register
+from kvflow.protocols.wire.messages import ChunkDone, Incarnation, Register
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.control.memory import HELD, LOST, Fate, Frame
 from tests.handlers.scenes import (
@@ -91,7 +91,7 @@ async def test_a_link_that_is_lost_while_another_rank_registers_opens_no_room() 
         opening = asyncio.ensure_future(p.decode.room(7, "sim", PROMPT).opened())
         peers, key = (
             p.decode.shell.endpoint.core.links.peers,
-            PeerKey(first.incarnation, first.control),
+            PeerKey(Incarnation(first.incarnation), first.control),
         )
         await until(lambda: key in peers and peers[key].phase is LinkPhase.UP)
         lost = peers[key]  # it is forgotten as soon as it is lost

@@ -13,6 +13,8 @@ from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, LostError
 from kvflow.protocols.limits import Timing
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.ports import PlaneAddress
 from kvflow.testing.pair import Pair, pair, until
 from tests.handlers.scenes import PROMPT, success
 from tests.handlers.test_group import Ranks, group
@@ -153,8 +155,8 @@ def route(**names: Act) -> Callable[[Pair, Act], None]:
         plane = p.plane(p.prefill)
         connected = plane.connect
 
-        async def connect(*to: Any) -> Any:
-            found = await connected(*to)
+        async def connect(address: PlaneAddress, layout: PoolLayout) -> Any:
+            found = await connected(address, layout)
             return Instead(
                 found,
                 **{
@@ -283,7 +285,7 @@ async def one_room(place: str, act: str) -> None:
         assert not p.prefill.shell.rooms and not p.prefill.shell.endpoint.rooms
         assert not p.decode.shell.endpoint.rooms
         # A store that lets go of nothing.
-        assert place == "unhold at prefill" or p.prefill.pages.at_rest()
+        assert place == "unhold at prefill" or p.prefill.pool.places.at_rest()
 
 
 @pytest.mark.parametrize("place", PLACES)
