@@ -18,6 +18,7 @@ from kvflow.serve.config.catalog import FIELDS_OF_ROLE, GROUPS, describe, env_of
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
 from tests.forked_roles import Nursery, run_cli
 
+pytestmark = pytest.mark.xdist_group("cli")  # one process forks them all
 ROLES = ("prefill", "decode", "router", "up")
 COMMANDS = (*ROLES, "demo", "bench", "sim", "doctor", "keygen", "declare-dead")
 HEAVY = ("torch", "transformers", "aiohttp", "zmq", "mooncake", "nixl_cu12")

@@ -17,7 +17,8 @@ TIMES = 3
 
 @pytest.fixture(
     params=[
-        *("local", "mooncake"),
+        "local",
+        pytest.param("mooncake", marks=pytest.mark.slow),
         pytest.param("nixl", marks=[pytest.mark.slow, pytest.mark.soak]),
     ]
 )

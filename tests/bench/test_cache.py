@@ -173,6 +173,7 @@ def test_the_peer_is_asked_the_same() -> None:
     assert sizes == {name: getattr(cache, name) for name in sizes}
 
 
+@pytest.mark.slow
 async def test_figures_are_medians_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "LEAVES", 100)
     said: list[str] = []

@@ -76,6 +76,7 @@ def test_figures_of_a_report_are_found_by_their_path() -> None:
     assert not any(name.startswith(("plan", "rounds")) for name in found)
 
 
+@pytest.mark.slow
 async def test_rooms_of_two_checkouts_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "ROOMS", {1: 10, 4: 40})
     report = await bench_compare([ROOT, ROOT], ("local",), ["rooms"], 1, print)

@@ -35,6 +35,7 @@ from kvflow.protocols.wire.codec import (
 )
 from kvflow.protocols.wire.messages import WIRE_VERSION, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.testing.conformance.bench import POOLED_THREADS
 from kvflow.testing.pair import until
 from kvflow.transports.host.identity import own_identity
 from tests.hostile.falsehoods import lie, name_of, paths
@@ -268,7 +269,11 @@ def faults(report: Report) -> list[str]:
     # A liar that has said goodbye is forgotten: how many are still known differs from one attack to
     # the next.
     known = max(0, sum(second["peers"].values()) - sum(first["peers"].values()))
-    for name, more in (("descriptors", 4 + 3 * known), ("threads", 0), ("rss_mib", 16)):
+    for name, more in (
+        ("descriptors", 4 + 3 * known),
+        ("threads", POOLED_THREADS),
+        ("rss_mib", 16),
+    ):
         if second[name] > first[name] + more:
             found.append(
                 f"{name}: {first[name]} after the first attack, {second[name]} after the second"

@@ -73,7 +73,7 @@ def walked(bounds: Bounds) -> Walk:
 
 
 @pytest.mark.xdist_group("aborted")  # they share walks
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_deaf_decode_is_changed_by_no_word(ranks: int) -> None:
     """What the tables leave out: words of a rank whose loan has ended, in a room that has."""
     walk = walked(ABORTED._replace(ranks=ranks, crashes=ranks == 1))
@@ -146,6 +146,7 @@ def test_bounds_and_plants_have_names() -> None:
         run.run("small", "no such plant")
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("aborted")
 def test_a_word_has_one_cause_and_the_first_rank_as_its_source() -> None:
     walk = walked(ABORTED._replace(ranks=2))

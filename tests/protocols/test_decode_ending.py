@@ -200,6 +200,17 @@ class TestAborts:
         # Nothing is asked for any more.
         assert "repeat" not in {timer.kind for timer in decode.core.deadlines}
 
+    def test_silence_does_not_make_them_come_sooner(self, decode: LoneDecode) -> None:
+        decode.lent()
+        decode.close(G)
+        for _ in range(20):
+            decode.hear(beat())
+            decode.tick(0.5)
+        (peer,) = decode.endpoint.peers
+        assert peer.repeat_after_s == 8.0
+        decode.silence()
+        assert peer.phase is LinkPhase.SILENT and peer.repeat_after_s == 8.0
+
     def test_answers_to_others_do_not_put_them_off(self, decode: LoneDecode) -> None:
         decode.now += 1
         decode.tick()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvflow.protocols.commands import (
@@ -67,6 +68,15 @@ class TestRegistering:
         # The answer to a Register that was repeated.
         assert fresh.hear(registered(fresh_from=1)) == []
         assert fresh.open(8) == 2 and fresh.asked() == [Linked(GrantId(2)), to(announce(8, 2))]
+
+    def test_a_rank_writes_the_parts_that_its_first_acceptance_names(
+        self, fresh: LoneDecode
+    ) -> None:
+        fresh.open()
+        accepted = registered(fresh_from=1)
+        fresh.hear(accepted)
+        fresh.hear(msgspec.structs.replace(accepted, served=()))
+        assert next(iter(fresh.endpoint.peers)).served == accepted.served != ()
 
     def test_register_is_repeated_until_it_is_answered(self, fresh: LoneDecode) -> None:
         fresh.open(deadline_at_s=START + 99)

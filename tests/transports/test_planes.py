@@ -56,7 +56,7 @@ async def test_a_plane_conforms(plane: str, check: Check, seed: int) -> None:
 
 
 @pytest.mark.parametrize("check", OWN)
-@pytest.mark.parametrize("plane", STUBS)
+@pytest.mark.parametrize("plane", [STUBS[0], pytest.param(STUBS[1], marks=pytest.mark.slow)])
 async def test_a_plane_without_its_engine_conforms_over_a_stub_of_it(
     plane: str, check: str, seed: int
 ) -> None:

@@ -236,8 +236,7 @@ class DecodeCore(Core):
         # A rank that left earlier Aborts unanswered is asked at long intervals only. The first
         # repetition of this new Abort must not wait that long.
         for change in self.ledger.recall(lease, cause, now):
-            if change.source.repeat_after_s > self.timing.repeat_after_s:
-                self.repeat_from(change.source, now + self.timing.repeat_after_s)
+            self.repeat_from(change.source, now + self.timing.repeat_after_s)
             self.loan_changed(change, now)
 
     def ask_as_at_first(self, record: DecodeRoomRecord, now: float) -> None:

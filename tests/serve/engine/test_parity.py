@@ -172,7 +172,8 @@ async def test_half_precision_equals_one_process_bit_for_bit(
         await equals_one_process(model, prompts, params)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=BESIDES), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 async def test_seeded_sampling_equals_one_process(dtype: str, loaded: Loaded) -> None:
     model = loaded("qwen3", dtype)
     prompts = [prompt_of(n, n) for n in (3, 16, 41)]

@@ -40,6 +40,8 @@ from tests.serve.engine.test_shards import copy_of
 from tests.serve.engine.tiny_models import Loaded, Tiny
 from tests.serve.engine.world import NEW, PAGE_SIZE, PROMPTS, Ran, World, run, world
 
+pytestmark = pytest.mark.xdist_group("parts")  # they share processes
+
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[World]:

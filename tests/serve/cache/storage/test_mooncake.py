@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from kvflow.serve.cache.storage.guarded import GuardedStorage, Limits
 from kvflow.serve.cache.storage.mooncake import MooncakeBackend
 from kvflow.serve.cache.storage.port import Result
 from kvflow.serve.cache.storage.record import HEADER_BYTES
+from kvflow.testing.freezing import freeze
 from tests.serve.cache.storage.files import IDENTITY, empty, ended, key, keys, value
 from tests.serve.engine.pair import until
 
@@ -61,9 +63,10 @@ class Master:
             assert time.monotonic() < ends_s
             time.sleep(0.02)
 
-    def send(self, number: signal.Signals) -> None:
+    @property
+    def pid(self) -> int:
         assert self._process is not None
-        self._process.send_signal(number)
+        return self._process.pid
 
     def kill(self) -> None:
         if self._process is not None:
@@ -200,12 +203,12 @@ async def test_a_frozen_master_keeps_buffers_and_nobody_waiting(master: Master) 
     master.start()
     async with store(master, USUAL) as pages:
         assert await ended(pages.put(keys(1), values(1))) == [True]
-        master.send(signal.SIGSTOP)
+        await freeze(master.pid)
         call = pages.get(keys(1), into := empty(1, SIZE))
         assert await asyncio.shield(call.done) == [False]
         assert await pages.exists_prefix(keys(1)) == 0
         assert not call.released.done()
-        master.send(signal.SIGCONT)
+        os.kill(master.pid, signal.SIGCONT)
         await ended(call)
         await until(lambda: pages.readable)
         assert await ended(pages.get(keys(1), into)) == [True]
