@@ -383,6 +383,7 @@ async def test_who_comes_back_finds_its_pages_taken_and_is_protected(
         await until(lambda: engine.retraction.retracted_now == 1)
         engine.pause()
         engine._budget._most = 256
+        engine._budget.grant()
         await until(lambda: engine.retraction.resumes == 1)
         (request,) = engine._running.values()
         assert waits.is_set() and request.protected_until == request.generated + 16
