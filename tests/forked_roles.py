@@ -226,9 +226,8 @@ class ForkedPeer(ForkedRole):
 async def fork_peer(nursery: Nursery, arguments: Sequence[str]) -> asyncio.subprocess.Process:
     ours, theirs = socket.socketpair()
     with theirs:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         numbers = dict.fromkeys((0, 1), theirs.fileno())
-        connection = _ask(nursery, [peer.PROCESS, *arguments], environment, numbers)
+        connection = _ask(nursery, [peer.PROCESS, *arguments], peer._environment(), numbers)
     reader, writer = await asyncio.open_connection(sock=connection)
     pid = int(await reader.readline())
     made = ForkedPeer(pid, asyncio.StreamReader(), reader, writer)

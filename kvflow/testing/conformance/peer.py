@@ -105,11 +105,15 @@ class ObjectPeer:
         return
 
 
+def _environment() -> dict[str, str]:
+    # The process can import what this one can, including the adapter's module.
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 async def _start(arguments: Sequence[str], prefix: Sequence[str]) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(*prefix, sys.executable, "-P", "-m", PROCESS, *arguments),
-        # The process can import what this one can, including the adapter's module.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=_environment(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=LINE_LIMIT,
