@@ -220,6 +220,10 @@ async def held(n: Nodes) -> dict[str, Any]:
         "rss_mib": round(process.memory_info().rss / 2**20, 1),
         "descriptors": process.num_fds(),
         "threads": threading.active_count(),
+        # A pool numbers its threads.
+        "threads outside pools": sum(
+            not thread.name.rpartition("-")[2].isdigit() for thread in threading.enumerate()
+        ),
         "peers": n.prefill.peers_by_phase(),
     }
 
@@ -272,6 +276,7 @@ def faults(report: Report) -> list[str]:
     for name, more in (
         ("descriptors", 4 + 3 * known),
         ("threads", POOLED_THREADS),
+        ("threads outside pools", 0),
         ("rss_mib", 16),
     ):
         if second[name] > first[name] + more:
