@@ -434,6 +434,20 @@ class TestLeaving:
         )
         assert proof_may_come(decode), "and answers again: it is asked"
 
+    def test_proof_may_come_for_loans_that_are_yet_to_be_asked_for(self, two: LoneDecode) -> None:
+        for room in range(2 * TICK_WORK):
+            two.lent(room, TWO)
+        two.silence()
+        while two.core.tasks:
+            two.tick()
+        assert not proof_may_come(two)
+        # The tasks for the dead rank come before those for the one that answers again.
+        two.endpoint.writer_died(OTHER_KEY, two.now)
+        two.hear(registered(fresh_from=two.core.next_grant, size=2))
+        back = two.endpoint.link_to(TWO[0])
+        assert back is not None and not two.core.ledger.awaits(back)
+        assert proof_may_come(two)
+
     def test_close_hangs_up_and_leaves_loans_unproven(self, decode: LoneDecode) -> None:
         lent, waiting = decode.lent(7), decode.open(8)
         decode.asked()

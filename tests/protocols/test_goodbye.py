@@ -187,6 +187,13 @@ class TestDecodeIsTold:
         decode.hear(goodbye(grant))
         assert len(decode.core.ledger) == 0 and not decode.core.links.peers
 
+    def test_a_room_whose_writes_have_been_proven_over_ends(self, decode: LoneDecode) -> None:
+        decode.lent()
+        decode.hear(ack(grant=G))
+        told = decode.hear(goodbye())
+        assert RoomFailed(G, SHUT_DOWN) in told and FreePages(G) in told
+        assert len(decode.core.ledger) == 0 and not decode.core.links.peers
+
     def test_of_another_incarnation_it_is_no_proof(self, decode: LoneDecode) -> None:
         decode.lent()
         assert decode.hear(goodbye(source=OTHER_PREFILL)) == [] and decode.counts.foreign == 1
