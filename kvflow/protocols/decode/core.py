@@ -425,7 +425,7 @@ def _part(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
 
 def _start(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
     record = core.rooms.get(grant)
-    if record is not None and not record.linked and record.state.phase is DecodePhase.BOOTSTRAPPING:
+    if record is not None and not record.linked:
         core.link_if_ready(record, now)
 
 
