@@ -103,10 +103,13 @@ class TestOpening:
         decode.tick(0.25)
         decode.close(second.grant)
         decode.lent(9)
-        decode.tick(0.25)  # both Aborts are repeated, the second one early
+        decode.tick(0.25)
+        decode.tick()  # both Aborts are repeated, the second one early
+        assert decode.core.ledger.overdue_pages == 3
         decode.lent(10)
         assert decode.core.ledger.quarantined_pages == 6
         decode.tick(1.0)
+        decode.tick()
         with pytest.raises(QuarantineError, match="6 pages are in quarantine, more than 3"):
             decode.open(11)
         sent = [command for command in decode.asked() if isinstance(command, tuple)]
