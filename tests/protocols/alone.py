@@ -27,7 +27,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.pages.coverage import served_of
-from kvflow.protocols.pages.layout import PageIndices, build_layout
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, WriteOutcome
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.prefill.peers import PrefillIdentity
@@ -328,10 +328,15 @@ class LoneDecode:
     """A decode that one or two prefill ranks may know. Messages it sends are (peer, message)."""
 
     def __init__(
-        self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None, **more: Any
+        self,
+        *,
+        timing: Timing | None = TIMING,
+        bounds: Bounds | None = None,
+        layout: PoolLayout = LAYOUT,
+        **more: Any,
     ) -> None:
         self.counts, self.now = Counts(1), START
-        identity = DecodeIdentity(DECODE, LAYOUT, ADDRESS)
+        identity = DecodeIdentity(DECODE, layout, ADDRESS)
         self.endpoint = DecodeEndpoint(
             identity, observer=self.counts, timing=timing, bounds=bounds, **more
         )

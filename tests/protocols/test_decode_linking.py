@@ -16,7 +16,15 @@ from kvflow.protocols.commands import (
     StopWatch,
     WatchWriter,
 )
-from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, MisuseError, PeerError
+from kvflow.protocols.errors import (
+    CapacityError,
+    Cause,
+    Code,
+    LostError,
+    MisuseError,
+    PeerError,
+    RefusedError,
+)
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machinery import TICK_WORK
 from kvflow.protocols.machines.link import LinkPhase
@@ -25,6 +33,7 @@ from kvflow.protocols.wire.messages import Abort, GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 from tests.protocols.alone import (
     AT,
+    BROKEN,
     ELSEWHERE,
     GONE,
     KEY,
@@ -250,6 +259,14 @@ class TestWhichRanks:
         ):
             fresh.open(8, three)
         assert list(fresh.core.links.peers) == [KEY, OTHER_KEY] and len(fresh.endpoint.rooms) == 1
+
+    def test_ranks_that_send_bytes_twice_are_refused_at_once(self, fresh: LoneDecode) -> None:
+        fresh.endpoint.refuse_room(6, TWO, BROKEN, fresh.now)
+        fresh.hear(registered(fresh_from=1))
+        fresh.hear(registered(source=OTHER_PREFILL, rank=1, fresh_from=1), key=OTHER_KEY)
+        with pytest.raises(RefusedError, match="come from rank 0 and from rank 1"):
+            fresh.open(7, TWO)
+        assert not fresh.endpoint.rooms
 
     def test_a_room_is_linked_when_every_rank_is(self, fresh: LoneDecode) -> None:
         grant = fresh.open(ranks=TWO)
@@ -576,6 +593,9 @@ class TestDeclaredDead:
         assert decode.endpoint.declare_dead(PREFILL, "gone", decode.now) == (0, 0)
         assert [peer.key for peer in decode.endpoint.peers] == [key_of(ELSEWHERE[0])]
         assert len(decode.endpoint.rooms) == 1
+        elsewhere = Incarnation(ELSEWHERE[0].incarnation)
+        assert decode.endpoint.declare_dead(elsewhere, "gone too", decode.now) == (1, 0)
+        assert decode.counts.declared_dead == 2
 
     def test_every_rank_of_that_process(self, fresh: LoneDecode) -> None:
         fresh.up()

@@ -17,9 +17,17 @@ from kvflow.protocols.commands import (
     VerifyChunk,
 )
 from kvflow.protocols.decode.records import Prompt
-from kvflow.protocols.errors import Cause, Code, LostError, MisuseError, QuarantineError
+from kvflow.protocols.errors import (
+    Cause,
+    Code,
+    LayoutError,
+    LostError,
+    MisuseError,
+    QuarantineError,
+)
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.decode_room import DecodePhase
+from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.messages import GrantId
 from tests.protocols.alone import (
     BROKEN,
@@ -147,6 +155,22 @@ class TestBeginning:
 
 
 class TestLending:
+    def test_a_room_in_a_pool_with_rows_ends_with_its_row(self) -> None:
+        layout = build_layout([("k", "uint8", (8,))], page_size=4, num_pages=16, num_rows=2)
+        decode = LoneDecode(layout=layout).up()
+        grant = decode.open()
+        with pytest.raises(LayoutError, match="0 rows among 4 places"):
+            decode.lend(grant, (7, 2, 5, 9))
+        decode.lend(grant, (7, 2, 5, 17))
+        assert decode.endpoint.rooms[grant].lease.num_pages == 4
+
+    def test_a_prefix_can_grow_until_pages_are_lent(self, decode: LoneDecode) -> None:
+        grant = decode.open()
+        assert decode.endpoint.shorten(grant, 8) == 1
+        decode.lend(grant, (7,))
+        with pytest.raises(MisuseError, match="room 7: its pages have been lent, with the prefix"):
+            decode.endpoint.shorten(grant, 8)
+
     def test_once_and_after_linked(self, decode: LoneDecode) -> None:
         fresh = LoneDecode()
         grant = fresh.open()
@@ -292,12 +316,13 @@ class TestVerifiedChunks:
     def test_a_difference_ends_the_room(
         self, decode: LoneDecode, sent: bytes, found: bytes, code: Code, text: str
     ) -> None:
+        decode.counts.mismatched = 2  # earlier ones
         decode.lent()
         decode.hear(done(0, 1, checksum=sent), done(1, 1, checksum=b"c"))
         stop, failure, told = summed(decode, 0, found)
         assert (stop, told) == (StopVerifying(G), to(abort(grant=G, cause=failure.cause)))
         assert failure.cause.code is code and failure.cause.text.startswith(text)
-        assert decode.counts.mismatched == 1
+        assert decode.counts.mismatched == 3
         assert summed(decode, 1, b"c") == [] and summed(decode, 0, sent or b"x") == []
 
     def test_the_sums_of_other_chunks_are_not_its_own(self) -> None:

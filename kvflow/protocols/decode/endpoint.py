@@ -156,7 +156,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         nor the whole prompt.
         """
         record = self.core.rooms[grant]
-        if record.lent or record.state.phase is not DecodePhase.BOOTSTRAPPING:
+        if record.lent:
             raise MisuseError(
                 f"room {record.room}: its pages have been lent, with the prefix that was known then"
             )
