@@ -237,6 +237,25 @@ class TestDecodeSaysGoodbye:
         assert decode.hear(acknowledged()) == [HangUp(KEY), StopWatch(KEY)]
         assert not decode.core.links.peers
 
+    def test_not_to_one_that_is_gone_and_still_owes_a_loan(self, decode: LoneDecode) -> None:
+        decode.lent()
+        decode.hear(goodbye(G))
+        assert to(goodbye()) not in part(decode) and link(decode) is LinkPhase.GONE
+        assert decode.endpoint.unparted(decode.now) == []
+
+    def test_one_that_has_been_silent_is_not_awaited(self, decode: LoneDecode) -> None:
+        part(decode)
+        assert decode.endpoint.unparted(decode.now + TIMING.lost_after_s) == []
+
+    def test_links_that_owe_nothing_are_dropped_on_the_way(self, fresh: LoneDecode) -> None:
+        grant = fresh.open(7, TWO)
+        fresh.close(grant)
+        fresh.hear(ack(grant=grant))
+        fresh.hear(ack(grant=grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY)
+        assert len(fresh.core.links.peers) == 2
+        part(fresh)
+        assert not fresh.core.links.peers
+
     def test_once_where_no_answer_can_be_expected(self) -> None:
         silent = LoneDecode().up()
         silent.lent()
