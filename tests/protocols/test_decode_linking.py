@@ -342,6 +342,19 @@ class TestWhichRanks:
         assert told[:3] == [HangUp(OTHER_KEY), StopWatch(OTHER_KEY), Dial(key_of(third))]
         assert len(decode.core.links.peers) == 2
 
+    def test_a_room_does_not_close_the_links_that_it_needs_itself(self) -> None:
+        decode = LoneDecode(bounds=Bounds(links=2)).up()
+        decode.now += 1
+        decode.up(ELSEWHERE)
+        decode.open(7, TWO)
+        assert list(decode.core.links.peers) == [KEY, OTHER_KEY]
+        fresh = LoneDecode(bounds=Bounds(links=1))
+        with pytest.raises(CapacityError, match="links to prefill ranks"):
+            fresh.open(7, TWO)
+        assert not fresh.endpoint.rooms and len(fresh.core.ledger) == 0
+        fresh.open(8, ELSEWHERE)
+        assert list(fresh.core.links.peers) == [key_of(ELSEWHERE[0])]
+
     def test_nothing_is_kept_of_prefills_that_are_gone(self) -> None:
         """Each restart of a prefill is another peer."""
         decode = LoneDecode(bounds=Bounds(links=2))

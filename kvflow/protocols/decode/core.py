@@ -6,7 +6,7 @@ same one, but only after the step that returned the command is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvflow.protocols.commands import (
@@ -170,16 +170,17 @@ class DecodeCore(Core):
             self.ledger.note_known(asked, asked.fresh_from)
         self.feed_link(asked, kind, now, cause)
 
-    def make_place(self, now: float) -> None:
+    def make_place(self, needed: Sequence[PrefillPeer], now: float) -> None:
         """Close the least recently used link if the limit on open links is reached. Idle links go
         first. If there are none, a silent link goes, and its loans wait for the fence or an
-        operator. Raises: CapacityError if every link is in use.
+        operator. A room that is being opened has no loan yet, so its links, which are `needed`, may
+        be idle, but are not closed. Raises: CapacityError if every link is in use.
         """
         # A closed link stays in the table while it owes loans, but it holds no connection.
         open_ = [peer for peer in self.links.peers.values() if peer.phase is not LinkPhase.GONE]
         if len(open_) < self.bounds.links:
             return
-        idle = [peer for peer in open_ if not self.ledger.owes(peer)]
+        idle = [peer for peer in open_ if not self.ledger.owes(peer) and peer not in needed]
         idle = idle or [peer for peer in open_ if peer.phase is LinkPhase.SILENT]
         if not idle:
             raise CapacityError("links to prefill ranks", len(open_) + 1, self.bounds.links)

@@ -388,11 +388,11 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
             assert self._leaving is not None
             raise room_error(self._leaving)
         self._check_ranks(ranks)
-        peers = []
+        peers: list[PrefillPeer] = []
         for info in ranks:
             peer = self.link_to(info)
             if peer is None:
-                core.make_place(now)
+                core.make_place(peers, now)
                 peer = core.links.dial(info, core.next_grant, now)
                 core.deadlines.set(Timer("link", peer.key), core.links.due_at_s(peer))
             peers.append(peer)
