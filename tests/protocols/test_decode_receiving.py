@@ -322,6 +322,7 @@ class TestVerifiedChunks:
         stop, failure, told = summed(decode, 0, found)
         assert (stop, told) == (StopVerifying(G), to(abort(grant=G, cause=failure.cause)))
         assert failure.cause.code is code and failure.cause.text.startswith(text)
+        assert not failure.cause.text.endswith(": ")
         assert decode.counts.mismatched == 3
         assert summed(decode, 1, b"c") == [] and summed(decode, 0, sent or b"x") == []
 

@@ -166,7 +166,7 @@ class TestDecodeIsTold:
         decode.tick()
         assert decode.core.ledger.quarantined_pages == 3
         told = decode.hear(goodbye())
-        assert FreePages(G) in told
+        assert told[:2] == [to(acknowledged()), HangUp(KEY)] and FreePages(G) in told
         assert decode.core.ledger.quarantined_pages == 0
         assert not decode.core.links.peers
 
@@ -232,6 +232,7 @@ class TestDecodeIsTold:
 class TestDecodeSaysGoodbye:
     def test_until_it_is_acknowledged(self, decode: LoneDecode) -> None:
         assert part(decode) == [to(goodbye())] and link(decode) is LinkPhase.PARTING
+        assert decode.endpoint.next_tick() == decode.now + TIMING.repeat_after_s
         assert decode.tick(TIMING.repeat_after_s) == [to(goodbye())]
         assert [peer.key for peer in decode.endpoint.unparted(decode.now)] == [KEY]
         assert decode.hear(acknowledged()) == [HangUp(KEY), StopWatch(KEY)]
