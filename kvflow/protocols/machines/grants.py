@@ -151,12 +151,12 @@ class KeptBytes:
 class GrantTable(Generic[R]):
     """The grants of one decode incarnation. `R` is the type of room that answers for a grant."""
 
-    def __init__(self, limit: int, low_water: GrantId, kept: KeptBytes | None = None) -> None:
+    def __init__(self, limit: int, low_water: GrantId, kept: KeptBytes) -> None:
         """Create a table that remembers up to `limit` ended grants and as many settled ranges. No
         grant below `low_water` begins. `kept` counts the handoff bytes of all tables that share it.
         """
         self.low_water = low_water
-        self.kept_bytes, self._kept = 0, kept or KeptBytes()
+        self.kept_bytes, self._kept = 0, kept
         self.rooms: dict[GrantId, R] = {}
         self.announcements = Announcements()
         self._limit = limit
