@@ -180,6 +180,7 @@ def test_what_was_announced_in_a_settled_range_is_withdrawn() -> None:
         table.announcements.add(GrantId(grant), RoomId(70 + grant))
     assert table.settle(GrantId(1), [(GrantId(2), GrantId(3))]) == [(2, 72)]
     assert table.phase(GrantId(2)) is P.BELOW and list(table.announcements.rooms) == [1, 3]
+    assert table.settle(GrantId(2), [(GrantId(3), GrantId(4))]) == [(1, 71), (3, 73)]
 
 
 @pytest.mark.parametrize("bad", [(2, 2), (3, 2), (2, 4), (2, 1 << 40)])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Generic, TypeVar
 
@@ -301,7 +301,7 @@ class GrantTable(Generic[R]):
         return withdrawn
 
     def settle(
-        self, below: GrantId, ranges: Iterable[Range] = ()
+        self, below: GrantId, ranges: Sequence[Range] = ()
     ) -> list[tuple[GrantId, RoomId]] | None:
         """Forget the grants below `below` and in `ranges`, which decode reports as settled, and let
         none of them begin.
@@ -310,7 +310,6 @@ class GrantTable(Generic[R]):
         Returns None and changes nothing if decode names an empty range or a grant above all those
         seen.
         """
-        ranges = tuple(ranges)
         if below > self._seen_below or any(
             not start < end <= self._seen_below for start, end in ranges
         ):
