@@ -68,6 +68,7 @@ def test_a_writer_is_watched_once_whatever_it_owes() -> None:
     assert desk.asked() == [WatchEarlierWriter(1, FIRST), WatchEarlierWriter(2, SECOND)]
     assert desk.granted == {5: (LENDER, 1), 6: (LENDER, 2), 7: (LENDER, 3), 8: (LENDER, 4)}
     assert (len(desk.ledger), desk.ledger.quarantined_pages) == (4, 8)
+    assert desk.ledger.quarantined_leases == 4
     owed = [desk.earlier.owed_by(writer) for writer in desk.earlier.writers.values()]
     assert owed == [(3, 6), (1, 2)]
     writer = desk.earlier.writers[1]
@@ -88,7 +89,7 @@ def test_they_are_in_doubt_and_only_their_own_writer_ends_them() -> None:
     assert desk.asked() == [FreePages(GrantId(5)), StopEarlierWatch(1, Incarnation(11), FIRST)]
     assert list(desk.earlier.writers) == [2]
     assert desk.ledger.quarantined_pages == 2
-    assert len(desk.ledger) == 1
+    assert len(desk.ledger) == desk.ledger.quarantined_leases == 1
     desk.earlier.writer_died(1)  # a second word for it
     assert desk.asked() == []
     desk.earlier.writer_died(2)

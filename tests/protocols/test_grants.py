@@ -183,6 +183,14 @@ def test_what_was_announced_in_a_settled_range_is_withdrawn() -> None:
     assert table.settle(GrantId(2), [(GrantId(3), GrantId(4))]) == [(1, 71), (3, 73)]
 
 
+def test_a_range_from_the_low_water_mark_on_raises_it() -> None:
+    table: GrantTable[str] = GrantTable(8, GrantId(1), KeptBytes())
+    closed(table, 1)
+    closed(table, 2)
+    assert table.settle(GrantId(1), [(GrantId(1), GrantId(3))]) == []
+    assert table.low_water == 3 and not len(table._settled)
+
+
 @pytest.mark.parametrize("bad", [(2, 2), (3, 2), (2, 4), (2, 1 << 40)])
 def test_empty_ranges_and_those_never_offered_change_nothing(bad: tuple[int, int]) -> None:
     table: GrantTable[str] = GrantTable(8, GrantId(1), KeptBytes())
