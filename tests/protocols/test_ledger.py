@@ -39,6 +39,7 @@ def test_a_lease_is_free_when_its_room_and_all_of_its_loans_have_ended() -> None
     assert ledger.owes("b")
     assert ledger.feed(lease, "b", K.DRAINED).freed
     assert (len(ledger), ledger.quarantined_pages, ledger.owes("b")) == (0, 0, False)
+    assert ledger.overdue_pages == 0
 
 
 def test_leases_in_quarantine_are_counted_where_they_have_pages() -> None:
@@ -149,12 +150,26 @@ def test_ranges_that_are_settled_above_an_open_loan() -> None:
         ((8, 9), (2, 4)),
         ((5, 6), (8, 9)),
     ]
+    assert [ledger.settled_above("a", 1) for _ in range(4)] == [
+        ((2, 4),),
+        ((5, 6),),
+        ((8, 9),),
+        ((2, 4),),
+    ]
+    assert ledger.settled_above("a", 3) == ((2, 4), (5, 6), (8, 9)), "all of them, in order"
     assert ledger.settled_above("b", 9) == ledger.settled_above("c", 9) == ()
     for grant in (1, 4, 6, 7, 9):
         ledger.feed(leases[grant], "a", K.LANDED)
     assert ledger.settled_below("a") == 10 and ledger.settled_above("a", 9) == ()
     ledger.forget_source("a")
     assert not ledger._told_from
+
+
+def test_a_settled_range_ends_where_the_source_knows_no_more() -> None:
+    ledger: Ledger[str] = Ledger(99)
+    leases = {grant: lent(ledger, grant, "a") for grant in (1, 2, 9)}
+    ledger.feed(leases[2], "a", K.LANDED)
+    assert ledger.settled_above("a", 9) == ((2, 3),), "the grants up to 9 are of other sources"
 
 
 def test_what_is_asked_of_a_source_may_end_its_loans_on_the_way() -> None:
