@@ -31,10 +31,9 @@ class Plan:
     def patience_s(self, judge: str) -> float:
         return self._patience_s + PATIENCE_TIMES * self._survey.seconds.get(judge, 0.0)
 
-    @staticmethod
-    def is_warm(mutant: Mutant) -> bool:
-        """It can be put into a process that has imported the tree."""
-        return mutant.cell is not None or bool(mutant.function)
+    def is_warm(self, mutant: Mutant) -> bool:
+        """It can be put into a process that has imported the tree, and some judge runs it there."""
+        return mutant.cell is not None or bool(self._running(mutant))
 
     def is_conclusive(self, mutant: Mutant) -> bool:
         """Put there it shows all that it does: nothing ran it while the tree was imported."""
@@ -45,9 +44,14 @@ class Plan:
             range(mutant.first_line, mutant.last_line + 1)
         )
 
-    def judges_of(self, mutant: Mutant) -> list[str]:
-        """Those that killed its neighbours first, then cheap before dear."""
+    def judges_of(self, mutant: Mutant, *, in_place: bool = False) -> list[str]:
+        """Those that killed its neighbours first, then cheap before dear.
+
+        With `in_place`, the tree was imported before: judges that only import it see no change.
+        """
         found, cost = self._reaching(mutant), self._survey.seconds
+        if in_place and mutant.cell is None:
+            found = self._running(mutant)
         killers = self._killers[mutant.file, mutant.scope]
         rank = {judge: -n for n, judge in enumerate(killers, 1)}
         asked = sorted(found, key=lambda judge: (rank.get(judge, 0), cost[judge], judge))
@@ -73,12 +77,14 @@ class Plan:
                 (module_name(mutant.file), mutant.cell.phase, mutant.cell.kind), set()
             )
             return set(asked) or self._mentioning(mutant)
-        found = (
-            self._at(mutant.file, range(mutant.first_line, mutant.last_line + 1))
-            if mutant.function
-            else set()
-        )
+        found = self._running(mutant)
         return found if self.is_conclusive(mutant) else found | self._mentioning(mutant)
+
+    def _running(self, mutant: Mutant) -> set[str]:
+        """Return the judges that run its lines after the tree was imported."""
+        if not mutant.function:
+            return set()
+        return self._at(mutant.file, range(mutant.first_line, mutant.last_line + 1))
 
     def _at(self, file: str, lines: Iterable[int]) -> set[str]:
         reached = self._survey.reach.get(file, {})

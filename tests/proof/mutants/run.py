@@ -57,7 +57,8 @@ class Run:
                     change_cell(sys.modules[module_name(mutant.file)], mutant.cell)
                     say.ends(*_asked(self._plan.judges_of(mutant), judges, say))
                 elif functions.change(self._suite.root / mutant.file, mutant):
-                    say.ends(*_asked(self._plan.judges_of(mutant), judges, say))
+                    asked = self._plan.judges_of(mutant, in_place=True)
+                    say.ends(*_asked(asked, judges, say))
                 else:
                     say.ends("cold")
 
