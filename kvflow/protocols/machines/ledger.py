@@ -148,7 +148,7 @@ class Ledger(Generic[S]):
         """
         confirmed = self._acknowledged.get(source, 0) + 1
         loans = self._by_source.get(source)
-        if not loans or next(iter(loans)) + 1 >= confirmed:
+        if not loans:
             return ()
         open_ = np.fromiter(loans, np.int64, len(loans))
         starts, ends = open_ + 1, np.append(open_[1:], confirmed)
