@@ -192,11 +192,11 @@ def step(
     if kind is K.IDLE:
         uses -= 1
     else:
-        both = staging is not None and kind in _OF_BOTH
-        of_staging = both or source is Source.STAGING or (kind is K.LEND and staging is not None)
-        if both or not of_staging:
+        of_both = kind in _OF_BOTH
+        of_staging = staging is not None and (source is Source.STAGING or kind is K.LEND)
+        if of_both or not of_staging:
             target = _moved(target, kind, of_target, commands)
-        if of_staging and staging is not None:
+        if staging is not None and (of_both or of_staging):
             staging = _moved(staging, kind, Source.STAGING, commands)
         uses += kind is K.USE
     if not uses:

@@ -91,5 +91,5 @@ class Rendezvous(Generic[S]):
         return next(iter(self._outcomes.values())).forget_at_s if self._outcomes else float("inf")
 
     def expire(self, now: float) -> None:
-        while self._outcomes and self.next_expiry_s() <= now:
+        while self.next_expiry_s() <= now:
             self._outcomes.popitem(last=False)
