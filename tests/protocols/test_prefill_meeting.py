@@ -87,6 +87,24 @@ class TestMeeting:
         prefill.endpoint.begin_room(record)
         assert prefill.asked() == []
 
+    def test_when_a_room_met_and_moved_is_kept_for_its_ending(self, prefill: LonePrefill) -> None:
+        record = prefill.open()
+        prefill.hear(announce())
+        assert record.ready_at_s is None
+        prefill.now += 1
+        prefill.hear(bootstrap())
+        prefill.now += 1
+        prefill.send(record, 1, 2)
+        prefill.now += 1
+        prefill.send(record, 3, last=True)
+        prefill.now += 1
+        prefill.ended(1)
+        prefill.ended(2)
+        ((ending, at_s),) = prefill.counts.ended
+        times = (ending.opened_at_s, ending.ready_at_s, ending.moving_at_s, at_s)
+        assert times == (START, START + 1, START + 2, START + 4)
+        assert (ending.num_pages, ending.offers_pages, ending.cause) == (3, False, None)
+
     def test_pages_without_an_announcement(self, prefill: LonePrefill) -> None:
         record = prefill.open()
         assert prefill.hear(bootstrap()) == [RoomMatched(record.serial, 0)]
