@@ -630,6 +630,26 @@ def test_an_engine_does_not_join_what_is_about_to_be_void(prefill: LonePrefill, 
     assert prefill.open(last).phase is PrefillPhase.EXPECTED
 
 
+def test_a_withdrawn_announcement_that_an_engine_finds_leaves_no_timer(
+    prefill: LonePrefill,
+) -> None:
+    last = TICK_WORK + 1
+    prefill.hear(*(announce(room, room) for room in range(1, last + 1)))
+    prefill.hear(beat(last + 1))
+    assert list(prefill.core.rendezvous.announced) == [last]
+    assert prefill.open(last).ended
+    assert "announced" not in {timer.kind for timer in prefill.core.deadlines}
+
+
+def test_what_decode_aborts_before_its_turn_is_not_refused_as_well(prefill: LonePrefill) -> None:
+    last = TICK_WORK + 2
+    prefill.hear(*(announce(room, room) for room in range(1, last + 1)))
+    prefill.endpoint.leave(prefill.now)
+    prefill.asked()
+    told = prefill.hear(abort(last, last))
+    assert [type(message) for message in told if message.room == last] == [wire.AbortAck]
+
+
 def test_a_decode_that_is_heard_again_keeps_what_was_not_void_yet(prefill: LonePrefill) -> None:
     prefill.hear(*(announce(room, room) for room in MANY))
     prefill.endpoint.tick(prefill.now + 5)
