@@ -65,7 +65,9 @@ class TestMeeting:
     def test_an_announcement_is_refused_when_its_time_is_over(self) -> None:
         timing = msgspec.structs.replace(TIMING, announced_s=10.0)
         prefill = LonePrefill(timing=timing).up(DECODE, OTHER_DECODE)
-        prefill.hear(announce(1, 1), announce(2, 2), announce(3, 3))
+        prefill.hear(announce(1, 1))
+        assert "announced" in {timer.kind for timer in prefill.core.deadlines}
+        prefill.hear(announce(2, 2), announce(3, 3))
         prefill.hear(abort(1, 1), announce(4, 4))
         prefill.open(2)
         prefill.asked()

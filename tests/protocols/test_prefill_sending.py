@@ -447,7 +447,7 @@ class TestBelowTheLowWater:
 
 
 def test_handoffs_are_kept_up_to_a_limit_and_the_decode_with_most_loses_the_oldest() -> None:
-    prefill = LonePrefill(bounds=Bounds(kept_bytes=250)).up(DECODE, OTHER_DECODE)
+    prefill = LonePrefill(bounds=Bounds(kept_bytes=200)).up(DECODE, OTHER_DECODE)
     for number, target in enumerate((OTHER_DECODE, DECODE, DECODE), 1):
         prefill.hear(bootstrap(number, number, target))
         record = prefill.open(number)
