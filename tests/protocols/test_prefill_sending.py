@@ -114,11 +114,24 @@ class TestPinned:
         # The next room of that number is not told what became of the refused one.
         assert not prefill.open(8).ended
 
-    def test_without_a_limit_none_is_refused(self, prefill: LonePrefill) -> None:
+    def test_as_many_as_the_limit_are_allowed(self) -> None:
+        prefill = LonePrefill(bounds=Bounds(pinned_share=3 / 16)).up()
         prefill.sending(1, 3, 4, last=True)
         prefill.hear(abort(7, 1))
+        prefill.tick(prefill.core.timing.repeat_after_s)
         assert pinned(prefill) == 3
         assert prefill.matched(8, 2).phase is PrefillPhase.WAITING_FOR_INPUT
+
+    def test_without_a_limit_none_is_refused(self, prefill: LonePrefill) -> None:
+        every = tuple(range(16))
+        # Two prompts with one prefix send the same pages.
+        for room in (7, 8):
+            prefill.hear(bootstrap(room, room, pages=every, tokens=64))
+            prefill.send(prefill.open(room, tokens=64), *every, last=True)
+            prefill.hear(abort(room, room))
+        prefill.tick(prefill.core.timing.repeat_after_s)
+        assert pinned(prefill) == 32
+        assert prefill.matched(9, 9).phase is PrefillPhase.WAITING_FOR_INPUT
 
 
 class TestChunks:

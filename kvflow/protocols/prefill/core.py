@@ -483,7 +483,7 @@ def _unwelcome(
     """
     if core.leaving is not None:
         return core.leaving
-    if message.room in core.rendezvous.announced and core.announced(message.room, now) is not None:
+    if core.announced(message.room, now) is not None:
         return _in_use(core, message, record, now)
     if record is not None:
         expected = record.phase is PrefillPhase.EXPECTED
