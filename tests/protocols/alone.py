@@ -88,10 +88,15 @@ class LonePrefill:
     """A prefill rank that two decodes may know. Methods return what it asked for meanwhile."""
 
     def __init__(
-        self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None, rank: int = RANK
+        self,
+        *,
+        timing: Timing | None = TIMING,
+        bounds: Bounds | None = None,
+        rank: int = RANK,
+        layout: PoolLayout = LAYOUT,
     ) -> None:
         self.counts, self.now = Counts(), START
-        identity = PrefillIdentity(PREFILL, Rank(rank), LAYOUT, OWN_ADDRESS)
+        identity = PrefillIdentity(PREFILL, Rank(rank), layout, OWN_ADDRESS)
         self.endpoint = PrefillEndpoint(
             identity, observer=self.counts, timing=timing, bounds=bounds
         )

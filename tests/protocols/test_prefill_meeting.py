@@ -9,6 +9,7 @@ from kvflow.protocols.commands import RoomMatched, RoomReleased, RoomStopped
 from kvflow.protocols.errors import AbortedError, Cause, Code, MisuseError, RoomInUseError
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.prefill_room import PrefillPhase
+from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire import messages as wire
 from tests.protocols.alone import (
     BROKEN,
@@ -230,10 +231,18 @@ class TestWhileTheLastRoomOfThatIdDrains:
 class TestOneOfAKind:
     def test_a_room_is_opened_once(self, prefill: LonePrefill) -> None:
         prefill.open()
-        with pytest.raises(MisuseError, match="room 7 is in use"):
+        with pytest.raises(MisuseError, match="room 7 is in use$"):
             prefill.open()
+        assert len(prefill.core.rendezvous) == 0
         with pytest.raises(MisuseError, match="room id -1"):
             prefill.open(-1)
+
+    def test_a_refusal_of_a_room_that_the_engine_opened_changes_nothing(
+        self, prefill: LonePrefill
+    ) -> None:
+        record = prefill.open()
+        prefill.endpoint.refuse_room(7, BROKEN, prefill.now)
+        assert prefill.asked() == [] and len(prefill.core.rendezvous) == 0 and not record.ended
 
     def test_a_second_announcement_is_refused(self, prefill: LonePrefill) -> None:
         prefill.up(OTHER_DECODE)
@@ -305,6 +314,17 @@ class TestWhatIsOffered:
         assert refusal.cause.code is (
             Code.PROTOCOL_ERROR if text.startswith("prefix") else Code.BAD_REQUEST
         )
+
+    def test_a_room_in_a_pool_with_rows_ends_with_its_row(self) -> None:
+        layout = build_layout([("k", "uint8", (8,))], page_size=4, num_pages=16, num_rows=2)
+        prefill = LonePrefill(layout=layout)
+        prefill.register(layout=layout)
+        prefill.endpoint.route_opened(DECODE, prefill.now)
+        prefill.asked()
+        refusal, end = prefill.hear(bootstrap(pages=(7, 2, 5, 9)))
+        assert "0 rows among 4 places" in refusal.cause.text and end == ack()
+        record = prefill.open(8)
+        assert prefill.hear(bootstrap(8, 2, pages=(7, 2, 5, 17))) == [RoomMatched(record.serial, 0)]
 
     def test_all_of_the_prompt_may_be_there_already(self, prefill: LonePrefill) -> None:
         record = prefill.open()
