@@ -190,6 +190,8 @@ def test_an_operator_declares_it_dead_at_either_endpoint(make: Any) -> None:
     kinds = [type(command) for command in endpoint.commands()]
     assert kinds == [FreePages, FreePages, StopEarlierWatch]
     assert endpoint.core.observer.declared_dead == 1 and endpoint.core.ledger.quarantined_pages == 2
+    assert endpoint.declare_dead(Incarnation(12), **word) == (1, 2)
+    assert endpoint.core.observer.declared_dead == 2
 
 
 def test_grants_of_earlier_loans_are_not_a_room_s() -> None:

@@ -231,7 +231,7 @@ class TestWhileTheLastRoomOfThatIdDrains:
 class TestOneOfAKind:
     def test_a_room_is_opened_once(self, prefill: LonePrefill) -> None:
         prefill.open()
-        with pytest.raises(MisuseError, match="room 7 is in use$"):
+        with pytest.raises(MisuseError, match=r"room 7 is in use$"):
             prefill.open()
         assert len(prefill.core.rendezvous) == 0
         with pytest.raises(MisuseError, match="room id -1"):

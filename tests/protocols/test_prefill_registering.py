@@ -328,6 +328,13 @@ class TestPlacesAreBounded:
         prefill.endpoint.route_short(THIRD_DECODE, "no staging is left", prefill.now)
         assert prefill.asked() == [] and not prefill.core.peers
 
+    def test_a_route_that_is_open_is_not_short_of_anything(self) -> None:
+        prefill = LonePrefill().up(DECODE, OTHER_DECODE)
+        prefill.tick(5)
+        prefill.up(OTHER_DECODE)
+        prefill.endpoint.route_short(OTHER_DECODE, "no staging is left", prefill.now)
+        assert prefill.asked() == [] and len(prefill.core.peers) == 2
+
     def test_what_a_displaced_decode_sent_earlier_does_not_begin_when_it_is_back(self) -> None:
         prefill = LonePrefill(bounds=self.BOUNDS).up(DECODE, OTHER_DECODE)
         prefill.hear(announce(7, 4), abort(7, 4))

@@ -295,7 +295,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         peer = core.peers.get(incarnation)
         if peer is None or peer.phase is not PeerPhase.OPENING:
             return
-        if core.make_place(list(self.peers), now):
+        if core.make_place(self.peers, now):
             core.outbox.append(OpenRoute(incarnation, peer.address, peer.layout))
         else:
             self.route_refused(incarnation, reason, now)
