@@ -79,6 +79,13 @@ class TestPrefillSaysGoodbye:
         prefill.tick(TIMING.lost_after_s)
         assert part(prefill) == [goodbye()] and prefill.endpoint.unparted(prefill.now) == []
 
+    def test_not_to_one_that_died_while_a_write_runs(self, prefill: LonePrefill) -> None:
+        prefill.sending(0, 1, 2, last=True)
+        prefill.endpoint.peer_died(DECODE, prefill.now)
+        prefill.asked()
+        assert goodbye() not in part(prefill)
+        assert CloseRoute(DECODE) in prefill.ended(1, WriteOutcome.UNPROVEN)
+
     def test_it_names_what_is_open_or_in_doubt_and_nothing_else(self, prefill: LonePrefill) -> None:
         doubtful, landed, running = (prefill.matched(room, room) for room in (1, 2, 3))
         for record in (doubtful, landed, running):

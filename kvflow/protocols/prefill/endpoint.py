@@ -336,7 +336,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         Call this after `leave`, when no write runs any more. The Goodbye names every grant that is
         still open or in doubt, and so proves nothing about those.
         """
-        for peer in list(self.peers):
+        for peer in self.peers:
             if peer.phase in (PeerPhase.OPENING, PeerPhase.UP, PeerPhase.SILENT):
                 self.core.feed_peer(peer, PeerKind.LEAVE, now)
 
