@@ -85,6 +85,18 @@ class TestMeeting:
         assert failed(causes[5], 5, 1, target=OTHER_DECODE) in told
         assert not prefill.core.rendezvous.announced
 
+    def test_the_time_of_one_that_was_joined_ends_no_other(self) -> None:
+        prefill = LonePrefill(timing=msgspec.structs.replace(TIMING, announced_s=4.0)).up()
+        prefill.hear(announce(1, 1))
+        prefill.now += 3
+        prefill.hear(announce(2, 2))
+        prefill.open(1)
+        prefill.asked()
+        assert prefill.tick(1) == []
+        cause = Cause(Code.RENDEZVOUS, "room 2: prefill's half has not come within 4 s")
+        assert prefill.tick(3) == [failed(cause, 2, 2), ack(2, 2)]
+        assert "announced" not in {timer.kind for timer in prefill.core.deadlines}
+
     def test_a_decode_that_lends_at_once_need_not_hear_it(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
         prefill.endpoint.begin_room(record)
