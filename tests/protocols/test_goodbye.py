@@ -108,6 +108,7 @@ class TestPrefillSaysGoodbye:
         part(prefill)
         assert prefill.hear(acknowledged()) == [], "its route is in use"
         assert prefill.tick(TIMING.repeat_after_s) == [], "it is said no more"
+        assert prefill.endpoint.unparted(prefill.now) == []
         assert prefill.ended(1, WriteOutcome.CANCELLED) == [RoomReleased(1), CloseRoute(DECODE)]
 
     def test_a_decode_that_comes_back_has_not_received_it(self, prefill: LonePrefill) -> None:

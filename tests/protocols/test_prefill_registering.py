@@ -328,6 +328,13 @@ class TestPlacesAreBounded:
         prefill.endpoint.route_short(THIRD_DECODE, "no staging is left", prefill.now)
         assert prefill.asked() == [] and not prefill.core.peers
 
+    def test_a_silent_decode_whose_write_runs_keeps_its_place(self) -> None:
+        prefill = LonePrefill(bounds=Bounds(targets=1)).up()
+        prefill.sending(0, 1, 2, last=True)
+        prefill.tick(5)
+        (answer,) = prefill.register(OTHER_DECODE)
+        assert answer.refusal and list(prefill.core.peers) == [DECODE]
+
     def test_a_route_that_is_open_is_not_short_of_anything(self) -> None:
         prefill = LonePrefill().up(DECODE, OTHER_DECODE)
         prefill.tick(5)
