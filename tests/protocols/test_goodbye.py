@@ -326,9 +326,12 @@ class TestPrefillIsTold:
         assert not prefill.endpoint.route_opened(DECODE, prefill.now)
 
     def test_one_that_was_displaced_comes_never_again(self, prefill: LonePrefill) -> None:
-        prefill.core.former.displaced[OTHER_DECODE] = GrantId(5)
+        former = prefill.core.former
+        former.displaced[OTHER_DECODE] = GrantId(5)
+        former.in_doubt[OTHER_DECODE] = (GrantId(3),)
         prefill.hear(goodbye(target=OTHER_DECODE))
-        assert not prefill.core.former.displaced and prefill.register(OTHER_DECODE) == []
+        assert not former.displaced and not former.in_doubt
+        assert prefill.register(OTHER_DECODE) == []
 
     def test_of_a_stranger_nothing_is_kept(self, prefill: LonePrefill) -> None:
         assert prefill.hear(goodbye(target=OTHER_DECODE)) == [acknowledged(OTHER_DECODE)]

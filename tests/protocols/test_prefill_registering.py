@@ -243,7 +243,10 @@ class TestPlacesAreBounded:
         prefill.tick(5)
         assert prefill.register(THIRD_DECODE)[0] == CloseRoute(DECODE)
 
-    def test_one_process_takes_so_many_places_and_no_more(self) -> None:
+    @pytest.mark.parametrize(
+        "field", [{"boot_id": "x"}, {"pid_namespace": "x"}, {"pid": 9}, {"start_ticks": 9}], ids=str
+    )
+    def test_one_process_takes_so_many_places_and_no_more(self, field: dict[str, Any]) -> None:
         prefill = LonePrefill(bounds=Bounds(decodes_per_process=2)).up(DECODE, OTHER_DECODE)
         assert refusal(prefill, THIRD_DECODE) == "2 decodes of process 1 are registered already"
         lie = msgspec.structs.replace(
@@ -252,7 +255,7 @@ class TestPlacesAreBounded:
         prefill.register(THIRD_DECODE, address=msgspec.structs.replace(ADDRESS, process=lie))
         assert [peer.incarnation for peer in prefill.endpoint.peers] == [DECODE, OTHER_DECODE]
         other = msgspec.structs.replace(
-            ADDRESS, process=msgspec.structs.replace(ADDRESS.process, pid=9)
+            ADDRESS, process=msgspec.structs.replace(ADDRESS.process, **field)
         )
         named = msgspec.structs.replace(other, owner=THIRD_DECODE)
         assert prefill.register(THIRD_DECODE, address=other) == [
@@ -261,6 +264,21 @@ class TestPlacesAreBounded:
         fourth = wire.Incarnation(THIRD_DECODE + 1)
         prefill.tick(5)
         assert prefill.register(fourth)[0] == CloseRoute(DECODE), "a silent one makes place"
+
+    def test_one_address_takes_so_many_places_and_an_unknown_one_takes_any(self) -> None:
+        prefill = LonePrefill(bounds=Bounds(decodes_per_address=1))
+
+        def register_from(address: str, decode: int) -> Any:
+            message = register(wire.Incarnation(decode))
+            prefill.core.register(message, prefill.now, lambda: address)
+            (answer,) = prefill.asked()
+            return answer
+
+        for decode, address in enumerate(("10.0.0.1", "10.0.0.2", "", ""), 300):
+            assert type(register_from(address, decode)) is OpenRoute
+        assert register_from("10.0.0.2", 304).refusal == (
+            "1 decodes at 10.0.0.2 are registered already, of at most 1 for one address"
+        )
 
     @pytest.mark.parametrize("doubt", [False, True])
     def test_a_silent_decode_makes_place_and_its_doubts_are_remembered(self, doubt: bool) -> None:
@@ -306,6 +324,12 @@ class TestPlacesAreBounded:
         prefill.core.former.in_doubt[wire.Incarnation(5)] = (wire.GrantId(9),)
         prefill.up(wire.Incarnation(111))
         assert refusal(prefill, wire.Incarnation(112)) == "2 decodes are registered already"
+
+    def test_one_that_has_no_doubts_makes_place_however_many_are_remembered(self) -> None:
+        prefill = LonePrefill(bounds=Bounds(targets=1, closed_grants=1)).up()
+        prefill.core.former.in_doubt[OTHER_DECODE] = (wire.GrantId(8), wire.GrantId(9))
+        prefill.tick(5)
+        assert prefill.register(THIRD_DECODE)[0] == CloseRoute(DECODE)
 
     def test_a_displaced_decode_that_is_refused_when_it_is_back(self, prefill: LonePrefill) -> None:
         prefill.core.former.in_doubt[OTHER_DECODE] = (wire.GrantId(3),)
