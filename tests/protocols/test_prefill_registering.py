@@ -268,17 +268,21 @@ class TestPlacesAreBounded:
     def test_one_address_takes_so_many_places_and_an_unknown_one_takes_any(self) -> None:
         prefill = LonePrefill(bounds=Bounds(decodes_per_address=1))
 
-        def register_from(address: str, decode: int) -> Any:
+        def register_from(address: str, decode: int) -> list[Any]:
             message = register(wire.Incarnation(decode))
             prefill.core.register(message, prefill.now, lambda: address)
-            (answer,) = prefill.asked()
-            return answer
+            return prefill.asked()
 
         for decode, address in enumerate(("10.0.0.1", "10.0.0.2", "", ""), 300):
-            assert type(register_from(address, decode)) is OpenRoute
-        assert register_from("10.0.0.2", 304).refusal == (
+            assert type(register_from(address, decode)[0]) is OpenRoute
+            prefill.endpoint.route_opened(wire.Incarnation(decode), prefill.now)
+            prefill.asked()
+        assert register_from("10.0.0.2", 304)[0].refusal == (
             "1 decodes at 10.0.0.2 are registered already, of at most 1 for one address"
         )
+        prefill.tick(5)
+        silent, more = register_from("10.0.0.2", 304)
+        assert silent == CloseRoute(wire.Incarnation(301)) and type(more) is OpenRoute
 
     @pytest.mark.parametrize("doubt", [False, True])
     def test_a_silent_decode_makes_place_and_its_doubts_are_remembered(self, doubt: bool) -> None:
