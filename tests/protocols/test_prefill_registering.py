@@ -518,9 +518,10 @@ def phase(prefill: LonePrefill) -> PeerPhase:
     return prefill.core.peers[DECODE].phase
 
 
-def test_silence_counts_from_the_last_message(prefill: LonePrefill) -> None:
+@pytest.mark.parametrize("message", [beat(), register()], ids=["heartbeat", "register"])
+def test_silence_counts_from_the_last_message(prefill: LonePrefill, message: wire.Message) -> None:
     prefill.tick(3)
-    prefill.hear(beat())
+    prefill.hear(message)
     prefill.tick(4.9)
     assert phase(prefill) is PeerPhase.UP and prefill.endpoint.next_tick() == START + 8
     prefill.tick(0.1)

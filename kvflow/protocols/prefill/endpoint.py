@@ -258,9 +258,7 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         elif peer is None or type(message) not in _READ_IN[peer.phase]:
             core.observer.message_dropped("stale")
         else:
-            peer.received_at_s = now
-            if peer.phase is PeerPhase.SILENT:
-                core.feed_peer(peer, PeerKind.HEARD, now)
+            core.note_alive(peer, now)
             HANDLERS[type(message)](core, peer, message, now)
         if core.tasks:
             core.work(TICK_WORK, now)

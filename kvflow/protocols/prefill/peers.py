@@ -358,9 +358,7 @@ class PrefillPeers(Core):
 
     def part(self, peer: DecodePeer, now: float) -> None:
         self.former.remember_parted(peer.incarnation)
-        cause = self.leaving or Cause(
-            Code.SHUTDOWN, f"decode {peer.incarnation:016x} has shut down"
-        )
+        cause = Cause(Code.SHUTDOWN, f"decode {peer.incarnation:016x} has shut down")
         self.feed_peer(peer, PeerKind.PARTED, now, cause)
 
     def end_withdrawn(self, peer: DecodePeer, withdrawn: list[tuple[GrantId, RoomId]]) -> None:
