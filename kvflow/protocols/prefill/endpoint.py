@@ -258,7 +258,9 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         elif peer is None or type(message) not in _READ_IN[peer.phase]:
             core.observer.message_dropped("stale")
         else:
-            core.note_alive(peer, now)
+            peer.received_at_s = now
+            if peer.phase is PeerPhase.SILENT:
+                core.feed_peer(peer, PeerKind.HEARD, now)
             HANDLERS[type(message)](core, peer, message, now)
         if core.tasks:
             core.work(TICK_WORK, now)
