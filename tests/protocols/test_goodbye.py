@@ -325,10 +325,15 @@ class TestPrefillIsTold:
         assert prefill.hear(goodbye()) == [acknowledged(), CloseRoute(DECODE)]
         assert not prefill.endpoint.route_opened(DECODE, prefill.now)
 
-    def test_one_that_was_displaced_comes_never_again(self, prefill: LonePrefill) -> None:
+    @pytest.mark.parametrize("record", ["both", "displaced", "in doubt"])
+    def test_one_that_was_displaced_comes_never_again(
+        self, prefill: LonePrefill, record: str
+    ) -> None:
         former = prefill.core.former
-        former.displaced[OTHER_DECODE] = GrantId(5)
-        former.in_doubt[OTHER_DECODE] = (GrantId(3),)
+        if record != "in doubt":
+            former.displaced[OTHER_DECODE] = GrantId(5)
+        if record != "displaced":
+            former.in_doubt[OTHER_DECODE] = (GrantId(3),)
         prefill.hear(goodbye(target=OTHER_DECODE))
         assert not former.displaced and not former.in_doubt
         assert prefill.register(OTHER_DECODE) == []

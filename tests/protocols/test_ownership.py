@@ -7,6 +7,8 @@ import itertools
 import pytest
 
 from kvflow.protocols.machines.ownership import (
+    CLAIMED,
+    SETTLED,
     TABLES,
     Ownership,
     PageCommand,
@@ -146,6 +148,14 @@ def test_a_target_that_no_rank_can_reach_needs_no_quarantine() -> None:
         (STAGING, C.RETURN),
         Ownership(P.FREED, P.FREED),
     ]
+
+
+def test_which_phases_claim_pages_and_which_are_settled() -> None:
+    assert CLAIMED == {P.TAKEN, P.LENT, P.QUARANTINED} and SETTLED == {P.LANDED, P.KEPT, P.FREED}
+    for phase in P:
+        claims = phase in (P.TAKEN, P.LENT, P.QUARANTINED)
+        assert Ownership(phase).claimed is claims
+        assert Ownership(P.FREED, staging=phase).claimed is claims
 
 
 def test_own_pages_are_let_go_as_own_pages() -> None:
