@@ -17,7 +17,7 @@ from kvflow.protocols.machines.ownership import (
     Source,
     step,
 )
-from kvflow.protocols.machines.tables import ERROR, IGNORE, Move
+from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, TransitionError
 
 P, K, C = PagePhase, PageKind, PageCommand
 STORE, OWN, STAGING = Source.STORE, Source.OWN, Source.STAGING
@@ -148,6 +148,13 @@ def test_a_target_that_no_rank_can_reach_needs_no_quarantine() -> None:
         (STAGING, C.RETURN),
         Ownership(P.FREED, P.FREED),
     ]
+
+
+def test_a_use_concerns_both_sets() -> None:
+    assert step(Ownership(P.TAKEN, P.LENT), K.USE)[0] == Ownership(P.TAKEN, P.LENT, uses=1)
+    for sets in (P.TAKEN, P.FREED), (P.FREED, P.LENT):
+        with pytest.raises(TransitionError, match="USE"):
+            step(Ownership(*sets), K.USE)
 
 
 def test_which_phases_claim_pages_and_which_are_settled() -> None:
