@@ -93,6 +93,15 @@ def test_a_missing_cell_is_found_when_the_table_is_built() -> None:
         Table(Lamp, Press, {Lamp.OFF: rest(Press, IGNORE)})
 
 
+def test_a_cell_is_replaced() -> None:
+    rows = {lamp: {press: TABLE.cell(lamp, press) for press in Press} for lamp in Lamp}
+    table: Table[Lamp, Press, Act] = Table(Lamp, Press, rows)
+    for cell in (Move(Lamp.OFF), IGNORE, ERROR, ERROR, Move(Lamp.ON)):
+        table.put(Lamp.OFF, Press.UP, cell)
+        assert table.cell(Lamp.OFF, Press.UP) == cell
+    assert table.cell(Lamp.OFF, Press.DOWN) is IGNORE
+
+
 def test_diagram_shows_moves_only() -> None:
     assert TABLE.mermaid().splitlines() == [
         "stateDiagram-v2",
