@@ -158,7 +158,7 @@ def test_a_use_concerns_both_sets() -> None:
 
 
 def test_which_phases_claim_pages_and_which_are_settled() -> None:
-    assert CLAIMED == {P.TAKEN, P.LENT, P.QUARANTINED} and SETTLED == {P.LANDED, P.KEPT, P.FREED}
+    assert {P.TAKEN, P.LENT, P.QUARANTINED} == CLAIMED and {P.LANDED, P.KEPT, P.FREED} == SETTLED
     for phase in P:
         claims = phase in (P.TAKEN, P.LENT, P.QUARANTINED)
         assert Ownership(phase).claimed is claims
