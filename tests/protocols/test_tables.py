@@ -99,6 +99,7 @@ def test_a_cell_is_replaced() -> None:
     for cell in (Move(Lamp.OFF), IGNORE, ERROR, ERROR, Move(Lamp.ON)):
         table.put(Lamp.OFF, Press.UP, cell)
         assert table.cell(Lamp.OFF, Press.UP) == cell
+        assert ((Lamp.OFF, Press.UP) in table.moves) is (cell is not ERROR)
     assert table.cell(Lamp.OFF, Press.DOWN) is IGNORE
 
 
