@@ -96,7 +96,8 @@ def test_a_missing_cell_is_found_when_the_table_is_built() -> None:
 def test_a_cell_is_replaced() -> None:
     rows = {lamp: {press: TABLE.cell(lamp, press) for press in Press} for lamp in Lamp}
     table: Table[Lamp, Press, Act] = Table(Lamp, Press, rows)
-    for cell in (Move(Lamp.OFF), IGNORE, ERROR, ERROR, Move(Lamp.ON)):
+    cells: list[Cell[Lamp, Act]] = [Move(Lamp.OFF), IGNORE, ERROR, ERROR, Move(Lamp.ON)]
+    for cell in cells:
         table.put(Lamp.OFF, Press.UP, cell)
         assert table.cell(Lamp.OFF, Press.UP) == cell
         assert ((Lamp.OFF, Press.UP) in table.moves) is (cell is not ERROR)
