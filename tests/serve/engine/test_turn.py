@@ -212,7 +212,9 @@ class Queue:
         while still < STANDS_STILL:
             await asyncio.sleep(0)
             state = len(engine._waiting), engine.cache.stats()
-            moves = engine._running or engine.cache.busy or not engine._waiting
+            # A client that leaves during a step leaves pages that the model's thread still uses.
+            in_threads = engine.cache.busy or engine.steps.pages.returning_pages
+            moves = engine._running or in_threads or not engine._waiting
             still = 0 if moves or state != last else still + 1
             last = state
         self.broken.add("progress")
