@@ -153,10 +153,11 @@ class ForkedRole:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        # The nursery reaps the process before it sends the status, so the number might be
-        # another's by now: only within these microseconds.
+        # The nursery reaps the process before it sends the status. On a busy machine the status may
+        # be late, and the process is gone already.
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
