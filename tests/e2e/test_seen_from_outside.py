@@ -158,7 +158,7 @@ async def test_an_id_given_by_a_client_is_in_the_logs_of_all_three() -> None:
             )
             told = [line["message"] for line in lines if line["logger"] == "kvflow.rooms"]
             assert child is fleet.router or (told and any("success" in line for line in told))
-        assert access["completion_tokens"] == 6 and access["prompt_tokens"] > 0
+        assert access["completion_tokens"] == TOKENS and access["prompt_tokens"] > 0
         decode = fleet.decodes[0].url
         async with session.get(f"{decode}/rooms/{room}") as answer:
             assert (await answer.json())["request_id"] == "find-me"
