@@ -355,6 +355,16 @@ class TestWhichRanks:
         fresh.open(8, ELSEWHERE)
         assert list(fresh.core.links.peers) == [key_of(ELSEWHERE[0])]
 
+    def test_a_link_that_a_later_rank_needs_stays_open(self) -> None:
+        decode = LoneDecode(bounds=Bounds(links=2)).up(TWO)
+        decode.endpoint.writer_died(KEY, decode.now)
+        decode.now += 1
+        decode.up(ELSEWHERE)
+        decode.open(8, TWO)
+        told = decode.asked()
+        assert HangUp(key_of(ELSEWHERE[0])) in told and HangUp(OTHER_KEY) not in told
+        assert list(decode.core.links.peers) == [OTHER_KEY, KEY]
+
     def test_nothing_is_kept_of_prefills_that_are_gone(self) -> None:
         """Each restart of a prefill is another peer."""
         decode = LoneDecode(bounds=Bounds(links=2))

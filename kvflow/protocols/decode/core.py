@@ -170,11 +170,12 @@ class DecodeCore(Core):
             self.ledger.note_known(asked, asked.fresh_from)
         self.feed_link(asked, kind, now, cause)
 
-    def make_place(self, needed: Sequence[PrefillPeer], now: float) -> None:
+    def make_place(self, needed: Sequence[PrefillPeer | None], now: float) -> None:
         """Close the least recently used link if the limit on open links is reached. Idle links go
         first. If there are none, a silent link goes, and its loans wait for the fence or an
-        operator. A room that is being opened has no loan yet, so its links, which are `needed`, may
-        be idle, but are not closed. Raises: CapacityError if every link is in use.
+        operator. A room that is being opened has no loan yet, so its links may be idle. They are
+        `needed`, with None for each rank that is not linked, and are not closed. Raises:
+        CapacityError if every link is in use.
         """
         # A closed link stays in the table while it owes loans, but it holds no connection.
         open_ = [peer for peer in self.links.peers.values() if peer.phase is not LinkPhase.GONE]

@@ -388,15 +388,13 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
             assert self._leaving is not None
             raise room_error(self._leaving)
         self._check_ranks(ranks)
-        peers: list[PrefillPeer] = []
-        for info in ranks:
-            peer = self.link_to(info)
-            if peer is None:
+        peers = [self.link_to(info) for info in ranks]
+        for number, info in enumerate(ranks):
+            if peers[number] is None:
                 core.make_place(peers, now)
-                peer = core.links.dial(info, core.next_grant, now)
+                peers[number] = peer = core.links.dial(info, core.next_grant, now)
                 core.deadlines.set(Timer("link", peer.key), core.links.due_at_s(peer))
-            peers.append(peer)
-        return tuple(peers)
+        return tuple(filter(None, peers))
 
     def _check_ranks(self, ranks: Sequence[RankInfo]) -> None:
         if not ranks:
