@@ -228,7 +228,7 @@ async def fork_peer(nursery: Nursery, arguments: Sequence[str]) -> asyncio.subpr
     ours, theirs = socket.socketpair()
     with theirs:
         numbers = dict.fromkeys((0, 1), theirs.fileno())
-        connection = _ask(nursery, [peer.PROCESS, *arguments], peer._environment(), numbers)
+        connection = _ask(nursery, [peer.PROCESS, *arguments], peer.environment(), numbers)
     reader, writer = await asyncio.open_connection(sock=connection)
     pid = int(await reader.readline())
     made = ForkedPeer(pid, asyncio.StreamReader(), reader, writer)

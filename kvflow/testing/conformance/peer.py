@@ -105,15 +105,17 @@ class ObjectPeer:
         return
 
 
-def _environment() -> dict[str, str]:
-    # The process can import what this one can, including the adapter's module.
+def environment() -> dict[str, str]:
+    """Return the environment of a peer process. It can import what this process can, including the
+    module of the adapter.
+    """
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 async def _start(arguments: Sequence[str], prefix: Sequence[str]) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(*prefix, sys.executable, "-P", "-m", PROCESS, *arguments),
-        env=_environment(),
+        env=environment(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=LINE_LIMIT,
