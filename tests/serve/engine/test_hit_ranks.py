@@ -25,7 +25,7 @@ from kvflow.serve.engine.ranks.leading import StepLeader
 from kvflow.serve.engine.scheduler.beginnings import Beginnings
 from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.serve.engine.scheduler.prefill import PrefillEngine
-from kvflow.serve.engine.scheduler.prefill_steps import PrefillSteps
+from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest, PrefillSteps
 from tests.memory.gate import CopyGate
 from tests.serve.engine.pair import greedy, prompt_of, until
 from tests.serve.engine.stages import PAGE_SIZE, Grouped, Stages
@@ -368,6 +368,39 @@ async def test_a_rank_that_is_lost_between_its_answer_and_the_step(
         now = Cached(both.ranks, expected)
         assert now.pages == [WHOLE // PAGE_SIZE, 0], "the new process has nothing"
         assert (await now.hits(), await now.hits()) == (0, WHOLE)
+
+
+@pytest.mark.parametrize("how", ["another rank has less", "a flush"])
+async def test_a_request_begins_again_when_its_pages_come_back_later(
+    how: str, caching: Caching, expected: Expected
+) -> None:
+    async with caching(pages=(10, 10)) as both:
+        await both.hits()
+        await both.ranks.rest()
+        if how == "another rank has less":
+            await both.lose(1)
+        answers: list[tuple[PrefillRequest, int]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PrefillEngine, "agreed", lambda self, *answer: answers.append(answer))
+            leg, half = both.begin()
+            await until(lambda: bool(answers))
+        request, tokens = answers[0]
+        assert request.prefix is not None
+        engine, pages = both.ranks.engine, both.ranks.nodes[0].pool.pages
+        others, read = pages.take(pages.free_pages, "another"), request.prefix.pages.copy()
+        pages.hold(read)  # as a step or a copy does, so that they are not free once evicted
+        if how == "a flush":
+            engine.flush()
+        else:
+            engine.agreed(request, tokens)
+        assert engine._beginnings.are_short
+        for _ in range(100):
+            await asyncio.sleep(0)
+        pages.unhold(read)
+        async with asyncio.timeout(10):
+            assert await half == expected(PROMPT)
+        assert (await leg).cached_tokens == 0
+        pages.give_back(others, "another")
 
 
 async def test_a_flush_that_finds_a_rank_gone_begins_nothing_anew(

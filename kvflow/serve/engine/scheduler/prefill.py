@@ -228,12 +228,16 @@ class PrefillEngine(EngineLoop):
     def agreed(self, request: PrefillRequest, tokens: int) -> None:
         """Record the answer to `Lockstep.find`. The request begins after `tokens` cached tokens."""
         self._beginnings.agreed(request, tokens)
+        # If the request now lacks places, the loop must notice when these become free.
+        self._wake.set()
 
     def flush(self) -> None:
         """Forget all cached pages, on every rank."""
         if self.cache is not None:
             self.cache.flush()
             self._beginnings.flushed(self._placed.values())
+            # As in `agreed`.
+            self._wake.set()
 
     def _begins(self, request: PrefillRequest) -> None:
         if (
