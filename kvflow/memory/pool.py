@@ -165,7 +165,7 @@ class PagedPool:
             parts=parts,
         )
         if segment is not None:
-            _check_inside(layout, segment)
+            check_inside(layout, segment)
         given = {**tensors, **(per_page or {}), **(rows or {})}
         arrays = {c: given[c.name] for c in layout.components}
         return cls(layout, segment=segment, arrays=arrays, device=streams[0].device)
@@ -360,8 +360,9 @@ class PagedPool:
         return found[0]
 
     def _view(self, c: Component) -> NDArray[Any]:
-        # A pool without its own memory has an array for every component, and needs no other view.
-        assert self._memory is not None
+        # A pool without its own memory has an array for every component that the CPU can access.
+        if self._memory is None:
+            raise LayoutError(f"component {c.name!r} is on {self.device}, and has no array")
         b = self.layout.buffers[c.buffer]
         dtype = np.dtype(_BITS.get(c.dtype, c.dtype))
         shape = (
@@ -405,7 +406,8 @@ def _placed(layout: PoolLayout, offsets: Sequence[int], address: int) -> PoolLay
     return msgspec.structs.replace(layout, buffers=placed)
 
 
-def _check_inside(layout: PoolLayout, segment: SharedSegment) -> None:
+def check_inside(layout: PoolLayout, segment: SharedSegment) -> None:
+    """Check that the buffers of `layout` lie in `segment`. Raises: LayoutError."""
     if segment.fd < 0:
         raise LayoutError(
             f"{segment!r} cannot be opened by a peer: make it with SharedSegment.create"

@@ -1,0 +1,147 @@
+"""The manager of one rank of a SGLang server: its node, and the pages that failed requests owe."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from kvflow.connectors.sglang import nodes, queues
+from kvflow.connectors.sglang.counterpart import FIELD, listed
+from kvflow.connectors.sglang.metadata import MetadataSlots
+from kvflow.connectors.sglang.prompts import PromptSlot
+from kvflow.connectors.sglang.settings import Settings
+from kvflow.connectors.sglang.version import check_version
+from kvflow.node.threads.decode import DecodeThread
+from kvflow.node.threads.prefill import PrefillThread
+from kvflow.node.threads.rooms import DecodeThreadRoom
+from kvflow.protocols.errors import KvflowError
+from kvflow.protocols.wire.ranks import rank_to_json
+
+log = logging.getLogger("sglang.kvflow")
+
+
+class KvflowManager(CommonKVManager):  # type: ignore[misc]
+    """One rank. `thread` is its node: a PrefillThread or a DecodeThread.
+
+    Only the scheduler's thread calls the methods, unless they say otherwise.
+    """
+
+    supports_deferred_decode_kv_release = True
+    supports_role_switch = True
+    reports_transfer_latency = True
+
+    def __init__(
+        self,
+        args: Any,
+        disaggregation_mode: Any,
+        server_args: Any,
+        is_mla_backend: bool | None = False,
+    ) -> None:
+        """Start the node over the KV cache in `args`, and register a prefill's node.
+
+        Raises: MisuseError for a version, a setting, a model or a command line that is not
+        supported.
+        """
+        check_version()
+        self.prompts = PromptSlot()
+        self.mismatches: dict[str, str] = {}
+        """Why the prefill at an address does not fit, by "host:port"."""
+        self._owed: dict[int, list[DecodeThreadRoom]] = {}
+        settings, place = Settings.read(os.environ), nodes.place_of(server_args)
+        self._place = place
+        self.metadata = MetadataSlots(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
+        pool = nodes.pool_for(args, server_args, settings, place)
+        self.thread: PrefillThread | DecodeThread
+        if disaggregation_mode == DisaggregationMode.PREFILL:
+            model = str(server_args.served_model_name or server_args.model_path)
+            self.thread = nodes.prefill_node(pool, args, settings, model)
+        else:
+            self.thread = nodes.decode_node(pool, args, settings, place)
+        queues.install()
+        self.thread.start()
+        try:
+            # SGLang's constructor calls `register_to_bootstrap`, which needs the node.
+            super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        except BaseException:
+            self.thread.close()
+            raise
+        # SGLang's own control link is not used, and nothing may fill a socket that nobody reads.
+        self.server_socket.close(linger=0)
+        log.info(
+            "kvflow: %r, over %s, %s", pool, settings.transfer_backend, disaggregation_mode.value
+        )
+
+    def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
+        assert isinstance(self.thread, PrefillThread)
+        info = listed(self.thread.info, self._place.rank, self._place.ranks)
+        super()._register_topology_row(url, {**payload, FIELD: rank_to_json(info)})
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Return True if the prefill's sizes are known and fit.
+
+        SGLang raises an error for a prefill that does not fit, which would end the server. Here it
+        fails only the requests to that prefill.
+        """
+        try:
+            found = bool(super().try_ensure_parallel_info(bootstrap_addr))
+        except (RuntimeError, AssertionError) as error:
+            self.mismatches[bootstrap_addr] = str(error)
+            log.error("prefill %s does not fit: %s", bootstrap_addr, error)
+            return False
+        if found:
+            self.mismatches.pop(bootstrap_addr, None)
+        return found
+
+    def forget_prefill(self, bootstrap_addr: str) -> None:
+        """Forget the sizes of a prefill that may have been replaced. SGLang then asks again."""
+        self.prefill_info_table.pop(bootstrap_addr, None)
+
+    # --- pages of failed requests
+
+    def owe(self, room: DecodeThreadRoom) -> None:
+        """Remember that a failed room may still be written to."""
+        rooms = self._owed.setdefault(room.room, [])
+        if room not in rooms:
+            rooms.append(room)
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Return True if no write can reach the pages of the failed requests of a room.
+
+        kvflow has a proof for each room, so SGLang's count of acknowledgements is not used.
+        """
+        return all(room.released for room in self._owed.get(bootstrap_room, ()))
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        self._owed.pop(bootstrap_room, None)
+
+    # --- the node
+
+    def drop_events(self) -> None:
+        """Discard the node's events. Rooms have the same news in their fields."""
+        self.thread.poll()
+
+    def settle(self) -> None:
+        """Wait until the node has processed what was posted to it, such as the close of a room."""
+        try:
+            self.thread.ask(lambda _: None)
+        except KvflowError as error:
+            # Every room of a closed thread has ended.
+            log.debug("the node is closed: %s", error)
+
+    def teardown(self) -> None:
+        """End the node, for SGLang's change of roles.
+
+        Raises: RuntimeError if a peer may still write into the KV cache. SGLang then marks the
+        server as unhealthy, and it must be restarted.
+        """
+        unproven = self.thread.close()
+        self._zmq_ctx.destroy(linger=0)
+        if unproven:
+            raise RuntimeError(
+                f"{len(unproven)} loans of pages are without proof: a prefill may still write into "
+                "this KV cache, so the process must end before it is used"
+            )

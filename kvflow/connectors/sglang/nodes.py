@@ -1,0 +1,128 @@
+"""The node of one rank of a SGLang server, over the KV cache of that rank."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any, NamedTuple
+
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_device, get_parallel, get_serving
+from sglang.srt.utils.network import get_local_ip_auto
+
+from kvflow.connectors.sglang.counterpart import resolver
+from kvflow.connectors.sglang.memory import device_of, model_fingerprint, pool_of
+from kvflow.connectors.sglang.settings import Settings
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.shared import SharedSegment
+from kvflow.node.threads.decode import DecodeThread
+from kvflow.node.threads.prefill import PrefillThread
+from kvflow.protocols.errors import MisuseError
+from kvflow.transports.control.curve import read_key
+from kvflow.transports.control.registry import RegistryClient
+from kvflow.transports.control.zmq import bind_router, connect_dealer
+from kvflow.transports.data.select import open_plane
+
+log = logging.getLogger("sglang.kvflow")
+_WILDCARDS = ("", "0.0.0.0", "::")
+
+
+class Place(NamedTuple):
+    """The position of this process among the ranks that share the attention heads."""
+
+    rank: int
+    ranks: int
+
+
+def place_of(server_args: Any) -> Place:
+    """Return the place of this process. Raises: MisuseError for a server that is not supported."""
+    parallel = get_parallel()
+    refused = {
+        "--pp-size above 1": parallel.pp_size > 1,
+        "data parallelism (--dp-size above 1)": parallel.dp_size > 1 or parallel.attn_dp_size > 1,
+        "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
+        "--enable-kv-cache-sharding": bool(parallel.enable_kv_cache_sharding),
+        "--enable-hisparse": bool(getattr(server_args, "enable_hisparse", False)),
+        "SGLANG_RUST_SERVER": bool(envs.SGLANG_RUST_SERVER.get()),
+        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0, with which SGLang reuses pages that "
+        "are being written": not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
+        "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": bool(envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get()),
+    }
+    if found := [name for name, is_used in refused.items() if is_used]:
+        raise MisuseError(
+            f"kvflow's backend does not support {'; '.join(found)}: start without it, or with "
+            "another --disaggregation-transfer-backend"
+        )
+    return Place(parallel.attn_tp_rank, parallel.attn_tp_size)
+
+
+def pool_for(args: Any, server_args: Any, settings: Settings, place: Place) -> PagedPool:
+    """Return the pool over the KV cache that `args` describe. Raises: MisuseError, LayoutError."""
+    return pool_of(
+        args,
+        rank=place.rank,
+        ranks=place.ranks,
+        fingerprint=settings.fingerprint or model_fingerprint(server_args.model_path),
+        device=device_of(get_device().device, args.gpu_id),
+        segment=_segment(args, settings),
+    )
+
+
+def prefill_node(pool: PagedPool, args: Any, settings: Settings, model: str) -> PrefillThread:
+    host = _host(settings)
+    plane = open_plane(
+        settings.transfer_backend,
+        None,
+        settings.rate_limit_bytes_per_s,
+        host,
+        _device(args, settings),
+    )
+    bind = partial(bind_router, key=read_key(settings.control_key_file))
+    return PrefillThread(pool, plane, bind=bind, model=model, **_options(settings, host))
+
+
+def decode_node(pool: PagedPool, args: Any, settings: Settings, place: Place) -> DecodeThread:
+    """Raises: MisuseError for the local data plane, if SGLang's pool is not in a segment."""
+    host = _host(settings)
+    if settings.transfer_backend == "local" and pool.segment is None:
+        raise MisuseError(
+            "KVFLOW_SGLANG_TRANSFER_BACKEND local: SGLang has allocated this kind of KV cache in "
+            "private memory, so no prefill can write into it; use mooncake or nixl"
+        )
+    plane = open_plane(
+        settings.transfer_backend, pool.segment, None, host, _device(args, settings)
+    )
+    connect = partial(connect_dealer, key=read_key(settings.control_key_file))
+    resolve = resolver(RegistryClient().resolve, place.rank, place.ranks)
+    return DecodeThread(pool, plane, resolve=resolve, connect=connect, **_options(settings, host))
+
+
+def _options(settings: Settings, host: str) -> dict[str, Any]:
+    return {
+        "host": host,
+        "timing": settings.timing,
+        "bounds": settings.bounds,
+        "verify_transfers": settings.verify_transfers,
+    }
+
+
+def _host(settings: Settings) -> str:
+    served = str(get_serving().host or "")
+    if settings.host or served not in _WILDCARDS:
+        return settings.host or served
+    return str(get_local_ip_auto())
+
+
+def _device(args: Any, settings: Settings) -> str:
+    if settings.ib_device or settings.transfer_backend != "mooncake":
+        return settings.ib_device
+    return str(args.ib_device or "")
+
+
+def _segment(args: Any, settings: Settings) -> SharedSegment | None:
+    if settings.transfer_backend != "local":
+        return None
+    # SGLang has loaded torch by now; this module must not load it for the other planes.
+    from kvflow.connectors.sglang.shared_pools import segment_with
+
+    return segment_with(args.kv_data_ptrs[0])

@@ -1,0 +1,62 @@
+"""Changes to methods of SGLang's queues, for what their interface to a backend does not carry.
+
+All of them call SGLang's own method, and change nothing where another backend is in use.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from kvflow.connectors.sglang.prompts import PromptSlot
+
+_MARK = "_kvflow_original"
+
+
+def install() -> None:
+    """Wrap the methods. Idempotent."""
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
+    from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+
+    around(PrefillBootstrapQueue, "create_sender", with_prompt)
+    around(DecodePreallocQueue, "_create_receiver_and_enqueue", with_prompt)
+    around(DecodeTransferQueue, "_defer_release", until_proof)
+
+
+def around(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace the method `name` of a class by one that calls `wrapper(original, self, ...)`."""
+    original = getattr(owner, name)
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(wrapped, _MARK, original)
+    setattr(owner, name, wrapped)
+
+
+def with_prompt(
+    original: Callable[..., Any], queue: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Keep the request's prompt for the sender or the receiver that `original` makes."""
+    slot = getattr(queue.kv_manager, "prompts", None)
+    if not isinstance(slot, PromptSlot):
+        return original(queue, request, *args, **kwargs)
+    with slot.holding(request):
+        return original(queue, request, *args, **kwargs)
+
+
+def until_proof(original: Callable[..., Any], queue: Any, request: Any) -> Any:
+    """Hold the pages of a failed request until there is proof, and not only for SGLang's time.
+
+    SGLang releases them after SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT even if
+    prefill may still write into them.
+    """
+    manager = getattr(request.kv_receiver, "kv_mgr", None)
+    if isinstance(getattr(manager, "prompts", None), PromptSlot):
+        queue.deferred_kv_release_timeout = math.inf
+    return original(queue, request)
