@@ -45,5 +45,3 @@ class KvflowBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
         except PeerError as error:
             return web.Response(text=str(error), status=409)
         return await super()._handle_route_put(request)
-
-

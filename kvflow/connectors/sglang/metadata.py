@@ -42,10 +42,7 @@ class MetadataSlots:
     def read(self, slot: int) -> bytes:
         """Return a copy of one slot of every buffer. Raises: MisuseError for a wrong slot."""
         return _ENCODER.encode(
-            [
-                ctypes.string_at(address, size_bytes)
-                for address, size_bytes in self._places(slot)
-            ]
+            [ctypes.string_at(address, size_bytes) for address, size_bytes in self._places(slot)]
         )
 
     def write(self, slot: int, handoff: bytes) -> None:

@@ -89,9 +89,7 @@ def decode_node(pool: PagedPool, args: Any, settings: Settings, place: Place) ->
             "KVFLOW_SGLANG_TRANSFER_BACKEND local: SGLang has allocated this kind of KV cache in "
             "private memory, so no prefill can write into it; use mooncake or nixl"
         )
-    plane = open_plane(
-        settings.transfer_backend, pool.segment, None, host, _device(args, settings)
-    )
+    plane = open_plane(settings.transfer_backend, pool.segment, None, host, _device(args, settings))
     connect = partial(connect_dealer, key=read_key(settings.control_key_file))
     resolve = resolver(RegistryClient().resolve, place.rank, place.ranks)
     return DecodeThread(pool, plane, resolve=resolve, connect=connect, **_options(settings, host))

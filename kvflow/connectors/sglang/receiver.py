@@ -82,31 +82,34 @@ class KvflowReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def poll(self) -> int:
         """Return the state of the room, in SGLang's words (KVPoll)."""
-        if self.conclude_state is not None:
-            return self.conclude_state
-        self.kv_mgr.drop_events()
-        room = self._room
-        if room is None:
-            return int(KVPoll.Bootstrapping)
+        if self.conclude_state is None:
+            self.kv_mgr.drop_events()
+            if self._room is not None:
+                self._look(self._room)
+        return self._state()
+
+    def _look(self, room: DecodeThreadRoom) -> None:
+        """Conclude if the room has ended, or if its time is over."""
         if room.error is not None:
             self._fail(room.error.cause())
         elif room.landed and room.released:
             self._land(room)
         elif self._is_overdue:
             text = f"its pages have not come within {self.kv_mgr.waiting_timeout:g} s"
-            self._fail(
-                Cause(Code.DEADLINE, f"{text} (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)")
-            )
+            self._fail(Cause(Code.DEADLINE, f"{text} (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"))
+
+    def _state(self) -> int:
         if self.conclude_state is not None:
             return self.conclude_state
-        return int(KVPoll.Transferring if room.offered else KVPoll.WaitingForInput)
+        if self._room is None:
+            return int(KVPoll.Bootstrapping)
+        return int(KVPoll.Transferring if self._room.offered else KVPoll.WaitingForInput)
 
     @property
     def _is_overdue(self) -> bool:
         began_at_s = self._lent_at_s
         return (
-            began_at_s is not None
-            and time.monotonic() - began_at_s >= self.kv_mgr.waiting_timeout
+            began_at_s is not None and time.monotonic() - began_at_s >= self.kv_mgr.waiting_timeout
         )
 
     def _land(self, room: DecodeThreadRoom) -> None:

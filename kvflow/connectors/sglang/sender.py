@@ -101,24 +101,31 @@ class KvflowSender(CommonKVSender):  # type: ignore[misc]
 
     def poll(self) -> int:
         """Return the state of the room, in SGLang's words (KVPoll)."""
+        if self.conclude_state is None:
+            self.kv_mgr.drop_events()
+            assert self._room is not None
+            self._look(self._room)
+        return self._state()
+
+    def _look(self, room: PrefillThreadRoom) -> None:
+        """Conclude if the room has ended, and send what has been computed."""
+        if room.error is not None:
+            self._fail(room.error.cause())
+        elif room.done and room.released:
+            self._took_s = time.monotonic() - self._began_at_s
+            self.conclude_state = KVPoll.Success
+        else:
+            try:
+                self._send_computed(wait=False)
+            except KvflowError as error:
+                self._fail(error.cause())
+
+    def _state(self) -> int:
         if self.conclude_state is not None:
             return self.conclude_state
         assert self._room is not None
-        self.kv_mgr.drop_events()
-        if self._room.error is not None:
-            self._fail(self._room.error.cause())
-        elif self._room.done and self._room.released:
-            self._took_s = time.monotonic() - self._began_at_s
-            self.conclude_state = KVPoll.Success
-        if self.conclude_state is not None:
-            return self.conclude_state
         if not self._room.matched:
             return int(KVPoll.Bootstrapping)
-        try:
-            self._send_computed(wait=False)
-        except KvflowError as error:
-            self._fail(error.cause())
-            return int(KVPoll.Failed)
         return int(KVPoll.Transferring if self.curr_idx else KVPoll.WaitingForInput)
 
     def poll_pp_consensus(self) -> int:

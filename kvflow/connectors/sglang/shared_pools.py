@@ -60,7 +60,7 @@ def _receives() -> bool:
     from sglang.srt.runtime_context import get_disagg
 
     disagg = get_disagg()
-    return (
+    return bool(
         disagg.disaggregation_transfer_backend == NAME and disagg.disaggregation_mode == "decode"
     )
 
