@@ -12,7 +12,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable
-from enum import Enum
+from enum import Enum, StrEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,7 @@ class KVPoll:
     Failed, Bootstrapping, WaitingForInput, Transferring, Success = range(5)
 
 
-class KVTransferDestination(str, Enum):
+class KVTransferDestination(StrEnum):
     DEVICE = "device"
     HOST = "host"
 

@@ -1,0 +1,360 @@
+"""Requests at every moment of their life, in SGLang's sender and receiver."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.connectors.sglang.sglang_pair import PROMPT, ROOM, SLOT_BYTES, pair
+from tests.fakes.sglang import KVPoll, KVTransferDestination
+from tests.fakes.sglang import KVTransferError as Error
+
+Patch = pytest.MonkeyPatch
+
+
+def test_pages_and_metadata_arrive_together(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        for number, slot in enumerate(each.source.slots):
+            slot[2] = 10 + number
+        request.match(9, 4, 7, slot=2)
+        assert request.receiver.poll() == KVPoll.Transferring
+        request.send(3, 1, 2)
+        request.ends(request.receiver, KVPoll.Success)
+        request.ends(request.sender, KVPoll.Success)
+        assert each.landed(9, 4, 7) == [4, 2, 3]
+        assert each.target.layers[:, [0, 1, 2, 3, 5, 6, 8]].sum() == 0
+        for number, slot in enumerate(each.target.slots):
+            assert slot[5].tolist() == [10 + number] * SLOT_BYTES[number]
+            assert slot.sum() == slot[5].sum()
+        metric = request.sender.get_transfer_metric()
+        assert metric.transfer_total_bytes == 3 * 3 * 64 and metric.transfer_latency_s > 0
+        request.sender.clear()
+        request.receiver.clear()
+        assert not request.receiver.abort_notified
+
+
+def test_chunks_are_sent_as_they_are_computed(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        request.send(3, last=False)
+        each.until(lambda: each.landed(9) == [4])
+        assert request.receiver.poll() == KVPoll.Transferring
+        assert request.sender.poll() == KVPoll.Transferring
+        request.send(1, last=False)
+        request.send(2)
+        request.ends(request.receiver, KVPoll.Success)
+        assert each.landed(9, 4, 7) == [4, 2, 3]
+
+
+def test_the_slot_is_read_when_the_last_pages_are_sent(monkeypatch: Patch) -> None:
+    """SGLang may give it to another request before the handoff has left."""
+    with pair(monkeypatch) as each:
+        request = each.request()
+        each.source.slots[0][2] = 5
+        request.match(9, 4, 7, slot=2)
+        each.gate.open.clear()
+        request.send(3, 1, 2)
+        each.source.slots[0][2] = 6
+        each.gate.open.set()
+        request.ends(request.receiver, KVPoll.Success)
+        assert set(each.target.slots[0][5]) == {5}
+
+
+def test_pages_that_a_device_still_computes_wait(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        waited: list[bool] = []
+        event = SimpleNamespace(query=lambda: bool(waited), synchronize=lambda: waited.append(True))
+        request.sender._early_send_wait_event = event
+        request.send(3, last=False)
+        assert request.sender._early_send_wait_event is None
+        assert request.sender.poll() == KVPoll.Transferring
+        assert each.landed(9) == [0] and not waited
+        request.send(1, 2)
+        assert waited == [True]
+        request.ends(request.receiver, KVPoll.Success)
+        assert each.landed(9, 4, 7) == [4, 2, 3]
+
+
+def test_an_event_that_has_passed_is_seen_by_a_poll(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        passed: list[int] = []
+        request.sender._early_send_wait_event = SimpleNamespace(query=lambda: passed)
+        request.send(3, last=False)
+        passed.append(1)
+        request.sender.poll()
+        each.until(lambda: each.landed(9) == [4])
+        request.send(1, 2)
+        request.ends(request.receiver, KVPoll.Success)
+
+
+@pytest.mark.parametrize(("prefix", "pages"), [(4, [9, 4]), (8, [9])])
+def test_what_decode_has_does_not_travel(monkeypatch: Patch, prefix: int, pages: list[int]) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.match(*pages, prefix=prefix)
+        request.send(*[3, 1, 2][-len(pages) :])
+        request.ends(request.receiver, KVPoll.Success)
+        request.ends(request.sender, KVPoll.Success)
+        assert each.landed(*pages) == [4, 2, 3][-len(pages) :]
+
+
+def test_a_sender_waits_for_decode(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.at_prefill()
+        assert request.sender.poll() == KVPoll.Bootstrapping
+        request.at_decode(init=False)
+        assert request.receiver.poll() == KVPoll.Bootstrapping
+        request.receiver.init(0)
+        assert request.receiver.poll() == KVPoll.WaitingForInput
+        assert request.sender.poll() == KVPoll.Bootstrapping
+        request.receiver.abort()
+        assert "aborted at decode" in request.reason(request.sender)
+
+
+def test_two_prompts_do_not_meet_in_one_room(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request(other=[*PROMPT[:-1], 999])
+        request.at_prefill()
+        request.at_decode()
+        request.lend(9, 4, 7)
+        assert "prompt_mismatch" in request.reason(request.receiver)
+        assert "prompt_mismatch" in request.reason(request.sender)
+        assert each.target.layers.sum() == 0
+
+
+def test_a_client_that_leaves_decode_ends_prefill(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        each.gate.open.clear()
+        request.send(3, 1, 2)
+        assert each.gate.reached.wait(20)
+        request.receiver.abort()
+        assert request.receiver.poll() == KVPoll.Failed
+        # SGLang asks this before it uses the pages for another request.
+        assert not each.decode.is_abort_release_safe(ROOM, 0)
+        assert each.lent == [4, 7, 9] and request.receiver.abort_notified
+        each.gate.open.set()
+        each.until(lambda: each.decode.is_abort_release_safe(ROOM, 0))
+        assert each.lent == []
+        assert "aborted at decode" in request.reason(request.sender)
+        each.decode.clear_deferred_abort_state(ROOM)
+        assert each.decode._owed == {}
+
+
+def test_a_client_that_leaves_prefill_ends_decode(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        request.send(3, last=False)
+        request.sender.abort()
+        assert request.sender.poll() == KVPoll.Failed
+        assert "aborted at prefill" in request.reason(request.receiver)
+        request.send(1, 2)
+        each.until(lambda: each.decode.is_abort_release_safe(ROOM, 0))
+
+
+def test_a_sender_that_fails_during_a_write_cannot_succeed(monkeypatch: Patch) -> None:
+    """SGLang reuses the source pages at once, while the write still reads them."""
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        each.gate.open.clear()
+        request.send(3, 1, 2)
+        assert each.gate.reached.wait(20)
+        request.sender.abort()
+        each.source.layers[:] = 77
+        each.gate.open.set()
+        assert "aborted at prefill" in request.reason(request.receiver)
+        each.until(lambda: each.decode.is_abort_release_safe(ROOM, 0))
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_failure_at_another_rank_ends_the_room(monkeypatch: Patch, side: str) -> None:
+    """SGLang takes the least state of all ranks, and then asks each for its reason."""
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        with pytest.raises(Error, match="failed at another rank"):
+            getattr(request, side).failure_exception()
+        other = request.receiver if side == "sender" else request.sender
+        assert "failed at another rank" in request.reason(other)
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_success_that_another_rank_did_not_have(monkeypatch: Patch, side: str) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        request.send(3, 1, 2)
+        request.ends(request.receiver, KVPoll.Success)
+        request.ends(request.sender, KVPoll.Success)
+        with pytest.raises(Error, match="failed at another rank"):
+            getattr(request, side).failure_exception()
+        request.receiver.ensure_abort_notified(force_arm=True)
+        assert request.receiver.abort_notified and each.decode.is_abort_release_safe(ROOM, 0)
+
+
+def test_decode_that_drops_a_failed_request_holds_its_pages(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        each.gate.open.clear()
+        request.send(3, 1, 2)
+        assert each.gate.reached.wait(20)
+        request.receiver.ensure_abort_notified(force_arm=True)
+        assert request.receiver.poll() == KVPoll.Failed
+        assert not each.decode.is_abort_release_safe(ROOM, 0)
+        each.gate.open.set()
+        each.until(lambda: each.decode.is_abort_release_safe(ROOM, 0))
+
+
+def test_one_leg_that_never_comes(monkeypatch: Patch) -> None:
+    with pair(monkeypatch, RENDEZVOUS_S=0.2) as each:
+        alone = each.request(1)
+        alone.at_prefill()
+        assert "rendezvous" in alone.reason(alone.sender)
+        other = each.request(2)
+        other.at_decode()
+        other.lend(9, 4, 7)
+        assert "rendezvous" in other.reason(other.receiver)
+        each.until(lambda: each.decode.is_abort_release_safe(2, 0))
+
+
+def test_pages_that_do_not_come_in_time(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        each.decode.waiting_timeout = 0.1
+        request = each.request()
+        request.match(9, 4, 7)
+        reason = request.reason(request.receiver)
+        assert "deadline" in reason and "within 0.1 s (SGLANG_DISAGGREGATION_WAITING_" in reason
+        assert "deadline" in request.reason(request.sender)
+        each.until(lambda: each.decode.is_abort_release_safe(ROOM, 0))
+
+
+def test_a_decode_that_refuses_before_it_announces(monkeypatch: Patch) -> None:
+    """The prefill does not fit: SGLang aborts the receiver before it has called `init`."""
+    with pair(monkeypatch) as each:
+        each.decode.mismatch = "Page size mismatch: 1 and 2"
+        assert not each.decode.try_ensure_parallel_info(each.address)
+        request = each.request()
+        request.at_prefill()
+        request.at_decode(init=False)
+        request.receiver.abort()
+        assert "Page size mismatch" in request.reason(request.receiver)
+        assert "Page size mismatch" in request.reason(request.sender)
+        each.decode.mismatch = ""
+        assert each.decode.try_ensure_parallel_info(each.address)
+        assert each.decode.mismatches == {}
+
+
+def test_a_room_that_is_in_use(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        first, second = each.request(), each.request()
+        first.match(9, 4, 7)
+        second.at_prefill()
+        assert "room_in_use" in second.reason(second.sender)
+        second.send(3)
+        first.send(3, 1, 2)
+        first.ends(first.receiver, KVPoll.Success)
+
+
+def test_prefill_that_goes_away(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        each.decode.try_ensure_parallel_info(each.address)
+        request = each.request()
+        request.match(9, 4, 7)
+        each.prefill.teardown()
+        assert "shutdown" in request.reason(request.receiver)
+        assert request.sender.poll() == KVPoll.Failed
+        late = each.request(8)
+        late.at_prefill()
+        assert "closed" in late.reason(late.sender)
+
+
+def test_a_prefill_that_cannot_be_reached_is_forgotten(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        each.address = "127.0.0.1:1"
+        each.decode.try_ensure_parallel_info(each.address)
+        request = each.request()
+        request.at_decode()
+        assert "peer_lost" in request.reason(request.receiver)
+        assert each.address not in each.decode.prefill_info_table
+
+
+def test_metadata_of_another_size_fails_the_request(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        each.prefill.metadata._slot_bytes[1] = 4
+        request.match(9, 4, 7)
+        request.send(3, 1, 2)
+        assert "slots of [64, 4] bytes, and decode's of [64, 8]" in request.reason(request.receiver)
+        assert each.target.slots[0].sum() == 0
+
+
+def test_a_wrong_number_of_pages_fails_the_request(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        request.send(3, 1)
+        assert "chunk of 2 pages" in request.reason(request.sender)
+        assert "chunk of 2 pages" in request.reason(request.receiver)
+        other = each.request(8)
+        other.at_decode()
+        other.lend(9, 4)
+        assert "2 pages given, its prompt needs 3" in other.reason(other.receiver)
+
+
+def test_pages_beside_the_device_are_refused(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.at_decode()
+        for fields in ({"destination": KVTransferDestination.HOST}, {"device_kv_indices": [1]}):
+            with pytest.raises(NotImplementedError, match="no host destinations"):
+                request.receiver.send_metadata([1, 2, 3], 5, **fields)
+        request.receiver.clear()
+
+
+def test_a_reason_that_sglang_records_is_told(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.at_decode()
+        request.receiver.abort()
+        each.decode.failure_records[ROOM] = "the recomputation failed"
+        assert request.reason(request.receiver) == "the recomputation failed"
+        assert each.decode.failure_records == {}
+
+
+def test_a_sender_without_a_prompt_fails(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        sender = each.sender_class(each.prefill, each.address, 9)
+        assert sender.poll() == KVPoll.Failed
+        receiver = each.receiver_class(each.decode, each.address, 9)
+        receiver.init(0)
+        receiver.send_metadata([1], 0)
+        assert receiver.poll() == KVPoll.Failed
+        for half in (sender, receiver):
+            with pytest.raises(Error, match="no prompt"):
+                half.failure_exception()
+
+
+def test_events_are_not_kept(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        for room in range(1, 6):
+            request = each.request(room)
+            request.match(9, 4, 7)
+            request.send(3, 1, 2)
+            request.ends(request.receiver, KVPoll.Success)
+            request.ends(request.sender, KVPoll.Success)
+        each.until_rest()
+        for manager in (each.prefill, each.decode):
+            each.until(lambda: not manager.thread._rooms)  # noqa: B023 - called at once
+            assert len(manager.thread._events) <= 4
