@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+import kvflow.connectors.sglang
+
 VERSION = "0.5.23"
 _LATE = ("bootstrap", "manager", "nodes", "receiver", "sender")
 
@@ -257,4 +259,5 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = VERSION) -> dict[str
         monkeypatch.setitem(sys.modules, name, module)
     for name in _LATE:
         monkeypatch.delitem(sys.modules, f"kvflow.connectors.sglang.{name}", raising=False)
+        monkeypatch.delattr(kvflow.connectors.sglang, name, raising=False)
     return found

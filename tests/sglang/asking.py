@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -81,14 +82,17 @@ class BothLegs:
         *,
         legs: str = "prefill decode",
         other: Prompt | None = None,
+        **fields: Any,
     ) -> None:
         """`legs` are the ones that are sent, and `other` is what decode is asked instead."""
-        where = {
+        where: dict[str, Any] = {
+            **fields,
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": prefill.bootstrap_port,
             "bootstrap_room": secrets.randbits(62),
         }
-        self.prefill = self.decode = None
+        self.prefill: asyncio.Task[Answer] | None = None
+        self.decode: asyncio.Task[Answer] | None = None
         if "prefill" in legs:
             self.prefill = asyncio.create_task(ask(session, prefill.url, prompt, count, **where))
         if "decode" in legs:
@@ -101,11 +105,13 @@ class BothLegs:
         await asyncio.wait([self.prefill, self.decode])
         return self.decode.result()
 
-    async def leave(self) -> None:
-        """Disconnect both, as a router does for a client that leaves."""
+    async def leave(self, legs: str = "prefill decode") -> None:
+        """Disconnect those legs, as a router does for a client that leaves, and wait for all."""
         tasks = [task for task in (self.prefill, self.decode) if task is not None]
-        for task in tasks:
-            task.cancel()
+        for name in legs.split():
+            task: asyncio.Task[Answer] | None = getattr(self, name)
+            if task is not None:
+                task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -118,3 +124,22 @@ async def at_once(count: int, jobs: Sequence[Callable[[], Awaitable[T]]]) -> lis
             return await job()
 
     return list(await asyncio.gather(*map(gated, jobs)))
+
+
+async def eventually(
+    what: Callable[[], Awaitable[bool]], why: str, timeout_s: float = 30.0
+) -> None:
+    """Ask until it is so. Raises: AssertionError."""
+    ends_at = time.monotonic() + timeout_s
+    while not await what():
+        assert time.monotonic() < ends_at, f"{why}: not within {timeout_s:g} s"
+        await asyncio.sleep(0.1)
+
+
+async def is_empty(session: aiohttp.ClientSession, server: Server) -> bool:
+    """Nothing runs, and no page is held. SGLang flushes its cache only then.
+
+    When it is idle, SGLang counts its pages itself, and ends with an error if one is missing.
+    """
+    async with session.post(f"{server.url}/flush_cache") as answer:
+        return answer.status == 200

@@ -21,6 +21,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -99,13 +100,16 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         model = make_model("llama", Path(folder) / "model")
         words = ["--chunked-prefill-size", str(options.chunk)] if options.chunk else []
-        if options.ranks > 1:
-            words += ["--tp-size", str(options.ranks)]
-        pair = {"page": options.page, "backend": options.backend}
-        settings = {"transfer_backend": options.plane} if options.backend == "kvflow" else {}
-        prefill = Server("prefill", model, logs, *words, **pair, **settings)
+        pair: dict[str, Any] = {
+            "page": options.page,
+            "backend": options.backend,
+            "ranks": options.ranks,
+        }
+        if options.backend == "kvflow":
+            pair["transfer_backend"] = options.plane
+        prefill = Server("prefill", model, logs, *words, **pair)
         radix = ["--disaggregation-decode-enable-radix-cache"] if options.radix else []
-        decode = Server("decode", model, logs, *words, *radix, **pair, **settings)
+        decode = Server("decode", model, logs, *words, *radix, **pair)
         single = Server("single", model, logs, page=options.page)
         servers = [prefill, decode, single]
         try:

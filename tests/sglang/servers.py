@@ -36,7 +36,7 @@ _ENVIRONMENT = {
 _ALWAYS = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph "
     "--disable-overlap-schedule --dtype float32 --max-total-tokens 8192 --mem-fraction-static 0.1 "
-    "--max-running-requests 16 --host 127.0.0.1 --log-level info --random-seed 1"
+    "--max-running-requests 16 --host 127.0.0.1 --random-seed 1 --sleep-on-idle"
 )
 _ports = random.sample(range(20_000, 32_000), 1000)
 
@@ -62,9 +62,10 @@ class Server:
         name: str = "",
         page: int = PAGE,
         backend: str = "kvflow",
+        ranks: int = 1,
         **settings: object,
     ) -> None:
-        """`settings` are kvflow's, by the names of their variables in lower case."""
+        """`ranks` share the heads. `settings` are kvflow's, by their variables in lower case."""
         self.role, self.name, self.port = role, name or role, free_port()
         self.bootstrap_port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -75,6 +76,9 @@ class Server:
         self._command += _ALWAYS.split()
         self._command += ["--model-path", str(model), "--served-model-name", MODEL]
         self._command += ["--port", str(self.port), "--page-size", str(page), *words]
+        if ranks > 1:
+            self._command += ["--tp-size", str(ranks)]
+            self._environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
         if role != "single":
             self._command += ["--disaggregation-mode", role]
             self._command += ["--disaggregation-transfer-backend", backend]
@@ -123,7 +127,7 @@ class Server:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def tail(self, lines: int = 60) -> str:
-        return "\n".join(self.text().splitlines()[-lines:])
+        return "\n".join(line[:400] for line in self.text().splitlines()[-lines:])
 
     def scheduler(self) -> psutil.Process:
         """The process in which the model runs, and kvflow's node."""

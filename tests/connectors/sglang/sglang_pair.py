@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvflow.memory.shared import SharedSegment
+from kvflow.transports.data import select
 from tests.connectors.vllm.worker_pair import Gate, GatedPlane
 from tests.fakes import sglang
 
@@ -133,6 +134,14 @@ class Pair:
         threads = self.prefill.thread, self.decode.thread
         self.until(lambda: all(thread.pages.at_rest() for thread in threads))
 
+    def until_abort_arrives(self) -> None:
+        """Prefill knows that decode gave a room up, while a write of it still runs."""
+
+        def phases(node: Any) -> set[str]:
+            return set(node.rooms_by_phase())
+
+        self.until(lambda: "transferring" not in self.prefill.thread.ask(phases))
+
     @property
     def lent(self) -> list[int]:
         return sorted(self.decode.thread.pages.busy(range(PAGES)))
@@ -159,10 +168,9 @@ def pair(
 
     gate, (source, target) = Gate(), (Cache(first), Cache())
     monkeypatch.setattr(shared_pools, "_segments", [target.segment])
-    real = nodes.open_plane
 
     def open_plane(name: str, segment: Any, *rest: Any) -> Any:
-        return GatedPlane(gate) if segment is None else real(name, segment, *rest)
+        return GatedPlane(gate) if segment is None else select.open_plane(name, segment, *rest)
 
     monkeypatch.setattr(nodes, "open_plane", open_plane)
     server: Any = KvflowBootstrapServer("127.0.0.1", 0)

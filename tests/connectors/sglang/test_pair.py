@@ -142,6 +142,7 @@ def test_a_client_that_leaves_decode_ends_prefill(monkeypatch: Patch) -> None:
         # SGLang asks this before it uses the pages for another request.
         assert not each.decode.is_abort_release_safe(ROOM, 0)
         assert each.lent == [4, 7, 9] and request.receiver.abort_notified
+        each.until_abort_arrives()
         each.gate.open.set()
         each.until(lambda: each.decode.is_abort_release_safe(ROOM, 0))
         assert each.lent == []

@@ -1,0 +1,183 @@
+"""The parts of the backend by themselves: pools, metadata, prompts, places."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvflow.connectors.sglang.counterpart import counterpart, listed, resolver
+from kvflow.connectors.sglang.memory import device_of, model_fingerprint, pool_of
+from kvflow.connectors.sglang.metadata import MetadataSlots
+from kvflow.connectors.sglang.prompts import PromptSlot, prompt_of
+from kvflow.protocols.arguments import check_prompt
+from kvflow.protocols.errors import LayoutError, MisuseError, PeerError, WireError
+from kvflow.protocols.pages.differences import differences
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
+
+
+def args(**fields: Any) -> Any:
+    found = {
+        "kv_data_ptrs": [4096, 8192],
+        "kv_data_lens": [1030, 1024],
+        "kv_item_lens": [64, 64],
+        "kv_cache_dtype_str": "bfloat16",
+        "kv_layout": None,
+        "page_size": 4,
+        "state_types": [],
+    }
+    return SimpleNamespace(**found | fields)
+
+
+def pool(given: Any, *, rank: int = 0, ranks: int = 1) -> Any:
+    return pool_of(given, rank=rank, ranks=ranks, fingerprint="m", device="cuda:0", segment=None)
+
+
+def test_the_pool_has_sglangs_pages() -> None:
+    layout = pool(args()).layout
+    assert (layout.num_pages, layout.page_size, layout.page_bytes) == (16, 4, 128)
+    assert [b.address for b in layout.buffers] == [4096, 8192]
+    assert {c.format for c in layout.components} == {"SGLang 0.5.23 bfloat16 nhd"}
+
+
+@pytest.mark.parametrize(
+    "other", [{"kv_cache_dtype_str": "fp8_e4m3"}, {"kv_layout": "v4"}, {"page_size": 8}]
+)
+def test_pools_of_other_bytes_do_not_fit(other: dict[str, Any]) -> None:
+    assert differences(pool(args()).layout, pool(args(**other)).layout)
+    assert not differences(pool(args()).layout, pool(args()).layout)
+
+
+def test_a_rank_fits_only_the_rank_of_its_number() -> None:
+    first, second = (pool(args(), rank=rank, ranks=2).layout for rank in range(2))
+    assert "rank 1 of 2" in "".join(differences(first, second))
+
+
+def test_states_are_refused_by_name() -> None:
+    kinds = [SimpleNamespace(value="mamba"), SimpleNamespace(value="swa")]
+    with pytest.raises(MisuseError, match="state of the kinds mamba, swa besides its KV cache"):
+        pool(args(state_types=kinds))
+
+
+def test_buffers_that_are_no_pool_are_refused() -> None:
+    with pytest.raises(LayoutError, match="no buffers"):
+        pool(args(kv_data_ptrs=[], kv_data_lens=[], kv_item_lens=[]))
+    with pytest.raises(LayoutError, match="'kv1' has 8 pages, 'kv0' has 16"):
+        pool(args(kv_data_lens=[1024, 512]))
+
+
+def test_devices_have_kvflows_names() -> None:
+    assert (device_of("cpu", 3), device_of("cuda", 3)) == ("cpu", "cuda:3")
+    with pytest.raises(MisuseError, match="not on npu"):
+        device_of("npu", 0)
+
+
+def test_models_are_told_apart_by_their_files(tmp_path: Any) -> None:
+    found = model_fingerprint(str(DEMO_MODEL_DIR))
+    assert found.startswith("config ") and " weights " in found
+    assert model_fingerprint(str(tmp_path)) == "unread"
+
+
+def slots(sizes: list[int], count: int = 4) -> tuple[MetadataSlots, list[Any]]:
+    buffers = [np.zeros((count, size), np.uint8) for size in sizes]
+    found = MetadataSlots([b.ctypes.data for b in buffers], [b.nbytes for b in buffers], sizes)
+    return found, buffers
+
+
+def test_a_slot_travels_whole_and_alone() -> None:
+    (source, ours), (target, theirs) = slots([8, 64]), slots([8, 64])
+    ours[0][1], ours[1][1], ours[1][2] = 3, 4, 9
+    target.write(2, source.read(1))
+    assert theirs[0].tolist() == [[0] * 8, [0] * 8, [3] * 8, [0] * 8]
+    assert theirs[1][2].tolist() == [4] * 64 and theirs[1].sum() == 4 * 64
+
+
+@pytest.mark.parametrize(
+    "handoff",
+    [b"", b"\xff", msgspec.msgpack.encode(["text"]), msgspec.msgpack.encode([b"x" * 8])],
+)
+def test_what_is_no_slot_writes_nothing(handoff: bytes) -> None:
+    target, buffers = slots([8, 64])
+    with pytest.raises(WireError):
+        target.write(0, handoff)
+    assert not any(b.any() for b in buffers)
+
+
+@pytest.mark.parametrize("slot", [-1, 4])
+def test_a_slot_outside_the_buffers_is_refused(slot: int) -> None:
+    found, _ = slots([8])
+    with pytest.raises(MisuseError, match=r"outside 0\.\.3"):
+        found.read(slot)
+    with pytest.raises(MisuseError, match=r"outside 0\.\.3"):
+        found.write(slot, msgspec.msgpack.encode([b"x" * 8]))
+
+
+def test_metadata_that_is_too_large_is_refused_at_start() -> None:
+    with pytest.raises(MisuseError, match="has 1048587 bytes, limit 1048576"):
+        MetadataSlots([4096], [2 << 20], [(1 << 20) + 1])
+
+
+def request(*ids: int, media: object = None, **fields: Any) -> Any:
+    return SimpleNamespace(
+        origin_input_ids=array("q", ids), multimodal_inputs=media, output_ids=[], **fields
+    )
+
+
+def test_the_prompt_is_that_of_the_token_ids() -> None:
+    assert prompt_of(request(1, 2, 3)) == check_prompt([1, 2, 3])
+    assert prompt_of(request(1, 2, 3)) != prompt_of(request(1, 2, 4))
+
+
+def test_a_retracted_prompt_has_what_was_generated() -> None:
+    retracted = request(1, 2, pd_rebootstrap_in_progress=True)
+    retracted.output_ids = [3, 4]
+    assert prompt_of(retracted) == check_prompt([1, 2, 3, 4])
+
+
+def test_media_are_compared_by_their_length() -> None:
+    one, other = request(1, 2, 3, media="seen"), request(4, 5, 6, media="seen")
+    assert prompt_of(one) == prompt_of(other)
+    assert prompt_of(one) != prompt_of(request(1, 2, media="seen"))
+    assert prompt_of(one) != prompt_of(request(1, 2, 3))
+
+
+def test_a_prompt_is_there_for_its_request_only() -> None:
+    slot = PromptSlot()
+    with slot.holding(request(1, 2)):
+        assert slot.take() == check_prompt([1, 2])
+    with pytest.raises(MisuseError, match="no known request"):
+        slot.take()
+    with slot.holding(request()), pytest.raises(MisuseError, match="the prompt is empty"):
+        slot.take()
+
+
+def ranks(count: int) -> list[RankInfo]:
+    own = RankInfo(0, 1, 5, "tcp://127.0.0.1:1", "local", "m")
+    return [
+        listed(msgspec.structs.replace(own, incarnation=number), number, count)
+        for number in range(count)
+    ]
+
+
+async def test_a_rank_finds_its_counterpart() -> None:
+    assert [(each.rank, each.world_size) for each in ranks(2)] == [(0, 2), (1, 2)]
+
+    async def resolve(prefill: str) -> list[RankInfo]:
+        assert prefill == "10.0.0.1:8998"
+        return ranks(3)
+
+    (found,) = await resolver(resolve, 2, 3)("10.0.0.1:8998")
+    assert (found.rank, found.world_size, found.incarnation) == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_is_refused(theirs: int, mine: int) -> None:
+    with pytest.raises(PeerError) as raised:
+        counterpart(ranks(theirs), 0, mine)
+    text = f"has {theirs} tensor-parallel ranks, and this decode has {mine}"
+    assert text in str(raised.value)
