@@ -38,6 +38,10 @@ NOT_RUN = {
         "vLLM on the index is a CUDA build; .ci/setup-vllm installs one for CPUs"
     ),
     "vllm serve": "it needs vLLM: `make vllm` starts such servers",
+    "pip install '.[sglang,mooncake]'": (
+        "SGLang on the index needs CUDA; .ci/setup-sglang installs it for CPUs"
+    ),
+    "python -m sglang": "it needs SGLang: `make sglang` starts such servers",
     "kvflow router --engine vllm": (
         "it needs vLLM: `make vllm` puts a router in front of such servers"
     ),
