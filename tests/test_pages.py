@@ -33,7 +33,8 @@ GENERATED = {f"docs/{reference.CONFIGURATION}", f"docs/{reference.METRICS}"}
 # Flags of other programs that pages name, and those of kvflow's commands that are no settings.
 FOREIGN = {
     *("--block-size", "--disable-hybrid-kv-cache-manager", "--kv-transfer-config"),
-    *("--tensor-parallel-size", "--plane", "--help"),
+    *("--tensor-parallel-size", "--plane", "--help", "--tp-size", "--pp-size", "--dp-size"),
+    "--disaggregation-decode-enable-radix-cache",
 }
 
 
