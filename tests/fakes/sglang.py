@@ -70,6 +70,8 @@ class CommonKVManager:
         self.prefill_info_table: dict[str, Any] = {}
         self.waiting_timeout: float = 300
         self.mismatch = ""
+        self.attn_tp_size = 1
+        self.request_status: Any = {}
         if mode is DisaggregationMode.PREFILL:
             self._register_topology_row(f"{self.bootstrap_url}/route", {"page_size": 1})
 
@@ -81,7 +83,7 @@ class CommonKVManager:
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         if self.mismatch:
             raise RuntimeError(self.mismatch)
-        self.prefill_info_table[bootstrap_addr] = "its sizes"
+        self.prefill_info_table[bootstrap_addr] = SimpleNamespace(attn_tp_size=self.attn_tp_size)
         return True
 
 
@@ -148,9 +150,13 @@ class Queue:
         self.kv_manager, self._make = kv_manager, make
         self.deferred_kv_release_timeout = 30.0
         self.deferred: list[Any] = []
+        self.queue: list[Any] = []
 
     def _made(self, request: Any, *args: Any) -> Any:
         return self._make()
+
+    def _popped(self) -> list[Any]:
+        return list(self.queue)
 
     def _defer_release(self, request: Any) -> None:
         self.deferred.append((request, self.deferred_kv_release_timeout))
@@ -201,7 +207,9 @@ def new_modules(version: str) -> dict[str, ModuleType]:
     }
     prefill = {
         "PrefillBootstrapQueue": type(
-            "PrefillBootstrapQueue", (Queue,), {"create_sender": Queue._made}
+            "PrefillBootstrapQueue",
+            (Queue,),
+            {"create_sender": Queue._made, "pop_bootstrapped": Queue._popped},
         )
     }
     variables = {

@@ -1,8 +1,8 @@
 """Which ranks of a prefill serve one rank of a decode.
 
-Rank r of a decode takes its pages from rank r of a prefill, which has the same attention heads. So
-each pair of ranks is a prefill of one rank to the nodes of kvflow. Only the registry lists all of
-them.
+Rank r of a decode takes its pages from rank r of a prefill, which has the same attention heads, or
+from that rank of every stage of a pipeline, each of which has other layers. To the nodes of kvflow
+these stages are the ranks of one prefill. Only the registry lists the ranks of all heads.
 """
 
 from __future__ import annotations
@@ -15,26 +15,36 @@ from kvflow.protocols.errors import PeerError
 from kvflow.protocols.wire.ranks import RankInfo
 
 FIELD = "kvflow"  # the field of SGLang's PUT /route that describes a rank's node
+SAME_SIZE = "kvflow's backend needs the same --tp-size on both sides"
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
 
 
 def listed(info: RankInfo, rank: int, ranks: int) -> RankInfo:
-    """Return a node's description as the registry lists it: number `rank` of `ranks`."""
-    return msgspec.structs.replace(info, rank=rank, world_size=ranks)
+    """Return the description of stage `info.rank` of `rank` as the registry lists it.
+
+    `ranks` is the number of ranks that share the heads. The stages of one rank stand together.
+    """
+    stages = info.world_size
+    number = rank * stages + info.rank
+    return msgspec.structs.replace(info, rank=number, world_size=ranks * stages)
 
 
 def counterpart(found: Sequence[RankInfo], rank: int, ranks: int) -> Sequence[RankInfo]:
-    """Return the rank of a prefill that serves rank number `rank` of a decode with `ranks` ranks.
+    """Return the stages of a prefill that serve rank number `rank` of a decode with `ranks` ranks.
 
-    `found` are all ranks of the prefill, in order. Raises: PeerError if it has another number of
-    ranks.
+    `found` are all ranks of the prefill, in order. Raises: PeerError if the heads cannot be shared
+    by as many ranks as at decode.
     """
-    if len(found) != ranks:
+    stages, rest = divmod(len(found), ranks)
+    if rest:
         raise PeerError(
-            f"prefill {found[0].control} has {len(found)} tensor-parallel ranks, and this decode "
-            f"has {ranks}: kvflow's backend needs the same --tp-size on both sides"
+            f"prefill {found[0].control} has {len(found)} ranks, and this decode has {ranks}: "
+            f"{SAME_SIZE}"
         )
-    return [msgspec.structs.replace(found[rank], rank=0, world_size=1)]
+    return [
+        msgspec.structs.replace(info, rank=stage, world_size=stages)
+        for stage, info in enumerate(found[rank * stages : (rank + 1) * stages])
+    ]
 
 
 def resolver(resolve: Resolve, rank: int, ranks: int) -> Resolve:

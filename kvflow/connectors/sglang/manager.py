@@ -6,11 +6,12 @@ import logging
 import os
 from typing import Any
 
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from kvflow.connectors.sglang import nodes, queues
-from kvflow.connectors.sglang.counterpart import FIELD, listed
+from kvflow.connectors.sglang.counterpart import FIELD, SAME_SIZE, listed
 from kvflow.connectors.sglang.metadata import MetadataSlots
 from kvflow.connectors.sglang.prompts import PromptSlot
 from kvflow.connectors.sglang.settings import Settings
@@ -18,7 +19,7 @@ from kvflow.connectors.sglang.version import check_version
 from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.prefill import PrefillThread
 from kvflow.node.threads.rooms import DecodeThreadRoom
-from kvflow.protocols.errors import KvflowError
+from kvflow.protocols.errors import KvflowError, PeerError
 from kvflow.protocols.wire.ranks import rank_to_json
 
 log = logging.getLogger("sglang.kvflow")
@@ -51,14 +52,15 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
         self.mismatches: dict[str, str] = {}
         """Why the prefill at an address does not fit, by "host:port"."""
         self._owed: dict[int, list[DecodeThreadRoom]] = {}
-        settings, place = Settings.read(os.environ), nodes.place_of(server_args)
-        self._place = place
+        settings = Settings.read(os.environ)
+        is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
+        self.place = place = nodes.place_of(args, server_args, is_prefill=is_prefill)
         self.metadata = MetadataSlots(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
-        pool = nodes.pool_for(args, server_args, settings, place)
+        pool = nodes.pool_for(args, server_args, settings, place, is_mla=bool(is_mla_backend))
         self.thread: PrefillThread | DecodeThread
-        if disaggregation_mode == DisaggregationMode.PREFILL:
+        if is_prefill:
             model = str(server_args.served_model_name or server_args.model_path)
-            self.thread = nodes.prefill_node(pool, args, settings, model)
+            self.thread = nodes.prefill_node(pool, args, settings, place, model)
         else:
             self.thread = nodes.decode_node(pool, args, settings, place)
         queues.install()
@@ -77,7 +79,7 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
         assert isinstance(self.thread, PrefillThread)
-        info = listed(self.thread.info, self._place.rank, self._place.ranks)
+        info = listed(self.thread.info, self.place.rank, self.place.ranks)
         super()._register_topology_row(url, {**payload, FIELD: rank_to_json(info)})
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
@@ -87,18 +89,43 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
         fails only the requests to that prefill.
         """
         try:
-            found = bool(super().try_ensure_parallel_info(bootstrap_addr))
-        except (RuntimeError, AssertionError) as error:
+            if not super().try_ensure_parallel_info(bootstrap_addr):
+                return False
+            self._check_ranks(self.prefill_info_table[bootstrap_addr].attn_tp_size)
+        except (RuntimeError, AssertionError, PeerError) as error:
             self.mismatches[bootstrap_addr] = str(error)
+            self.forget_prefill(bootstrap_addr)
             log.error("prefill %s does not fit: %s", bootstrap_addr, error)
             return False
-        if found:
-            self.mismatches.pop(bootstrap_addr, None)
-        return found
+        self.mismatches.pop(bootstrap_addr, None)
+        return True
+
+    def _check_ranks(self, theirs: int) -> None:
+        if theirs != self.place.ranks:
+            raise PeerError(
+                f"prefill has {theirs} tensor-parallel ranks, and this decode {self.place.ranks}: "
+                f"{SAME_SIZE}"
+            )
 
     def forget_prefill(self, bootstrap_addr: str) -> None:
         """Forget the sizes of a prefill that may have been replaced. SGLang then asks again."""
         self.prefill_info_table.pop(bootstrap_addr, None)
+
+    # --- stages of a prefill
+
+    def publish(self, bootstrap_room: int, state: int | None) -> None:
+        """Tell the first stage the state of a room at this stage; None once it is over."""
+        if self.place.stages == 1:
+            return
+        if state is None:
+            self.request_status.pop(bootstrap_room, None)
+        elif self.request_status.get(bootstrap_room) != state:
+            self.request_status[bootstrap_room] = state
+
+    def least_state(self, bootstrap_room: int) -> int:
+        """Return the least of the states at all stages. Only the first stage asks for it."""
+        states = self.request_status.collect(bootstrap_room)
+        return int(KVPoll.Bootstrapping if None in states else min(states))
 
     # --- pages of failed requests
 

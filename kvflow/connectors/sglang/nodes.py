@@ -28,17 +28,25 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 
 
 class Place(NamedTuple):
-    """The position of this process among the ranks that share the attention heads."""
+    """The position of this process: `rank` of the `ranks` that share the attention heads, and
+    `stage` of the `stages` that share the layers.
+    """
 
     rank: int
     ranks: int
+    stage: int = 0
+    stages: int = 1
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.stages - 1
 
 
-def place_of(server_args: Any) -> Place:
+def place_of(args: Any, server_args: Any, *, is_prefill: bool) -> Place:
     """Return the place of this process. Raises: MisuseError for a server that is not supported."""
     parallel = get_parallel()
     refused = {
-        "--pp-size above 1": parallel.pp_size > 1,
+        "--pp-size above 1 at decode": parallel.pp_size > 1 and not is_prefill,
         "data parallelism (--dp-size above 1)": parallel.dp_size > 1 or parallel.attn_dp_size > 1,
         "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
         "--enable-kv-cache-sharding": bool(parallel.enable_kv_cache_sharding),
@@ -53,10 +61,12 @@ def place_of(server_args: Any) -> Place:
             f"kvflow's backend does not support {'; '.join(found)}: start without it, or with "
             "another --disaggregation-transfer-backend"
         )
-    return Place(parallel.attn_tp_rank, parallel.attn_tp_size)
+    return Place(parallel.attn_tp_rank, parallel.attn_tp_size, args.pp_rank, parallel.pp_size)
 
 
-def pool_for(args: Any, server_args: Any, settings: Settings, place: Place) -> PagedPool:
+def pool_for(
+    args: Any, server_args: Any, settings: Settings, place: Place, *, is_mla: bool
+) -> PagedPool:
     """Return the pool over the KV cache that `args` describe. Raises: MisuseError, LayoutError."""
     return pool_of(
         args,
@@ -65,10 +75,13 @@ def pool_for(args: Any, server_args: Any, settings: Settings, place: Place) -> P
         fingerprint=settings.fingerprint or model_fingerprint(server_args.model_path),
         device=device_of(get_device().device, args.gpu_id),
         segment=_segment(args, settings),
+        is_mla=is_mla,
     )
 
 
-def prefill_node(pool: PagedPool, args: Any, settings: Settings, model: str) -> PrefillThread:
+def prefill_node(
+    pool: PagedPool, args: Any, settings: Settings, place: Place, model: str
+) -> PrefillThread:
     host = _host(settings)
     plane = open_plane(
         settings.transfer_backend,
@@ -78,7 +91,8 @@ def prefill_node(pool: PagedPool, args: Any, settings: Settings, model: str) -> 
         _device(args, settings),
     )
     bind = partial(bind_router, key=read_key(settings.control_key_file))
-    return PrefillThread(pool, plane, bind=bind, model=model, **_options(settings, host))
+    named: dict[str, Any] = {"model": model, "rank": place.stage, "world_size": place.stages}
+    return PrefillThread(pool, plane, bind=bind, **named, **_options(settings, host))
 
 
 def decode_node(pool: PagedPool, args: Any, settings: Settings, place: Place) -> DecodeThread:

@@ -21,6 +21,7 @@ def install() -> None:
     from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 
     around(PrefillBootstrapQueue, "create_sender", with_prompt)
+    around(PrefillBootstrapQueue, "pop_bootstrapped", with_states_published)
     around(DecodePreallocQueue, "_create_receiver_and_enqueue", with_prompt)
     around(DecodeTransferQueue, "_defer_release", until_proof)
 
@@ -48,6 +49,18 @@ def with_prompt(
         return original(queue, request, *args, **kwargs)
     with slot.holding(request):
         return original(queue, request, *args, **kwargs)
+
+
+def with_states_published(original: Callable[..., Any], queue: Any) -> Any:
+    """Poll the senders of a later stage, which publishes their states to the first stage.
+
+    SGLang polls the first stage only, and sends its states to the others.
+    """
+    manager = queue.kv_manager
+    if isinstance(getattr(manager, "prompts", None), PromptSlot) and manager.place.stage:
+        for request in queue.queue:
+            request.disagg_kv_sender.poll()
+    return original(queue)
 
 
 def until_proof(original: Callable[..., Any], queue: Any, request: Any) -> Any:

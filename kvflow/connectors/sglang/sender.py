@@ -91,7 +91,8 @@ class KvflowSender(CommonKVSender):  # type: ignore[misc]
         self.curr_idx += len(pages)
         try:
             handoff = b""
-            if is_last:
+            # Every stage has the same metadata, and decode needs them once.
+            if is_last and self.kv_mgr.place.is_last_stage:
                 # SGLang may give the slot to another request once this one has failed.
                 handoff = self.kv_mgr.metadata.read(self.aux_index)
             self._chunks.append(_Chunk(pages, is_last, handoff, event))
@@ -105,6 +106,7 @@ class KvflowSender(CommonKVSender):  # type: ignore[misc]
             self.kv_mgr.drop_events()
             assert self._room is not None
             self._look(self._room)
+            self.kv_mgr.publish(self.bootstrap_room, self._state())
         return self._state()
 
     def _look(self, room: PrefillThreadRoom) -> None:
@@ -129,7 +131,11 @@ class KvflowSender(CommonKVSender):  # type: ignore[misc]
         return int(KVPoll.Transferring if self.curr_idx else KVPoll.WaitingForInput)
 
     def poll_pp_consensus(self) -> int:
-        return self.poll()
+        """Return the least of the states at all stages of a pipeline."""
+        state = self.poll()
+        return (
+            state if state == KVPoll.Failed else int(self.kv_mgr.least_state(self.bootstrap_room))
+        )
 
     def get_transfer_metric(self) -> KVTransferMetric:
         return KVTransferMetric(
@@ -142,14 +148,18 @@ class KvflowSender(CommonKVSender):  # type: ignore[misc]
         elsewhere = Cause(Code.ABORTED, "the request failed at another rank of prefill")
         self._fail(elsewhere)
         self.conclude_state = KVPoll.Failed
+        self.kv_mgr.publish(self.bootstrap_room, None)
         raise KVTransferError(self.bootstrap_room, str(self._cause or elsewhere))
 
     def abort(self) -> None:
         self._fail(Cause(Code.CLIENT_GONE, "the request was aborted at prefill"))
+        # SGLang may never ask for this sender again.
+        self.kv_mgr.publish(self.bootstrap_room, None)
 
     def clear(self) -> None:
         """End the room, unless it has ended."""
         self._fail(Cause(Code.ABORTED, "prefill dropped the request"))
+        self.kv_mgr.publish(self.bootstrap_room, None)
 
     def _send_computed(self, *, wait: bool) -> None:
         """Send the chunks whose pages are computed. With `wait`, wait for all others.
@@ -171,6 +181,7 @@ class KvflowSender(CommonKVSender):  # type: ignore[misc]
         if self.conclude_state is not None:
             return
         self._cause, self.conclude_state = cause, KVPoll.Failed
+        self.kv_mgr.publish(self.bootstrap_room, KVPoll.Failed)
         self._chunks.clear()
         if self._room is None or self._room.error is not None:
             return

@@ -49,6 +49,7 @@ class Cache:
             aux_item_lens=list(SLOT_BYTES),
             ib_device=None,
             gpu_id=0,
+            pp_rank=0,
         )
 
 
@@ -178,8 +179,8 @@ def pair(
     base.bootstrap_url = server.url
     served = SimpleNamespace(served_model_name="tiny", model_path="nowhere", enable_hisparse=False)
     mode = sglang.DisaggregationMode
-    prefill: Any = KvflowManager(source.args, mode.PREFILL, served, False)
-    decode: Any = KvflowManager(target.args, mode.DECODE, served, False)
+    prefill: Any = KvflowManager(source.args, mode.PREFILL, served, True)
+    decode: Any = KvflowManager(target.args, mode.DECODE, served, True)
     found = Pair(modules, prefill, decode, server, gate, source, target)
     try:
         yield found

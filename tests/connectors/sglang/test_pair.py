@@ -252,7 +252,11 @@ def test_a_decode_that_refuses_before_it_announces(monkeypatch: Patch) -> None:
         request.receiver.abort()
         assert "Page size mismatch" in request.reason(request.receiver)
         assert "Page size mismatch" in request.reason(request.sender)
-        each.decode.mismatch = ""
+        each.decode.mismatch, each.decode.attn_tp_size = "", 2
+        assert not each.decode.try_ensure_parallel_info(each.address)
+        assert "2 tensor-parallel ranks, and this decode 1" in each.decode.mismatches[each.address]
+        assert each.address not in each.decode.prefill_info_table
+        each.decode.attn_tp_size = 1
         assert each.decode.try_ensure_parallel_info(each.address)
         assert each.decode.mismatches == {}
 
@@ -359,3 +363,35 @@ def test_events_are_not_kept(monkeypatch: Patch) -> None:
         for manager in (each.prefill, each.decode):
             each.until(lambda: not manager.thread._rooms)  # noqa: B023 - called at once
             assert len(manager.thread._events) <= 4
+
+
+def test_the_states_of_all_stages_are_one(monkeypatch: Patch) -> None:
+    """The first stage is as far as the last one of all, and fails with any of them."""
+
+    class Store(dict[int, int]):
+        others: list[int | None] = [KVPoll.Bootstrapping]  # noqa: RUF012 - one test
+
+        def collect(self, room: int) -> list[int | None]:
+            return [self.get(room), *self.others]
+
+    with pair(monkeypatch) as each:
+        store = each.prefill.request_status = Store()
+        each.prefill.place = each.prefill.place._replace(stages=2)
+        request = each.request()
+        request.match(9, 4, 7)
+        sender = request.sender
+        assert sender.poll_pp_consensus() == KVPoll.Bootstrapping
+        store.others[0] = None
+        assert sender.poll_pp_consensus() == KVPoll.Bootstrapping
+        store.others[0] = KVPoll.WaitingForInput
+        assert sender.poll_pp_consensus() == KVPoll.WaitingForInput
+        store.others[0] = KVPoll.Failed
+        assert sender.poll_pp_consensus() == KVPoll.Failed
+        assert store == {ROOM: KVPoll.WaitingForInput}
+        # Only the last stage hands metadata over, and this is the first.
+        request.send(3, 1, 2)
+        assert "not SGLang's metadata" in request.reason(request.receiver)
+        request.ends(sender, KVPoll.Success)
+        assert store == {ROOM: KVPoll.Success}
+        sender.clear()
+        assert store == {}

@@ -34,8 +34,16 @@ def args(**fields: Any) -> Any:
     return SimpleNamespace(**found | fields)
 
 
-def pool(given: Any, *, rank: int = 0, ranks: int = 1) -> Any:
-    return pool_of(given, rank=rank, ranks=ranks, fingerprint="m", device="cuda:0", segment=None)
+def pool(given: Any, *, rank: int = 0, ranks: int = 1, is_mla: bool = False) -> Any:
+    return pool_of(
+        given,
+        rank=rank,
+        ranks=ranks,
+        fingerprint="m",
+        device="cuda:0",
+        segment=None,
+        is_mla=is_mla,
+    )
 
 
 def test_the_pool_has_sglangs_pages() -> None:
@@ -58,6 +66,43 @@ def test_a_rank_fits_only_the_rank_of_its_number() -> None:
     assert "rank 1 of 2" in "".join(differences(first, second))
 
 
+def names(given: Any, *, is_mla: bool = False) -> list[str]:
+    return [c.name for c in pool(given, is_mla=is_mla).layout.components]
+
+
+def buffers(count: int, **fields: Any) -> Any:
+    return args(
+        kv_data_ptrs=[4096 * (number + 1) for number in range(count)],
+        kv_data_lens=[1024] * count,
+        kv_item_lens=[64] * count,
+        **fields,
+    )
+
+
+def test_buffers_are_named_by_layer() -> None:
+    assert names(buffers(4)) == ["k0", "k1", "v0", "v1"]
+    assert names(buffers(2), is_mla=True) == ["kv0", "kv1"]
+    stage = buffers(4, prefill_start_layer=2)
+    assert names(stage) == ["k2", "k3", "v2", "v3"]
+    assert names(buffers(6, num_draft_entries=2)) == ["k0", "k1", "v0", "v1", "draft0", "draft1"]
+    with pytest.raises(LayoutError, match="3 buffers, and K and V need an even number"):
+        pool(buffers(3))
+
+
+def test_a_decode_holds_all_stages() -> None:
+    whole = pool(buffers(4)).layout
+    for first in range(2):
+        stage = pool(buffers(2, prefill_start_layer=first)).layout
+        assert differences(stage, whole) and not differences(stage, whole, partly=True)
+    beyond = pool(buffers(2, prefill_start_layer=2)).layout
+    assert differences(beyond, whole, partly=True)
+
+
+def test_caches_that_are_compressed_by_layer_are_refused() -> None:
+    with pytest.raises(MisuseError, match="compressed by layer"):
+        pool(args(mla_compression_ratios=[0, 4]))
+
+
 def test_states_are_refused_by_name() -> None:
     kinds = [SimpleNamespace(value="mamba"), SimpleNamespace(value="swa")]
     with pytest.raises(MisuseError, match="state of the kinds mamba, swa besides its KV cache"):
@@ -67,7 +112,7 @@ def test_states_are_refused_by_name() -> None:
 def test_buffers_that_are_no_pool_are_refused() -> None:
     with pytest.raises(LayoutError, match="no buffers"):
         pool(args(kv_data_ptrs=[], kv_data_lens=[], kv_item_lens=[]))
-    with pytest.raises(LayoutError, match="'kv1' has 8 pages, 'kv0' has 16"):
+    with pytest.raises(LayoutError, match="'v0' has 8 pages, 'k0' has 16"):
         pool(args(kv_data_lens=[1024, 512]))
 
 
@@ -175,9 +220,22 @@ async def test_a_rank_finds_its_counterpart() -> None:
     assert (found.rank, found.world_size, found.incarnation) == (0, 1, 2)
 
 
-@pytest.mark.parametrize(("theirs", "mine"), [(2, 1), (1, 2)])
-def test_another_number_of_ranks_is_refused(theirs: int, mine: int) -> None:
+def test_a_rank_finds_all_stages() -> None:
+    """Two ranks by two stages: the stages of a rank stand together."""
+    own = RankInfo(0, 2, 5, "tcp://127.0.0.1:1", "local", "m")
+    every = [
+        listed(msgspec.structs.replace(own, rank=stage, incarnation=10 * rank + stage), rank, 2)
+        for rank in range(2)
+        for stage in range(2)
+    ]
+    assert [(each.rank, each.world_size) for each in every] == [(n, 4) for n in range(4)]
+    for rank in range(2):
+        found = counterpart(every, rank, 2)
+        assert [each.incarnation for each in found] == [10 * rank, 10 * rank + 1]
+        assert [(each.rank, each.world_size) for each in found] == [(0, 2), (1, 2)]
+
+
+def test_another_number_of_ranks_is_refused() -> None:
     with pytest.raises(PeerError) as raised:
-        counterpart(ranks(theirs), 0, mine)
-    text = f"has {theirs} tensor-parallel ranks, and this decode has {mine}"
-    assert text in str(raised.value)
+        counterpart(ranks(3), 0, 2)
+    assert "has 3 ranks, and this decode has 2: kvflow's backend needs the" in str(raised.value)

@@ -119,6 +119,22 @@ def test_queues_name_the_prompt(modules: dict[str, Any]) -> None:
     assert other.create_sender(request) == "another backend's"
 
 
+@pytest.mark.parametrize(("stage", "polls"), [(0, 0), (1, 2)])
+def test_later_stages_publish_their_states(modules: dict[str, Any], stage: int, polls: int) -> None:
+    """SGLang polls the first stage only, which must know whether the others are ready."""
+    queues.install()
+    asked: list[int] = []
+    requests = [
+        SimpleNamespace(disagg_kv_sender=SimpleNamespace(poll=lambda n=n: asked.append(n)))
+        for n in range(2)
+    ]
+    manager = SimpleNamespace(prompts=PromptSlot(), place=SimpleNamespace(stage=stage))
+    queue = modules["sglang.srt.disaggregation.prefill"].PrefillBootstrapQueue(manager, None)
+    queue.queue = requests
+    assert queue.pop_bootstrapped() == requests
+    assert len(asked) == polls
+
+
 def test_pages_are_held_until_there_is_proof(modules: dict[str, Any]) -> None:
     """SGLang's own time-out ends a hold while a prefill may still write."""
     queues.install()
@@ -164,17 +180,18 @@ async def test_the_bootstrap_server_lists_the_ranks(modules: dict[str, Any]) -> 
         server.close()
 
 
-def start(modules: dict[str, Any], **parallel: Any) -> None:
+def start(modules: dict[str, Any], *, is_prefill: bool = False, **parallel: Any) -> None:
     from kvflow.connectors.sglang import nodes
 
     vars(modules["sglang.srt.runtime_context"].get_parallel()).update(parallel)
-    nodes.place_of(SimpleNamespace(enable_hisparse=parallel.get("hisparse", False)))
+    hisparse = SimpleNamespace(enable_hisparse=parallel.get("hisparse", False))
+    nodes.place_of(SimpleNamespace(pp_rank=0), hisparse, is_prefill=is_prefill)
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"pp_size": 2}, "--pp-size above 1"),
+        ({"pp_size": 2}, "--pp-size above 1 at decode"),
         ({"dp_size": 2}, "data parallelism (--dp-size above 1)"),
         ({"attn_dp_size": 2}, "data parallelism"),
         ({"attn_cp_size": 2}, "context parallelism"),
@@ -187,6 +204,8 @@ def test_what_is_not_supported_is_refused_at_start(
     modules: dict[str, Any], given: dict[str, Any], text: str
 ) -> None:
     start(modules)
+    start(modules, is_prefill=True, pp_size=2)
+    start(modules, pp_size=1)
     with pytest.raises(MisuseError) as raised:
         start(modules, **given)
     assert f"does not support {text}" in str(raised.value)
