@@ -43,6 +43,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--chunk", type=int, default=0, help="tokens of a chunk; 0: SGLang's own")
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel, on both sides")
+    parser.add_argument("--stages", type=int, default=1, help="of prefill's pipeline")
     parser.add_argument("--radix", action="store_true", help="decode keeps prefixes")
     parser.add_argument("--leave", type=int, default=0, help="clients that leave, before half time")
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
@@ -107,7 +108,7 @@ def main() -> int:
         }
         if options.backend == "kvflow":
             pair["transfer_backend"] = options.plane
-        prefill = Server("prefill", model, logs, *words, **pair)
+        prefill = Server("prefill", model, logs, *words, stages=options.stages, **pair)
         radix = ["--disaggregation-decode-enable-radix-cache"] if options.radix else []
         decode = Server("decode", model, logs, *words, *radix, **pair)
         single = Server("single", model, logs, page=options.page)

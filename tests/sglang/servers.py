@@ -27,6 +27,8 @@ _ENVIRONMENT = {
     "PYTHONPATH": f"{ROOT / 'tests/sglang/cpu'}:{ROOT}",
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_HOST_IP": "127.0.0.1",
+    # SGLang would then use the pages of a failed request again, although a prefill may still write.
+    "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "1",
     "HF_HUB_OFFLINE": "1",
     "DO_NOT_TRACK": "1",
     "OMP_NUM_THREADS": "1",
@@ -63,9 +65,12 @@ class Server:
         page: int = PAGE,
         backend: str = "kvflow",
         ranks: int = 1,
+        stages: int = 1,
         **settings: object,
     ) -> None:
-        """`ranks` share the heads. `settings` are kvflow's, by their variables in lower case."""
+        """`ranks` share the heads, `stages` the layers. `settings` are kvflow's, by the names of
+        their variables in lower case.
+        """
         self.role, self.name, self.port = role, name or role, free_port()
         self.bootstrap_port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -76,9 +81,10 @@ class Server:
         self._command += _ALWAYS.split()
         self._command += ["--model-path", str(model), "--served-model-name", MODEL]
         self._command += ["--port", str(self.port), "--page-size", str(page), *words]
-        if ranks > 1:
-            self._command += ["--tp-size", str(ranks)]
-            self._environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
+        if ranks * stages > 1:
+            self._command += ["--tp-size", str(ranks), "--pp-size", str(stages)]
+            cores = [str(number % (os.cpu_count() or 1)) for number in range(ranks * stages)]
+            self._environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
         if role != "single":
             self._command += ["--disaggregation-mode", role]
             self._command += ["--disaggregation-transfer-backend", backend]
