@@ -395,3 +395,58 @@ def test_the_states_of_all_stages_are_one(monkeypatch: Patch) -> None:
         assert store == {ROOM: KVPoll.Success}
         sender.clear()
         assert store == {}
+
+
+def test_success_is_told_when_nothing_uses_the_pages(monkeypatch: Patch) -> None:
+    """SGLang reuses them at once, and "landed" and "done" come before "released"."""
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        request.send(3, 1, 2)
+        request.ends(request.receiver, KVPoll.Success)
+        request.ends(request.sender, KVPoll.Success)
+        for half in (request.receiver, request.sender):
+            half.conclude_state, half._room.released = None, False
+            assert half.poll() == KVPoll.Transferring
+            half._room.released = True
+            assert half.poll() == KVPoll.Success
+
+
+@pytest.mark.parametrize(("pages", "count"), [([], 0), ([3], 1)])
+def test_a_sender_that_has_sent_waits_for_its_close(
+    monkeypatch: Patch, pages: list[int], count: int
+) -> None:
+    """Only then can no write that still reads the pages make decode's half succeed."""
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        if pages:
+            request.send(*pages, last=False)
+        settled: list[int] = []
+        settle = each.prefill.settle
+
+        def counted() -> None:
+            settled.append(1)
+            settle()
+
+        monkeypatch.setattr(each.prefill, "settle", counted)
+        request.sender.abort()
+        request.sender.abort()
+        assert len(settled) == count
+        assert "aborted at prefill" in request.reason(request.receiver)
+
+
+def test_a_closed_node_settles_at_once(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        each.prefill.teardown()
+        each.prefill.settle()
+
+
+def test_roles_change_only_when_every_page_has_a_proof(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        close = each.decode.thread.close
+        monkeypatch.setattr(each.decode.thread, "close", lambda: ["a loan"])
+        with pytest.raises(RuntimeError, match="1 loans of pages are without proof"):
+            each.decode.teardown()
+        monkeypatch.setattr(each.decode.thread, "close", close)
+        assert each.decode._zmq_ctx.closed and each.decode.server_socket.closed
