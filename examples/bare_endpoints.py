@@ -59,7 +59,7 @@ class Prefill:
         self.link, self.target = link, target
         self.memory = np.random.default_rng(0).random((PAGES, PAGE_SIZE, DIM), dtype=np.float32)
         identity = PrefillIdentity(Incarnation(PREFILL.incarnation), Rank(0), LAYOUT, HERE)
-        self.endpoint = PrefillEndpoint(identity, observer=Counts(LAYOUT.page_bytes))
+        self.endpoint = PrefillEndpoint(identity, observer=Counts(LAYOUT.place_bytes))
         self.writes: dict[int, Write] = {}
         self.matched: set[int] = set()  # rooms, by serial
         self.released: set[int] = set()
@@ -116,7 +116,7 @@ class Decode:
         self.link = link
         self.memory = np.zeros((PAGES, PAGE_SIZE, DIM), np.float32)
         self.endpoint = DecodeEndpoint(
-            DecodeIdentity(DECODE, LAYOUT, HERE), observer=Counts(LAYOUT.page_bytes)
+            DecodeIdentity(DECODE, LAYOUT, HERE), observer=Counts(LAYOUT.place_bytes)
         )
         self.free = deque(range(PAGES))
         self.pages: dict[GrantId, PageIndices] = {}
@@ -141,7 +141,7 @@ class Decode:
             case c.SendToPrefill():
                 self.link.to_prefill.append(command.frame)
             case c.Linked(grant):  # every rank is there: lend pages
-                count = self.endpoint.rooms[grant].num_pages
+                (count,) = self.endpoint.rooms[grant].counts  # of each space: this pool has one
                 self.pages[grant] = np.array([self.free.popleft() for _ in range(count)], np.int32)
                 self.endpoint.lend(grant, self.pages[grant], monotonic())
             case c.RoomLanded(grant, handoff):

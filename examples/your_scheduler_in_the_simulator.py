@@ -34,17 +34,15 @@ class YourScheduler(PlainScheduler):
         async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as room:
             await room.matched()
             async with self.turns[node]:
-                # What is kept once per request: it goes with the last pages.
-                has_row = bool(node.pool.layout.num_rows)
-                pages = node.pages.take_room(sum(job.chunks) + has_row, room)
+                # Pages and, in some of the simulator's pools, rows or pages of a second size.
+                layout = node.pool.layout
+                pages = node.pages.take_room(layout.wanted(len(job.prompt)), room)
+                chunks = job.placed_chunks(layout)
                 try:
-                    start = 0
-                    for number, count in enumerate(job.chunks, 1):
-                        last = number == len(job.chunks)
-                        chunk = pages[start:] if last else pages[start : start + count]
-                        await self.run(job.model_step(node, chunk, start))
-                        room.send(chunk, last=last, handoff=job.handoff if last else b"")
-                        start += count
+                    for number, which in enumerate(chunks, 1):
+                        last = number == len(chunks)
+                        await self.run(job.model_step(node, pages[which], which))
+                        room.send(pages[which], last=last, handoff=job.handoff if last else b"")
                     await room.done()
                     job.succeeded = True
                 finally:

@@ -5,7 +5,7 @@ nodes and rooms   PrefillNode, DecodeNode, PrefillRoom, DecodeRoom, Timing, Boun
 without asyncio   PrefillThread, DecodeThread, PrefillThreadRoom, DecodeThreadRoom, RoomEvent
 finding prefills  RankInfo, RankTable, serve_ranks (prefill's side), RegistryClient (decode's)
 pools             PagedPool, PageAllocator, ExternalPages, SharedSegment, SnapshotStore, Staging,
-                  Resident, Places, build_layout
+                  Resident, Space, SpaceStreams, build_layout
 handoffs          HandOff, PackedArray
 data planes       open_plane, LocalPlane, MooncakePlane, NixlPlane
 errors            KvflowError and the subclasses that callers need to distinguish; Cause, Code
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvflow.memory.shared import SharedSegment as SharedSegment
     from kvflow.memory.snapshot import SnapshotStore as SnapshotStore
     from kvflow.memory.staging import Staging as Staging
+    from kvflow.memory.streams import SpaceStreams as SpaceStreams
     from kvflow.node import DecodeNode as DecodeNode
     from kvflow.node import PrefillNode as PrefillNode
     from kvflow.node.handoff import HandOff as HandOff
@@ -51,8 +52,8 @@ if TYPE_CHECKING:
     from kvflow.protocols.errors import WireError as WireError
     from kvflow.protocols.limits import Bounds as Bounds
     from kvflow.protocols.limits import Timing as Timing
-    from kvflow.protocols.pages.layout import Places as Places
     from kvflow.protocols.pages.layout import build_layout as build_layout
+    from kvflow.protocols.pages.spaces import Space as Space
     from kvflow.protocols.wire.ranks import RankInfo as RankInfo
     from kvflow.transports.control.rank_server import serve_ranks as serve_ranks
     from kvflow.transports.control.registry import RankTable as RankTable
@@ -90,7 +91,6 @@ _HOMES = {
     "PageAllocator": "kvflow.memory.allocator",
     "PagedPool": "kvflow.memory.pool",
     "PeerError": _ERRORS,
-    "Places": "kvflow.protocols.pages.layout",
     "PrefillNode": "kvflow.node",
     "PrefillRoom": "kvflow.handlers.rooms",
     "PrefillThread": "kvflow.node.threads.prefill",
@@ -103,6 +103,8 @@ _HOMES = {
     "RoomEvent": "kvflow.node.threads.rooms",
     "SharedSegment": "kvflow.memory.shared",
     "SnapshotStore": "kvflow.memory.snapshot",
+    "Space": "kvflow.protocols.pages.spaces",
+    "SpaceStreams": "kvflow.memory.streams",
     "Staging": "kvflow.memory.staging",
     "Timing": "kvflow.protocols.limits",
     "TransferError": _ERRORS,

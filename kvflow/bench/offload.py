@@ -23,7 +23,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
-from kvflow.protocols.pages.layout import Order, PageIndices, Places, PoolLayout, build_layout
+from kvflow.protocols.pages.layout import Order, PageIndices, PoolLayout, build_layout
 from kvflow.protocols.pages.plan import Blocks
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ async def _rounds(
 ) -> dict[str, Any]:
     taken = pool.pages.take(pool.layout.num_pages, "bench")
     scattered = np.random.default_rng(1).permutation(taken)[: plan.pages].astype(np.int32)
-    places = Places(scattered, pool.rows.take(1, "bench"))
+    places = (scattered, pool.rows.take(1, "bench"))
     total_bytes = plan.pages * pool.layout.page_bytes
     before = await asyncio.to_thread(_content, pool, scattered[:8])
     seconds: dict[str, list[float]] = {"memcpy": [], "copy_out": [], "restore": []}
@@ -167,7 +167,7 @@ async def _beside_steps(
         np.random.default_rng(2).permutation(pool.layout.num_pages)[: plan.pages].astype(np.int32)
     )
     # `_rounds` took every page and one row, and still owns them.
-    places = Places(pages, np.zeros(1, dtype=np.int32))
+    places = (pages, np.zeros(1, dtype=np.int32))
     total_bytes = plan.pages * pool.layout.page_bytes
 
     async def copy_out() -> float:
@@ -214,7 +214,7 @@ def _content(pool: PagedPool, pages: PageIndices) -> NDArray[np.uint8]:
         return pool.pages_bytes(pages)
     import torch
 
-    streams = [pool.tensor(c.name) for c in pool.layout.components if not c.in_rows]
+    streams = [pool.tensor(c.name) for c in pool.layout.components if not c.space]
     parts = [
         stream[pages.tolist()].reshape(len(pages), -1).view(torch.uint8).cpu().numpy()
         for stream in streams
@@ -224,7 +224,7 @@ def _content(pool: PagedPool, pages: PageIndices) -> NDArray[np.uint8]:
 
 def _overwrite(pool: PagedPool, pages: PageIndices) -> None:
     for c in pool.layout.components:
-        if not c.in_rows:
+        if not c.space:
             stream = pool.array(c.name) if pool.on_host else pool.tensor(c.name)
             stream[pages.tolist()] = 0
 

@@ -26,6 +26,8 @@ from kvflow.protocols.errors import (
     room_error,
 )
 from kvflow.protocols.machines.ownership import PageKind
+from kvflow.protocols.pages import spaces
+from kvflow.protocols.pages.spaces import counts_fit, counts_less
 from kvflow.protocols.ports import (
     Arrivals,
     Checksums,
@@ -81,7 +83,7 @@ class DecodeShell(Shell):
         self.waiting: Waiting[GrantId] = Waiting()
         self._lends_later = False
         # The last value of `staging_can_come_back` that `run` saw.
-        self._could_come_back = 0
+        self._could_come_back: spaces.Counts = ()
         # Rooms for which `resolve` still runs, each with its task.
         self.opening: dict[DecodeRoom, asyncio.Task[None]] = {}
         # Open rooms, and ended rooms whose pages are not yet free.
@@ -337,8 +339,8 @@ class DecodeShell(Shell):
             return
         try:
             if room.prefix_tokens is not None:
-                room.num_pages = self.endpoint.shorten(room.grant, room.prefix_tokens)
-            wanted = record.num_pages
+                room.counts = self.endpoint.shorten(room.grant, room.prefix_tokens)
+            wanted = record.counts
             if self.arrivals is not None and not self._stage(room, wanted):
                 return
             holding.take(wanted)
@@ -351,18 +353,20 @@ class DecodeShell(Shell):
         else:
             room.when_opened.give(None)
 
-    def _stage(self, room: DecodeRoom, wanted: int) -> bool:
+    def _stage(self, room: DecodeRoom, wanted: spaces.Counts) -> bool:
         """Take staging pages for the room. Returns False if the room must wait for them.
 
         Raises: CapacityError if the room needs more pages than the whole staging pool has.
         """
         layout = self.endpoint.core.identity.layout
-        has_row = bool(layout.num_rows)
-        if wanted > layout.num_pages + has_row:
-            what = f"tokens of room {room.room} in staging, in whole pages (--staging-bytes)"
-            never = CapacityError(
-                what, (wanted - has_row) * layout.page_size, layout.num_pages * layout.page_size
+        if not counts_fit(wanted, layout.counts):
+            space, count = next(
+                (space, count)
+                for space, count in zip(layout.spaces, wanted, strict=True)
+                if count > space.count
             )
+            what = f"tokens of room {room.room} in staging, in whole pages (--staging-bytes)"
+            never = CapacityError(what, count * space.page_size, space.count * space.page_size)
             # The prompt will never fit, so the client must not retry.
             never.code = Code.BAD_REQUEST
             raise never
@@ -379,27 +383,14 @@ class DecodeShell(Shell):
         return True
 
     @property
-    def staging_can_come_back(self) -> int:
-        """Largest number of staging places that one room could take if every place outside
-        quarantine were free.
-
-        A room takes pages and, in a pool with rows, exactly one row.
-        """
-        layout, ledger, earlier = (
-            self.endpoint.core.identity.layout,
-            self.endpoint.core.ledger,
-            self.earlier,
-        )
-        places = ledger.quarantined_pages - earlier.pages_beside
-        if not layout.num_rows:
-            return layout.num_pages - places
-        # Every lease has exactly one row.
-        rows = ledger.quarantined_leases - earlier.leases_beside
-        return layout.num_pages - (places - rows) + 1 if rows < layout.num_rows else 0
+    def staging_can_come_back(self) -> spaces.Counts:
+        """Staging places of each space that are outside quarantine."""
+        core = self.endpoint.core
+        kept = counts_less(core.ledger.quarantined, self.earlier.beside)
+        return counts_less(core.identity.layout.counts, kept)
 
     def _next_waiting(self) -> GrantId | None:
-        free = self.lent.free_pages + bool(self.endpoint.core.identity.layout.num_rows)
-        return self.waiting.next(free, self.staging_can_come_back, self.now())
+        return self.waiting.next(self.lent.free, self.staging_can_come_back, self.now())
 
     def _lend_waiting(self) -> None:
         """Lend to at most `LEND_WORK` waiting rooms, and to the others in the next turn."""
@@ -407,8 +398,8 @@ class DecodeShell(Shell):
             if not self.waiting or (grant := self._next_waiting()) is None:
                 break
             self._lend(self.rooms[grant])
-            # `_next_waiting` assumes a free row. If the room still waits, no row is free, and every
-            # other room needs one too.
+            # A store may refuse although enough of its places are free. The room then waits until
+            # some are returned.
             if grant in self.waiting:
                 break
         else:
@@ -434,8 +425,7 @@ class DecodeShell(Shell):
             holding = self.rooms[command.grant].holding
             verifier = ChunkVerifier(holding, begin, self._lend_waiting)
             self._verifiers[command.grant] = verifier
-        chunk = slice(command.first, command.first + command.count)
-        verifier.begin(chunk, command.served, functools.partial(self._summed, command))
+        verifier.begin(command.spans, command.served, functools.partial(self._summed, command))
 
     def _summed(self, command: c.VerifyChunk, checksum: bytes, error: str) -> None:
         self.endpoint.chunk_summed(

@@ -16,6 +16,7 @@ from kvflow.handlers.shell import Shell, fenced
 from kvflow.protocols import commands as c
 from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.spaces import Counts, counts_less, counts_sum
 from kvflow.protocols.ports import (
     DataPlane,
     LeaseId,
@@ -48,11 +49,11 @@ class EarlierShell:
         self._shell, self._loans, self._plane = shell, loans, plane
         self._quarantines = [quarantine for quarantine, _ in stores]
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        # For each grant: the quarantine, the lease, and the number of pages in the lease.
-        self._leases: dict[GrantId, tuple[Quarantine, LeaseId, int]] = {}
+        # For each grant: the quarantine, the lease, and the places of each space in the lease.
+        self._leases: dict[GrantId, tuple[Quarantine, LeaseId, Counts]] = {}
         # With staging, leases of the pool's pages withhold no page that this node lends, so they
         # are counted separately.
-        self.leases_beside = self.pages_beside = 0
+        self.beside: Counts = (0,) * len(stores[-1][0].layout.spaces)
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._left = False
         shell.runners |= {
@@ -70,10 +71,9 @@ class EarlierShell:
 
     def free(self, command: c.FreePages) -> None:
         """Return the pages that an earlier node lent for a room."""
-        quarantine, lease, pages = self._leases.pop(command.grant)
+        quarantine, lease, counts = self._leases.pop(command.grant)
         if quarantine is not self._quarantines[-1]:
-            self.pages_beside -= pages
-            self.leases_beside -= bool(pages)
+            self.beside = counts_less(self.beside, counts)
         quarantine.free(lease)
 
     def check_unseen(self, incarnation: int) -> None:
@@ -116,12 +116,12 @@ class EarlierShell:
         # Another node may have received the proof while this call waited for its turn.
         loans = quarantine.standing(loans)
         if loans and not self._left:
-            pages = {loan.lease: len(loan.pages) for loan in loans}
-            for grant, lease in self._loans.inherit(loans).items():
-                self._leases[grant] = (quarantine, lease, pages[lease])
-            if quarantine is not self._quarantines[-1]:
-                self.pages_beside += sum(pages.values())
-                self.leases_beside += sum(map(bool, pages.values()))
+            layout = quarantine.layout
+            counts = {loan.lease: layout.counted(loan.pages) for loan in loans}
+            for grant, lease in self._loans.inherit(loans, layout).items():
+                self._leases[grant] = (quarantine, lease, counts[lease])
+                if quarantine is not self._quarantines[-1]:
+                    self.beside = counts_sum(self.beside, counts[lease])
             self._shell.run()
 
     def _writer_ended(self, incarnation: int, address: PlaneAddress | None) -> None:

@@ -37,6 +37,7 @@ from kvflow.protocols.machines.ownership import (
 )
 from kvflow.protocols.machines.prefill_room import PrefillPhase, PrefillRoomState
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, PoolLayout
+from kvflow.protocols.pages.spaces import Counts
 from kvflow.protocols.ports import PageStore, Quarantine, Write
 from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire.messages import GrantId, RoomId
@@ -143,34 +144,44 @@ class RoomPages:
         self.pages = pages
         self.feed(PageKind.TAKE, Source.OWN)
 
-    def take_staging(self, count: int) -> None:
-        """Take `count` staging places. Raises: CapacityError."""
+    def take_staging(self, counts: Counts) -> None:
+        """Take `counts` staging places. Raises: CapacityError."""
         staging = self._stores.staging
         assert staging is not None
-        take = staging.take_room if self._stores.layout.num_rows else staging.take
-        self.lent = take(count, self._staging_owner)
+        self.lent = staging.take_room(counts, self._staging_owner)
         self.feed(PageKind.TAKE, Source.STAGING)
 
-    def take(self, count: int) -> None:
-        """Take `count` pages from the node's store, unless the caller gave pages.
+    def take(self, counts: Counts) -> None:
+        """Take `counts` places from the node's store, unless the caller gave pages.
 
         Raises: CapacityError, OwnershipError, and any error of a custom store.
         """
         stores, layout = self._stores, self._stores.layout
         if not self.state.own:
-            take = stores.pages.take_room if layout.num_rows else stores.pages.take
-            taken: Any = take(count, self._owner)
+            taken: Any = stores.pages.take_room(counts, self._owner)
             # A custom store may return any sequence of indices.
             if type(taken) is not np.ndarray or taken.dtype is not _INT32:
                 what = f"room {self._room}: what {stores.pages!r} gave"
                 taken = page_indices(taken, layout.num_places, what)
             self.pages = taken
             self.feed(PageKind.TAKE, Source.STORE)
+            # Without staging, these are the pages that are lent, and the endpoint checks them.
+            if stores.staging is not None:
+                self._check_taken(counts)
         # A custom store may hand out pages that are in quarantine.
         if stores.quarantine.leases:
             stores.quarantine.check(self.pages)
         if stores.staging is None:
             self.lent = self.pages
+
+    def _check_taken(self, counts: Counts) -> None:
+        layout = self._stores.layout
+        if (found := layout.counted(self.pages)) != counts:
+            raise MisuseError(
+                f"room {self._room}: {layout.described(found)} for a room of "
+                f"{layout.described(counts)}"
+            )
+        layout.check_order(self.pages)
 
     def feed(
         self, kind: PageKind, source: Source | None = None, keeper: Hashable | None = None
@@ -243,13 +254,13 @@ class DecodeRoom:
     the context closes it.
     """
 
-    def __init__(self, shell: DecodeSide, room: RoomId, tokens: int, num_pages: int) -> None:
-        """`num_pages` is the number of pages for a prompt of `tokens` tokens.
+    def __init__(self, shell: DecodeSide, room: RoomId, tokens: int, counts: Counts) -> None:
+        """`counts` is the number of places of each space for a prompt of `tokens` tokens.
 
         The room takes them from the node's store, unless the caller supplies them with `give`.
         """
         self._shell = shell
-        self.room, self.tokens, self.num_pages = room, tokens, num_pages
+        self.room, self.tokens, self.counts = room, tokens, counts
         self.prefix_tokens: int | None = None
         self.grant = GrantId(0)
         self.record: DecodeRoomRecord | None = None
@@ -270,9 +281,14 @@ class DecodeRoom:
         return f"<DecodeRoom {self.room}: {self.phase.name.lower()}, {len(self.pages)} pages>"
 
     @property
+    def num_pages(self) -> int:
+        """Number of places that the room needs, of all spaces together."""
+        return sum(self.counts)
+
+    @property
     def pages(self) -> PageIndices:
-        """Pages of the room, int32 [n]; empty before they are taken. In a pool with rows the last
-        entry is the room's row.
+        """Places of the room, int32 [n]; empty before they are taken. In a pool of several spaces,
+        `pool.layout.split` separates them.
         """
         return self.holding.pages
 
@@ -324,13 +340,14 @@ class DecodeRoom:
         """Use the caller's own pages for the room.
 
         The node's store holds them until no loan, checksum or copy can touch them. Raises:
-        MisuseError (wrong number of pages, or a second call), OwnershipError (pages that the store
-        cannot hold, that another room uses, or that a writer of an earlier node over the pool may
-        still write into).
+        MisuseError (wrong number of places in some space, or a second call), LayoutError (places
+        that are not in the order of the spaces), OwnershipError (pages that the store cannot hold,
+        that another room uses, or that a writer of an earlier node over the pool may still write
+        into).
         """
         if self.holding.state.own or not self.held_back:
             raise MisuseError(f"room {self.room}: its pages have been given already")
-        self.holding.give(own_pages(pages, self._shell.stores.layout, self.room, self.num_pages))
+        self.holding.give(own_pages(pages, self._shell.stores.layout, self.room, self.counts))
 
     def offer(
         self, pages: Sequence[int] | PageIndices | None = None, *, prefix_tokens: int | None = None
@@ -347,7 +364,7 @@ class DecodeRoom:
                 raise MisuseError(f"room {self.room}: its pages have been offered already")
             if pages is not None:
                 if prefix_tokens is not None:
-                    self.num_pages = pages_wanted(
+                    self.counts = pages_wanted(
                         self._shell.stores.layout, self.tokens, prefix_tokens
                     )
                 self.give(pages)
@@ -373,8 +390,8 @@ class DecodeRoom:
         """Make `owner` the owner of the landed pages, and return them. Closing the room then does
         not free them.
 
-        In a pool with rows the last entry is the room's row: `pool.layout.split` separates pages
-        and rows. Raises: MisuseError before the pages landed, or on a second call.
+        In a pool of several spaces, `pool.layout.split` separates their places. Raises: MisuseError
+        before the pages landed, or on a second call.
         """
         if self.holding.state.target is not PagePhase.LANDED:
             raise MisuseError(f"room {self.room}: pages can be kept once, after landed()")
@@ -433,7 +450,7 @@ class PrefillSide(Protocol):
     @property
     def num_pages(self) -> int: ...
 
-    def room_bytes(self, count: int) -> int: ...
+    def room_bytes(self, counts: Counts) -> int: ...
 
 
 class PrefillRoom:
@@ -499,7 +516,7 @@ class PrefillRoom:
     @property
     def bytes_total(self) -> int:
         """Size of the whole room in bytes; 0 before its target pages are known."""
-        return self._shell.room_bytes(len(self.record.target_pages))
+        return self._shell.room_bytes(self.record.wanted) if self.record.wanted else 0
 
     def story(self) -> Sequence[Line]:
         return self.record.story.lines()
@@ -523,12 +540,13 @@ class PrefillRoom:
         self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b""
     ) -> None:
         """Queue one chunk: our `pages` (list or int32 [n]) are written to the next n target pages.
+        In a pool of several spaces, the list has places of any of them, in the order of the spaces,
+        and they are written to the next target places of each space.
 
         The pages are held until the write ends. The room never ends inside this call, even if n is
         0 or the data plane refuses the write. The last chunk carries the handoff, which decode's
-        `landed` returns. All other chunks consist of full pages. In a pool with rows the last entry
-        of the last chunk is the request's row: row r has the index `num_pages + r`
-        (`pool.layout.numbered`).
+        `landed` returns. All other chunks consist of full pages, without rows.
+        `pool.layout.numbered` makes one list from the places of all spaces.
 
         Raises: MisuseError, and queues no chunk, if the room is not matched, its last chunk is
         already queued, the chunk has more pages than decode still expects (or fewer, if it is the

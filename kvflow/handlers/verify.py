@@ -17,6 +17,7 @@ from kvflow.handlers.rooms import RoomPages
 from kvflow.protocols.machines.ownership import PageKind
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.spaces import Span, taken
 from kvflow.protocols.ports import ChecksumTask
 
 log = logging.getLogger(__name__)
@@ -64,9 +65,13 @@ class ChunkVerifier:
         self._running: set[ChecksumTask] = set()
 
     def begin(
-        self, chunk: slice, served: tuple[Served, ...], ended: Callable[[bytes, str], None]
+        self,
+        spans: tuple[Span, ...],
+        served: tuple[Served, ...],
+        ended: Callable[[bytes, str], None],
     ) -> None:
-        """Start to checksum or copy the parts of a chunk that one rank sent (`served`).
+        """Start to checksum or copy the parts of a chunk that one rank sent (`served`). `spans` are
+        the positions of the chunk in the room's list of places.
 
         `ended` receives the checksum and an empty text, or an empty checksum and the reason why
         there is none.
@@ -74,7 +79,9 @@ class ChunkVerifier:
         # The room keeps its pages until the thread is done with them, even if the room ends first
         # (I13).
         self._pages.feed(PageKind.USE)
-        task = begun(self._begin, self._pages.lent[chunk], self._pages.pages[chunk], served)
+        task = begun(
+            self._begin, taken(self._pages.lent, spans), taken(self._pages.pages, spans), served
+        )
         self._running.add(task)
 
         def released(_: object) -> None:

@@ -19,23 +19,30 @@ _GAUGES: tuple[Figure, ...] = (
         "quarantine_pages",
         "Pages in quarantine: lent, and no proof yet that their writer has ended.",
     ),
+)
+# In a pool of several spaces, these have a sample for each space, since each has its own limit.
+_BY_SPACE: tuple[tuple[str, str, str], ...] = (
     (
         "quarantine_overdue_pages",
         "Pages in quarantine whose writer is in doubt, or has not answered in time that it has "
         "ended.",
+        "quarantine_overdue",
     ),
     (
         "quarantine_limit_pages",
         "Overdue pages in quarantine above which new requests are refused.",
+        "quarantine_limit",
     ),
     (
         "pinned_pages",
         "Pages at prefill that writes of rooms that have ended still read: their decode does not "
         "take them.",
+        "pinned",
     ),
     (
         "pinned_limit_pages",
         "Pinned pages of one decode above which its new requests are refused.",
+        "pinned_limit",
     ),
 )
 _COUNTERS: tuple[Figure, ...] = (
@@ -70,6 +77,12 @@ def _memory(report: NodeReport) -> Iterator[Metric]:
         row = ("pool_rows", "State rows of the pool.", "rows_total")
         yield from each(GaugeMetricFamily, "kvflow_", report, row)
     yield from each(GaugeMetricFamily, "kvflow_", report, *_GAUGES)
+    for name, text, of_space in _BY_SPACE:
+        if report.spaces:
+            by_space = GaugeMetricFamily(f"kvflow_{name}", text, labels=["space"])
+            yield labelled(by_space, {s.name: getattr(s, of_space) for s in report.spaces})
+        else:
+            yield from each(GaugeMetricFamily, "kvflow_", report, (name, text))
     if (waits := report.staging_waits) is not None:
         text = (
             "Rooms that wait for pages of staging; stuck ones want more than there is without what "

@@ -1,5 +1,5 @@
-"""The allocator of one pool's pages. It records the owner of every page (I1), and defers the return
-of pages that are still in use (I13).
+"""The allocator of the pages of one space. It records the owner of every page (I1), and defers the
+return of pages that are still in use (I13).
 
 Every page is in exactly one state: reserved, free, owned, or returning (given back while held, or
 withheld while free). An operation takes a few microseconds for one page, and well under a
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvflow.memory.page_waiter import PageWaiter
 from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
-from kvflow.protocols.pages.layout import MANY_PAGES, NO_PLACES, PageIndices, ascends
+from kvflow.protocols.pages.layout import MANY_PAGES, NO_PLACES, Counts, PageIndices, ascends
 
 # `_NOBODYS` stands for an owner without an account, so no page carries it.
 _FREE, _RESERVED, _RETURNING, _NOBODYS = -1, -2, -3, -4
@@ -58,7 +58,8 @@ class _Account:
 
 
 class PageAllocator:
-    """The owners of one pool's pages. Implements `protocols.ports.PageStore`.
+    """The owners of the pages of one space. Implements `protocols.ports.PageStore` for a pool that
+    has no other space.
 
     Pages are taken in ascending runs where possible, so that writes coalesce.
     """
@@ -66,7 +67,7 @@ class PageAllocator:
     def __init__(self, num_pages: int, reserved: int = 0, unit: str = "page") -> None:
         """The first `reserved` pages are never handed out (engines keep a null page there).
 
-        `unit` is the word for a page in error texts; for a pool's rows it is "row".
+        `unit` is the word for a page in error texts; for rows it is "row".
 
         Raises: MisuseError if `num_pages` or `reserved` is out of range.
         """
@@ -112,8 +113,18 @@ class PageAllocator:
         return self._num_pages - self._reserved
 
     @property
+    def allocators(self) -> tuple[PageAllocator, ...]:
+        """This allocator, as that of the only space; see `places.PlaceAllocator.allocators`."""
+        return (self,)
+
+    @property
     def free_pages(self) -> int:
         return self._free
+
+    @property
+    def free(self) -> Counts:
+        """Free pages, as the count of the only space."""
+        return (self._free,)
 
     @property
     def available_pages(self) -> int:
@@ -170,11 +181,12 @@ class PageAllocator:
                 self._free = top - count
             return pages
 
-    def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """Take `count` pages for a room, which needs no row in this store.
+    def take_room(self, counts: Counts, owner: Hashable) -> PageIndices:
+        """Take pages for a room in a pool that has no other space.
 
         Raises: CapacityError (nothing is taken).
         """
+        (count,) = counts
         return self.take(count, owner)
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:

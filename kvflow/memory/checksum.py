@@ -29,7 +29,7 @@ _BREATH_BYTES = 1 << 20
 
 
 class _Stretch(NamedTuple):
-    """The `size_bytes` bytes at `offset` in every page (or row). Pages are `page_bytes` apart."""
+    """The `size_bytes` bytes at `offset` in every place of a space, `page_bytes` apart."""
 
     memory: memoryview
     page_bytes: int
@@ -37,11 +37,8 @@ class _Stretch(NamedTuple):
     size_bytes: int
 
 
-class Stores(NamedTuple):
-    """The parts of each page, and of each row, that a checksum covers, in order."""
-
-    pages: list[_Stretch]
-    rows: list[_Stretch]
+Stores = tuple[list[_Stretch], ...]
+"""For each space, the parts of a place that a checksum covers, in order."""
 
 
 class PageChecksums(PageTasks):
@@ -67,7 +64,7 @@ class PageChecksums(PageTasks):
     def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> PageTask:
         places = self._layout.split(pages)
         return self.start(
-            functools.partial(self._sums.sum, places, served), len(places.pages), self._mapped_by
+            functools.partial(self._sums.sum, places, served), len(places[0]), self._mapped_by
         )
 
     async def close(self) -> None:
@@ -100,7 +97,7 @@ class PoolSums:
         return found.digest() if sum_places(found, self._stores, places, cancelled) else b""
 
     def close(self) -> None:
-        self._stores = Stores([], [])
+        self._stores = tuple([] for _ in self._stores)
         self._gathered.cache_clear()
 
 
@@ -112,13 +109,10 @@ def _gathered(layout: PoolLayout, served: tuple[Served, ...]) -> GatheredSum | N
 def sum_places(
     found: xxh3_64, stores: Stores, places: Places, cancelled: Callable[[], bool]
 ) -> bool:
-    """Update `found` with the pages, then with the rows. Returns False if cancelled."""
+    """Update `found` with the places of each space in turn. Returns False if cancelled."""
     summed_bytes = 0
-    for stretches, indices in (
-        (stores.pages, places.pages.tolist()),
-        (stores.rows, places.rows.tolist()),
-    ):
-        for page in indices:
+    for stretches, indices in zip(stores, places, strict=True):
+        for page in indices.tolist():
             for s in stretches:
                 start = page * s.page_bytes + s.offset
                 found.update(s.memory[start : start + s.size_bytes])
@@ -137,20 +131,18 @@ def stores_of(layout: PoolLayout) -> Stores:
     memories = [
         memoryview((ctypes.c_uint8 * b.size_bytes).from_address(b.address)) for b in layout.buffers
     ]
-    return Stores(
-        _stretches(layout, memories, in_rows=False), _stretches(layout, memories, in_rows=True)
-    )
+    return tuple(_stretches(layout, memories, space) for space in range(len(layout.spaces)))
 
 
-def _stretches(layout: PoolLayout, memories: list[memoryview], *, in_rows: bool) -> list[_Stretch]:
-    """Return the parts of each page, or row, in an order that peers with another layout share.
+def _stretches(layout: PoolLayout, memories: list[memoryview], space: int) -> list[_Stretch]:
+    """Return the parts of each place of a space, in an order that peers with another layout share.
 
     The parts are sorted by `in_order`. In an opaque pool, they have the order in which its layout
     lists them. Successive parts that are adjacent in memory are merged.
     """
     found: list[_Stretch] = []
     for c in layout.components if layout.tag else in_order(layout.components):
-        if c.in_rows != in_rows:
+        if c.space != space:
             continue
         new = _Stretch(
             memories[c.buffer], layout.buffers[c.buffer].page_bytes, c.offset, c.size_bytes

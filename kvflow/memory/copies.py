@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from kvflow.memory.device import HOST
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
-from kvflow.protocols.pages.layout import MAX_PAGES, Places, PoolLayout, resized
+from kvflow.protocols.pages.layout import PageIndices, Places, PoolLayout, resized
 from kvflow.protocols.pages.plan import Addresses, Blocks, Pairing
+from kvflow.protocols.pages.spaces import MAX_PAGES
 
 if TYPE_CHECKING:
     import torch
@@ -75,14 +76,31 @@ def copy_slices(
     copier: Copier,
     stopped: Callable[[], bool],
 ) -> bool:
-    """Copy pages and rows slice by slice, and call `stopped` before each slice.
+    """Copy places of all spaces slice by slice, and call `stopped` before each slice.
 
     The call blocks, so make it in a thread. Returns False if `stopped` ended the copy. Raises:
     TransferError.
     """
-    blocks = pairing.blocks(
-        source.pages, target.pages, source.rows, target.rows, max_block_bytes=slice_bytes
+    return copy_listed(
+        pairing,
+        pairing.source.numbered(source),
+        pairing.target.numbered(target),
+        slice_bytes,
+        copier,
+        stopped,
     )
+
+
+def copy_listed(
+    pairing: Pairing,
+    source: PageIndices,
+    target: PageIndices,
+    slice_bytes: int,
+    copier: Copier,
+    stopped: Callable[[], bool],
+) -> bool:
+    """Copy places that are given in one list for all spaces; see `copy_slices`."""
+    blocks = pairing.blocks(source, target, max_block_bytes=slice_bytes)
     ends = np.cumsum(blocks.sizes)
     start, done_bytes = 0, 0
     while start < ends.size:
@@ -95,26 +113,66 @@ def copy_slices(
 
 
 def host_layout(layout: PoolLayout, limit_bytes: int, num_rows: int | None = None) -> PoolLayout:
-    """Return `layout` with as many pages and rows as fit into `limit_bytes` of host memory.
+    """Return `layout` with as many places as fit into `limit_bytes` of host memory.
 
-    By default the rows take at most half of the memory, and are at most as many as in `layout`.
-    Raises: MisuseError if not even one page, or one row, fits.
+    The spaces with rows have `num_rows` rows each. By default they take at most half of the memory,
+    and have at most as many rows as in `layout`. The spaces with pages share the rest, in the
+    proportion of their pages in `layout`. Raises: MisuseError if not even one place of each space
+    fits.
     """
-    page_bytes, row_bytes = layout.page_bytes, layout.row_bytes
-    enough = page_bytes + (num_rows or 1) * row_bytes
-    if num_rows is None:
-        enough = 2 * max(page_bytes, row_bytes) if page_bytes and row_bytes else enough
-        share = limit_bytes // 2 if page_bytes else limit_bytes
-        num_rows = min(layout.num_rows, share // row_bytes) if row_bytes else layout.num_rows
-    left = limit_bytes - num_rows * row_bytes
-    pages = min(MAX_PAGES, left // page_bytes) if page_bytes else layout.num_pages
-    if pages < 1 or (row_bytes and num_rows < 1) or left < 0:
-        rows = f" and {num_rows or 1} x {row_bytes} bytes of rows" if row_bytes else ""
-        raise MisuseError(
-            f"{limit_bytes} bytes of host memory do not hold a page of {page_bytes} bytes{rows}; "
-            f"{enough} are enough"
-        )
-    return resized(layout, num_pages=pages, num_rows=num_rows)
+    one_page, one_row = one_bytes(layout)
+    rows = num_rows
+    if rows is None:
+        share = limit_bytes // 2 if one_page else limit_bytes
+        rows = share // one_row if one_row else 0
+    counts = list(layout.counts)
+    left = limit_bytes
+    for i, (space, size) in enumerate(zip(layout.spaces, layout.place_bytes, strict=True)):
+        if space.in_rows and (size or num_rows is not None):
+            counts[i] = rows if num_rows is not None else min(rows, space.count)
+            left -= counts[i] * size
+    if left < one_page or (one_row and rows < 1):
+        raise MisuseError(_too_little(layout, limit_bytes, num_rows))
+    paged = [i for i, space in enumerate(layout.spaces) if not space.in_rows]
+    whole = sum(layout.counts[i] * layout.place_bytes[i] for i in paged)
+    for i in paged:
+        if layout.place_bytes[i]:
+            more = (left - one_page) * layout.counts[i] // whole
+            counts[i] = min(MAX_PAGES, 1 + more)
+    return resized(layout, tuple(counts))
+
+
+def one_bytes(layout: PoolLayout) -> tuple[int, int]:
+    """Return the bytes of one page of every space with pages, and of one row of every space with
+    rows.
+    """
+    both = [0, 0]
+    for space, size in zip(layout.spaces, layout.place_bytes, strict=True):
+        both[space.in_rows] += size
+    return both[0], both[1]
+
+
+def least_bytes(layout: PoolLayout, num_rows: int | None = None) -> int:
+    """Return a limit that is enough for `host_layout`."""
+    one_page, one_row = one_bytes(layout)
+    if num_rows is None and one_page and one_row:
+        return 2 * max(one_page, one_row)
+    return one_page + (num_rows or 1) * one_row
+
+
+def _too_little(layout: PoolLayout, limit_bytes: int, num_rows: int | None) -> str:
+    sizes = [
+        size
+        for space, size in zip(layout.spaces, layout.place_bytes, strict=True)
+        if size and not space.in_rows
+    ]
+    pages = " and one of ".join(f"{size} bytes" for size in sizes or [0])
+    _, one_row = one_bytes(layout)
+    rows = f" and {num_rows or 1} x {one_row} bytes of rows" if one_row else ""
+    return (
+        f"{limit_bytes} bytes of host memory do not hold a page of {pages}{rows}; "
+        f"{least_bytes(layout, num_rows)} are enough"
+    )
 
 
 def are_small(blocks: Blocks) -> bool:

@@ -56,7 +56,8 @@ def stream_in(memory: torch.Tensor, layout: PoolLayout, c: Component) -> torch.T
     start, item_bytes = b.address - memory.data_ptr() + c.offset, DTYPE_BYTES.get(c.dtype, 1)
     if start % item_bytes or b.page_bytes % item_bytes:
         raise misplaced(c, b.page_bytes)
-    shape = (layout.page_size, *c.shape) if c.unit == SLOT and c.dtype != OPAQUE else c.shape
+    in_slots = c.unit == SLOT and c.dtype != OPAQUE
+    shape = (layout.spaces[c.space].page_size, *c.shape) if in_slots else c.shape
     strides = [1]
     for length in reversed(shape[1:]):
         strides.append(strides[-1] * length)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvflow.protocols.errors import CapacityError, MisuseError, OwnershipError
 from kvflow.protocols.limits import check_time
-from kvflow.protocols.pages.layout import MANY_PAGES, PageIndices, ascends
+from kvflow.protocols.pages.layout import MANY_PAGES, Counts, PageIndices, ascends
 
 
 class ExternalPages:
@@ -43,6 +43,11 @@ class ExternalPages:
     def free_pages(self) -> int:
         """Always 0: only the engine knows which of its pages are free."""
         return 0
+
+    @property
+    def free(self) -> Counts:
+        """Always empty, because the store knows neither the spaces nor their free pages."""
+        return ()
 
     @property
     def busy_pages(self) -> int:
@@ -90,9 +95,9 @@ class ExternalPages:
             raise error
         return np.empty(0, dtype=np.int32)
 
-    def take_room(self, count: int, owner: Hashable) -> PageIndices:
+    def take_room(self, counts: Counts, owner: Hashable) -> PageIndices:
         """See `take`."""
-        return self.take(count, owner)
+        return self.take(sum(counts), owner)
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
         """Refuse any pages, because this store hands out none. Raises: OwnershipError."""

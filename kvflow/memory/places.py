@@ -1,105 +1,135 @@
-"""A store over a pool's pages and rows. One array of indices names the pages and the row of a room
-(see `layout.Places`).
+"""A store over all spaces of a pool. One array of indices names the places of a room (see
+`protocols.pages.spaces`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import CapacityError, OwnershipError
-from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout
+from kvflow.protocols.pages.layout import NO_PLACES, Counts, PageIndices, Places, PoolLayout
+
+_Work = Callable[[PageAllocator, PageIndices], None]
 
 
 class PlaceAllocator:
-    """One store over the two allocators of a pool with rows.
+    """One store over the allocators of a pool's spaces.
 
-    Implements `protocols.ports.PageStore`. An operation that raises changes neither allocator. The
+    Implements `protocols.ports.PageStore`. An operation that raises changes no allocator. The
     allocators may also be used directly.
     """
 
-    def __init__(self, layout: PoolLayout, pages: PageAllocator, rows: PageAllocator) -> None:
-        self._layout, self.pages, self.rows = layout, pages, rows
+    def __init__(self, layout: PoolLayout, allocators: Sequence[PageAllocator]) -> None:
+        """`allocators` has one allocator for each space of `layout`, in the same order."""
+        self._layout = layout
+        self.allocators = tuple(allocators)
 
     def __repr__(self) -> str:
-        return f"<PlaceAllocator of {self.pages!r} and {self.rows!r}>"
+        return f"<PlaceAllocator of {' and '.join(map(repr, self.allocators))}>"
 
     @property
     def free_pages(self) -> int:
-        return self.pages.free_pages
+        """Free pages of the first space."""
+        return self.allocators[0].free_pages
+
+    @property
+    def free(self) -> Counts:
+        """Free places of each space."""
+        return tuple(allocator.free_pages for allocator in self.allocators)
 
     def at_rest(self) -> bool:
-        return self.pages.at_rest() and self.rows.at_rest()
+        return all(allocator.at_rest() for allocator in self.allocators)
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
-        return self.pages.take(count, owner)
+        """Take pages of the first space. Raises: CapacityError (nothing is taken)."""
+        return self.allocators[0].take(count, owner)
 
-    def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """Take `count - 1` pages and a row, and return the row last.
+    def take_room(self, counts: Counts, owner: Hashable) -> PageIndices:
+        """Take `counts` places, and return them in one list, grouped in the order of the spaces.
 
         Raises: CapacityError (nothing is taken).
         """
-        row = self.rows.take(1, owner)
+        found: list[PageIndices] = []
         try:
-            pages = self.pages.take(count - 1, owner)
+            for allocator, count in zip(self.allocators, counts, strict=True):
+                found.append(allocator.take(count, owner))
         except CapacityError:
-            self.rows.give_back(row, owner)
+            for allocator, own in zip(self.allocators, found, strict=False):
+                allocator.give_back(own, owner)
             raise
-        return self._layout.numbered(Places(pages, row))
+        return self._layout.numbered(found)
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
-        both = self._split(pages)
-        self.pages.move(both.pages, owner, new_owner)
-        self._or_undo(
-            lambda: self.rows.move(both.rows, owner, new_owner),
-            lambda: self.pages.move(both.pages, new_owner, owner),
+        self._in_all(
+            pages,
+            lambda allocator, own: allocator.move(own, owner, new_owner),
+            lambda allocator, own: allocator.move(own, new_owner, owner),
         )
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
-        both = self._split(pages)
-        # If `owner` does not own the rows, this raises before any page is given back.
-        self.rows.move(both.rows, owner, owner)
-        self.pages.give_back(both.pages, owner)
-        self.rows.give_back(both.rows, owner)
+        parts = self._parts(pages)
+        # If `owner` does not own a place of a later space, this raises before any place is given
+        # back. The first allocator checks its own places.
+        for allocator, own in parts[1:]:
+            allocator.move(own, owner, owner)
+        for allocator, own in parts:
+            allocator.give_back(own, owner)
 
     def hold(self, pages: PageIndices) -> None:
-        both = self._split(pages)
-        self.pages.hold(both.pages)
-        self._or_undo(lambda: self.rows.hold(both.rows), lambda: self.pages.unhold(both.pages))
+        self._in_all(pages, PageAllocator.hold, PageAllocator.unhold)
 
     def unhold(self, pages: PageIndices) -> None:
-        both = self._split(pages)
-        self.pages.unhold(both.pages)
-        self._or_undo(lambda: self.rows.unhold(both.rows), lambda: self.pages.hold(both.pages))
+        # `hold` would refuse a place that became free when its hold ended.
+        self._in_all(pages, PageAllocator.unhold, PageAllocator.withhold)
 
     def withhold(self, pages: PageIndices) -> None:
-        both = self._split(pages)
-        self.pages.withhold(both.pages)
-        self.rows.withhold(both.rows)
+        for allocator, own in self._parts(pages):
+            allocator.withhold(own)
 
     def owned(self) -> dict[Hashable, int]:
-        found = self.pages.owned()
-        for owner, count in self.rows.owned().items():
-            found[owner] = found.get(owner, 0) + count
+        """Count the places of each owner in all spaces; see `PageAllocator.owned`."""
+        found: dict[Hashable, int] = {}
+        for allocator in self.allocators:
+            for owner, count in allocator.owned().items():
+                found[owner] = found.get(owner, 0) + count
         return found
 
     def count_by(self, kind: Hashable) -> int:
-        return self.pages.count_by(kind) + self.rows.count_by(kind)
+        return sum(allocator.count_by(kind) for allocator in self.allocators)
 
-    def _split(self, indices: PageIndices) -> Places:
-        if (
-            indices.size
-            and not 0 <= int(indices.min()) <= int(indices.max()) < self._layout.num_places
-        ):
+    def _parts(self, indices: PageIndices) -> list[tuple[PageAllocator, PageIndices]]:
+        """Return the places of each space that has some in `indices`, with its allocator."""
+        if not indices.size:
+            return []
+        low, high = int(indices.min()), int(indices.max())
+        if not 0 <= low <= high < self._layout.num_places:
             raise OwnershipError(
-                f"place {indices.max()} is outside 0..{self._layout.num_places - 1}"
+                f"place {low if low < 0 else high} is outside 0..{self._layout.num_places - 1}"
             )
-        return self._layout.split(indices) if indices.size else Places(NO_PLACES, NO_PLACES)
+        both = zip(self.allocators, self._layout.split(indices), strict=True)
+        return [(allocator, own) for allocator, own in both if own.size]
 
-    @staticmethod
-    def _or_undo(work: Callable[[], None], undo: Callable[[], None]) -> None:
+    def _in_all(self, indices: PageIndices, work: _Work, undo: _Work) -> None:
+        """Do `work` in each space. If a space refuses, `undo` it in the spaces before."""
+        done: list[tuple[PageAllocator, PageIndices]] = []
         try:
-            work()
+            for part in self._parts(indices):
+                work(*part)
+                done.append(part)
         except OwnershipError:
-            undo()
+            for part in reversed(done):
+                undo(*part)
             raise
+
+
+def batches(places: Places, sizes: Counts) -> Iterator[Places]:
+    """Yield the places in batches. A batch has places of one space only, at most `sizes` of them.
+
+    A space whose size is 0 is left out.
+    """
+    for space, (own, size) in enumerate(zip(places, sizes, strict=True)):
+        for start in range(0, len(own) if size else 0, size or 1):
+            batch = [NO_PLACES] * len(places)
+            batch[space] = own[start : start + size]
+            yield tuple(batch)

@@ -15,11 +15,11 @@ from kvflow.memory.device import HOST, memory_on, misplaced, stream_in
 from kvflow.memory.places import PlaceAllocator
 from kvflow.memory.quarantine import PoolQuarantine
 from kvflow.memory.shared import SharedSegment
-from kvflow.memory.streams import Fields, describe, streams_of
+from kvflow.memory.streams import Fields, SpaceStreams, describe, spaces_given, streams_of
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.components import Component, by_name
-from kvflow.protocols.pages.kinds import DTYPE_BYTES, OPAQUE, PAGE, ROW, SLOT
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.pages.kinds import DTYPE_BYTES, OPAQUE, SLOT
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout, unit_named
 from kvflow.protocols.ports import UnprovenLoan
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ class PagedPool:
         self._arrays: dict[Component, Array] = dict(arrays or {})
         self._tensors: dict[tuple[str, int | None, int | None], torch.Tensor] = {}
         self._components = by_name(layout.components)
-        self._pages: PageAllocator | None = None
-        self._rows: PageAllocator | None = None
+        self._allocators: tuple[PageAllocator, ...] = ()
         self._places: PageAllocator | PlaceAllocator | None = None
         self._closed = False
 
@@ -126,6 +125,7 @@ class PagedPool:
         *,
         per_page: Mapping[str, Array] | None = None,
         rows: Mapping[str, Array] | None = None,
+        spaces: Mapping[str, SpaceStreams] | None = None,
         formats: Mapping[str, str] | None = None,
         num_pages: SupportsIndex | None = None,
         segment: SharedSegment | None = None,
@@ -139,25 +139,28 @@ class PagedPool:
         or views into one page-first array. The pool keeps them alive.
 
         `per_page`: arrays with one entry per page, [num_pages, *shape]. `rows`: arrays with one
-        entry per request, [num_rows, *shape]. `formats`: labels for streams whose bytes need more
-        than a dtype to be understood; two peers must have equal labels. `num_pages`: required for a
-        pool of rows only, whose pages only count tokens; other pools derive it from their arrays.
-        `segment`: the shared segment that contains the arrays (see `SharedSegment.memory`), so that
-        prefills on this machine can write into them; the caller closes it. Without it the pool can
-        send, and can receive over data planes other than local. `tag`: the pages are opaque,
-        [num_pages, *any inner layout]; see `protocols.pages.layout`. `fingerprint`: identifies the
-        model of the KV; peers with another fingerprint are refused. `parts`: for each array that
-        holds a part, or one copy, of what several ranks hold together, the fields of
+        entry per request, [num_rows, *shape]. `spaces`: the arrays of further spaces by name, which
+        follow those of pages and rows, in the given order. `formats`: labels for streams whose
+        bytes need more than a dtype to be understood; two peers must have equal labels.
+        `num_pages`: required if `tensors` and `per_page` are empty, as in a pool of rows only,
+        whose pages only count tokens; other pools derive it from their arrays. `segment`: the
+        shared segment that contains the arrays (see `SharedSegment.memory`), so that prefills on
+        this machine can write into them; the caller closes it. Without it the pool can send, and
+        can receive over data planes other than local. `tag`: the pages are opaque, [num_pages, *any
+        inner layout]; see `protocols.pages.layout`. `fingerprint`: identifies the model of the KV;
+        peers with another fingerprint are refused. `parts`: for each array that holds a part, or
+        one copy, of what several ranks hold together, the fields of
         `protocols.pages.components.Part`, as in `{"k": {"start": 4, "whole": 8}}`; by default an
         array holds the whole.
 
         Raises: LayoutError if a page of a stream is not contiguous, shapes disagree, or an array is
         not in `segment`.
         """
-        streams = streams_of({SLOT: tensors, PAGE: per_page or {}, ROW: rows or {}})
+        given = spaces_given(SpaceStreams(tensors, page_size, per_page), rows, spaces)
+        streams = streams_of(given)
         layout = describe(
             streams,
-            page_size,
+            given,
             tag=tag,
             fingerprint=fingerprint,
             formats=formats,
@@ -166,8 +169,8 @@ class PagedPool:
         )
         if segment is not None:
             check_inside(layout, segment)
-        given = {**tensors, **(per_page or {}), **(rows or {})}
-        arrays = {c: given[c.name] for c in layout.components}
+        by_stream = {name: a for each in given.values() for name, a in each.arrays.items()}
+        arrays = {c: by_stream[c.name] for c in layout.components}
         return cls(layout, segment=segment, arrays=arrays, device=streams[0].device)
 
     def __repr__(self) -> str:
@@ -181,12 +184,16 @@ class PagedPool:
         )
         memory = "closed" if self._closed else memory
         tag = f", tag {layout.tag!r}" if layout.tag else ""
-        rows = f" and {layout.num_rows} rows of {layout.row_bytes} bytes" if layout.num_rows else ""
-        return (
-            f"<PagedPool of {layout.num_pages} pages, {layout.page_size} tokens and "
-            f"{layout.page_bytes} bytes each{rows}, in {len(layout.components)} streams{tag}, "
-            f"{memory}>"
+        places = " and ".join(
+            f"{space.count} {unit_named(layout, i)}s"
+            + (
+                f" of {size} bytes"
+                if space.in_rows
+                else f", {space.page_size} tokens and {size} bytes each"
+            )
+            for i, (space, size) in enumerate(zip(layout.spaces, layout.place_bytes, strict=True))
         )
+        return f"<PagedPool of {places}, in {len(layout.components)} streams{tag}, {memory}>"
 
     @property
     def unproven(self) -> list[UnprovenLoan]:
@@ -194,39 +201,44 @@ class PagedPool:
         return self.quarantine.loans
 
     @property
+    def allocators(self) -> tuple[PageAllocator, ...]:
+        """Allocators of the spaces, created on first use. Successive nodes over the pool share
+        them.
+        """
+        return self.places.allocators
+
+    @property
     def pages(self) -> PageAllocator:
-        """Allocator of the pages, created on first use. Successive nodes over the pool share it."""
-        places = self.places
-        return places if isinstance(places, PageAllocator) else places.pages
+        """Allocator of the first space; see `allocators`."""
+        return self.places.allocators[0]
 
     @property
     def rows(self) -> PageAllocator:
-        """Allocator of the rows, shared like `pages`. Raises: LayoutError for a pool without
-        rows.
-        """
-        places = self.places
-        if isinstance(places, PageAllocator):
+        """Allocator of the first space with rows. Raises: LayoutError for a pool without rows."""
+        if (space := self.layout.row_space) is None:
             raise LayoutError("the pool has no rows: none of its streams is kept once per request")
-        return places.rows
+        return self.places.allocators[space]
 
     @property
     def places(self) -> PageAllocator | PlaceAllocator:
-        """Store from which rooms take places: `pages` or, in a pool with rows, a store over `pages`
-        and `rows`.
+        """Store from which rooms take places: `pages` or, in a pool with several spaces, a store
+        over `allocators`.
         """
         if self._places is None:
-            self._pages = self._pages or PageAllocator(self.layout.num_pages)
-            if self.layout.num_rows:
-                self._rows = self._rows or PageAllocator(self.layout.num_rows, unit="row")
-                self._places = PlaceAllocator(self.layout, self._pages, self._rows)
-            else:
-                self._places = self._pages
+            layout = self.layout
+            self._allocators = self._allocators or tuple(
+                PageAllocator(count, unit=unit_named(layout, space))
+                for space, count in enumerate(layout.counts)
+            )
+            self._places = _store_over(layout, self._allocators)
             self.quarantine.keep_out_of(self._places, always=True)
         return self._places
 
     def places_over(self, pages: PageAllocator) -> PageAllocator | PlaceAllocator:
-        """Return a store like `places` that uses `pages` instead of the pool's own allocator."""
-        return PlaceAllocator(self.layout, pages, self.rows) if self.layout.num_rows else pages
+        """Return a store like `places` that uses `pages` instead of the pool's own allocator of the
+        first space.
+        """
+        return _store_over(self.layout, [pages, *self.allocators[1:]])
 
     @property
     def segment(self) -> SharedSegment | None:
@@ -257,7 +269,8 @@ class PagedPool:
         """Return a numpy view of one component; in page-first pools it is strided.
 
         The view is [num_pages, page_size, *shape], [num_pages, *shape] for a component with one
-        entry per page, or [num_rows, *shape] for one in rows. A dtype that numpy lacks appears as
+        entry per page, or [num_rows, *shape] for one in rows, with the numbers of the component's
+        space. A dtype that numpy lacks appears as
         unsigned integers: bfloat16 as uint16, float8 as uint8. In an opaque pool, a component is
         uint8 [num_pages, size_bytes] if kvflow allocated it, and has the shape of the engine's
         array if it was wrapped. `start` and `replica` select among several parts or copies with
@@ -300,23 +313,30 @@ class PagedPool:
         return found
 
     def pages_bytes(self, pages: PageIndices) -> NDArray[np.uint8]:
-        """Return a copy of whole pages, uint8 [n, page_bytes], component after component.
+        """Return a copy of whole pages of the first space; see `places_bytes`."""
+        return self.places_bytes(0, pages)
+
+    def rows_bytes(self, rows: PageIndices) -> NDArray[np.uint8]:
+        """Return a copy of whole rows of the first space with rows; see `places_bytes`.
+
+        In a pool without rows, a row has 0 bytes.
+        """
+        if (space := self.layout.row_space) is None:
+            return np.empty((len(rows), 0), dtype=np.uint8)
+        return self.places_bytes(space, rows)
+
+    def places_bytes(self, space: int, indices: PageIndices) -> NDArray[np.uint8]:
+        """Return a copy of whole places of a space, uint8 [n, place_bytes], component after
+        component.
 
         Meant for tests. Raises: LayoutError for memory that the CPU cannot access.
         """
-        return self._bytes(pages, in_rows=False)
-
-    def rows_bytes(self, rows: PageIndices) -> NDArray[np.uint8]:
-        """Return a copy of whole rows, uint8 [n, row_bytes]; see `pages_bytes`."""
-        return self._bytes(rows, in_rows=True)
-
-    def _bytes(self, indices: PageIndices, *, in_rows: bool) -> NDArray[np.uint8]:
         if not self.on_host:
             raise LayoutError(f"the pool is on {self.device}, whose memory the CPU cannot read")
         indices = np.asarray(indices, dtype=np.int64)
         columns: list[NDArray[np.uint8]] = [np.empty((indices.size, 0), dtype=np.uint8)]
         for c in self.layout.components:
-            if c.in_rows != in_rows:
+            if c.space != space:
                 continue
             b, count = self.layout.buffers[c.buffer], self.layout.count_of(c)
             whole = (count - 1) * b.page_bytes + c.offset + c.size_bytes
@@ -365,9 +385,8 @@ class PagedPool:
             raise LayoutError(f"component {c.name!r} is on {self.device}, and has no array")
         b = self.layout.buffers[c.buffer]
         dtype = np.dtype(_BITS.get(c.dtype, c.dtype))
-        shape = (
-            (self.layout.page_size, *c.shape) if c.unit == SLOT and c.dtype != OPAQUE else c.shape
-        )
+        page_size = self.layout.spaces[c.space].page_size
+        shape = (page_size, *c.shape) if c.unit == SLOT and c.dtype != OPAQUE else c.shape
         inner: list[int] = [dtype.itemsize]
         for length in reversed(shape[1:]):
             inner.append(inner[-1] * length)
@@ -398,6 +417,13 @@ class PagedPool:
             raise misplaced(c, self.layout.buffers[c.buffer].page_bytes)
         tensor = torch.from_numpy(seen)
         return tensor if bits is None else tensor.view(getattr(torch, c.dtype))
+
+
+def _store_over(
+    layout: PoolLayout, allocators: Sequence[PageAllocator]
+) -> PageAllocator | PlaceAllocator:
+    # A pool of one space needs no store over its only allocator.
+    return allocators[0] if len(allocators) == 1 else PlaceAllocator(layout, allocators)
 
 
 def _placed(layout: PoolLayout, offsets: Sequence[int], address: int) -> PoolLayout:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import OwnershipError
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout, unit_named
 from kvflow.protocols.ports import Heir, LeaseId, PageStore, PlaneAddress, UnprovenLoan
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class PoolQuarantine:
     """
 
     def __init__(self, layout: PoolLayout) -> None:
-        self._layout = layout
+        self.layout = layout
         self._lock = threading.RLock()
         self.leases: dict[LeaseId, _Lease] = {}
         # The number of leases that contain each place. None until the first lease.
@@ -80,16 +80,14 @@ class PoolQuarantine:
             loan = next(
                 lease.loans[0] for lease in self.leases.values() if place in lease.pages.tolist()
             )
-        text = (
-            f"page {place}"
-            if place < self._layout.num_pages
-            else f"row {place - self._layout.num_pages}"
-        )
+        layout = self.layout
+        space = max(i for i, base in enumerate(layout.bases) if base <= place)
+        place -= layout.bases[space]
         raise OwnershipError(
-            f"{text} is in quarantine: an earlier node over this pool lent it to prefill "
-            f"{loan.incarnation:016x} at {loan.control}, which may still write into it; use "
-            "another one until that process is proven to have ended, or end its loans with "
-            f"declare_dead({loan.incarnation:#x}, why)"
+            f"{unit_named(layout, space)} {place} is in quarantine: an earlier node over this pool "
+            f"lent it to prefill {loan.incarnation:016x} at {loan.control}, which may still write "
+            "into it; use another one until that process is proven to have ended, or end its loans "
+            f"with declare_dead({loan.incarnation:#x}, why)"
         )
 
     # --- stores
@@ -152,7 +150,7 @@ class PoolQuarantine:
                 lease.loans.append(loan)
             every = np.concatenate([lease.pages for lease in fresh.values()])
             if self._named is None:
-                self._named = np.zeros(self._layout.num_places, dtype=np.int32)
+                self._named = np.zeros(self.layout.num_places, dtype=np.int32)
             np.add.at(self._named, every, 1)
             self.leases |= fresh
             for store in (lender, *self._own, *(store for _, store in self._heirs)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -15,14 +15,14 @@ from kvflow.memory.pool import PagedPool, check_inside
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.components import Buffer, Component
-from kvflow.protocols.pages.kinds import PAGE
-from kvflow.protocols.pages.layout import PoolLayout, whole_number
+from kvflow.protocols.pages.kinds import PAGE, ROW
+from kvflow.protocols.pages.layout import PAGES, PoolLayout, Space, whole_number
 
 
 class Region(NamedTuple):
-    """One stream of a pool: page p lies at `address + p * page_bytes`.
+    """One stream of a pool: place p lies at `address + p * page_bytes`.
 
-    `size_bytes` is the size of the memory. Bytes at its end that do not fill a page are not used.
+    `size_bytes` is the size of the memory. Bytes at its end that do not fill a place are not used.
     `format` is compared between peers, because the bytes have no other description.
     """
 
@@ -37,63 +37,89 @@ class Region(NamedTuple):
         return self.size_bytes // self.page_bytes
 
 
+class SpaceRegions(NamedTuple):
+    """The regions of one space: pages of `page_size` tokens, or rows if `page_size` is 0. `window`
+    is that of `protocols.pages.spaces.Space`.
+    """
+
+    regions: Sequence[Region]
+    page_size: SupportsIndex
+    window: SupportsIndex = 0
+
+
 def pool_at(
     regions: Sequence[Region],
     page_size: SupportsIndex,
     *,
+    spaces: Mapping[str, SpaceRegions] | None = None,
     fingerprint: str = "",
     segment: SharedSegment | None = None,
     device: str = HOST,
 ) -> PagedPool:
     """Return a pool over `regions`, which have the same number of pages, without a copy.
 
-    The pool does not own the memory: the caller keeps it allocated until every node over the pool
-    is closed. In host memory, `PagedPool.array(name)` is uint8 [num_pages, page_bytes]. Memory on a
-    `device` ("cuda:0") has no such view. `segment` is the shared segment that contains the regions,
-    and `fingerprint` identifies the model; see `PagedPool.wrap`.
+    `spaces` are the further spaces of the pool, by name, after that of `regions`. The pool does not
+    own the memory: the caller keeps it allocated until every node over the pool is closed. In host
+    memory, `PagedPool.array(name)` is uint8 [num_pages, page_bytes]. Memory on a `device`
+    ("cuda:0") has no such view. `segment` is the shared segment that contains the regions, and
+    `fingerprint` identifies the model; see `PagedPool.wrap`.
 
-    Raises: LayoutError if there is no region, a region holds no page, regions overlap or have
-    different numbers of pages, or a region is not in `segment`.
+    Raises: LayoutError if a space has no region, a region holds no page, regions overlap, regions
+    of one space have different numbers of pages, or a region is not in `segment`.
     """
-    if not regions:
-        raise LayoutError("a pool needs at least one region")
-    sized = [_checked(region) for region in regions]
-    first = sized[0]
-    for region in sized:
-        if region.num_pages != first.num_pages:
-            raise LayoutError(
-                f"region {region.name!r} has {region.num_pages} pages, {first.name!r} has "
-                f"{first.num_pages}: regions of one pool have as many"
+    described: list[Space] = []
+    components: list[Component] = []
+    buffers: list[Buffer] = []
+    arrays: dict[Component, Any] = {}
+    given = {PAGES: SpaceRegions(regions, page_size), **(spaces or {})}
+    for number, (name, each) in enumerate(given.items()):
+        sized = [_checked(region) for region in each.regions]
+        described.append(_space(name, each, sized))
+        for region in sized:
+            component = Component(
+                region.name,
+                "uint8",
+                (region.page_bytes,),
+                len(buffers),
+                0,
+                region.page_bytes,
+                PAGE if described[-1].page_size else ROW,
+                region.format,
+                space=number,
             )
-    _check_apart(sized)
-    components = tuple(
-        Component(
-            region.name,
-            "uint8",
-            (region.page_bytes,),
-            number,
-            0,
-            region.page_bytes,
-            PAGE,
-            region.format,
-        )
-        for number, region in enumerate(sized)
-    )
-    buffers = tuple(
-        Buffer(region.name, region.page_bytes, region.num_pages * region.page_bytes, region.address)
-        for region in sized
-    )
-    slots = whole_number("page_size", page_size)
+            size_bytes = region.num_pages * region.page_bytes
+            buffers.append(
+                Buffer(region.name, region.page_bytes, size_bytes, region.address, number)
+            )
+            components.append(component)
+            if device == HOST:
+                arrays[component] = _view(region)
+    _check_apart(buffers)
     layout = PoolLayout(
-        slots, first.num_pages, components, buffers, tag="", fingerprint=fingerprint
+        tuple(described), tuple(components), tuple(buffers), tag="", fingerprint=fingerprint
     )
     layout.check()
     if segment is not None:
         check_inside(layout, segment)
-    arrays = {c: _view(region) for c, region in zip(components, sized, strict=True)}
-    return PagedPool(
-        layout, segment=segment, arrays=arrays if device == HOST else None, device=device
-    )
+    return PagedPool(layout, segment=segment, arrays=arrays or None, device=device)
+
+
+def _space(name: str, given: SpaceRegions, regions: Sequence[Region]) -> Space:
+    if not regions:
+        raise LayoutError(
+            "a pool needs at least one region"
+            if name == PAGES
+            else f"space {name!r} needs at least one region"
+        )
+    first = regions[0]
+    for region in regions:
+        if region.num_pages != first.num_pages:
+            raise LayoutError(
+                f"region {region.name!r} has {region.num_pages} pages, {first.name!r} has "
+                f"{first.num_pages}: regions of one space have as many"
+            )
+    slots = whole_number("page_size", given.page_size)
+    return Space(name, first.num_pages, slots, whole_number("window", given.window))
 
 
 def _checked(region: Region) -> Region:
@@ -111,11 +137,11 @@ def _checked(region: Region) -> Region:
     return Region(name, address, size_bytes, page_bytes, region.format)
 
 
-def _check_apart(regions: Sequence[Region]) -> None:
-    for a, b in pairwise(sorted(regions, key=lambda region: region.address)):
-        if a.address + a.num_pages * a.page_bytes > b.address:
+def _check_apart(buffers: Sequence[Buffer]) -> None:
+    for a, b in pairwise(sorted(buffers, key=lambda buffer: buffer.address)):
+        if a.address + a.size_bytes > b.address:
             raise LayoutError(
-                f"regions {a.name!r} and {b.name!r} share bytes: give every byte of a page once"
+                f"regions {a.name!r} and {b.name!r} share bytes: give every byte of a place once"
             )
 
 

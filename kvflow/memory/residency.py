@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Hashable, Iterator
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -20,12 +20,11 @@ from kvflow.protocols.machines.residency import (
     ResidencyKind,
     ResidencyPhase,
 )
-from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places
+from kvflow.protocols.pages.layout import NO_PLACES, Counts, PageIndices, Places
 from kvflow.protocols.ports import PageStore
 
 P, K, C = ResidencyPhase, ResidencyKind, ResidencyCommand
 T = TypeVar("T")
-NOTHING = Places(NO_PLACES, NO_PLACES)
 
 
 class _StoppedError(Exception):
@@ -33,7 +32,7 @@ class _StoppedError(Exception):
 
 
 class Resident:
-    """The pages and rows that `owner` has in a pool, or a snapshot of them in host memory.
+    """The places that `owner` has in a pool, or a snapshot of them in host memory.
 
     Belongs to one event loop. `phase` is RESIDENT, LEAVING (during `retract`), AWAY, RETURNING
     (during `resume`), or ENDED (after `close`).
@@ -44,61 +43,68 @@ class Resident:
         owner: Hashable,
         places: Places,
         *,
-        pages: PageStore,
-        rows: PageStore | None = None,
+        allocators: Sequence[PageStore],
         store: SnapshotStore | None = None,
     ) -> None:
-        """`pages` and `rows` are the stores of the pool.
+        """`allocators` are those of the pool, one for each space (`PagedPool.allocators`).
 
-        Without a `store` the state can be dropped, but not retracted.
+        Without a `store` the state can be dropped, but not retracted. Raises: MisuseError if there
+        are not as many arrays of places as allocators.
         """
+        if len(places) != len(allocators):
+            raise MisuseError(
+                f"places of {len(places)} spaces are given with {len(allocators)} allocators: both "
+                "are given for every space of the pool"
+            )
         self.owner = owner
         self.phase = P.RESIDENT
-        self._places, self._sizes = places, (int(places.pages.size), int(places.rows.size))
-        self._pages, self._rows, self._store = pages, rows, store
+        self._places, self._sizes = places, _sizes(places)
+        self._allocators, self._store = allocators, store
         self._snapshot: Snapshot | None = None
         self._copy: asyncio.Task[Any] | None = None
 
     def __repr__(self) -> str:
         return (
-            f"<Resident {self.owner!r}: {self.phase.name.lower()}, {self._sizes[0]} pages and "
-            f"{self._sizes[1]} rows>"
+            f"<Resident {self.owner!r}: {self.phase.name.lower()}, places by space: "
+            f"{', '.join(map(str, self._sizes))}>"
         )
 
     @property
     def places(self) -> Places:
-        """Pages and rows of the state. Raises: MisuseError unless the phase is RESIDENT."""
+        """Places of the state, by space. Raises: MisuseError unless the phase is RESIDENT."""
         self._expect(P.RESIDENT)
         return self._places
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Numbers of pages and rows that the state has, or that `resume` will take."""
+    def sizes(self) -> Counts:
+        """Numbers of places by space that the state has, or that `resume` will take."""
         return self._sizes
 
-    def add(self, pages: PageIndices) -> None:
-        """Add pages that `owner` took. Raises: MisuseError unless the phase is RESIDENT."""
-        self._expect(P.RESIDENT)
-        self._places = Places(np.concatenate((self._places.pages, pages)), self._places.rows)
-        self._sizes = (int(self._places.pages.size), self._sizes[1])
-
-    def hand_over(self, count: int) -> None:
-        """Remove the first `count` pages, which now belong to another owner.
+    def add(self, pages: PageIndices, space: int = 0) -> None:
+        """Add pages of a space that `owner` took.
 
         Raises: MisuseError unless the phase is RESIDENT.
         """
         self._expect(P.RESIDENT)
-        self._places = Places(self._places.pages[count:], self._places.rows)
-        self._sizes = (int(self._places.pages.size), self._sizes[1])
+        self._change(space, np.concatenate((self._places[space], pages)))
 
-    def needs(self, pages: int) -> None:
-        """Free the snapshot, because the owner will compute the state again, in `pages` pages.
+    def hand_over(self, count: int, space: int = 0) -> None:
+        """Remove the first `count` pages of a space, which now belong to another owner.
+
+        Raises: MisuseError unless the phase is RESIDENT.
+        """
+        self._expect(P.RESIDENT)
+        self._change(space, self._places[space][count:])
+
+    def needs(self, pages: int, space: int = 0) -> None:
+        """Free the snapshot, because the owner will compute the state again, in `pages` pages of
+        this space, and in as many places of the others as before.
 
         Raises: MisuseError unless the phase is AWAY.
         """
         self._expect(P.AWAY)
         self._free_snapshot()
-        self._sizes = (pages, self._sizes[1])
+        self._sizes = (*self._sizes[:space], pages, *self._sizes[space + 1 :])
 
     @property
     def copied(self) -> bool:
@@ -106,10 +112,10 @@ class Resident:
         return self._snapshot is not None
 
     async def retract(self) -> None:
-        """Copy all pages and rows out, then give them back.
+        """Copy the places of all spaces out, then give them back.
 
         The phase is AWAY afterwards, or ENDED if `close` was called during the copy. After an error
-        or a cancellation it is RESIDENT again. The pages must not be written during the copy.
+        or a cancellation it is RESIDENT again. The places must not be written during the copy.
         Raises: HostMemoryError if host memory is full; MisuseError without a store, or unless the
         phase is RESIDENT.
         """
@@ -122,19 +128,17 @@ class Resident:
             self._feed(K.COPIED_OUT)
 
     def drop(self) -> None:
-        """Give pages and rows back without a copy. Raises: MisuseError unless the phase is
-        RESIDENT.
-        """
+        """Give all places back without a copy. Raises: MisuseError unless the phase is RESIDENT."""
         self._expect(P.RESIDENT)
         self._feed(K.DROP)
 
     async def resume(self) -> bool:
-        """Take pages and rows (see `sizes`), and copy the snapshot into them.
+        """Take places of all spaces (see `sizes`), and copy the snapshot into them.
 
         Returns False if there was no snapshot: the owner must then compute the state again. The
         phase is RESIDENT afterwards, or ENDED if `close` was called during the copy. After an error
-        or a cancellation it is AWAY again. Raises: CapacityError if too few pages or rows are free
-        (nothing is taken), MisuseError unless the phase is AWAY.
+        or a cancellation it is AWAY again. Raises: CapacityError if too few places of a space are
+        free (nothing is taken), MisuseError unless the phase is AWAY.
         """
         self._expect(P.AWAY)
         self._places = self._taken()
@@ -149,23 +153,27 @@ class Resident:
         return True
 
     def close(self) -> None:
-        """Free pages and host memory, once no copy or model step uses them.
+        """Free places and host memory, once no copy or model step uses them.
 
         Idempotent, and valid in every phase.
         """
         self._feed(K.CLOSE)
 
     def _taken(self) -> Places:
-        count, rows = self._sizes
-        pages = self._pages.take(count, self.owner)
-        if self._rows is None or not rows:
-            return Places(pages, NO_PLACES)
+        found: list[PageIndices] = []
         try:
-            return Places(pages, self._rows.take(rows, self.owner))
+            for allocator, count in zip(self._allocators, self._sizes, strict=True):
+                found.append(allocator.take(count, self.owner))
         except CapacityError:
-            # A request needs both, so it must not keep pages while it waits for a row.
-            self._pages.give_back(pages, self.owner)
+            # A request needs places of every space, so it must not keep some while it waits.
+            for allocator, own in zip(self._allocators, found, strict=False):
+                allocator.give_back(own, self.owner)
             raise
+        return tuple(found)
+
+    def _change(self, space: int, own: PageIndices) -> None:
+        self._places = (*self._places[:space], own, *self._places[space + 1 :])
+        self._sizes = _sizes(self._places)
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
@@ -207,15 +215,18 @@ class Resident:
             self._copy.cancel()
 
     def _give_back(self) -> None:
-        places, self._places = self._places, NOTHING
-        self._pages.give_back(places.pages, self.owner)
-        if self._rows is not None:
-            self._rows.give_back(places.rows, self.owner)
+        places, self._places = self._places, tuple(NO_PLACES for _ in self._places)
+        for allocator, own in zip(self._allocators, places, strict=True):
+            allocator.give_back(own, self.owner)
 
     def _free_snapshot(self) -> None:
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
             snapshot.close()
+
+
+def _sizes(places: Places) -> Counts:
+    return tuple(len(own) for own in places)
 
 
 _RUN: dict[ResidencyCommand, Callable[[Resident], None]] = {

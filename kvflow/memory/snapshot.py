@@ -1,22 +1,23 @@
-"""Snapshots: copies of a request's pages and rows in host memory, which can later be restored into
-any pages and rows.
+"""Snapshots: copies of a request's places in host memory, which can later be restored into any
+other places.
 
-A snapshot consists of pages and rows of a second pool in host memory, which has the same components
-(page-first). Copies use the same plan as transfers (`protocols.pages.plan`), so no stream, scale or
-row can be left out. Host memory is bounded and accounted for like the pages of any other pool.
+A snapshot consists of places of a second pool in host memory, which has the same spaces and
+components (page-first). Copies use the same plan as transfers (`protocols.pages.plan`), so no
+stream, scale or row can be left out. Host memory is bounded and accounted for like the pages of any
+other pool.
 
-Copies run slice by slice in one thread. Pages and rows are held while a copy reads or writes them
-(I13). Their owner may give them back during the copy, and they become free when it ends. A copy
-that fails or is cancelled is first drained. An unfinished snapshot then frees its host memory. A
-snapshot whose restore failed is intact, and can be restored again.
+Copies run slice by slice in one thread. Places are held while a copy reads or writes them (I13).
+Their owner may give them back during the copy, and they become free when it ends. A copy that fails
+or is cancelled is first drained. An unfinished snapshot then frees its host memory. A snapshot
+whose restore failed is intact, and can be restored again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
@@ -30,7 +31,15 @@ from kvflow.protocols.errors import (
     MisuseError,
     OwnershipError,
 )
-from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout, names_twice
+from kvflow.protocols.pages.layout import (
+    NO_PLACES,
+    Counts,
+    PageIndices,
+    Places,
+    PoolLayout,
+    names_twice,
+    unit_named,
+)
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import PageStore
 
@@ -42,28 +51,27 @@ DEVICE_SLICE_BYTES = 32 << 20
 
 
 class Snapshot:
-    """A copy of pages and rows in host memory, created by `SnapshotStore.take`."""
+    """A copy of places in host memory, created by `SnapshotStore.take`."""
 
     version = VERSION
 
     def __init__(
-        self, store: SnapshotStore, places: Places, num_pages: int, owner: Hashable
+        self, store: SnapshotStore, places: Places, counts: Counts, owner: Hashable
     ) -> None:
+        """`counts` are the numbers of places of the request, by space. Those without bytes are not
+        in `places`.
+        """
         self.places, self.owner = places, owner
         """Places in the store's host pool, and their owner there."""
-        self.num_pages, self.num_rows = num_pages, int(places.rows.size)
+        self.counts = counts
         layout = store.host.layout
-        self.size_bytes = (
-            int(places.pages.size) * layout.page_bytes + self.num_rows * layout.row_bytes
-        )
+        self.size_bytes = layout.room_bytes(tuple(len(own) for own in places))
         self._store: SnapshotStore | None = store
+        self._described = layout.described(counts)
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
-        return (
-            f"<Snapshot of {self.num_pages} pages and {self.num_rows} rows, {self.size_bytes} "
-            f"bytes{state}>"
-        )
+        return f"<Snapshot of {self._described}, {self.size_bytes} bytes{state}>"
 
     @property
     def closed(self) -> bool:
@@ -92,19 +100,18 @@ class SnapshotStore:
         limit_bytes: int,
         *,
         num_rows: int | None = None,
-        pages: PageStore | None = None,
-        rows: PageStore | None = None,
+        allocators: Sequence[PageStore] | None = None,
         slice_bytes: int | None = None,
     ) -> None:
         """Allocate and pre-fault the host memory. Create the store in a thread, because this is
         slow.
 
-        `limit_bytes` bounds the memory of pages and `num_rows` rows together. By default there are
-        as many rows as in the pool, but no more than fit into half of the limit. `pages` and `rows`
-        are the stores of the pool, by default the pool's own allocators.
+        `limit_bytes` bounds the memory of all spaces together. Every space with rows has
+        `num_rows` of them; by default as many as in the pool, but no more than fit into half of
+        the limit. `allocators` are those of the spaces, by default the pool's own.
 
         Raises: LayoutError if there is not enough memory, or it cannot be pinned for the pool's
-        device; MisuseError if not even one page, or one row, fits into the limit.
+        device; MisuseError if not even one place of each space fits into the limit.
         """
         self.pool, self.limit_bytes = pool, limit_bytes
         self._copier = copier_for(pool)
@@ -112,9 +119,7 @@ class SnapshotStore:
             host_layout(pool.layout, limit_bytes, num_rows), shared=False
         )
         self._copier.pin(self.host)
-        self.host_rows = self.host.rows if pool.layout.num_rows else None
-        self._pages: PageStore = pages or pool.pages
-        self._rows: PageStore | None = rows or (pool.rows if pool.layout.num_rows else None)
+        self._allocators: Sequence[PageStore] = allocators or pool.allocators
         self._out = Pairing(pool.layout, self.host.layout, ("pool", "host memory"))
         self._slice_bytes = slice_bytes or (SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES)
         self._numbers = itertools.count(1)
@@ -134,29 +139,29 @@ class SnapshotStore:
         """Bytes of host memory in use: by open and unfinished snapshots, and by closed ones that a
         copy still reads.
         """
-        layout, pages, rows = self.host.layout, self.host.pages, self.host_rows
-        used = (pages.num_pages - pages.free_pages) * layout.page_bytes
-        return (
-            used if rows is None else used + (rows.num_pages - rows.free_pages) * layout.row_bytes
-        )
+        host = self.host
+        return host.layout.room_bytes(tuple(a.num_pages - a.free_pages for a in host.allocators))
 
     @property
     def count(self) -> int:
         return len(self._open)
 
     async def take(self, places: Places) -> Snapshot:
-        """Copy pages and rows out of the pool. Their owner may give them back during the copy.
+        """Copy places of all spaces out of the pool. Their owner may give them back during the
+        copy.
 
         Raises: HostMemoryError (nothing was copied), OwnershipError for pages without an owner,
-        LayoutError for an index outside the pool, MisuseError if `places` is not a `Places`.
+        LayoutError for an index outside the pool, MisuseError if `places` has not one array for
+        each space.
         """
         self._check_open()
-        _check_given(places)
-        source = _with_bytes(places, self.pool.layout)
-        snapshot = self._reserve(source, len(places.pages))
+        layout = self.pool.layout
+        given = _checked(places, layout)
+        source = _with_bytes(given, layout)
+        snapshot = self._reserve(source, tuple(len(own) for own in given))
         try:
-            self._out.check(source.pages, snapshot.places.pages, source.rows, snapshot.places.rows)
-            with _held(self._pages, places.pages), _held(self._rows, places.rows):
+            _check_inside(source, layout)
+            with _held(self._allocators, given):
                 await self._copy(self._out, source, snapshot.places, self)
         except BaseException:
             snapshot.close()
@@ -164,7 +169,7 @@ class SnapshotStore:
         return snapshot
 
     async def restore(self, snapshot: Snapshot, places: Places) -> None:
-        """Copy a snapshot into pages and rows of this pool, in the given order.
+        """Copy a snapshot into places of this pool, in the given order.
 
         The snapshot may come from another pool whose layout fits. It stays open. After an error the
         content of the places is undefined. Raises: LayoutError that names the difference between
@@ -172,29 +177,26 @@ class SnapshotStore:
         a closed snapshot.
         """
         self._check_open()
-        _check_given(places)
+        layout = self.pool.layout
+        given = _checked(places, layout)
         if snapshot.version != VERSION:
             raise LayoutError(
                 f"the snapshot has version {snapshot.version}, and only version {VERSION} can be "
                 "restored"
             )
         theirs = snapshot.store
-        pairing = Pairing(theirs.host.layout, self.pool.layout, ("snapshot", "pool"))
-        if (len(places.pages), len(places.rows)) != (snapshot.num_pages, snapshot.num_rows):
-            raise LayoutError(
-                f"{snapshot!r} cannot be restored into {len(places.pages)} pages and "
-                f"{len(places.rows)} rows"
-            )
-        target = _with_bytes(places, self.pool.layout)
-        pairing.check(snapshot.places.pages, target.pages, snapshot.places.rows, target.rows)
-        for unit, indices in (("page", target.pages), ("row", target.rows)):
-            if indices.size and names_twice(indices, int(indices.min()), int(indices.max())):
-                raise OwnershipError(f"restore: a {unit} is named twice")
+        pairing = Pairing(theirs.host.layout, layout, ("snapshot", "pool"))
+        counts = tuple(len(own) for own in given)
+        if counts != snapshot.counts:
+            raise LayoutError(f"{snapshot!r} cannot be restored into {layout.described(counts)}")
+        target = _with_bytes(given, layout)
+        _check_inside(target, layout)
+        for space, own in enumerate(target):
+            if own.size and names_twice(own, int(own.min()), int(own.max())):
+                raise OwnershipError(f"restore: a {unit_named(layout, space)} is named twice")
         with (
-            _held(self._pages, places.pages),
-            _held(self._rows, places.rows),
-            _held(theirs.host.pages, snapshot.places.pages),
-            _held(theirs.host_rows, snapshot.places.rows),
+            _held(self._allocators, given),
+            _held(theirs.host.allocators, snapshot.places),
         ):
             await self._copy(pairing, snapshot.places, target, theirs)
 
@@ -216,29 +218,26 @@ class SnapshotStore:
     def forget(self, snapshot: Snapshot) -> None:
         """Give back the host memory of a snapshot. Only `Snapshot.close` calls it."""
         self._open.remove(snapshot)
-        self.host.pages.give_back(snapshot.places.pages, snapshot.owner)
-        if self.host_rows is not None:
-            self.host_rows.give_back(snapshot.places.rows, snapshot.owner)
+        for allocator, own in zip(self.host.allocators, snapshot.places, strict=True):
+            allocator.give_back(own, snapshot.owner)
 
-    def _reserve(self, source: Places, num_pages: int) -> Snapshot:
+    def _reserve(self, source: Places, counts: Counts) -> Snapshot:
         owner = ("snapshot", next(self._numbers))
-        pages = self._take("page", self.host.pages, source.pages.size, owner)
-        try:
-            rows = self._take("row", self.host_rows, source.rows.size, owner)
-        except HostMemoryError:
-            self.host.pages.give_back(pages, owner)
-            raise
-        snapshot = Snapshot(self, Places(pages, rows), num_pages, owner)
+        found: list[PageIndices] = []
+        allocators = self.host.allocators
+        for space, (allocator, own) in enumerate(zip(allocators, source, strict=True)):
+            try:
+                found.append(allocator.take(own.size, owner))
+            except CapacityError:
+                for before, taken in zip(allocators, found, strict=False):
+                    before.give_back(taken, owner)
+                unit = unit_named(self.host.layout, space)
+                raise HostMemoryError(
+                    unit, own.size, allocator.free_pages, self.limit_bytes
+                ) from None
+        snapshot = Snapshot(self, tuple(found), counts, owner)
         self._open.add(snapshot)
         return snapshot
-
-    def _take(self, unit: str, store: PageStore | None, count: int, owner: Hashable) -> PageIndices:
-        if store is None or not count:
-            return NO_PLACES
-        try:
-            return store.take(count, owner)
-        except CapacityError:
-            raise HostMemoryError(unit, count, store.free_pages, self.limit_bytes) from None
 
     async def _copy(
         self, pairing: Pairing, source: Places, target: Places, other: SnapshotStore
@@ -272,29 +271,43 @@ class SnapshotStore:
             raise MisuseError("the store of snapshots is closed")
 
 
-def _check_given(places: Places) -> None:
-    if not isinstance(places, Places):
+def _checked(places: object, layout: PoolLayout) -> Places:
+    """Return `places` as int32 arrays. Raises: MisuseError unless there is one for each space."""
+    if not isinstance(places, tuple) or len(places) != len(layout.spaces):
+        given = f"tuple of {len(places)}" if isinstance(places, tuple) else type(places).__name__
+        names = ", ".join(space.name for space in layout.spaces)
         raise MisuseError(
-            "pages and rows are given as kvflow.Places(pages, rows), not as a "
-            f"{type(places).__name__}; pool.layout.split makes it of a room's"
+            f"places are given as a tuple with one array for each space ({names}), not as a "
+            f"{given}; pool.layout.split makes it of a room's"
         )
+    return tuple(np.asarray(own, dtype=np.int32) for own in places)
 
 
 def _with_bytes(places: Places, layout: PoolLayout) -> Places:
-    """Return `places`, without the pages if pages of the pool have no bytes: the host pool has no
+    """Return `places`, without those of spaces whose places have no bytes: the host pool has no
     memory for them.
     """
-    pages = places.pages if layout.page_bytes else NO_PLACES
-    return Places(np.asarray(pages, dtype=np.int32), np.asarray(places.rows, dtype=np.int32))
+    return tuple(
+        own if size else NO_PLACES for own, size in zip(places, layout.place_bytes, strict=True)
+    )
+
+
+def _check_inside(places: Places, layout: PoolLayout) -> None:
+    """Check that places are in their spaces. In one list, an index outside of one space would be a
+    place of another.
+    """
+    for space, (own, count) in enumerate(zip(places, layout.counts, strict=True)):
+        if own.ndim != 1:
+            raise LayoutError(f"{unit_named(layout, space)}s have shape {own.shape}, not [n]")
+        if own.size and not 0 <= int(own.min()) <= int(own.max()) < count:
+            raise LayoutError(f"{unit_named(layout, space)} is outside 0..{count - 1}")
 
 
 @contextmanager
-def _held(store: PageStore | None, indices: PageIndices) -> Iterator[None]:
-    if store is None or not len(indices):
+def _held(allocators: Sequence[PageStore], places: Places) -> Iterator[None]:
+    with ExitStack() as held:
+        for allocator, own in zip(allocators, places, strict=True):
+            if own.size:
+                allocator.hold(own)
+                held.callback(allocator.unhold, own)
         yield
-        return
-    store.hold(indices)
-    try:
-        yield
-    finally:
-        store.unhold(indices)

@@ -15,20 +15,21 @@ each slice passes through the staging (`transports.data.staged`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import numpy as np
 from xxhash import xxh3_64
 
 from kvflow.memory.checksum import SHARES, PoolSums, stores_of, sum_places
-from kvflow.memory.copies import copier_for, copy_slices, host_layout
+from kvflow.memory.copies import copier_for, copy_listed, host_layout, least_bytes
 from kvflow.memory.page_tasks import THREADS, PageTask, PageTasks
+from kvflow.memory.places import batches
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.arrange import by_shard
 from kvflow.protocols.pages.coverage import Served, sends_all, spans_served
-from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout, resized
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout, resized
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import PageStore
 
@@ -49,7 +50,7 @@ class Staging:
     ) -> None:
         """Allocate and pre-fault the memory. Create the staging in a thread, because this is slow.
 
-        `size_bytes` bounds the memory of pages and rows. With 0, or more than the size of the pool,
+        `size_bytes` bounds the memory of all spaces. With 0, or more than the size of the pool,
         the staging is as large as the pool. With `shared`, peers on this machine can open it.
 
         `shards` is for decode: the number of tensor-parallel shards of a prefill. The bytes of a
@@ -57,11 +58,11 @@ class Staging:
         token slot. A prefill with another number of shards also works, in smaller blocks.
 
         Raises: LayoutError if there is not enough memory, or it cannot be pinned; MisuseError if
-        not even one page, or one row, fits into `size_bytes`, or if `shards` is below 1.
+        not even one place of each space fits into `size_bytes`, or if `shards` is below 1.
         """
         if shards < 1:
             raise MisuseError(f"staging for prefills of {shards} shards: there is at least 1")
-        whole = resized(pool.layout, num_pages=pool.layout.num_pages, num_rows=pool.layout.num_rows)
+        whole = resized(pool.layout, pool.layout.counts)
         fits = host_layout(whole, size_bytes) if 0 < size_bytes < whole.size_bytes else whole
         self.pool, self._copier = pool, copier_for(pool)
         self.host = PagedPool.allocate(by_shard(fits, shards) if shards > 1 else fits, shared)
@@ -74,7 +75,7 @@ class Staging:
 
     def __repr__(self) -> str:
         layout = self.host.layout
-        return f"<Staging of {layout.num_pages} pages and {layout.num_rows} rows for {self.pool!r}>"
+        return f"<Staging of {layout.described(layout.counts)} for {self.pool!r}>"
 
     @property
     def mapped_by(self) -> tuple[object, ...]:
@@ -90,12 +91,11 @@ class Staging:
     ) -> bool:
         """Copy places of the pool into the staging, and call `stopped` before each slice.
 
-        The call blocks, so make it in a thread. Returns False if `stopped` ended the copy. In both
-        arrays, the indices of rows follow those of pages (see `layout.Places`). With `out`, the
-        copy arranges the bytes in another order (`pages.arrange`). Raises: TransferError.
+        The call blocks, so make it in a thread. Returns False if `stopped` ended the copy. Both
+        arrays have the places of all spaces in one list (see `pages.spaces`). With `out`, the copy
+        arranges the bytes in another order (`pages.arrange`). Raises: TransferError.
         """
-        source, target = self.pool.layout.split(places), self.host.layout.split(staged)
-        return copy_slices(out or self._out, source, target, SLICE_BYTES, self._copier, stopped)
+        return copy_listed(out or self._out, places, staged, SLICE_BYTES, self._copier, stopped)
 
     def copy_in(
         self,
@@ -112,8 +112,7 @@ class Staging:
         into = self._into
         if served is not None and not sends_all(self.pool.layout, served):
             into = self._share(served)
-        source, target = self.host.layout.split(staged), self.pool.layout.split(places)
-        return copy_slices(into, source, target, SLICE_BYTES, self._copier, stopped)
+        return copy_listed(into, staged, places, SLICE_BYTES, self._copier, stopped)
 
     def close(self) -> None:
         """Free the memory. Call it when no copy runs. Idempotent."""
@@ -169,10 +168,10 @@ class StagedChecksums(PageTasks):
         """
         super().__init__("checksum")
         layout = pool.layout
-        largest = layout.page_bytes + layout.row_bytes
+        least = least_bytes(layout)
         self._scratch: SimpleQueue[Staging] = SimpleQueue()
         self._made = [
-            Staging(pool, max(_SCRATCH_BYTES, 2 * largest), shared=False) for _ in range(THREADS)
+            Staging(pool, max(_SCRATCH_BYTES, least), shared=False) for _ in range(THREADS)
         ]
         for scratch in self._made:
             self._scratch.put(scratch)
@@ -196,8 +195,8 @@ class StagedChecksums(PageTasks):
         try:
             found, host = xxh3_64(), scratch.host.layout
             stores, places = stores_of(host.served), self._layout.split(pages)
-            for part in _parts(places, host):
-                onto = Places(_first(len(part.pages)), _first(len(part.rows)))
+            for part in batches(places, host.counts):
+                onto = tuple(np.arange(len(indices), dtype=np.int32) for indices in part)
                 if not scratch.copy_out(
                     self._layout.numbered(part), host.numbered(onto), cancelled
                 ):
@@ -207,14 +206,3 @@ class StagedChecksums(PageTasks):
             return found.digest()
         finally:
             self._scratch.put(scratch)
-
-
-def _parts(places: Places, host: PoolLayout) -> Iterator[Places]:
-    for start in range(0, len(places.pages), host.num_pages):
-        yield Places(places.pages[start : start + host.num_pages], NO_PLACES)
-    for n in range(len(places.rows)):
-        yield Places(NO_PLACES, places.rows[n : n + 1])
-
-
-def _first(count: int) -> PageIndices:
-    return np.arange(count, dtype=np.int32)

@@ -16,7 +16,14 @@ from kvflow.memory.device import HOST
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.components import Buffer, Component, Part
 from kvflow.protocols.pages.kinds import OPAQUE, PAGE, ROW, SLOT
-from kvflow.protocols.pages.layout import MAX_PAGE_SIZE, PoolLayout, whole_number
+from kvflow.protocols.pages.layout import (
+    MAX_PAGE_SIZE,
+    PAGES,
+    ROWS,
+    PoolLayout,
+    Space,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -27,10 +34,30 @@ Fields = Mapping[str, SupportsIndex]
 """Fields of a `Part`, by name; missing fields have their default."""
 
 
+class SpaceStreams(NamedTuple):
+    """The arrays of one space of a pool (see `protocols.pages.spaces`).
+
+    In a space with pages, `tensors` are [num_pages, page_size, *shape], and `per_page` are
+    [num_pages, *shape]. If `page_size` is 0, the space has rows, and `tensors` are [num_rows,
+    *shape]. If `window` is not 0, a room needs only the pages of its last `window` tokens.
+    """
+
+    tensors: Mapping[str, Array]
+    page_size: SupportsIndex
+    per_page: Mapping[str, Array] | None = None
+    window: SupportsIndex = 0
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """All arrays of the space by the name of their stream."""
+        return {**self.tensors, **(self.per_page or {})}
+
+
 class Stream(NamedTuple):
     """A description of one array in memory.
 
-    `strides` are in bytes; `start` and `end` bound the allocation that contains the array.
+    `strides` are in bytes; `start` and `end` bound the allocation that contains the array. `space`
+    is the index of the array's space.
     """
 
     name: str
@@ -43,38 +70,58 @@ class Stream(NamedTuple):
     end: int
     device: str
     unit: str = SLOT
+    space: int = 0
 
     @property
-    def in_rows(self) -> bool:
-        return self.unit == ROW
+    def place(self) -> str:
+        """The kind of a place, "page" or "row"."""
+        return ROW if self.unit == ROW else PAGE
 
     @property
     def page_bytes(self) -> int:
-        """Size of one page, or row, in bytes."""
+        """Size of one place in bytes."""
         return math.prod(self.shape[1:]) * self.item_bytes
 
     @property
     def step(self) -> int:
-        """Distance from one page, or row, to the next, in bytes."""
+        """Distance from one place to the next, in bytes."""
         return self.strides[0] if self.shape[0] > 1 else self.page_bytes
 
 
-def streams_of(by_unit: Mapping[str, Mapping[str, Array]]) -> list[Stream]:
-    """Describe each array; the keys of `by_unit` are SLOT, PAGE and ROW.
+def spaces_given(
+    pages: SpaceStreams,
+    rows: Mapping[str, Array] | None,
+    more: Mapping[str, SpaceStreams] | None,
+) -> dict[str, SpaceStreams]:
+    """Return all spaces of a pool by name: pages, then rows if there are any, then those of `more`.
+
+    Raises: LayoutError if two have one name.
+    """
+    found = {PAGES: pages}
+    if rows:
+        found[ROWS] = SpaceStreams(rows, 0)
+    if twice := set(found) & set(more or {}):
+        raise LayoutError(f"space {min(twice)!r} is given twice: its name is taken")
+    return {**found, **(more or {})}
+
+
+def streams_of(spaces: Mapping[str, SpaceStreams]) -> list[Stream]:
+    """Describe each array of each space.
 
     Raises: LayoutError for a value that is not an array, an array without writable memory, or
     arrays on different devices.
     """
     found: list[Stream] = []
-    for unit, arrays in by_unit.items():
-        if not isinstance(arrays, Mapping):
+    for space, (name, given) in enumerate(spaces.items()):
+        in_rows = not whole_number(f"space {name!r}: page_size", given.page_size)
+        if in_rows and given.per_page:
             raise LayoutError(
-                "a pool is made from a mapping of stream names to arrays, not from a "
-                f"{_kind(arrays)}"
+                f"space {name!r}: per_page arrays need pages, and its page_size is 0, so it has "
+                "rows"
             )
-        if twice := {s.name for s in found} & set(arrays):
-            raise LayoutError(f"stream {min(twice)!r} is named twice")
-        found.extend(_stream(name, array)._replace(unit=unit) for name, array in arrays.items())
+        for unit, arrays in ((ROW if in_rows else SLOT, given.tensors), (PAGE, given.per_page)):
+            if arrays is not None:
+                _add(found, unit, space, arrays)
     if not found:
         raise LayoutError("a pool needs at least one array")
     if elsewhere := next((s for s in found if s.device != found[0].device), None):
@@ -85,9 +132,21 @@ def streams_of(by_unit: Mapping[str, Mapping[str, Array]]) -> list[Stream]:
     return found
 
 
+def _add(found: list[Stream], unit: str, space: int, arrays: Mapping[str, Array]) -> None:
+    if not isinstance(arrays, Mapping):
+        raise LayoutError(
+            f"a pool is made from a mapping of stream names to arrays, not from a {_kind(arrays)}"
+        )
+    if twice := {s.name for s in found} & set(arrays):
+        raise LayoutError(f"stream {min(twice)!r} is named twice")
+    found.extend(
+        _stream(name, array)._replace(unit=unit, space=space) for name, array in arrays.items()
+    )
+
+
 def describe(
     streams: Sequence[Stream],
-    page_size: SupportsIndex,
+    spaces: Mapping[str, SpaceStreams],
     *,
     tag: str = "",
     fingerprint: str = "",
@@ -95,37 +154,46 @@ def describe(
     num_pages: SupportsIndex | None = None,
     parts: Mapping[str, Fields] | None = None,
 ) -> PoolLayout:
-    """Return the layout of a pool over `streams`. Streams whose pages interleave share a buffer.
+    """Return the layout of a pool over `streams`, which are those of `spaces`. Streams whose pages
+    interleave share a buffer.
 
-    `num_pages` is required for a pool that has only rows, and refused for any other.
+    `num_pages` is required if the first space has no array, as in a pool that has only rows, and
+    refused for any other.
 
     Raises: LayoutError if the streams form no valid pool.
     """
-    slots = whole_number("page_size", page_size)
-    if not 1 <= slots <= MAX_PAGE_SIZE:
-        raise LayoutError(f"page_size {slots} is outside 1..{MAX_PAGE_SIZE}")
-    counts: dict[bool, int] = {False: _num_pages(streams, num_pages), True: 0}
     components: dict[str, Component] = {}
     buffers: list[Buffer] = []
-    for in_rows in (False, True):
-        stored = [s for s in streams if s.in_rows == in_rows]
+    found: list[Space] = []
+    for i, (name, given) in enumerate(spaces.items()):
+        stored = [s for s in streams if s.space == i]
+        count = _count(stored, name, None if i else num_pages, first=not i)
+        space = Space(name, count, *_sizes(name, given, first=not i))
+        found.append(space)
         for stream in stored:
-            _check(stream, stored[0], slots, typed=not tag)
-        if stored:
-            counts[in_rows] = stored[0].shape[0]
+            _check(stream, stored[0], space.page_size, typed=not tag)
         for group in _interleaved(stored):
-            buffers.append(_buffer(group, counts[in_rows]))
+            buffers.append(_buffer(group, count))
             components.update(
                 (s.name, _component(s, len(buffers) - 1, buffers[-1], bool(tag))) for s in group
             )
-    for what, given in (("formats", formats or {}), ("parts", parts or {})):
-        if unknown := set(given) - set(components):
+    for what, named in (("formats", formats or {}), ("parts", parts or {})):
+        if unknown := set(named) - set(components):
             raise LayoutError(f"{what} names {min(unknown)!r}, which is no stream of the pool")
-    named = tuple(_described(components[s.name], formats or {}, parts or {}) for s in streams)
-    _check_apart(named)
-    layout = PoolLayout(slots, counts[False], named, tuple(buffers), tag, fingerprint, counts[True])
+    every = tuple(_described(components[s.name], formats or {}, parts or {}) for s in streams)
+    _check_apart(every)
+    layout = PoolLayout(tuple(found), every, tuple(buffers), tag, fingerprint)
     layout.check()
     return layout
+
+
+def _sizes(name: str, given: SpaceStreams, *, first: bool) -> tuple[int, int]:
+    """Return the page size and the window of a space. Raises: LayoutError."""
+    named = "" if first else f"space {name!r}: "
+    size = whole_number(f"{named}page_size", given.page_size)
+    if not first <= size <= MAX_PAGE_SIZE:
+        raise LayoutError(f"{named}page_size {size} is outside {int(first)}..{MAX_PAGE_SIZE}")
+    return size, whole_number(f"{named}window", given.window)
 
 
 def _described(c: Component, formats: Mapping[str, str], parts: Mapping[str, Any]) -> Component:
@@ -143,19 +211,27 @@ def _described(c: Component, formats: Mapping[str, str], parts: Mapping[str, Any
     return msgspec.structs.replace(c, format=meaning, **fields)
 
 
-def _num_pages(streams: Sequence[Stream], given: SupportsIndex | None) -> int:
-    if (paged := next((s for s in streams if not s.in_rows), None)) is not None:
-        if given is not None:
+def _count(
+    stored: Sequence[Stream], name: str, num_pages: SupportsIndex | None, *, first: bool
+) -> int:
+    """Return how many places a space has, from its arrays or, without any, from `num_pages`.
+
+    Raises: LayoutError.
+    """
+    if stored:
+        if num_pages is not None:
             raise LayoutError(
-                f"num_pages is for pools of nothing but rows: stream {paged.name!r} has pages"
+                f"num_pages is for pools of nothing but rows: stream {stored[0].name!r} has pages"
             )
-        # `describe` replaces this number with the number of pages in the streams.
-        return 1
-    if given is None:
+        # A scalar has no dimension, and `_check` refuses it.
+        return stored[0].shape[0] if stored[0].shape else 1
+    if not first:
+        raise LayoutError(f"space {name!r} has no array")
+    if num_pages is None:
         raise LayoutError(
             "a pool of nothing but rows needs num_pages: its pages count the tokens of its requests"
         )
-    if (count := whole_number("num_pages", given)) < 1:
+    if (count := whole_number("num_pages", num_pages)) < 1:
         raise LayoutError(f"num_pages {count}: a pool has at least one page")
     return count
 
@@ -163,7 +239,8 @@ def _num_pages(streams: Sequence[Stream], given: SupportsIndex | None) -> int:
 def _component(s: Stream, number: int, buffer: Buffer, opaque: bool) -> Component:
     inner = s.shape[2:] if s.unit == SLOT else s.shape[1:]
     dtype, shape = (OPAQUE, (s.page_bytes,)) if opaque else (s.dtype, inner or (1,))
-    return Component(s.name, dtype, shape, number, s.address - buffer.address, s.page_bytes, s.unit)
+    offset = s.address - buffer.address
+    return Component(s.name, dtype, shape, number, offset, s.page_bytes, s.unit, space=s.space)
 
 
 def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
@@ -182,20 +259,20 @@ def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
     return groups
 
 
-def _buffer(group: list[Stream], num_pages: int) -> Buffer:
-    # The last page must end within the allocation, so the buffer may start before its first stream.
-    first, size_bytes = group[0], group[0].step * num_pages
+def _buffer(group: list[Stream], count: int) -> Buffer:
+    # The last place must end within the allocation, so the buffer may start before its first
+    # stream.
+    first, size_bytes = group[0], group[0].step * count
     # The bounds span all streams of the group: a tensor made by torch.from_numpy knows only the
     # memory of its own array.
     low, high = min(s.start for s in group), max(s.end for s in group)
     start = min(first.address, high - size_bytes)
-    unit = ROW if first.in_rows else PAGE
     if start < low:
         raise LayoutError(
-            f"stream {first.name!r}: {size_bytes} bytes of {unit}s leave its allocation of "
+            f"stream {first.name!r}: {size_bytes} bytes of {first.place}s leave its allocation of "
             f"{high - low} bytes"
         )
-    return Buffer(first.name, first.step, size_bytes, start, unit)
+    return Buffer(first.name, first.step, size_bytes, start, first.space)
 
 
 def _kind(value: object) -> str:
@@ -265,7 +342,7 @@ def _of_torch(name: str, tensor: torch.Tensor) -> Stream:
 
 
 def _check(s: Stream, first: Stream, page_size: int, *, typed: bool) -> None:
-    part = "row" if s.in_rows else "page"
+    part = s.place
     in_slots = typed and s.unit == SLOT
     wanted = "[num_pages, page_size, ...]" if in_slots else f"[num_{part}s, ...]"
     if len(s.shape) < (2 if in_slots else 1) or not math.prod(s.shape):

@@ -16,6 +16,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import Staging
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.pages.layout import Counts as PlaceCounts
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import (
     Arrivals,
@@ -81,7 +82,7 @@ class Node(Generic[S]):
                 f"incarnation {self.incarnation} is not a positive unsigned 64-bit integer"
             )
         moved = self._moved(pool.layout)
-        self.counts = Counts(moved.page_bytes, moved.row_bytes)
+        self.counts = Counts(moved.place_bytes)
         self.exported: tuple[PlaneAddress, PoolLayout] = self.plane.export(
             self._moved(self.reached.layout)
         )
@@ -154,8 +155,8 @@ class Node(Generic[S]):
 
     @property
     def quarantined_pages(self) -> int:
-        """Number of pages in quarantine. Their room, or the node that lent them, has ended, but a
-        peer may still write into them.
+        """Number of pages in quarantine, places of all spaces together. Their room, or the node
+        that lent them, has ended, but a peer may still write into them.
         """
         return self.shell.endpoint.core.ledger.quarantined_pages
 
@@ -169,9 +170,9 @@ class Node(Generic[S]):
     @property
     def quarantine_limit(self) -> int:
         """Limit on `overdue_pages`. Above it, a decode opens no room, and a node of either role is
-        unavailable.
+        unavailable. In a pool of several spaces, each has a limit of its own, and this is the sum.
         """
-        return self.shell.endpoint.core.ledger.quarantine_limit
+        return sum(self.shell.endpoint.core.ledger.quarantine_limit)
 
     @property
     def staging_at_rest(self) -> bool:
@@ -184,14 +185,19 @@ class Node(Generic[S]):
         return None
 
     @property
-    def pinned_pages(self) -> int:
-        """Number of pages that writes of ended rooms still read."""
-        return 0
+    def pinned(self) -> PlaceCounts:
+        """Numbers of places, by space, that writes of ended rooms still read."""
+        return (0,) * len(self.pool.layout.spaces)
 
     @property
-    def pinned_limit(self) -> int:
-        """Limit on `pinned_pages` for each decode. New rooms of a decode above it are refused."""
-        return 0
+    def pinned_limits(self) -> PlaceCounts:
+        """Limits on `pinned` for each decode. New rooms of a decode above one are refused."""
+        return (0,) * len(self.pool.layout.spaces)
+
+    @property
+    def pinned_pages(self) -> int:
+        """Number of pages that writes of ended rooms still read, places of all spaces together."""
+        return sum(self.pinned)
 
     @property
     def unavailable_reason(self) -> str:

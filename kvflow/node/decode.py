@@ -171,9 +171,7 @@ class DecodeNode(Node[DecodeShell]):
             arrivals=self._arrivals,
         )
         if self.staging is not None:
-            host = self.staging.host
-            rows = host.rows if host.layout.num_rows else None
-            self._returned = PageWaiter(self._lend_returned, host.pages, rows)
+            self._returned = PageWaiter(self._lend_returned, *self.staging.host.allocators)
             self._returned.look()
             self._returned.wait()
 

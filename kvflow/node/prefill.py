@@ -14,11 +14,11 @@ from kvflow.node.base import Node
 from kvflow.protocols.arguments import CheckedPrompt, TokenIds, check_cause, check_prompt
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.limits import Bounds, Timing, check_time
-from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.pages.layout import Counts, PoolLayout
 from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, PageStore
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
-from kvflow.protocols.prefill.peers import PrefillIdentity
-from kvflow.protocols.prefill.records import pinned_pages
+from kvflow.protocols.prefill.peers import DecodePeer, PrefillIdentity
+from kvflow.protocols.prefill.records import pinned_places
 from kvflow.protocols.wire.messages import Rank
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.transports.control.zmq import bind_router
@@ -172,12 +172,16 @@ class PrefillNode(Node[PrefillShell]):
         self._open_shell.refuse(room, check_cause(cause))
 
     @property
-    def pinned_pages(self) -> int:
-        return pinned_pages(self.shell.endpoint.core.writes.values())
+    def pinned(self) -> Counts:
+        return self._pinned_by(None)
+
+    def _pinned_by(self, peer: DecodePeer | None) -> Counts:
+        writes = self.shell.endpoint.core.writes.values()
+        return pinned_places(writes, len(self.pool.layout.spaces), peer)
 
     @property
-    def pinned_limit(self) -> int:
-        return self.bounds.pinned_limit(self.pool.layout.num_pages)
+    def pinned_limits(self) -> Counts:
+        return tuple(map(self.bounds.pinned_limit, self.pool.layout.counts))
 
     @property
     def unavailable_reason(self) -> str:
@@ -197,7 +201,7 @@ class PrefillNode(Node[PrefillShell]):
                 "phase": peer.phase.name.lower(),
                 "heard_ago_s": round(self._now() - peer.received_at_s, 3),
                 "rooms": len(peer.grants.rooms),
-                "pinned_pages": pinned_pages(self.shell.endpoint.core.writes.values(), peer),
+                "pinned_pages": sum(self._pinned_by(peer)),
             }
             for peer in self.shell.endpoint.peers
         ] + self._earlier_writers()

@@ -12,6 +12,21 @@ from kvflow.protocols.wire.ranks import PoolShape
 from kvflow.telemetry.counters import TransferMeasures
 
 
+class SpaceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures about one space of a pool that has several; see `Space`."""
+
+    name: str
+    places: int  # pages or rows
+    place_bytes: int
+    quarantine: int
+    quarantine_overdue: int
+    # With more overdue places than this, new requests are refused.
+    quarantine_limit: int
+    pinned: int
+    # New rooms of a decode are refused while it pins more places than this.
+    pinned_limit: int
+
+
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Figures about the pages, rooms, peers and transfers of one node, whatever its engine."""
 
@@ -32,7 +47,12 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     # 0 if the model has no state per request.
     rows_total: int = 0
     rows_by_kind: dict[str, int] = {}
+    # Empty if the pool has one space. `pages_*` are about the first space with pages, and `rows_*`
+    # about the first with rows.
+    spaces: tuple[SpaceReport, ...] = ()
     staging_waits: Waits | None = None
+    # The figures of quarantine and pinning count the places of all spaces. Each space has a limit
+    # of its own, and these are the sums.
     quarantine_pages: int = 0
     quarantine_overdue_pages: int = 0
     # With more overdue pages than this, new requests are refused.
@@ -81,12 +101,13 @@ def node_report(
         pages_total=node.pool.layout.num_pages,
         pages_by_kind=dict(pages_by_kind),
         pages_at_rest=at_rest,
+        spaces=_spaces(node),
         staging_waits=node.staging_waits,
         quarantine_pages=node.quarantined_pages,
         quarantine_overdue_pages=node.overdue_pages,
         quarantine_limit_pages=node.quarantine_limit,
         pinned_pages=node.pinned_pages,
-        pinned_limit_pages=node.pinned_limit,
+        pinned_limit_pages=sum(node.pinned_limits),
         peers_by_phase=node.peers_by_phase(),
         peers_declared_dead=node.counts.declared_dead,
         rooms_by_state=node.rooms_by_phase(),
@@ -100,4 +121,24 @@ def node_report(
         chunks_mismatched=node.counts.mismatched,
         messages_dropped=node.counts.dropped,
         internal_errors={"handler": node.counts.handler_errors},
+    )
+
+
+def _spaces(node: PrefillNode | DecodeNode) -> tuple[SpaceReport, ...]:
+    layout, ledger = node.pool.layout, node.shell.endpoint.core.ledger
+    if len(layout.spaces) == 1:
+        return ()
+    pinned, limits = node.pinned, node.pinned_limits
+    return tuple(
+        SpaceReport(
+            name=space.name,
+            places=space.count,
+            place_bytes=layout.place_bytes[i],
+            quarantine=ledger.quarantined[i],
+            quarantine_overdue=ledger.overdue[i],
+            quarantine_limit=ledger.quarantine_limit[i],
+            pinned=pinned[i],
+            pinned_limit=limits[i],
+        )
+        for i, space in enumerate(layout.spaces)
     )

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.protocols.errors import CapacityError, Cause, Code, LayoutError, MisuseError
+from kvflow.protocols.errors import CapacityError, Cause, Code, LayoutError, MisuseError, PeerError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, names_twice
-from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, MAX_PAGES_PER_ROOM, RoomId
+from kvflow.protocols.pages.spaces import Counts, counts_fit
+from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, MAX_PAGES_PER_ROOM, Bootstrap, RoomId
 
 
 class CheckedPrompt(NamedTuple):
@@ -87,82 +88,119 @@ def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
     return CheckedPrompt(ids.size, prompt_digest(narrow))
 
 
-def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
-    """Return the number of places that a room fills at decode: one for each page after the prefix,
-    and one for the row if the pool has rows.
+def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> Counts:
+    """Return how many places of each space a room fills at decode, after the prefix.
 
     Raises: MisuseError for a prefix that is neither a whole number of pages nor the whole prompt,
     CapacityError if the room would fill more than `MAX_PAGES_PER_ROOM` places.
     """
-    size = layout.page_size
-    wanted = -(-tokens // size) + bool(layout.num_rows)
     if prefix_tokens:
-        if not 0 < prefix_tokens <= tokens or (prefix_tokens % size and prefix_tokens != tokens):
-            raise MisuseError(
-                f"prefix_tokens {prefix_tokens} is neither a whole number of {size}-token pages "
-                f"nor all of the {tokens} tokens of the prompt"
-            )
-        wanted -= -(-prefix_tokens // size)
-    if wanted > MAX_PAGES_PER_ROOM:
-        most = MAX_PAGES_PER_ROOM * size
-        raise CapacityError("tokens of one room, in whole pages", wanted * size, most)
+        for space in layout.spaces:
+            size = space.page_size or 1
+            if not 0 < prefix_tokens <= tokens or (
+                prefix_tokens % size and prefix_tokens != tokens
+            ):
+                raise MisuseError(
+                    f"prefix_tokens {prefix_tokens} is neither a whole number of {size}-token "
+                    f"pages nor all of the {tokens} tokens of the prompt"
+                )
+    spaces = layout.spaces
+    # Most pools are like this, and each side counts every room.
+    if len(spaces) == 1 and not spaces[0].window:
+        size = spaces[0].page_size
+        count = -(-tokens // size) - -(-prefix_tokens // size)
+        if count <= MAX_PAGES_PER_ROOM:
+            return (count,)
+    wanted = layout.wanted(tokens, prefix_tokens)
+    if sum(wanted) > MAX_PAGES_PER_ROOM:
+        size = layout.page_size
+        raise CapacityError(
+            "tokens of one room, in whole pages", sum(wanted) * size, MAX_PAGES_PER_ROOM * size
+        )
     return wanted
 
 
+def offered_places(
+    ours: PoolLayout, theirs: PoolLayout, message: Bootstrap
+) -> tuple[PageIndices, Counts]:
+    """Return the places of decode's pool that a Bootstrap offers, and how many of each space.
+    `ours` is the layout of prefill's pool, and `theirs` that of decode's.
+
+    Raises: MisuseError, PeerError, CapacityError, LayoutError.
+    """
+    try:
+        wanted = pages_wanted(ours, message.prompt_tokens, message.prefix_tokens)
+    except MisuseError as error:
+        raise PeerError(str(error)) from None
+    pages = unpack_pages(message.pages, theirs.num_places)
+    if (counts := theirs.counted(pages)) != wanted or not message.prompt_tokens:
+        raise MisuseError(
+            f"{theirs.described(counts)} lent, {message.prompt_tokens} tokens need "
+            f"{theirs.described(wanted)}"
+        )
+    if len(theirs.spaces) > 1:
+        theirs.check_order(pages)
+    return pages, counts
+
+
 def own_pages(
-    pages: Sequence[int] | PageIndices, layout: PoolLayout, room: int, wanted: int
+    pages: Sequence[int] | PageIndices, layout: PoolLayout, room: int, wanted: Counts
 ) -> PageIndices:
-    """Check the pages that a user provides for a room, and return them as int32 [n]. `wanted` is
-    the number of places that the room needs, including its row. Raises: MisuseError.
+    """Check the places that a user provides for a room, and return them as int32 [n]. `wanted` is
+    the number of places of each space that the room needs. Raises: MisuseError, LayoutError.
     """
     found = page_indices(pages, layout.num_places, f"room {room}")
-    if len(found) != wanted:
-        given, needed = _counted(layout, found), _needed(layout, wanted)
+    if (counts := layout.counted(found)) != wanted:
         raise MisuseError(
-            f"room {room}: {given} given, its prompt needs "
-            f"{needed}{_row_hint(layout, 'as the last')}"
+            f"room {room}: {layout.described(counts)} given, its prompt needs "
+            f"{layout.described(wanted)}{_hint(layout)}"
         )
-    if wanted and names_twice(found, int(found.min()), int(found.max())):
+    layout.check_order(found)
+    if found.size and names_twice(found, int(found.min()), int(found.max())):
         raise MisuseError(f"room {room}: a page is given twice")
     return found
 
 
 def check_chunk(
-    room: int, layout: PoolLayout, pages: PageIndices, left: int, last: bool, handoff_bytes: int
+    room: int, layout: PoolLayout, counts: Counts, left: Counts, last: bool, handoff_bytes: int
 ) -> None:
-    """Check the `pages` of a chunk for a room that still has `left` places to fill at decode. Only
-    the last chunk may fill the row.
+    """Check the places of a chunk, `counts` of each space, for a room that still has `left` places
+    to fill at decode. Only the last chunk may fill rows.
 
-    Raises: MisuseError (a wrong number of pages, a handoff before the last chunk), CapacityError
+    Raises: MisuseError (a wrong number of places, a handoff before the last chunk), CapacityError
     (a handoff that is too large).
     """
-    if len(pages) != left if last else len(pages) > left - bool(layout.num_rows):
-        given, needed = _counted(layout, pages), _needed(layout, left)
-        hint = _row_hint(layout, "the last, with last=True")
-        raise MisuseError(f"room {room}: chunk of {given}, {needed} of decode's are left{hint}")
-    if not len(pages) and not last:
-        raise MisuseError(f"room {room}: a chunk without pages that is not the last")
-    if handoff_bytes and not last:
+    if counts != left if last else not counts_fit(counts, left):
         raise MisuseError(
-            f"room {room}: handoff of {handoff_bytes} bytes with a chunk that is not the last"
+            f"room {room}: chunk of {layout.described(counts)}, {layout.described(left)} of "
+            f"decode's are left{_hint(layout, sent=True)}"
         )
+    if not last:
+        if layout.row_space is not None and any(
+            count and space.in_rows for count, space in zip(counts, layout.spaces, strict=True)
+        ):
+            hint = _hint(layout, sent=True)
+            raise MisuseError(f"room {room}: a row in a chunk that is not the last{hint}")
+        if not any(counts):
+            raise MisuseError(f"room {room}: a chunk without pages that is not the last")
+        if handoff_bytes:
+            raise MisuseError(
+                f"room {room}: handoff of {handoff_bytes} bytes with a chunk that is not the last"
+            )
     if handoff_bytes > MAX_HANDOFF_BYTES:
         raise CapacityError("bytes of handoff", handoff_bytes, MAX_HANDOFF_BYTES)
 
 
-def _counted(layout: PoolLayout, indices: PageIndices) -> str:
-    if not layout.num_rows:
-        return f"{indices.size} pages"
-    pages, rows = layout.split(indices)
-    return f"{pages.size} pages and {rows.size} rows"
-
-
-def _needed(layout: PoolLayout, count: int) -> str:
-    return f"{count - 1} pages and 1 row" if layout.num_rows else str(count)
-
-
-def _row_hint(layout: PoolLayout, where: str) -> str:
-    return f" (row r is given as {layout.num_pages} + r, {where})" if layout.num_rows else ""
+def _hint(layout: PoolLayout, *, sent: bool = False) -> str:
+    """Return how places are numbered, for errors about a pool of several spaces. If they are sent,
+    the hint says of rows when.
+    """
+    hints = [
+        f"{space.unit} n of {space.name!r} is given as {base} + n"
+        + (", with the last chunk" if sent and space.in_rows else "")
+        for space, base in zip(layout.spaces[1:], layout.bases[1:], strict=True)
+    ]
+    return f" ({'; '.join(hints)})" if hints else ""
 
 
 def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str) -> PageIndices:

@@ -11,6 +11,7 @@ import msgspec
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.pages.spaces import Span
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 
@@ -89,15 +90,14 @@ class Linked(msgspec.Struct, frozen=True, gc=False):
 
 class VerifyChunk(msgspec.Struct, frozen=True, gc=False):
     """Compute the checksum of what this rank wrote, then call `chunk_summed`. The rank wrote the
-    parts `served` of the room's pages [first, first + count). A decode that lends host memory also
-    copies these parts to the room's own pages.
+    parts `served` of the places at the positions `spans` in the room's list. A decode that lends
+    host memory also copies these parts to the room's own pages.
     """
 
     grant: GrantId
     rank: int  # index among the room's ranks
     seq: int
-    first: int
-    count: int
+    spans: tuple[Span, ...]
     served: tuple[Served, ...]
 
 

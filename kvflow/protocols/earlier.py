@@ -16,6 +16,7 @@ from kvflow.protocols.commands import FreePages, StopEarlierWatch, WatchEarlierW
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.ledger import Lease, Ledger
 from kvflow.protocols.machines.loan import LoanKind
+from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import LeaseId, PlaneAddress, UnprovenLoan
 from kvflow.protocols.wire.messages import GrantId, Incarnation, RoomId
 
@@ -42,13 +43,18 @@ class EarlierLoans:
     """The part of an endpoint that decides when loans of earlier nodes end."""
 
     def __init__(
-        self, ledger: Ledger[Any], outbox: list[Any], take_grant: Callable[[], GrantId]
+        self,
+        ledger: Ledger[Any],
+        outbox: list[Any],
+        take_grant: Callable[[], GrantId],
+        layout: PoolLayout,
     ) -> None:
-        """Share `ledger` and `outbox` with the endpoint. The loans added by this class have
-        `EarlierWriter`s as sources, and the endpoint's own loans have links. Neither part reads the
-        other's loans.
+        """Share `ledger` and `outbox` with the endpoint, whose pool has the given layout. The loans
+        added by this class have `EarlierWriter`s as sources, and the endpoint's own loans have
+        links. Neither part reads the other's loans.
         """
         self._ledger, self._outbox, self._take_grant = ledger, outbox, take_grant
+        self._layout = layout
         self._by_name: dict[tuple[int, PlaneAddress | None], EarlierWriter] = {}
         self.writers: dict[int, EarlierWriter] = {}  # writers that still have loans, by number
         self._last_number = 0
@@ -56,10 +62,14 @@ class EarlierLoans:
         # few, so that the event loop stays free.
         self.tasks: deque[tuple[EarlierWriter, deque[GrantId]]] = deque()
 
-    def inherit(self, loans: Sequence[UnprovenLoan]) -> dict[GrantId, LeaseId]:
+    def inherit(
+        self, loans: Sequence[UnprovenLoan], layout: PoolLayout | None = None
+    ) -> dict[GrantId, LeaseId]:
         """Take over `loans`, and issue one `WatchEarlierWriter` for every new writer that has an
         address. Returns the id of each lease by its new grant, which `FreePages` will name.
+        `layout` is that of the pool with their pages, if it is not the one of this node.
         """
+        layout = layout or self._layout
         leases: dict[LeaseId, dict[EarlierWriter, UnprovenLoan]] = {}
         for loan in loans:
             leases.setdefault(loan.lease, {})[self._writer(loan)] = loan
@@ -67,7 +77,7 @@ class EarlierLoans:
         for name, by_writer in leases.items():
             loan = next(iter(by_writer.values()))
             lease: Lease[EarlierWriter] = Lease(self._take_grant(), RoomId(loan.room))
-            lease.num_pages = len(loan.pages)
+            lease.counts = layout.counted(loan.pages)
             self._ledger.inherit(lease, by_writer, _CAUSE)
             granted[lease.grant] = name
         return granted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.spaces import Counts
 
 MAX_TIME_S = 30 * 86_400
 # Repeating a message after a shorter wait would keep the event loop busy.
@@ -65,12 +66,16 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     rooms: int = 32_768  # open rooms at one prefill; as many more may be announced
     links: int = 512  # prefill ranks that one decode is connected to
     ranks_per_room: int = 64
-    # While a larger share of decode's pages is overdue (see `Ledger.overdue_pages`), decode opens
-    # no room.
+    # While a larger share of decode's places in some space is overdue (see `Ledger.overdue`),
+    # decode opens no room.
     quarantine_share: float = 0.5
     # Share of prefill's pages that unfinished writes for one decode's ended rooms may hold. Above
     # it, prefill refuses new rooms from that decode.
     pinned_share: float = 1.0
+
+    def quarantine_limit(self, counts: Counts) -> Counts:
+        """Return `quarantine_share` as numbers of places, in a pool of `counts` places."""
+        return tuple(int(self.quarantine_share * count) for count in counts)
 
     def pinned_limit(self, num_pages: int) -> int:
         """Return `pinned_share` as a number of pages, in a pool of `num_pages`."""

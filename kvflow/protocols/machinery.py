@@ -113,8 +113,8 @@ class Core:
         self.outbox: list[Any] = []
         # On both sides, the ledger has the loans of earlier nodes over the same pool. Decode's
         # ledger also has the loans of its own rooms.
-        self.ledger: Ledger[Any] = Ledger(int(bounds.quarantine_share * layout.num_pages))
-        self.earlier = EarlierLoans(self.ledger, self.outbox, self.take_grant)
+        self.ledger: Ledger[Any] = Ledger(bounds.quarantine_limit(layout.counts))
+        self.earlier = EarlierLoans(self.ledger, self.outbox, self.take_grant, layout)
         self.next_grant = GrantId(1)
         self.deadlines: Deadlines[Timer] = Deadlines()
         self.tasks: deque[Task] = deque()

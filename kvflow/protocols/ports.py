@@ -15,6 +15,7 @@ import msgspec
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.pages.spaces import Counts
 
 # A peer chooses these texts and we keep them: the bound keeps a hostile peer from filling memory.
 Word = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -110,7 +111,8 @@ class RoomEnding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     phase: IntEnum  # a terminal phase
     cause: Cause | None  # None for a success
-    num_pages: int
+    # Places of each space; empty if the room ended before they were known.
+    counts: Counts
     offers_pages: bool  # True for decode's half
     opened_at_s: float
     ready_at_s: float | None  # decode: linked to every rank; prefill: both halves arrived
@@ -164,7 +166,7 @@ class Route(Protocol):
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> Write:
         """Start copying our `source_pages` onto the peer's `target_pages` (same length, int32 [n],
-        indices in range; row r of a pool with rows is `num_pages + r`).
+        indices in range, both with the places of all spaces in the same order).
 
         Returns at once. The plane's thread plans and copies. A tiny write may complete before this
         method returns, and `done` is then already resolved. The caller keeps both page lists
@@ -331,13 +333,22 @@ class PageStore(Protocol):
     """The owners of one pool's pages (I1). Owners are hashable, and page lists are int32 [n]."""
 
     @property
-    def free_pages(self) -> int: ...
+    def free_pages(self) -> int:
+        """Free pages of the first space."""
+
+    @property
+    def free(self) -> Counts:
+        """Free places of each space. Empty if only the engine knows them."""
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
-        """Take `count` free pages for `owner`. Raises: CapacityError (no page is taken)."""
+        """Take `count` free pages of the first space for `owner`. Raises: CapacityError (no page is
+        taken).
+        """
 
-    def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """Take `count` places for a room. In a pool with rows, the last is a row. See `take`."""
+    def take_room(self, counts: Counts, owner: Hashable) -> PageIndices:
+        """Take `counts` free places for a room, in the order of the spaces. Raises: CapacityError
+        (no place is taken).
+        """
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
         """Change the owner of `pages`. Raises: OwnershipError if `owner` does not own a page (no
@@ -380,6 +391,10 @@ class Heir(Protocol):
 
 class Quarantine(Protocol):
     """The loans that closed nodes over one pool left behind. Any thread may call these methods."""
+
+    @property
+    def layout(self) -> PoolLayout:
+        """The layout of the pool."""
 
     @property
     def leases(self) -> Collection[LeaseId]:

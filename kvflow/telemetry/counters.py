@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from enum import IntEnum
+from operator import mul
 
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.ports import RoomEnding
@@ -87,10 +88,9 @@ def failed_in(ending: RoomEnding) -> str:
 class Counts:
     """Counters of one node. Implements `protocols.ports.Observer`."""
 
-    def __init__(self, page_bytes: int = 0, row_bytes: int = 0) -> None:
-        """`row_bytes` is for pools with rows, in which the last page of every room is its row."""
-        self._page_bytes = page_bytes
-        self._last_differs = row_bytes - page_bytes if row_bytes else 0
+    def __init__(self, place_bytes: Sequence[int] = (0,)) -> None:
+        """`place_bytes` are the bytes of one place of each space of the pool."""
+        self._place_bytes = tuple(place_bytes)
         self.rooms_opened = 0
         self.ended: list[tuple[RoomEnding, float]] = []
         self._endings: Counter[tuple[IntEnum, Code | None]] = Counter()
@@ -154,14 +154,15 @@ class Counts:
         }
 
     def count_ended(self) -> None:
-        page_bytes, last_differs = self._page_bytes, self._last_differs
+        place_bytes = self._place_bytes
         rooms: list[tuple[RoomEnding, float, int]] = []
         for ending, ended_at_s in self.ended:
             cause = ending.cause
             self._endings[ending.phase, None if cause is None else cause.code] += 1
             if cause is not None and (where := failed_in(ending)):
                 self._failures[where, cause.code] += 1
-            size_bytes = ending.num_pages * page_bytes + (last_differs if ending.num_pages else 0)
+            # A room that ended before its pages were known has no counts.
+            size_bytes = sum(map(mul, ending.counts, place_bytes))
             if cause is None and ending.offers_pages:
                 self._bytes_received += size_bytes
             rooms.append((ending, ended_at_s, size_bytes))

@@ -26,7 +26,7 @@ from kvflow.memory.staging import Staging
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.arguments import TokenIds
 from kvflow.protocols.limits import Timing
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, PoolLayout, build_layout
 from kvflow.protocols.ports import DataPlane
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.shards import shard_layout
@@ -73,7 +73,8 @@ def small_layout(num_pages: int = 64, *, page_size: int = PAGE_SIZE) -> PoolLayo
 class Pair:
     """The nodes of a test, and helpers to drive them.
 
-    At first, every byte of page p at prefill is p % 255 + 1, and every byte at decode is 0.
+    At first, every byte of page p at prefill is p % 255 + 1, and every byte at decode is 0. In a
+    pool with several spaces, p is the index in a list of all spaces (see `protocols.pages.spaces`).
     """
 
     def __init__(
@@ -146,8 +147,8 @@ class Pair:
         await node.start()
         clock.watch(node.shell.wake)
         # A test recognises a source page at decode by its byte value.
-        for page in range(pool.layout.num_pages):
-            fill(pool, [page], page % 255 + 1)
+        for place in range(pool.layout.num_places):
+            fill(pool, [place], place % 255 + 1)
         self.prefills.insert(len(self.prefills) if alone else rank, node)
         return node
 
@@ -197,19 +198,22 @@ class Pair:
         node: PrefillNode | None = None,
         handoff: bytes = b"handoff",
     ) -> PageIndices:
-        """Take pages at prefill for the whole room, and send them in `chunks` chunks.
+        """Take places at prefill for the whole room, and send them in `chunks` chunks, rows with
+        the last one.
 
-        Returns the pages. They are given back when the room ends.
+        Returns the places. They are given back when the room ends.
         """
         node = node or self.prefill
-        count = source.bytes_total // node.pool.layout.page_bytes
-        owner = ("engine", source.room)
-        pages = node.pages.take(count, owner)
+        layout, owner = node.pool.layout, ("engine", source.room)
+        pages = node.pages.take_room(source.record.wanted, owner)
         source.on_end(lambda: node.pages.give_back(pages, owner))
-        parts = np.array_split(pages, chunks)
-        for i, part in enumerate(parts):
-            last = i == len(parts) - 1
-            source.send(part, last=last, handoff=handoff if last else b"")
+        parts = [
+            [NO_PLACES] * (chunks - 1) + [own] if space.in_rows else np.array_split(own, chunks)
+            for space, own in zip(layout.spaces, layout.split(pages), strict=True)
+        ]
+        for i, part in enumerate(zip(*parts, strict=True)):
+            last = i == chunks - 1
+            source.send(layout.numbered(part), last=last, handoff=handoff if last else b"")
         return pages
 
     async def crash(self, node: PrefillNode | DecodeNode) -> None:
@@ -243,8 +247,8 @@ class Pair:
             found += _counted(
                 name, handles=len(prefill.shell.rooms), handler_errors=prefill.counts.handler_errors
             )
-            if not prefill.pool.pages.at_rest():
-                found.append(f"{name}: pages of {prefill.pool.pages.owned()}")
+            if not prefill.pool.places.at_rest():
+                found.append(f"{name}: pages of {prefill.pool.places.owned()}")
         for decode in self.decodes:
             core = decode.shell.endpoint.core
             quarantined = core.ledger.quarantined_pages
@@ -256,8 +260,8 @@ class Pair:
                 handles=len(decode.shell.rooms),
                 handler_errors=decode.counts.handler_errors,
             )
-            if not decode.pool.pages.at_rest():
-                found.append(f"decode: pages of {decode.pool.pages.owned()}")
+            if not decode.pool.places.at_rest():
+                found.append(f"decode: pages of {decode.pool.places.owned()}")
             if not decode.staging_at_rest:
                 found.append(f"decode: staging of {decode.reached.places.owned()}")
         return found
@@ -335,10 +339,14 @@ async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None
 
 
 def fill(pool: PagedPool, pages: Sequence[int] | PageIndices, value: int) -> None:
-    """Set every byte of `pages` to `value`. The pool must be page-first."""
-    (buffer,) = (b for b in pool.layout.buffers if not b.in_rows)
-    for page in pages:
-        ctypes.memset(buffer.address + int(page) * buffer.page_bytes, value, buffer.page_bytes)
+    """Set every byte of `pages`, which may be places of any space, to `value`. The pool must be
+    page-first.
+    """
+    layout = pool.layout
+    places = layout.split(np.asarray(pages, dtype=np.int32))
+    for b in layout.buffers:
+        for place in places[b.space].tolist():
+            ctypes.memset(b.address + place * b.page_bytes, value, b.page_bytes)
 
 
 def _counted(name: str, **counts: int) -> list[str]:

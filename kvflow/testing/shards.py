@@ -15,25 +15,18 @@ def shard_layout(
     layout: PoolLayout, rank: int, ranks: int, order: Order = "page_first"
 ) -> PoolLayout:
     """Return the layout of one rank, which holds a part of each component along that component's
-    axis. It has as many pages and rows as `layout`.
+    axis. It has the same spaces as `layout`.
 
     Parts are as even as possible. If an axis has fewer entries than there are ranks, several ranks
     hold copies of one entry.
     """
     if ranks == 1:
         return layout
-    kinds = [_share(c, rank, ranks) for c in layout.components]
-    return build_layout(
-        kinds,
-        page_size=layout.page_size,
-        num_pages=layout.num_pages,
-        num_rows=layout.num_rows,
-        order=order,
-        fingerprint=layout.fingerprint,
-    )
+    kinds = [_share(layout, c, rank, ranks) for c in layout.components]
+    return build_layout(kinds, spaces=layout.spaces, order=order, fingerprint=layout.fingerprint)
 
 
-def _share(c: Component, rank: int, ranks: int) -> StateKind:
+def _share(layout: PoolLayout, c: Component, rank: int, ranks: int) -> StateKind:
     count = c.shape[c.axis]
     if count < ranks:
         # The ranks that hold the same entry have numbered copies of it.
@@ -45,7 +38,10 @@ def _share(c: Component, rank: int, ranks: int) -> StateKind:
         (start, end), copy, copies = edges[rank], 0, 1
         share = end - start
     shape = (*c.shape[: c.axis], share, *c.shape[c.axis + 1 :])
-    return StateKind(c.name, c.dtype, shape, c.unit, c.format, start, count, copy, copies, c.axis)
+    space = layout.spaces[c.space].name
+    return StateKind(
+        c.name, c.dtype, shape, c.unit, c.format, start, count, copy, copies, c.axis, space
+    )
 
 
 def placed_at_zero(layout: PoolLayout) -> PoolLayout:

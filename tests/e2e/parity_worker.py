@@ -83,8 +83,8 @@ class Spoiled:
         handoff: bytes = await self._session.landed()
         places = self._pool.layout.split(self._session.pages)
         for component in self._pool.layout.components:
-            if component.name.endswith(self._ending) and (self._ending or not component.in_rows):
-                place = places.rows[0] if component.in_rows else places.pages[self._index]
+            if component.name.endswith(self._ending) and (self._ending or not component.space):
+                place = places[component.space][0 if component.space else self._index]
                 self._pool.tensor(component.name)[int(place)] = 0
         return handoff
 
@@ -208,7 +208,7 @@ class Worker:
             layout = self.pool.layout
             limit = layout.num_pages * layout.page_bytes + layout.num_rows * layout.row_bytes
             self.snapshots = await asyncio.to_thread(
-                SnapshotStore, self.pool, limit, pages=self.pages
+                SnapshotStore, self.pool, limit, allocators=self.places.allocators
             )
             self.engine = DecodeEngine(
                 self.model, self.pool, self.pages, self.executor, snapshots=self.snapshots

@@ -11,9 +11,9 @@ import torch
 from kvflow.memory.copies import CudaCopier
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
-from kvflow.protocols.pages.layout import NO_PLACES, Order, Places
+from kvflow.protocols.pages.layout import Order
 from kvflow.protocols.pages.plan import Blocks
-from tests.memory.kinds import KINDS, has_rows, in_rows, layout_of, names_of
+from tests.memory.kinds import KINDS, give_back, layout_of, names_of, space_of, take
 
 pytestmark = pytest.mark.gpu
 
@@ -41,18 +41,20 @@ async def test_every_buffer_comes_back_and_no_neighbour_is_touched(kind: str, or
     store = SnapshotStore(pool, 1 << 22, slice_bytes=4096)
     fill(pool, kind, 1)
     before = contents(pool, kind)
-    pages = pool.pages.take(17, "mine")
-    rows = pool.rows.take(2, "mine") if has_rows(kind) else NO_PLACES
-    held = await store.take(Places(pages, rows))
-    pool.pages.give_back(pages, "mine")
+    mine = take(pool, 17, 2, "mine")
+    held = await store.take(mine)
+    give_back(pool, mine, "mine")
     fill(pool, kind, 2)
     foreign = contents(pool, kind)
-    theirs = np.random.default_rng(3).permutation(pool.pages.take(40, "again"))[:17]
-    their_rows = pool.rows.take(3, "again")[::-1][:2].copy() if has_rows(kind) else NO_PLACES
-    await store.restore(held, Places(theirs, their_rows))
+    random = np.random.default_rng(3)
+    theirs = tuple(
+        random.permutation(allocator.take(allocator.free_pages, "again"))[: own.size]
+        for allocator, own in zip(pool.allocators, mine, strict=True)
+    )
+    await store.restore(held, theirs)
     found = contents(pool, kind)
     for name in names_of(kind):
-        here, there = (rows, their_rows) if in_rows(kind, name) else (pages, theirs)
+        here, there = mine[space_of(kind, name)], theirs[space_of(kind, name)]
         assert torch.equal(found[name][there.tolist()], before[name][here.tolist()]), name
         others = np.setdiff1d(np.arange(len(found[name])), there).tolist()
         assert torch.equal(found[name][others], foreign[name][others]), name

@@ -13,11 +13,12 @@ import torch
 
 import kvflow
 from kvflow.protocols.errors import KvflowError
+from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.serve.demo_model import DEMO_PROMPTS
 from kvflow.testing.pair import until
 from tests.e2e.fleet import all_home, running
 from tests.gpu.test_copies import fill
-from tests.memory.kinds import has_rows, in_rows, layout_of, names_of
+from tests.memory.kinds import layout_of, names_of, space_of
 
 pytestmark = pytest.mark.gpu
 needs_mooncake = pytest.mark.skipif(
@@ -33,14 +34,18 @@ def filled(kind: str, seed: int) -> kvflow.PagedPool:
     return pool
 
 
+def _bytes_of(layout: PoolLayout) -> int:
+    return layout.room_bytes(tuple(12 if space.in_rows else 40 for space in layout.spaces))
+
+
 @pytest.mark.parametrize("backend", PLANES)
 @pytest.mark.parametrize("verify", [False, True])
-@pytest.mark.parametrize("kind", ["mha", "indexer", "fp8", "hybrid"])
+@pytest.mark.parametrize("kind", ["mha", "indexer", "fp8", "hybrid", "windows"])
 async def test_a_room_between_devices(kind: str, verify: bool, backend: str) -> None:
     source, target = filled(kind, 1), filled(kind, 100)
     layout = source.layout
     out, into = (
-        kvflow.Staging(source, 40 * layout.page_bytes + 12 * layout.row_bytes),
+        kvflow.Staging(source, _bytes_of(layout)),
         kvflow.Staging(target),
     )
     async with (
@@ -50,18 +55,13 @@ async def test_a_room_between_devices(kind: str, verify: bool, backend: str) -> 
         given = prefill.room(7, prompt=PROMPT)
         taken = await decode.room(7, prefill=[prefill.info], prompt=PROMPT, deadline_s=60)
         await given.matched()
-        pages = source.pages.take(30, "engine")
-        row = source.rows.take(1, "engine") + layout.num_pages if has_rows(kind) else pages[:0]
-        given.send(pages[:11])
-        given.send([*pages[11:], *row], last=True, handoff=b"handoff")
+        places = source.places.take_room(layout.wanted(len(PROMPT)), "engine")
+        given.send(places[:11])
+        given.send(places[11:], last=True, handoff=b"handoff")
         assert await taken.landed() == b"handoff"
-        there, here = layout.split(taken.keep("mine")), layout.split(pages)
+        there, here = layout.split(taken.keep("mine")), layout.split(places)
         for name in names_of(kind):
-            where, whence = (
-                (there.rows, row - layout.num_pages)
-                if in_rows(kind, name)
-                else (there.pages, here.pages)
-            )
+            where, whence = there[space_of(kind, name)], here[space_of(kind, name)]
             found = target.tensor(name).view(torch.uint8)[where.tolist()]
             assert torch.equal(found, source.tensor(name).view(torch.uint8)[whence.tolist()]), name
         await until(lambda: decode.staging_at_rest)

@@ -37,7 +37,7 @@ async def between_chunks(p: Pair) -> Both:
     mine = p.prefill.pages.take(2, "engine")
     source.on_end(lambda: p.prefill.pages.give_back(mine, "engine"))
     source.send(mine)
-    await until(lambda: record_of(target).state.filled == (2,))
+    await until(lambda: record_of(target).state.filled == ((2,),))
     assert source.phase.name == "WAITING_FOR_INPUT"
     return source, target
 

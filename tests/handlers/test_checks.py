@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
-from kvflow.memory.checksum import PageChecksums, Stores
+from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Code, KvflowError
@@ -176,7 +176,7 @@ async def test_a_changed_byte_of_the_last_chunk(p: Pair) -> None:
 async def test_chunks_are_summed_side_by_side_and_land_in_order(p: Pair) -> None:
     _, target, sums = await checking(p, chunks=3)
     for slow in reversed(sums.begun):
-        assert record_of(target).state.filled == (0,) and not target.ended
+        assert record_of(target).state.filled == ((0,),) and not target.ended
         await sums.end(slow)
         await asyncio.sleep(0)
     assert await target.landed() == b"handoff"
@@ -338,7 +338,7 @@ async def test_what_cannot_be_summed_has_not_landed(
     bad: Any = None  # where a store would be
     checksums = p.decode.shell.checksums
     assert isinstance(checksums, PageChecksums)
-    monkeypatch.setattr(checksums._sums, "_stores", Stores([bad], []))
+    monkeypatch.setattr(checksums._sums, "_stores", ([bad],))
     _, target = await sending(p)
     with pytest.raises(KvflowError, match="could not be computed"):
         await target.landed()
@@ -473,7 +473,7 @@ def test_a_chunk_of_a_prefill_that_knows_no_checksums() -> None:
         target=Incarnation(5),
         rank=Rank(0),
         seq=0,
-        pages=2,
+        pages=(2,),
         last=True,
         handoff=b"h",
         checksum=b"12345678",

@@ -45,7 +45,7 @@ async def impersonate(socket: RouterSocket) -> None:
                     target=message.target,
                     rank=Rank(0),
                     seq=0,
-                    pages=len(message.pages) // 4,
+                    pages=(len(message.pages) // 4,),
                     last=True,
                     handoff=b"a stranger's token",
                 )

@@ -80,7 +80,7 @@ class Ranks:
             socket=socket,
             refuse_room=self.nodes.prefills[0].refuse,
             wait_dead=wait_dead,
-            counts=Counts(1, 0),
+            counts=Counts((1,)),
             now=monotonic,
         )
         self.leaders.append(shell)
@@ -105,7 +105,7 @@ class Ranks:
             open_room=open_room,
             refuse_room=node.refuse,
             wait_dead=wait_dead,
-            counts=Counts(1, 0),
+            counts=Counts((1,)),
             now=monotonic,
         )
         self.members.append(shell)

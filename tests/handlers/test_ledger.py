@@ -19,11 +19,11 @@ class Desk:
     """A ledger with one lease of four pages, lent to `ranks` sources."""
 
     def __init__(self, ranks: int) -> None:
-        self.ledger: Ledger[int] = Ledger(quarantine_limit=4)
+        self.ledger: Ledger[int] = Ledger(quarantine_limit=(4,))
         self.freed = 0
         self.aborts = [0] * ranks
         self.lease: Lease[int] = Lease(FIRST, RoomId(99))
-        self.lease.num_pages = 4
+        self.lease.counts = (4,)
         for rank in range(ranks):
             self.ledger.open(self.lease, rank)
             self.feed(rank, LoanKind.LEND)

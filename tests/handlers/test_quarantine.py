@@ -31,7 +31,7 @@ def no_abort_of_7(frame: Frame) -> Fate | None:
 
 @pytest.mark.parametrize("limit", [4, 5])
 async def test_no_room_is_opened_above_the_limit(p: Pair, limit: int) -> None:
-    ledger(p.decode).quarantine_limit = limit
+    ledger(p.decode).quarantine_limit = (limit,)
     other = await p.add_decode()
     assert other.quarantine_limit == 32  # half of 64 pages
     await silent(p)
@@ -98,7 +98,7 @@ async def test_a_declared_death_of_a_living_prefill_tells_the_rooms_that_run() -
 
 
 async def test_rooms_that_drain_count(p: Pair) -> None:
-    ledger(p.decode).quarantine_limit = 9
+    ledger(p.decode).quarantine_limit = (9,)
     p.plane(p.prefill).script(Fault.STUCK, Fault.STUCK)
     for room in (1, 2):
         assert p.decode.unavailable_reason == ""

@@ -155,8 +155,8 @@ SENDS: list[tuple[Any, dict[str, Any], str]] = [
     ([64], {}, r"page 64 is outside 0\.\.63"),
     ([-1, 3], {}, r"page -1 is outside 0\.\.63"),
     ([1 << 40], {}, rf"page {1 << 40} is outside 0\.\.63"),
-    ([0, 1, 2, 3], {}, "chunk of 4 pages, 3 of decode's are left"),
-    ([0, 1], {"last": True}, "chunk of 2 pages, 3 of decode's are left"),
+    ([0, 1, 2, 3], {}, "chunk of 4 pages, 3 pages of decode's are left"),
+    ([0, 1], {"last": True}, "chunk of 2 pages, 3 pages of decode's are left"),
     ([], {}, "a chunk without pages that is not the last"),
     ([0, 1], {"handoff": b"early"}, "handoff of 5 bytes with a chunk that is not the last"),
 ]

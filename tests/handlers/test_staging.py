@@ -298,7 +298,7 @@ async def test_rows_are_no_pages_that_may_come_back() -> None:
         assert p.decode.reached.layout.num_pages == 7 and p.decode.reached.layout.num_rows > 7
 
         def send(source: PrefillRoom, pages: int) -> None:
-            taken = p.prefill.pages.take_room(pages + 1, source)
+            taken = p.prefill.pages.take_room((pages, 1), source)
             source.on_end(lambda: p.prefill.pages.give_back(taken, source))
             source.send(taken, last=True, handoff=b"handoff")
 
@@ -504,8 +504,8 @@ async def test_what_an_earlier_node_left_in_the_pool_keeps_no_room_from_the_stag
             large.close()
             await p.crash(p.prefill)
             await until(lambda: not second.quarantined_pages)
-            assert second.shell.staging_can_come_back == 16
-            assert second.shell.earlier.pages_beside == 0
+            assert second.shell.staging_can_come_back == (16,)
+            assert second.shell.earlier.beside == (0,)
             await p.rest()
             await second.close()
             p.decodes.remove(second)
@@ -547,10 +547,10 @@ async def test_a_row_is_brought_with_the_last_chunk() -> None:
         source.send(pages[:2])
         source.send(np.append(pages[2:], row + np.int32(20)), last=True, handoff=b"handoff")
         await target.landed()
-        there = p.decode.pool.layout.split(target.pages)
+        there, its_row = p.decode.pool.layout.split(target.pages)
         ours, theirs = contents("hybrid", p.prefill.pool), contents("hybrid", p.decode.pool)
-        assert (ours["0.k"][pages] == theirs["0.k"][there.pages]).all()
-        assert (ours["1.ssm"][row] == theirs["1.ssm"][there.rows]).all()
+        assert (ours["0.k"][pages] == theirs["0.k"][there]).all()
+        assert (ours["1.ssm"][row] == theirs["1.ssm"][its_row]).all()
         target.close()
         p.prefill.pool.pages.give_back(pages, "engine")
         p.prefill.pool.rows.give_back(row, "engine")

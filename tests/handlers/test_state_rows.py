@@ -22,7 +22,15 @@ from kvflow.protocols.errors import (
 from kvflow.protocols.pages.layout import PageIndices, Places, build_layout
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.data.fake import Fault
-from tests.memory.kinds import KINDS, check_restored, contents, layout_of, overwrite
+from tests.memory.kinds import (
+    KINDS,
+    check_restored,
+    contents,
+    give_back,
+    layout_of,
+    overwrite,
+    take,
+)
 
 PROMPT = range(1, 11)  # 3 pages of 4 tokens
 KIND = "hybrid"
@@ -49,13 +57,8 @@ def at_rest(p: Pair) -> bool:
 def computed(p: Pair, room: PrefillRoom, pages: int = 3) -> Places:
     """Take what an engine computed for a prompt; it is given back when the room ends."""
     pool = p.prefill.pool
-    mine = Places(pool.pages.take(pages, "engine"), pool.rows.take(1, "engine"))
-
-    def give_back() -> None:
-        pool.pages.give_back(mine.pages, "engine")
-        pool.rows.give_back(mine.rows, "engine")
-
-    room.on_end(give_back)
+    mine = take(pool, pages, 1, "engine")
+    room.on_end(lambda: give_back(pool, mine, "engine"))
     return mine
 
 
@@ -83,16 +86,14 @@ async def test_the_row_lands_with_the_last_chunk(
     first = 0
     for i, count in enumerate(chunks):
         last = i == len(chunks) - 1
-        part = mine.pages[first : first + count]
+        part = mine[0][first : first + count]
         first += count
-        source.send(
-            p.prefill.pool.layout.numbered(Places(part, mine.rows)) if last else part, last=last
-        )
+        source.send(p.prefill.pool.layout.numbered((part, mine[1])) if last else part, last=last)
     await target.landed()
     assert source.bytes_landed == source.bytes_total
     kept = target.keep("sequence")
     got = places_of(p.decode, kept)
-    assert (got.pages.size, got.rows.size) == (3, 1)
+    assert [own.size for own in got] == [3, 1]
     check_restored(KIND, before, mine, was, got, p.decode.pool)
     assert p.decode.counts.bytes_moved == source.bytes_total
     assert p.decode.pool.rows.owned() == {"sequence": 1}
@@ -118,24 +119,28 @@ async def test_a_full_prefix_still_needs_its_row(p: Pair) -> None:
 async def test_chunks_that_put_rows_where_pages_go_are_refused(p: Pair) -> None:
     source, target = await opened(p)
     mine, layout = computed(p, source), p.prefill.pool.layout
-    row = layout.num_pages + mine.rows
+    pages, row = mine[0], layout.num_pages + mine[1]
     for wrong, last, text in (
-        (mine.pages, True, "chunk of 3 pages and 0 rows, 3 pages and 1 row of decode's are left"),
+        (pages, True, "chunk of 3 pages and 0 rows, 3 pages and 1 row of decode's are left"),
         (
-            np.r_[mine.pages[:1], row],
+            np.r_[pages[:1], row],
             False,
-            "1 rows among 2 places of a chunk that is not the last",
+            r"a row in a chunk that is not the last \(row n of 'rows' is given as 20 \+ n, with",
         ),
-        (np.r_[mine.pages[:2], row, mine.pages[2:]], True, "1 rows among 4 places"),
-        (np.r_[mine.pages, mine.pages[:1]], True, "0 rows among 4 places"),
+        (np.r_[pages[:2], row, pages[2:]], True, "space 'pages' follows place"),
+        (np.r_[pages, pages[:1]], True, "chunk of 4 pages and 0 rows, 3 pages and 1 row"),
         (
-            np.r_[mine.pages, mine.pages[:1]],
+            np.r_[pages, pages[:1]],
             False,
             "chunk of 4 pages and 0 rows, 3 pages and 1 row of decode's are left",
         ),
-        (layout.numbered(mine), False, r"\(row r is given as 20 \+ r, the last, with last=True\)$"),
-        (np.r_[mine.pages, layout.num_pages + 4], True, "is outside 0..23"),
-        (np.r_[mine.pages, layout.num_pages + (mine.rows + 1) % 4], True, "has no owner"),
+        (
+            layout.numbered(mine),
+            False,
+            r"\(row n of 'rows' is given as 20 \+ n, with the last chunk\)$",
+        ),
+        (np.r_[pages, layout.num_pages + 4], True, "is outside 0..23"),
+        (np.r_[pages, layout.num_pages + (mine[1] + 1) % 4], True, "has no owner"),
     ):
         with pytest.raises((MisuseError, LayoutError, OwnershipError), match=text):
             source.send(wrong, last=last)
@@ -148,8 +153,8 @@ async def test_chunks_that_put_rows_where_pages_go_are_refused(p: Pair) -> None:
 
 
 async def test_own_pages_without_their_row_are_refused_where_they_are_given(p: Pair) -> None:
-    needed = r"its prompt needs 3 pages and 1 row \(row r is given as 16 \+ r, as the last\)$"
-    for given, counted in (([0, 1, 2], "3 pages and 0 rows"), ([0, 1, 17], "2 pages and 1 rows")):
+    needed = r"its prompt needs 3 pages and 1 row \(row n of 'rows' is given as 16 \+ n\)$"
+    for given, counted in (([0, 1, 2], "3 pages and 0 rows"), ([0, 1, 17], "2 pages and 1 row")):
         with pytest.raises(MisuseError, match=f"^room 7: {counted} given, {needed}"):
             p.decode.room(7, p.ranks, PROMPT, pages=given)
     assert at_rest(p)
@@ -208,7 +213,7 @@ def test_what_names_pages_and_rows_is_done_for_both_or_for_neither() -> None:
     pool = PagedPool.allocate(layout_of(KIND, 4, 6, 2, "page_first"), shared=False)
     store = pool.places
     assert isinstance(store, PlaceAllocator)
-    mine = store.take_room(3, "a")
+    mine = store.take_room((2, 1), "a")
     assert mine.tolist() == [0, 1, 6] and store.owned() == {"a": 3} and store.count_by("a") == 3
     theirs = np.array([0, 1, 7], dtype=np.int32)
     for call in (store.hold, lambda x: store.move(x, "a", "b"), lambda x: store.give_back(x, "a")):
@@ -226,7 +231,7 @@ def test_what_names_pages_and_rows_is_done_for_both_or_for_neither() -> None:
     store.give_back(mine, "b")
     assert not store.at_rest() and pool.rows.returning_pages == 1
     store.unhold(mine)
-    assert store.at_rest() and store.free_pages == 6
+    assert store.at_rest() and store.free == (6, 2)
 
 
 @pytest.mark.parametrize("walk", ["give_back", "hold", "move"])
@@ -237,7 +242,7 @@ async def test_a_store_that_forgets_the_row_is_found(
     right = getattr(PlaceAllocator, walk)
 
     def pages_only(store: PlaceAllocator, places: PageIndices, *more: Any) -> Any:
-        return right(store, places[places < store.pages.num_pages], *more)
+        return right(store, places[places < store.allocators[0].num_pages], *more)
 
     monkeypatch.setattr(PlaceAllocator, walk, pages_only)
     source, target = await opened(p)

@@ -106,7 +106,7 @@ def of_the_pool(pool: PagedPool) -> PageStore | None:
 
 
 def of_the_engine(pool: PagedPool) -> PageStore:
-    return ExternalPages(pool.layout.num_pages)
+    return ExternalPages(pool.layout.num_places)
 
 
 STORES = [of_the_pool, of_the_engine]

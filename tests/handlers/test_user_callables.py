@@ -218,11 +218,11 @@ SYNC: dict[str, Callable[[Pair, Act], None]] = {
     "send at prefill": socket_of_prefill("send"),
     "receive at prefill": socket_of_prefill("receive"),
     "sender_address": socket_of_prefill("sender_address"),
-    "take": store_of_decode("take"),
+    "take_room": store_of_decode("take_room"),
     "give_back": store_of_decode("give_back"),
     "move": store_of_decode("move"),
     "every method of decode's store": store_of_decode(
-        "take", "give_back", "move", "hold", "unhold"
+        "take_room", "give_back", "move", "hold", "unhold"
     ),
     "hold at prefill": store_of_prefill("hold"),
     "unhold at prefill": store_of_prefill("unhold"),
@@ -302,7 +302,8 @@ FOREIGN = ["ValueError", "StopIteration", "CancelledError", "Strange"]
 
 @pytest.mark.parametrize("act", FOREIGN)
 @pytest.mark.parametrize(
-    "place", ["resolve", "connect", "take", "connect of a plane", "write", "on_end", "stalled_s"]
+    "place",
+    ["resolve", "connect", "take_room", "connect of a plane", "write", "on_end", "stalled_s"],
 )
 async def test_what_is_no_error_of_kvflow_is_counted_and_the_next_room_succeeds(
     place: str, act: str

@@ -111,7 +111,7 @@ def of_prefill(
             served=served_of(n.decode.pool.layout), address=address, **accepted, **lives
         ),
         wire.Begun(**header),
-        wire.ChunkDone(seq=0, pages=2, last=True, handoff=b"h", **header),
+        wire.ChunkDone(seq=0, pages=(2,), last=True, handoff=b"h", **header),
         wire.RoomFailed(cause=GONE, **header),
         wire.AbortAck(drained=False, **header),
         wire.Resync(rooms=(wire.Belief(wire.RoomId(room), wire.GrantId(grant), 0),), **lives),

@@ -113,7 +113,7 @@ def to_decode(p: Pair) -> dict[str, Make]:
         }
 
     lives: dict[str, Any] = {"source": me, "target": you}
-    chunk: dict[str, Any] = {"pages": 1, "last": True, "handoff": b"h" * 100}
+    chunk: dict[str, Any] = {"pages": (1,), "last": True, "handoff": b"h" * 100}
     return {
         "AbortAck": lambda r, i: AbortAck(drained=i % 2 == 0, **header(r, i)),
         "Begun": lambda r, i: Begun(**header(r, i)),

@@ -64,7 +64,8 @@ async def test_nothing_is_kept_of_decodes_that_were_refused(kvflow_pair: Pair) -
     p = kvflow_pair
     await success(p)
     address, layout = p.decode.exported
-    layout = msgspec.structs.replace(layout, page_size=3)
+    space = msgspec.structs.replace(layout.spaces[0], page_size=3)
+    layout = msgspec.structs.replace(layout, spaces=(space,))
     tasks = len(p.prefill.shell._tasks)
     for me in range(1, 3_001):
         frame = encode(register(p.prefill.incarnation, me, address, layout))

@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.kinds import PAGE, ROW, StateKind
-from kvflow.protocols.pages.layout import Order, Places, PoolLayout, build_layout, opaque_layout
+from kvflow.protocols.pages.layout import (
+    Order,
+    PageIndices,
+    Places,
+    PoolLayout,
+    Space,
+    build_layout,
+    opaque_layout,
+)
 
 Bytes = NDArray[np.uint8]
 
@@ -46,8 +54,18 @@ KINDS: dict[str, list[StateKind]] = {
     "draft": [
         StateKind(f"{model}.{x}", "bfloat16", (1, 4)) for model in ("0", "draft") for x in "kv"
     ],
+    # Three spaces, whose streams are not in the order of the spaces.
+    "windows": [
+        StateKind("1.k", "bfloat16", (1, 4), space="window"),
+        StateKind("0.k", "bfloat16", (2, 4)),
+        StateKind("2.conv", "float32", (6, 4), ROW),
+        StateKind("1.scale", "float32", (3,), PAGE, space="window"),
+        StateKind("0.v", "bfloat16", (2, 4)),
+        StateKind("2.ssm", "float32", (4, 8), ROW),
+    ],
     "opaque": [],
 }
+NAMES = {"windows": ("pages", "window", "rows")}
 
 
 def names_of(kind: str) -> list[str]:
@@ -63,20 +81,46 @@ def layout_of(kind: str, page_size: int, num_pages: int, num_rows: int, order: O
     }
     if kind == "opaque":
         return opaque_layout(OPAQUE_PAGES, tag="t", rows=OPAQUE_ROWS, num_rows=num_rows, **sizes)
+    if kind == "windows":
+        spaces = (
+            Space("pages", num_pages, page_size),
+            Space("window", num_pages + 2, 2 * page_size, 3 * page_size),
+            Space("rows", num_rows, 0),
+        )
+        return build_layout(KINDS[kind], spaces=spaces, order=order, fingerprint=kind)
     has_rows = any(k.unit == ROW for k in KINDS[kind])
     return build_layout(KINDS[kind], num_rows=num_rows if has_rows else 0, **sizes)
 
 
-def in_rows(kind: str, name: str) -> bool:
-    return (
-        name in OPAQUE_ROWS
-        if kind == "opaque"
-        else next(k.unit for k in KINDS[kind] if k.name == name) == ROW
-    )
+def space_of(kind: str, name: str) -> int:
+    if kind == "opaque":
+        return int(name in OPAQUE_ROWS)
+    found = next(k for k in KINDS[kind] if k.name == name)
+    spaces = NAMES.get(kind, ("pages", "rows"))
+    return spaces.index(found.space or ("rows" if found.unit == ROW else "pages"))
 
 
 def has_rows(kind: str) -> bool:
-    return any(in_rows(kind, name) for name in names_of(kind))
+    return kind == "opaque" or any(k.unit == ROW for k in KINDS[kind])
+
+
+def places_at(kind: str, pages: PageIndices, rows: PageIndices) -> Places:
+    """Places of every space of a kind: in a window, the pages in reversed order."""
+    found = [pages, pages[::-1].copy()] if kind == "windows" else [pages]
+    return (*found, rows) if has_rows(kind) else tuple(found)
+
+
+def take(pool: PagedPool, pages: int, rows: int, owner: Any) -> Places:
+    """Take so many pages of every space with pages, and so many rows."""
+    return tuple(
+        allocator.take(rows if space.in_rows else pages, owner)
+        for allocator, space in zip(pool.allocators, pool.layout.spaces, strict=True)
+    )
+
+
+def give_back(pool: PagedPool, places: Places, owner: Any) -> None:
+    for allocator, own in zip(pool.allocators, places, strict=True):
+        allocator.give_back(own, owner)
 
 
 def overwrite(pool: PagedPool, seed: int) -> None:
@@ -106,7 +150,7 @@ def check_restored(
     """`before` at `source` is in `pool` at `target`, and the rest of it is what it `was`."""
     after = contents(kind, pool)
     for name in names_of(kind):
-        a, b = (places.rows if in_rows(kind, name) else places.pages for places in (source, target))
+        a, b = (places[space_of(kind, name)] for places in (source, target))
         assert (after[name][b] == before[name][a]).all(), f"{name} was not restored"
         others = np.setdiff1d(np.arange(len(after[name])), b)
         assert (after[name][others] == was[name][others]).all(), (

@@ -54,8 +54,8 @@ async def test_equal_pages_have_equal_sums_in_any_layout() -> None:
 
 async def test_a_page_first_page_is_summed_as_one_block() -> None:
     streams = [stream for stream in STREAMS if not stream[0].endswith("scale")]
-    assert len(PageChecksums(pool("page_first", streams))._sums._stores.pages) == 1
-    assert len(PageChecksums(pool("layer_first", streams))._sums._stores.pages) == len(streams)
+    assert len(PageChecksums(pool("page_first", streams))._sums._stores[0]) == 1
+    assert len(PageChecksums(pool("layer_first", streams))._sums._stores[0]) == len(streams)
 
 
 async def test_opaque_pages_are_summed_as_the_bytes_they_are() -> None:
@@ -165,7 +165,7 @@ async def test_a_sum_whose_turn_does_not_come_in_time_reads_nothing(
     await asyncio.wait_for(hangs.released, 10)
     updates = gate.updates
     assert await asyncio.wait_for(sums.begin(pages(1)).done, 10) == b"whole"
-    assert gate.updates == updates + len(sums._sums._stores.pages), (
+    assert gate.updates == updates + len(sums._sums._stores[0]), (
         "the one that was given up was never read"
     )
     await sums.close()

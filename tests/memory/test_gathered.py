@@ -11,7 +11,7 @@ from kvflow.memory.checksum import PoolSums
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.coverage import Served, served_of
 from kvflow.protocols.pages.kinds import ROW, StateKind
-from kvflow.protocols.pages.layout import NO_PLACES, Order, PageIndices, Places, build_layout
+from kvflow.protocols.pages.layout import Order, PageIndices, build_layout
 
 HEADS = [StateKind(name, "uint8", (4, 2)) for name in ("0.k", "0.v")]
 LATENT, STATE = StateKind("1.latent", "uint8", (3,)), StateKind("2.state", "uint8", (4, 3), ROW)
@@ -48,7 +48,7 @@ def filled(kinds: list[StateKind], order: Order) -> PagedPool:
         )
         if c.name == LATENT.name:
             array[...] = whole[:, :, 0]
-        elif c.in_rows:
+        elif c.unit == ROW:
             array[...] = whole[: len(array), 0, c.start : c.end]
         else:
             array[...] = whole[:, :, c.start : c.end, :2]
@@ -57,9 +57,8 @@ def filled(kinds: list[StateKind], order: Order) -> PagedPool:
 
 def summed(pool: PagedPool, served: tuple[Served, ...] | None) -> bytes:
     layout = pool.layout
-    pages = indices(4, 1, 2) if layout.page_bytes else NO_PLACES
-    rows = indices(2, 0) if layout.row_bytes else NO_PLACES
-    return PoolSums(layout).sum(Places(pages, rows), served, lambda: False)
+    places = tuple(indices(2, 0) if s.in_rows else indices(4, 1, 2) for s in layout.spaces)
+    return PoolSums(layout).sum(places, served, lambda: False)
 
 
 @pytest.mark.parametrize("orders", [("page_first", "layer_first"), ("layer_first", "page_first")])
@@ -76,7 +75,7 @@ def test_both_ends_sum_alike(
     for c in decode.layout.components:  # a byte of the last place that was sent
         array, at = (
             decode.array(c.name, start=c.start, replica=c.replica),
-            (2, 3) if c.in_rows else (2, 1),
+            (2, 3) if c.unit == ROW else (2, 1),
         )
         array[at] ^= 1
         assert summed(decode, served) != sent, c.label
@@ -92,4 +91,4 @@ def test_what_serves_nothing_is_the_sum_of_nothing() -> None:
 def test_a_cancelled_sum_is_none() -> None:
     decode = filled(HEADS, "page_first")
     half = served_of(filled(HALF, "page_first").layout)
-    assert PoolSums(decode.layout).sum(Places(indices(1), NO_PLACES), half, lambda: True) == b""
+    assert PoolSums(decode.layout).sum((indices(1),), half, lambda: True) == b""

@@ -118,7 +118,9 @@ def test_rows_are_withheld_as_pages_are() -> None:
     lent = pages(1, 8)  # a page, and row 0
     store.hold(lent)
     pool.quarantine.add([loan(lent)], store)
-    assert pool.places.take_room(3, "room").tolist() == [0, 2, 9] and pool.pages.free_pages == 5
+    assert (
+        pool.places.take_room((2, 1), "room").tolist() == [0, 2, 9] and pool.pages.free_pages == 5
+    )
     with pytest.raises(OwnershipError, match="row 0 is in quarantine"):
         pool.quarantine.check(pages(8))
     pool.quarantine.free((5, 1))

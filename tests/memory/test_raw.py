@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvflow.memory.raw import Region, pool_at
+from kvflow.memory.raw import Region, SpaceRegions, pool_at
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.differences import differences
+from kvflow.protocols.pages.layout import Space
 
 
 def memory(count: int, page_bytes: int) -> Any:
@@ -30,6 +31,29 @@ def test_a_page_is_the_same_bytes_of_every_region() -> None:
     assert v[6:12].tolist() == [7] * 6
     assert (pool.layout.page_bytes, pool.layout.num_pages) == (14, 4)
     assert (pool.layout.page_size, pool.layout.fingerprint) == (2, "model")
+
+
+def test_a_pool_may_have_regions_of_several_spaces() -> None:
+    k, window, state = memory(4, 8), memory(3, 6), memory(2, 5)
+    spaces = {
+        "window": SpaceRegions([region("w", window, 6)], 4, 8),
+        "rows": SpaceRegions([region("state", state, 5)], 0),
+    }
+    pool = pool_at([region("k", k, 8)], 2, spaces=spaces)
+    assert pool.layout.spaces == (
+        Space("pages", 4, 2),
+        Space("window", 3, 4, 8),
+        Space("rows", 2, 0),
+    )
+    assert pool.layout.place_bytes == (8, 6, 5)
+    window.reshape(3, 6)[1], state.reshape(2, 5)[1] = 3, 7
+    assert pool.places_bytes(1, np.array([1], np.int32)).tolist() == [[3] * 6]
+    assert pool.places_bytes(2, np.array([1], np.int32)).tolist() == [[7] * 5]
+    with pytest.raises(LayoutError, match="space 'window' needs at least one region"):
+        pool_at([region("k", k, 8)], 2, spaces={"window": SpaceRegions([], 4)})
+    with pytest.raises(LayoutError, match="'k' and 'again' share bytes"):
+        again = SpaceRegions([region("again", k, 8)], 0)
+        pool_at([region("k", k, 8)], 2, spaces={"rows": again})
 
 
 def test_bytes_at_the_end_that_fill_no_page_are_not_used() -> None:

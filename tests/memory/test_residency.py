@@ -18,7 +18,7 @@ from kvflow.protocols.errors import CapacityError, HostMemoryError, MisuseError
 from kvflow.protocols.machines.residency import ResidencyPhase as P
 from kvflow.protocols.pages.layout import Places
 from tests.memory.gate import CopyGate
-from tests.memory.kinds import layout_of, overwrite
+from tests.memory.kinds import layout_of, overwrite, take
 
 KIND = "hybrid"
 OWNER = ("sequence", 1)
@@ -32,15 +32,12 @@ class World:
         self.pool = PagedPool.allocate(layout, shared=False)
         limit = host_pages * layout.page_bytes + 2 * layout.row_bytes
         self.store = SnapshotStore(self.pool, limit, num_rows=2, slice_bytes=layout.page_bytes)
-        places = Places(self.pool.pages.take(3, OWNER), self.pool.rows.take(1, OWNER))
+        places = take(self.pool, 3, 1, OWNER)
         overwrite(self.pool, 7)
-        self.request = Resident(
-            OWNER, places, pages=self.pool.pages, rows=self.pool.rows, store=self.store
-        )
+        self.request = Resident(OWNER, places, allocators=self.pool.allocators, store=self.store)
 
     def state(self) -> list[NDArray[np.uint8]]:
-        places = self.request.places
-        return [self.pool.pages_bytes(places.pages), self.pool.rows_bytes(places.rows)]
+        return [self.pool.places_bytes(i, own) for i, own in enumerate(self.request.places)]
 
     def foreign(self) -> None:
         assert self.device_home
@@ -48,7 +45,7 @@ class World:
 
     @property
     def device_home(self) -> bool:
-        return self.pool.pages.at_rest() and self.pool.rows.at_rest()
+        return self.pool.places.at_rest()
 
 
 @pytest.fixture
@@ -93,7 +90,7 @@ async def test_dropped_state_is_not_brought_back(w: World) -> None:
     assert (w.request.phase, w.device_home, w.store.used_bytes) == (P.AWAY, True, 0)
     assert not w.request.copied
     assert not await w.request.resume()
-    assert (w.request.places.pages.size, w.request.places.rows.size) == (3, 1)
+    assert [own.size for own in w.request.places] == [3, 1]
 
 
 async def test_only_what_is_away_is_computed_again(w: World) -> None:
@@ -103,7 +100,7 @@ async def test_only_what_is_away_is_computed_again(w: World) -> None:
     w.request.needs(2)
     assert (w.store.used_bytes, w.request.sizes) == (0, (2, 1))
     assert not await w.request.resume()
-    assert w.request.places.pages.size == 2
+    assert w.request.places[0].size == 2
 
 
 async def test_host_memory_is_full() -> None:
@@ -226,9 +223,8 @@ async def test_misuse_is_refused(w: World) -> None:
         await w.request.retract()
     bare = Resident(
         "bare",
-        Places(w.pool.pages.take(1, "bare"), w.pool.rows.take(1, "bare")),
-        pages=w.pool.pages,
-        rows=w.pool.rows,
+        take(w.pool, 1, 1, "bare"),
+        allocators=w.pool.allocators,
     )
     with pytest.raises(MisuseError, match="no host memory"):
         await bare.retract()
@@ -236,10 +232,10 @@ async def test_misuse_is_refused(w: World) -> None:
 
 
 async def test_pages_that_were_handed_over_are_no_longer_its_own(w: World) -> None:
-    first, later = w.request.places.pages[:2], w.request.places.pages[2:]
+    first, later = w.request.places[0][:2], w.request.places[0][2:]
     w.pool.pages.move(first, OWNER, "cache")
     w.request.hand_over(2)
-    assert w.request.places.pages.tolist() == later.tolist() and w.request.sizes == (1, 1)
+    assert w.request.places[0].tolist() == later.tolist() and w.request.sizes == (1, 1)
     await w.request.retract()
     with pytest.raises(MisuseError, match="is not resident"):
         w.request.hand_over(1)

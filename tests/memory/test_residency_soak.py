@@ -20,7 +20,7 @@ from kvflow.memory.snapshot import SnapshotStore
 from kvflow.protocols.errors import HostMemoryError
 from kvflow.protocols.machines.residency import ResidencyPhase as P
 from kvflow.protocols.pages.layout import Places
-from tests.memory.kinds import KINDS, has_rows, in_rows, layout_of, names_of
+from tests.memory.kinds import KINDS, give_back, layout_of, names_of, space_of, take
 from tests.soak import sized
 
 PAGES, ROWS, REQUESTS, MOST_PAGES = 12, 4, 3, 3
@@ -34,10 +34,12 @@ class Soak:
         self.kind, self._random = kind, random
         layout = layout_of(kind, 4, PAGES, ROWS, "page_first")
         self.pool = PagedPool.allocate(layout, shared=False)
-        self.rows = self.pool.rows if has_rows(kind) else None
         # one of the largest requests and a bit: it is full now and then
-        limit_bytes = (MOST_PAGES + 1) * layout.page_bytes + 2 * layout.row_bytes
-        self.store = SnapshotStore(self.pool, limit_bytes, num_rows=2 if self.rows else None)
+        limit_bytes = layout.room_bytes(
+            tuple(2 if space.in_rows else MOST_PAGES + 1 for space in layout.spaces)
+        )
+        rows = 2 if layout.num_rows else None
+        self.store = SnapshotStore(self.pool, limit_bytes, num_rows=rows)
         self._numbers = itertools.count()
         self.requests = [self._begin() for _ in range(REQUESTS)]
         self.bytes_of = {request.owner: self.write(request.places) for request in self.requests}
@@ -45,14 +47,8 @@ class Soak:
 
     def _begin(self) -> Resident:
         owner = ("sequence", next(self._numbers))
-        places = self._take(int(self._random.integers(1, MOST_PAGES + 1)), owner)
-        return Resident(owner, places, pages=self.pool.pages, rows=self.rows, store=self.store)
-
-    def _take(self, pages: int, owner: Any) -> Places:
-        return Places(
-            self.pool.pages.take(pages, owner),
-            self.rows.take(1, owner) if self.rows else np.empty(0, dtype=np.int32),
-        )
+        places = take(self.pool, int(self._random.integers(1, MOST_PAGES + 1)), 1, owner)
+        return Resident(owner, places, allocators=self.pool.allocators, store=self.store)
 
     def write(self, places: Places) -> list[NDArray[np.uint8]]:
         for name in names_of(self.kind):
@@ -69,19 +65,12 @@ class Soak:
         ]
 
     def _at(self, name: str, places: Places) -> Any:
-        return places.rows if in_rows(self.kind, name) else places.pages
+        return places[space_of(self.kind, name)]
 
     def foreign(self) -> None:
-        taken = Places(
-            self.pool.pages.take(self.pool.pages.free_pages, "foreign"),
-            self.rows.take(self.rows.free_pages, "foreign")
-            if self.rows
-            else np.empty(0, dtype=np.int32),
-        )
+        taken = tuple(a.take(a.free_pages, "foreign") for a in self.pool.allocators)
         self.write(taken)
-        self.pool.pages.give_back(taken.pages, "foreign")
-        if self.rows:
-            self.rows.give_back(taken.rows, "foreign")
+        give_back(self.pool, taken, "foreign")
 
     def check(self) -> None:
         for request in self.requests:
@@ -90,9 +79,7 @@ class Soak:
                 assert all(map(np.array_equal, found, self.bytes_of[request.owner])), request
         away = [request.sizes for request in self.requests if request.phase is P.AWAY]
         layout = self.pool.layout
-        assert self.store.used_bytes == sum(
-            p * layout.page_bytes + r * layout.row_bytes for p, r in away
-        )
+        assert self.store.used_bytes == sum(map(layout.room_bytes, away))
 
     def replace(self, request: Resident) -> None:
         assert request.phase is P.ENDED
@@ -152,7 +139,7 @@ class Soak:
     async def close(self) -> None:
         for request in self.requests:
             request.close()
-        assert self.pool.pages.at_rest() and (self.rows is None or self.rows.at_rest())
+        assert self.pool.places.at_rest()
         assert self.store.used_bytes == self.store.count == 0
         await self.store.close()
         self.pool.close()

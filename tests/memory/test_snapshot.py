@@ -31,10 +31,12 @@ from tests.memory.kinds import (
     KINDS,
     check_restored,
     contents,
-    has_rows,
+    give_back,
     layout_of,
     names_of,
     overwrite,
+    places_at,
+    take,
 )
 
 CHUNK_PAGES = 3
@@ -48,26 +50,13 @@ def allocate(
     return PagedPool.allocate(layout_of(kind, page_size, num_pages, rows, order), shared=False)
 
 
-def take(pool: PagedPool, pages: int, rows: int, owner: str) -> Places:
-    return Places(
-        pool.pages.take(pages, owner),
-        pool.rows.take(rows, owner) if pool.layout.num_rows else NO_PLACES,
-    )
-
-
-def give_back(pool: PagedPool, places: Places, owner: str) -> None:
-    pool.pages.give_back(places.pages, owner)
-    if places.rows.size:
-        pool.rows.give_back(places.rows, owner)
-
-
 def at_rest(pool: PagedPool) -> bool:
-    return pool.pages.at_rest() and (not pool.layout.num_rows or pool.rows.at_rest())
+    return pool.places.at_rest()
 
 
 def shuffled(places: Places, seed: int) -> Places:
     random = np.random.default_rng(seed)
-    return Places(random.permutation(places.pages), random.permutation(places.rows))
+    return tuple(random.permutation(own) for own in places)
 
 
 def mapped(pool: PagedPool) -> list[str]:
@@ -127,10 +116,8 @@ async def round_trip(
     source = shuffled(take(a, pages, 1, "mine"), seed)
     before = contents(kind, a)
     held = await store.take(source)
-    parts = ((source.pages, a.layout.page_bytes), (source.rows, a.layout.row_bytes))
-    assert (
-        held.size_bytes == store.used_bytes == sum(len(indices) * size for indices, size in parts)
-    )
+    sizes = zip(source, a.layout.place_bytes, strict=True)
+    assert held.size_bytes == store.used_bytes == sum(len(own) * size for own, size in sizes)
     give_back(a, source, "mine")
     assert at_rest(a)
     overwrite(a, seed + 1)
@@ -144,15 +131,9 @@ async def round_trip(
     check_restored(kind, before, source, was, target, b)
     held.close()
     held.close()
-    assert store.used_bytes == other.used_bytes == 0 and store.host.pages.at_rest()
+    assert store.used_bytes == other.used_bytes == 0 and at_rest(store.host)
     for owner in ("neighbour", "again"):
-        give_back(
-            b,
-            Places(
-                b.pages.pages_of(owner), b.rows.pages_of(owner) if target.rows.size else NO_PLACES
-            ),
-            owner,
-        )
+        give_back(b, tuple(allocator.pages_of(owner) for allocator in b.allocators), owner)
     assert at_rest(a) and at_rest(b)
     await store.close()
     await other.close()
@@ -216,7 +197,7 @@ async def test_a_checksum_that_forgets_a_name_is_found(
 ) -> None:
     pool = allocate(kind)
     overwrite(pool, 1)
-    places = pool.layout.numbered(Places(PAGES, ROWS if has_rows(kind) else NO_PLACES))
+    places = pool.layout.numbered(places_at(kind, PAGES, ROWS))
 
     async def tells_them_apart() -> bool:
         sums = PageChecksums(pool)
@@ -229,28 +210,28 @@ async def test_a_checksum_that_forgets_a_name_is_found(
 
     right = checksum._stretches
 
-    def forgetful(layout: PoolLayout, *more: Any, in_rows: bool) -> Any:
+    def forgetful(layout: PoolLayout, *more: Any) -> Any:
         left = tuple(c for c in layout.components if c.name != name)
-        return right(msgspec.structs.replace(layout, components=left), *more, in_rows=in_rows)
+        return right(msgspec.structs.replace(layout, components=left), *more)
 
     assert await tells_them_apart()
     monkeypatch.setattr(checksum, "_stretches", forgetful)
     assert not await tells_them_apart()
 
 
-@pytest.mark.parametrize("lost", ["pages", "rows"])
+@pytest.mark.parametrize("lost", [0, 1, 2])
 async def test_a_release_that_forgets_a_store_is_found(
-    lost: str, monkeypatch: pytest.MonkeyPatch
+    lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = SnapshotStore.forget
 
     def forgetful(store: SnapshotStore, closed: Snapshot) -> None:
-        closed.places = closed.places._replace(**{lost: NO_PLACES})
+        closed.places = (*closed.places[:lost], NO_PLACES, *closed.places[lost + 1 :])
         right(store, closed)
 
     monkeypatch.setattr(SnapshotStore, "forget", forgetful)
     with pytest.raises(AssertionError):
-        await round_trip("hybrid", allocate("hybrid"), allocate("hybrid"), tokens=9)
+        await round_trip("windows", allocate("windows"), allocate("windows"), tokens=9)
 
 
 # --- what goes wrong
@@ -321,19 +302,16 @@ async def test_places_that_do_not_fit_are_refused() -> None:
     pool, store = store_of()
     mine = take(pool, 3, 1, "mine")
     held = await store.take(mine)
-    again = take(pool, 3, 1, "again")
+    again = pages, rows = take(pool, 3, 1, "again")
     for wrong, error, text in (
+        ((pages[:2], rows), LayoutError, "cannot be restored into 2 pages and 1 row"),
+        ((pages, NO_PLACES), LayoutError, "cannot be restored into 3 pages and 0 rows"),
+        ((pages[[0, 1, 1]], rows), OwnershipError, "a page is named twice"),
+        ((pages + 20, rows), LayoutError, "page is outside 0..13"),
+        ((pages, rows + 5), LayoutError, "row is outside 0..4"),
+        ((pages[None].repeat(3, 0), rows), LayoutError, r"pages have shape \(3, 3\), not \[n\]"),
         (
-            Places(again.pages[:2], again.rows),
-            LayoutError,
-            "cannot be restored into 2 pages and 1 rows",
-        ),
-        (Places(again.pages, NO_PLACES), LayoutError, "cannot be restored into 3 pages and 0 rows"),
-        (Places(again.pages[[0, 1, 1]], again.rows), OwnershipError, "a page is named twice"),
-        (Places(again.pages + 20, again.rows), LayoutError, "target page is outside"),
-        (Places(again.pages, again.rows + 5), LayoutError, "target row is outside"),
-        (
-            Places(pool.pages.take(3, "x"), np.array([4], dtype=np.int32)),
+            (pool.pages.take(3, "x"), np.array([4], dtype=np.int32)),
             OwnershipError,
             "row 4 has no owner",
         ),
@@ -342,7 +320,7 @@ async def test_places_that_do_not_fit_are_refused() -> None:
             await store.restore(held, wrong)
         assert pool.pages.held_pages == pool.rows.held_pages == 0
     pool.pages.give_back(pool.pages.pages_of("x"), "x")
-    pool.pages.give_back(mine.pages[:1], "mine")
+    pool.pages.give_back(mine[0][:1], "mine")
     with pytest.raises(OwnershipError, match="has no owner"):
         await store.take(mine)
     held.version = 2
@@ -363,12 +341,14 @@ async def test_places_are_given_as_places() -> None:
     pool, store = store_of(limit_pages=11, num_rows=2)
     places = take(pool, 1, 1, "a")
     held = await store.take(places)
-    wrong: Any = tuple(places)
-    for call in (store.take(wrong), store.restore(held, wrong)):
-        with pytest.raises(
-            MisuseError, match=r"given as kvflow.Places\(pages, rows\), not as a tuple"
-        ):
-            await call
+    for wrong, text in (
+        (list(places), r"one array for each space \(pages, rows\), not as a list"),
+        (places[:1], r"one array for each space \(pages, rows\), not as a tuple of 1"),
+    ):
+        given: Any = wrong
+        for call in (store.take(given), store.restore(held, given)):
+            with pytest.raises(MisuseError, match=text):
+                await call
     held.close()
     await store.close()
 
@@ -494,7 +474,7 @@ async def test_a_snapshot_closed_while_it_is_restored_is_freed_once_and_afterwar
     assert store.used_bytes == size_bytes and store.count == 0
     gate.go.set()
     await running
-    assert store.used_bytes == 0 and store.host.pages.at_rest() and store.host.rows.at_rest()
+    assert store.used_bytes == 0 and at_rest(store.host)
     await store.close()
 
 
@@ -520,8 +500,8 @@ async def test_the_store_of_a_snapshot_waits_for_a_restore_into_another_pool(
 async def test_pages_of_the_engine_s_own_are_held_where_they_are_counted() -> None:
     pool = allocate("mha")
     external = ExternalPages(pool.layout.num_pages)
-    store = SnapshotStore(pool, 1 << 16, pages=external)
-    taking = asyncio.ensure_future(store.take(Places(np.array([3, 9], dtype=np.int32), NO_PLACES)))
+    store = SnapshotStore(pool, 1 << 16, allocators=(external,))
+    taking = asyncio.ensure_future(store.take((np.array([3, 9], dtype=np.int32),)))
     await asyncio.sleep(0)
     assert external.busy([3, 9]).tolist() == [3, 9]
     (await taking).close()

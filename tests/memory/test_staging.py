@@ -15,17 +15,17 @@ from kvflow.memory.staging import StagedArrivals, StagedChecksums, Staging
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.kinds import StateKind
-from kvflow.protocols.pages.layout import NO_PLACES, Order, PageIndices, Places, build_layout
+from kvflow.protocols.pages.layout import Order, PageIndices, Places, build_layout
 from kvflow.protocols.pages.plan import Pairing
 from tests.memory.gate import CopyGate
 from tests.memory.kinds import (
     KINDS,
     check_restored,
     contents,
-    has_rows,
     layout_of,
     names_of,
     overwrite,
+    places_at,
 )
 from tests.memory.test_snapshot import forgetting
 
@@ -39,10 +39,7 @@ def made(kind: str, order: Order = "page_first", num_pages: int = 14) -> PagedPo
 
 
 def places(kind: str, pages: tuple[int, ...], rows: tuple[int, ...]) -> Places:
-    found = [
-        np.array(indices, dtype=np.int32) for indices in (pages, rows if has_rows(kind) else ())
-    ]
-    return Places(*found)
+    return places_at(kind, *(np.array(indices, dtype=np.int32) for indices in (pages, rows)))
 
 
 def never() -> bool:
@@ -127,22 +124,21 @@ async def test_a_sum_through_scratch_is_that_of_the_pool(
     pool.close()
 
 
-@pytest.mark.parametrize("kind", ["mha", "hybrid", "mamba"])
+@pytest.mark.parametrize("kind", ["mha", "hybrid", "mamba", "windows"])
 def test_sizes(kind: str) -> None:
     pool = made(kind)
     layout = pool.layout
     for size_bytes in (0, layout.size_bytes, 1 << 40):
         whole = Staging(pool, size_bytes, shared=False)
-        assert (whole.host.layout.num_pages, whole.host.layout.num_rows) == (
-            layout.num_pages,
-            layout.num_rows,
-        )
+        assert whole.host.layout.counts == layout.counts
         whole.close()
-    limit = 2 * (2 * layout.page_bytes + layout.row_bytes)
+    limit = 2 * layout.room_bytes(tuple(1 if s.in_rows else 2 for s in layout.spaces))
     some = Staging(pool, limit, shared=False)
     assert 0 < some.host.layout.size_bytes <= limit < layout.size_bytes
     assert some.host.segment is None
-    assert bool(some.host.layout.num_rows) == has_rows(kind)
+    assert [space.name for space in some.host.layout.spaces] == [
+        space.name for space in layout.spaces
+    ]
     some.close()
     with pytest.raises(MisuseError, match="1 bytes of host memory do not hold"):
         Staging(pool, 1)
@@ -182,18 +178,12 @@ def test_what_each_shard_sends_of_a_page_lies_in_one_stretch() -> None:
     heads = [StateKind(name, "uint8", (4, 2)) for name in ("0.k", "0.v")]
     half = [kind._replace(shape=(2, 2), start=2, whole=4) for kind in heads]
     pool = PagedPool.allocate(build_layout(heads, page_size=4, num_pages=2), shared=False)
-    rank, one, no_rows = (
-        build_layout(half, page_size=4, num_pages=2),
-        np.array([1], np.int32),
-        NO_PLACES,
-    )
+    rank, one = build_layout(half, page_size=4, num_pages=2), np.array([1], np.int32)
     blocks = []
     for shards in (1, 2):
         staging = Staging(pool, shared=False, shards=shards)
         pairing = Pairing(rank, staging.host.layout, ("rank", "staging"), partly=True)
-        blocks.append(
-            pairing.blocks(one, one, no_rows, no_rows, max_block_bytes=1 << 20).sizes.size
-        )
+        blocks.append(pairing.blocks(one, one, max_block_bytes=1 << 20).sizes.size)
         staging.close()
     assert blocks[1] == 1 < blocks[0]
     pool.close()

@@ -153,7 +153,7 @@ STATES = np.zeros((3, 5), F32)
 def test_a_pool_of_nothing_but_rows_has_the_pages_it_is_given() -> None:
     pool = PagedPool.wrap({}, page_size=4, rows={"ssm": STATES}, num_pages=np.int64(40))
     assert (pool.layout.num_pages, pool.layout.num_rows, pool.layout.page_bytes) == (40, 3, 0)
-    assert pages_wanted(pool.layout, 160, 0) == 41 and pool.pages.free_pages == 40
+    assert pages_wanted(pool.layout, 160, 0) == (40, 1) and pool.pages.free_pages == 40
 
 
 @pytest.mark.parametrize(

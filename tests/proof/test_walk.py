@@ -17,9 +17,10 @@ from kvflow.proof.walk.decode_side import DecodeSide
 from kvflow.proof.walk.mirror import mirrored
 from kvflow.proof.walk.search import Faults, Walk
 from kvflow.proof.walk.tables import deaf
-from kvflow.proof.walk.world import Bounds, Price
+from kvflow.proof.walk.world import Bounds, Price, World
 from kvflow.proof.walk.worlds import SETS, WORLDS
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.spaces import Counts
 from kvflow.protocols.wire import messages as wire
 from tests.protocols.joined import Joined, State
 
@@ -119,8 +120,20 @@ def test_every_state_is_its_parts() -> None:
     assert (np.diff(walk.states.astype(object)) > 0).all(), "each state is there once"
 
 
-def test_the_mirror_image_of_a_mirror_image_is_the_same() -> None:
-    walk = Walk(TINY._replace(ranks=2, crashes=1, restarts=False))
+def test_a_world_of_two_spaces_fills_them_chunk_by_chunk() -> None:
+    world = World(WORLDS["small-spaces"].bounds)
+    assert world.fills == ((1, 0), (1, 1))
+    assert world.counts == (2, 1) == world.layout.wanted(world.tokens, world.prefix_tokens)
+    assert world.chunk_bits == [0b001, 0b110] and world.all_bits == 0b111
+    assert world.places_of(1).tolist() == [8, 9, 72]
+    assert [world.sources(chunk).tolist() for chunk in (0, 1)] == [[0], [1, 64]]
+    assert [world.position(place) for place in (24, 25, 88)] == [0, 1, 2]
+    assert [world.reached(1, bits) for bits in (0b011, 0b100, 0b110)] == [1 << 2, 1 << 3, 3 << 2]
+
+
+@pytest.mark.parametrize("fills", [(), ((1, 1),)], ids=["one space", "two spaces"])
+def test_the_mirror_image_of_a_mirror_image_is_the_same(fills: tuple[Counts, ...]) -> None:
+    walk = Walk(TINY._replace(ranks=2, crashes=1, restarts=False, fills=fills))
     assert walk.run() is None
     turned = 0
     for decode in list(walk.tables.decodes.values):
@@ -257,7 +270,7 @@ def test_a_grant_of_a_decode_that_was_displaced_does_not_begin_again() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["displaced", "eviction", "prefix", "no-fence", "steps"])
+@pytest.mark.parametrize("name", ["displaced", "eviction", "prefix", "no-fence", "steps", "spaces"])
 def test_nothing_is_broken_in_a_world_of_its_own(name: str) -> None:
     report = run.walk(WORLDS[name].bounds, print)
     print(report)

@@ -27,7 +27,8 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.pages.coverage import served_of
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
+from kvflow.protocols.pages.kinds import ROW, StateKind
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout, Space, build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, WriteOutcome
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.prefill.peers import PrefillIdentity
@@ -43,6 +44,15 @@ DECODE, OTHER_DECODE, THIRD_DECODE = Incarnation(77), Incarnation(88), Incarnati
 PREFILL, OTHER_PREFILL = Incarnation(101), Incarnation(202)
 RANK = Rank(0)
 LAYOUT = build_layout([("k", "uint8", (8,))], page_size=4, num_pages=16)
+THREE = build_layout(
+    [
+        StateKind("k", "uint8", (8,)),
+        StateKind("w", "uint8", (4,), space="window"),
+        StateKind("s", "uint8", (2,), ROW),
+    ],
+    spaces=(Space("pages", 16, 4), Space("window", 9, 2, 5), Space("rows", 3, 0)),
+)
+"""Three spaces, of which a prompt of `TOKENS` tokens needs three pages, three pages and a row."""
 ADDRESS = PlaneAddress("fake", "there", ProcessIdentity("boot", "pid", 1, 2))
 OWN_ADDRESS = PlaneAddress("fake", "here", ProcessIdentity("boot", "pid", 3, 4))
 TIMING = Timing(
@@ -274,7 +284,7 @@ def registered(
 
 def chunk_done(
     seq: int,
-    pages: int,
+    pages: int | tuple[int, ...],
     last: bool = False,
     handoff: bytes = b"",
     room: int = 7,
@@ -283,7 +293,9 @@ def chunk_done(
     rank: int = RANK,
     **fields: Any,
 ) -> wire.ChunkDone:
-    chunk: dict[str, Any] = {"seq": seq, "pages": pages, "last": last, "rank": Rank(rank)}
+    """What a rank says of a chunk. `pages` counts by space, or the pages of the only space."""
+    counts = (pages,) if isinstance(pages, int) else pages
+    chunk: dict[str, Any] = {"seq": seq, "pages": counts, "last": last, "rank": Rank(rank)}
     return wire.ChunkDone(
         handoff=handoff, checksum=checksum, **chunk, **head(room, grant, **fields)
     )
@@ -340,7 +352,7 @@ class LoneDecode:
         layout: PoolLayout = LAYOUT,
         **more: Any,
     ) -> None:
-        self.counts, self.now = Counts(1), START
+        self.counts, self.now = Counts((1,)), START
         identity = DecodeIdentity(DECODE, layout, ADDRESS)
         self.endpoint = DecodeEndpoint(
             identity, observer=self.counts, timing=timing, bounds=bounds, **more
@@ -435,7 +447,7 @@ def other(message: wire.Message) -> tuple[PeerKey, wire.Message]:
 
 
 def done(
-    seq: int, pages: int, last: bool = False, handoff: bytes = b"", **more: Any
+    seq: int, pages: int | tuple[int, ...], last: bool = False, handoff: bytes = b"", **more: Any
 ) -> wire.ChunkDone:
     return chunk_done(seq, pages, last, handoff, grant=G, **more)
 

@@ -13,8 +13,6 @@ from kvflow.protocols.pages import arrange
 from kvflow.protocols.pages.arrange import as_in, blocks_between, by_shard, from_shards
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import (
-    NO_PLACES,
-    PageIndices,
     PoolLayout,
     build_layout,
     opaque_layout,
@@ -35,11 +33,10 @@ def layout_of(streams: Sequence[Whole], shards: int = 1, *which: int) -> PoolLay
 def copied(source: PagedPool, target: PagedPool, through: PoolLayout) -> None:
     between = PagedPool.allocate(through, shared=False)
     pages = np.arange(PAGES, dtype=np.int32)
-    rows: PageIndices = np.arange(2, dtype=np.int32) if through.num_rows else NO_PLACES
+    rows = (np.arange(2, dtype=np.int32),) * (len(through.spaces) - 1)
     for here, there in ((source.layout, between.layout), (between.layout, target.layout)):
-        HostCopier.copy(
-            Pairing(here, there).blocks(pages, pages[::-1], rows, rows, max_block_bytes=1 << 20)
-        )
+        lists = here.numbered((pages, *rows)), there.numbered((pages[::-1], *rows))
+        HostCopier.copy(Pairing(here, there).blocks(*lists, max_block_bytes=1 << 20))
     between.close()
 
 

@@ -159,14 +159,18 @@ class TestLending:
         layout = build_layout([("k", "uint8", (8,))], page_size=4, num_pages=16, num_rows=2)
         decode = LoneDecode(layout=layout).up()
         grant = decode.open()
-        with pytest.raises(LayoutError, match="0 rows among 4 places"):
+        text = "room 7: 4 pages and 0 rows for a room of 3 pages and 1 row"
+        with pytest.raises(MisuseError, match=text):
             decode.lend(grant, (7, 2, 5, 9))
+        with pytest.raises(LayoutError, match="place 5 of space 'pages' follows place 17 of space"):
+            decode.lend(grant, (7, 2, 17, 5))
         decode.lend(grant, (7, 2, 5, 17))
-        assert decode.endpoint.rooms[grant].lease.num_pages == 4
+        lease = decode.endpoint.rooms[grant].lease
+        assert (lease.counts, lease.num_pages) == ((3, 1), 4)
 
     def test_a_prefix_can_grow_until_pages_are_lent(self, decode: LoneDecode) -> None:
         grant = decode.open()
-        assert decode.endpoint.shorten(grant, 8) == 1
+        assert decode.endpoint.shorten(grant, 8) == (1,)
         decode.lend(grant, (7,))
         with pytest.raises(MisuseError, match="room 7: its pages have been lent, with the prefix"):
             decode.endpoint.shorten(grant, 8)
@@ -177,7 +181,7 @@ class TestLending:
         with pytest.raises(MisuseError, match="room 7: pages can be lent once, after Linked"):
             fresh.lend(grant)
         grant = decode.open()
-        with pytest.raises(MisuseError, match="room 7: 2 pages for a room of 3"):
+        with pytest.raises(MisuseError, match="room 7: 2 pages for a room of 3 pages"):
             decode.lend(grant, (1, 2))
         decode.lend(grant)
         with pytest.raises(MisuseError, match="room 7: pages can be lent once, after Linked"):
@@ -228,13 +232,13 @@ class TestChunks:
         decode.hear(done(0, 1))
         for message in (done(0, 1), done(2, 1), done(1, 1, room=8), chunk_done(1, 1, grant=9)):
             assert decode.hear(message) == []
-        assert decode.counts.stale == 4 and record.state.filled == (1,)
+        assert decode.counts.stale == 4 and record.state.filled == ((1,),)
 
     def test_a_rank_in_doubt_lands_nothing_more(self, decode: LoneDecode) -> None:
         record = decode.lent()
         decode.hear(ack(grant=G, drained=False))
         assert decode.hear(done(0, 1), done(0, 3, True)) == [] and decode.counts.stale == 2
-        assert record.state.filled == (0,) and len(decode.core.ledger) == 1
+        assert record.state.filled == ((0,),) and len(decode.core.ledger) == 1
 
     def test_what_does_not_add_up_ends_the_room(self, decode: LoneDecode) -> None:
         record = decode.lent()
@@ -257,7 +261,7 @@ class TestChunks:
         record = two.lent(ranks=TWO)
         two.hear(chunk_done(0, 2, grant=record.grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY)
         assert record.next_seq == [0, 1]
-        assert [record.first_page(rank) for rank in (0, 1)] == [0, 2]
+        assert [record.spans_of(rank, (1,)) for rank in (0, 1)] == [((0, 1),), ((2, 3),)]
 
 
 def summed(
@@ -281,12 +285,12 @@ class TestVerifiedChunks:
 
     def test_they_land_in_the_order_they_came_in(self, decode: LoneDecode) -> None:
         record = decode.lent()
-        assert decode.hear(done(0, 2, checksum=b"a")) == [VerifyChunk(G, 0, 0, 0, 2, SERVED)]
+        assert decode.hear(done(0, 2, checksum=b"a")) == [VerifyChunk(G, 0, 0, ((0, 2),), SERVED)]
         assert decode.hear(done(1, 1, True, b"h", checksum=b"b")) == [
-            VerifyChunk(G, 0, 1, 2, 1, SERVED)
+            VerifyChunk(G, 0, 1, ((2, 3),), SERVED)
         ]
         assert len(decode.core.ledger) == 0, "the last one is proof, whatever its checksum says"
-        assert summed(decode, 1, b"b") == [] and record.state.filled == (0,)
+        assert summed(decode, 1, b"b") == [] and record.state.filled == ((0,),)
         assert summed(decode, 0, b"a") == [RoomLanded(G, b"h"), RoomEnded(G)]
         assert summed(decode, 0, b"a") == []
 
@@ -341,17 +345,17 @@ class TestVerifiedChunks:
         )
         found = [(check.rank, check.message.seq) for check in record.checks]
         assert found == [(0, 0), (0, 1), (1, 0), (1, 1)] and record.next_seq == [2, 2]
-        assert [record.first_page(rank) for rank in (0, 1)] == [2, 3]
+        assert [record.spans_of(rank, (1,)) for rank in (0, 1)] == [((2, 3),), None]
         assert summed(decode, 0, b"c", 1, grant) == [] == summed(decode, 1, b"b", 0, grant)
-        assert record.state.filled == (0, 0)
-        assert summed(decode, 0, b"a", 0, grant) == [] and record.state.filled == (2, 2)
+        assert record.state.filled == ((0,), (0,))
+        assert summed(decode, 0, b"a", 0, grant) == [] and record.state.filled == ((2,), (2,))
         summed(decode, 1, b"d", 1, grant)
         assert record.state.finished == 0b10 and decode.counts.mismatched == 0
 
     def test_a_chunk_without_pages_has_no_sum(self, decode: LoneDecode) -> None:
         decode.lent()
         decode.hear(done(0, 3, checksum=b"a"))
-        assert decode.hear(done(1, 0, True, b"h")) == [VerifyChunk(G, 0, 1, 3, 0, SERVED)]
+        assert decode.hear(done(1, 0, True, b"h")) == [VerifyChunk(G, 0, 1, (), SERVED)]
         assert summed(decode, 0, b"a") == []
         assert summed(decode, 1, b"") == [RoomLanded(G, b"h"), RoomEnded(G)]
 
@@ -366,7 +370,7 @@ class TestVerifiedChunks:
         decode.hear(done(0, 1, checksum=b"a"))
         assert decode.close(G) == [StopVerifying(G), RoomFailed(G, GONE), to(abort(grant=G))]
         assert summed(decode, 0, b"z") == [] and decode.counts.mismatched == 0
-        assert record.state.filled == (0,)
+        assert record.state.filled == ((0,),)
         assert summed(decode, 0, b"a", grant=GrantId(99)) == []
 
 
@@ -379,13 +383,13 @@ class TestStagedRooms:
 
     def test_they_land_when_they_have_been_brought(self, decode: LoneDecode) -> None:
         record = decode.lent()
-        assert decode.hear(done(0, 2)) == [VerifyChunk(G, 0, 0, 0, 2, SERVED)]
+        assert decode.hear(done(0, 2)) == [VerifyChunk(G, 0, 0, ((0, 2),), SERVED)]
         assert decode.hear(done(1, 1, True, b"h", checksum=b"of prefill")) == [
-            VerifyChunk(G, 0, 1, 2, 1, SERVED)
+            VerifyChunk(G, 0, 1, ((2, 3),), SERVED)
         ]
         # Proof, but nothing is there yet.
-        assert len(decode.core.ledger) == 0 and record.state.filled == (0,)
-        assert summed(decode, 1, b"brought") == [] and record.state.filled == (0,)
+        assert len(decode.core.ledger) == 0 and record.state.filled == ((0,),)
+        assert summed(decode, 1, b"brought") == [] and record.state.filled == ((0,),)
         assert summed(decode, 0, b"brought") == [RoomLanded(G, b"h"), RoomEnded(G)]
 
     def test_one_that_was_not_brought_ends_the_room(self, decode: LoneDecode) -> None:

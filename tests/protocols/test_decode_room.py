@@ -82,12 +82,12 @@ def test_rules(phase: DecodePhase, kind: DecodeKind) -> None:
         assert commands[0] is C.TELL_FAILED, "the client first"
 
 
-def chunk(seq: int, pages: int = 1, *, last: bool = False, rank: int = 0) -> DecodeEvent:
-    return DecodeEvent(K.CHUNK_LANDED, rank, seq, pages, last)
+def chunk(seq: int, *pages: int, last: bool = False, rank: int = 0) -> DecodeEvent:
+    return DecodeEvent(K.CHUNK_LANDED, rank, seq, pages or (1,), last)
 
 
 def waiting(pages: int = 3, ranks: int = 1) -> DecodeRoomState:
-    room, commands = step(opened(pages, ranks), DecodeEvent(K.LENT))
+    room, commands = step(opened((pages,), ranks), DecodeEvent(K.LENT))
     assert commands == (C.SEND_BOOTSTRAP,)
     return room
 
@@ -105,9 +105,9 @@ def test_states_are_frozen_values_and_step_is_pure() -> None:
 def test_chunks_in_order_until_all_pages_are_filled() -> None:
     room = waiting(3)
     room, commands = step(room, chunk(0))
-    assert (room.phase, commands, room.filled) == (P.TRANSFERRING, (), (1,))
+    assert (room.phase, commands, room.filled) == (P.TRANSFERRING, (), ((1,),))
     room, commands = step(room, chunk(1, 2, last=True))
-    assert (room.phase, commands, room.filled) == (P.SUCCESS, (C.TELL_LANDED, C.END), (3,))
+    assert (room.phase, commands, room.filled) == (P.SUCCESS, (C.TELL_LANDED, C.END), ((3,),))
 
 
 @pytest.mark.parametrize("seq", [0, 2, 5])
@@ -155,7 +155,7 @@ events = st.one_of(
         st.sampled_from([K.CHUNK_LANDED]),
         st.integers(0, 1),
         st.integers(0, 3),
-        st.integers(0, 3),
+        st.integers(0, 3).map(lambda count: (count,)),
         st.booleans(),
     ),
     st.builds(DecodeEvent, st.sampled_from(sorted(ENDINGS))),
@@ -172,9 +172,9 @@ def test_whatever_a_peer_sends_success_is_full_and_ends_once(received: list[Deco
         room, commands = step(room, event)
         ends += commands.count(C.END)
         told += commands.count(C.TELL_LANDED) + commands.count(C.TELL_FAILED)
-        assert max(room.filled) <= 3
+        assert max(room.filled) <= (3,)
         if room.phase is P.SUCCESS:
-            assert room.filled == (3, 3) and room.finished == 3
+            assert room.filled == ((3,), (3,)) and room.finished == 3
     if room.phase is P.DRAINING:
         room, commands = step(room, DecodeEvent(K.LOANS_ENDED))
         ends += commands.count(C.END)

@@ -50,10 +50,10 @@ class Desk:
     """The earlier loans of one endpoint, whose grants begin at 5."""
 
     def __init__(self, *loans: UnprovenLoan) -> None:
-        self.ledger: Ledger[Any] = Ledger(100)
+        self.ledger: Ledger[Any] = Ledger((100,))
         self.outbox: list[Any] = []
         grants = itertools.count(5)
-        self.earlier = EarlierLoans(self.ledger, self.outbox, lambda: GrantId(next(grants)))
+        self.earlier = EarlierLoans(self.ledger, self.outbox, lambda: GrantId(next(grants)), LAYOUT)
         self.granted = self.earlier.inherit(loans)
 
     def asked(self, work: float = float("inf")) -> list[Any]:
@@ -68,7 +68,7 @@ def test_a_writer_is_watched_once_whatever_it_owes() -> None:
     assert desk.asked() == [WatchEarlierWriter(1, FIRST), WatchEarlierWriter(2, SECOND)]
     assert desk.granted == {5: (LENDER, 1), 6: (LENDER, 2), 7: (LENDER, 3), 8: (LENDER, 4)}
     assert (len(desk.ledger), desk.ledger.quarantined_pages) == (4, 8)
-    assert desk.ledger.quarantined_leases == 4
+    assert desk.ledger.quarantined == desk.ledger.overdue == (8,)
     owed = [desk.earlier.owed_by(writer) for writer in desk.earlier.writers.values()]
     assert owed == [(3, 6), (1, 2)]
     writer = desk.earlier.writers[1]
@@ -89,7 +89,7 @@ def test_they_are_in_doubt_and_only_their_own_writer_ends_them() -> None:
     assert desk.asked() == [FreePages(GrantId(5)), StopEarlierWatch(1, Incarnation(11), FIRST)]
     assert list(desk.earlier.writers) == [2]
     assert desk.ledger.quarantined_pages == 2
-    assert len(desk.ledger) == desk.ledger.quarantined_leases == 1
+    assert len(desk.ledger) == 1
     desk.earlier.writer_died(1)  # a second word for it
     assert desk.asked() == []
     desk.earlier.writer_died(2)

@@ -241,7 +241,7 @@ class Joined(RuleBasedStateMachine):
     def send_chunk(self, pick: int, whole: bool) -> None:
         found = self._sendable()
         record = found[pick % len(found)]
-        left = PAGES - record.placed
+        left = PAGES - sum(record.placed)
         count = left if whole else 1
         last = count == left
         handoff = b"handoff" if last else b""

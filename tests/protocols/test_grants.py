@@ -218,7 +218,7 @@ def test_bytes_of_handoffs_are_counted_over_all_tables_until_they_are_forgotten(
         number = GrantId(grant)
         table.feed(number, K.BOOTSTRAP)
         done = ChunkDone(
-            rank=Rank(0), seq=0, pages=1, last=True, handoff=b"h" * 100, **_between(grant)
+            rank=Rank(0), seq=0, pages=(1,), last=True, handoff=b"h" * 100, **_between(grant)
         )
         table.end(number, (done,))
     assert (kept.total, first.kept_bytes, second.kept_bytes) == (300, 200, 100)

@@ -12,8 +12,9 @@ import pytest
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.kinds import PAGE, ROW, SLOT, StateKind
-from kvflow.protocols.pages.layout import MAX_ROWS, PoolLayout, build_layout, opaque_layout
+from kvflow.protocols.pages.layout import PoolLayout, build_layout, opaque_layout
 from kvflow.protocols.pages.plan import Pairing
+from kvflow.protocols.pages.spaces import MAX_ROWS, Space
 
 HYBRID = [
     StateKind("0.k", "bfloat16", (2, 8)),
@@ -40,12 +41,12 @@ def test_each_unit_has_its_own_bytes() -> None:
         "1.ssm": (ROW, 256),
     }
     assert (layout.page_bytes, layout.row_bytes) == (280, 384)
-    assert [(b.name, b.unit, b.size_bytes) for b in layout.buffers] == [
+    assert [(b.name, layout.unit_of(b), b.size_bytes) for b in layout.buffers] == [
         ("pages", PAGE, 1680),
         ("rows", ROW, 1152),
     ]
     by_layer = hybrid(order="layer_first")
-    assert [b.unit for b in by_layer.buffers] == [PAGE] * 4 + [ROW] * 2
+    assert [by_layer.unit_of(b) for b in by_layer.buffers] == [PAGE] * 4 + [ROW] * 2
     assert by_layer.size_bytes == layout.size_bytes == 6 * 280 + 3 * 384
     assert differences(layout, by_layer) == []
 
@@ -54,7 +55,8 @@ def test_a_model_of_state_rows_alone_has_pages_without_bytes() -> None:
     layout = build_layout(HYBRID[4:], page_size=4, num_pages=6, num_rows=3)
     assert (layout.page_bytes, layout.row_bytes) == (0, 384)
     pages, rows = np.arange(3, dtype=np.int32), np.array([2, 0], dtype=np.int32)
-    plan = Pairing(layout, layout).blocks(pages, pages, rows, rows, max_block_bytes=1 << 20)
+    both = layout.numbered((pages, rows))
+    plan = Pairing(layout, layout).blocks(both, both, max_block_bytes=1 << 20)
     assert plan.total_bytes == 2 * 384
 
 
@@ -104,11 +106,16 @@ def _component(layout: PoolLayout, which: int, **fields: object) -> PoolLayout:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        (lambda p: _with(p, num_rows=4), "'rows': 1152 bytes do not hold 4 rows of 384"),
-        (lambda p: _buffer(p, 1, unit=PAGE), "do not hold 6 pages of 384"),
-        (lambda p: _buffer(p, 1, unit="x"), "unit 'x' is neither"),
-        (lambda p: _component(p, 0, buffer=1), "its unit is 'slot'"),
-        (lambda p: _component(p, 5, buffer=0), "its unit is 'row'"),
+        (
+            lambda p: _with(p, spaces=(p.spaces[0], Space("rows", 4, 0))),
+            "'rows': 1152 bytes do not hold 4 rows of 384",
+        ),
+        (lambda p: _buffer(p, 1, space=0), "do not hold 6 pages of 384"),
+        (lambda p: _buffer(p, 1, space=2), r"buffer 'rows': space 2 is outside 0\.\.1"),
+        (lambda p: _component(p, 0, buffer=1), "'0.k' is in space 0, its buffer 'rows' in 1"),
+        (lambda p: _component(p, 5, buffer=0), "'1.ssm' is in space 1, its buffer 'pages' in 0"),
+        (lambda p: _component(p, 0, unit=ROW), "its unit is 'row', that of its space 'pages'"),
+        (lambda p: _component(p, 5, unit=PAGE), "its unit is 'page', that of its space 'rows'"),
         (lambda p: _component(p, 5, offset=129), "buffer's row"),
     ],
 )
@@ -135,6 +142,7 @@ def test_rows_and_formats_are_compared() -> None:
     ]
     without = build_layout(HYBRID[:4], page_size=4, num_pages=6)
     assert differences(without, hybrid()) == [
+        "spaces: prefill 'pages', decode 'pages, rows'",
         "1.conv: only decode has it",
         "1.ssm: only decode has it",
     ]
@@ -148,40 +156,45 @@ def test_rows_of_opaque_pools_are_compared_as_their_pages_are() -> None:
         )
 
     assert differences(opaque(conv=60, ssm=40), opaque(state=100)) == []
-    assert differences(opaque(conv=60), opaque()) == ["bytes per row: prefill 60, decode 0"]
+    assert differences(opaque(conv=60), opaque()) == [
+        "spaces: prefill 'pages, rows', decode 'pages'"
+    ]
+    assert differences(opaque(conv=60), opaque(conv=50)) == ["bytes per row: prefill 60, decode 50"]
     assert differences(opaque(conv=60, ssm=40), opaque(ssm=40, conv=60))[0] == (
         "conv: bytes 0..60 of a row at prefill, 40..100 at decode"
     )
-    one = np.array([1], dtype=np.int32)
-    plan = Pairing(opaque(conv=60, ssm=40), opaque(state=100)).blocks(
-        one, one, one, one, max_block_bytes=1 << 20
-    )
+    both = np.array([1, 3], dtype=np.int32)  # page 1 and row 1
+    pairing = Pairing(opaque(conv=60, ssm=40), opaque(state=100))
+    plan = pairing.blocks(both, both, max_block_bytes=1 << 20)
     assert plan.sizes.tolist() == [100, 100]
 
 
 class ShorterLayout(msgspec.Struct, frozen=True, array_like=True):
     """`PoolLayout` as a peer reads it that knows fewer elements: it leaves the others out."""
 
-    page_size: int
-    num_pages: int
+    spaces: tuple[tuple[object, ...], ...]
     components: tuple[tuple[object, ...], ...]
     buffers: tuple[tuple[object, ...], ...]
     tag: str = ""
     fingerprint: str = ""
 
 
-def test_a_peer_that_knows_fewer_elements_of_a_layout_reads_a_pool_without_rows() -> None:
+def test_a_peer_that_knows_fewer_elements_of_a_layout_reads_a_pool_of_one_space() -> None:
     layout = build_layout(HYBRID[:2], page_size=4, num_pages=6, fingerprint="m")
     packed = msgspec.msgpack.encode(layout)
     before = msgspec.msgpack.decode(packed, type=ShorterLayout)
-    assert (before.page_size, before.num_pages, before.fingerprint) == (4, 6, "m")
+    assert [s[:3] for s in before.spaces] == [("pages", 6, 4)] and before.fingerprint == "m"
     assert [c[:6] for c in before.components] == [
         ("0.k", "bfloat16", [2, 8], 0, 0, 128),
         ("0.index_k", "float8_e4m3fn", [32], 0, 128, 128),
     ]
     assert [b[:4] for b in before.buffers] == [("pages", 256, 1536, 0)]
     shortened = ShorterLayout(
-        4, 6, tuple(c[:6] for c in before.components), tuple(b[:4] for b in before.buffers), "", "m"
+        tuple(s[:3] for s in before.spaces),
+        tuple(c[:6] for c in before.components),
+        tuple(b[:4] for b in before.buffers),
+        "",
+        "m",
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(shortened), type=PoolLayout) == layout
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(hybrid()), type=PoolLayout) == hybrid()

@@ -17,13 +17,13 @@ from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import (
     MAX_LABEL,
-    MAX_PAGES,
     Order,
     PoolLayout,
     build_layout,
     names_twice,
     opaque_layout,
 )
+from kvflow.protocols.pages.spaces import MAX_PAGES, Space
 
 STREAMS = [("0.k", "bfloat16", (8, 16)), ("0.v", "bfloat16", (8, 4)), ("0.scale", "uint8", (3,))]
 
@@ -43,6 +43,7 @@ def _changed(**fields: object) -> PoolLayout:
     return msgspec.structs.replace(build_layout(STREAMS, page_size=4, num_pages=10), **fields)
 
 
+PAGES = Space("pages", 10, 4)
 _K = Component("0.k", "bfloat16", (8, 16), 0, 0, 1024)
 _BUFFER = Buffer("pages", 1024, 10240)
 _BLOB = Component("blob", "opaque", (1024,), 0, 0, 1024)
@@ -50,7 +51,11 @@ _LONG = "x" * (MAX_LABEL + 1)
 
 
 def _of(component: Component, buffer: Buffer = _BUFFER, tag: str = "") -> PoolLayout:
-    return PoolLayout(4, 10, (component,), (buffer,), tag)
+    return PoolLayout((PAGES,), (component,), (buffer,), tag)
+
+
+def _space(**fields: object) -> PoolLayout:
+    return _changed(spaces=(msgspec.structs.replace(PAGES, **fields),))
 
 
 def _k(**fields: object) -> PoolLayout:
@@ -60,11 +65,11 @@ def _k(**fields: object) -> PoolLayout:
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        (_changed(page_size=0), "page_size"),
-        (_changed(page_size=(1 << 16) + 1), "page_size"),
-        (_changed(num_pages=0), "num_pages"),
-        (_changed(num_pages=MAX_PAGES + 1), "num_pages"),
-        (_changed(num_pages=11), "buffer 'pages'"),
+        (_space(page_size=0), "first space of a pool has pages"),
+        (_space(page_size=(1 << 16) + 1), "page_size"),
+        (_space(count=0), "num_pages"),
+        (_space(count=MAX_PAGES + 1), "num_pages"),
+        (_space(count=11), "buffer 'pages'"),
         (_changed(components=(_K,) * 4097), "4097 components"),
         (_changed(buffers=()), "buffers"),
         (_changed(buffers=(Buffer("pages", 0, 12920),)), "buffer 'pages'"),
@@ -78,7 +83,7 @@ def _k(**fields: object) -> PoolLayout:
         (_k(buffer=-1), "buffer -1 is outside"),
         (_k(offset=-1), "leave"),
         (_k(offset=1), "leave"),
-        (PoolLayout(4, 10, (_K, _K), (_BUFFER,)), "component '0.k' is named twice"),
+        (PoolLayout((PAGES,), (_K, _K), (_BUFFER,)), "component '0.k' is named twice"),
         (_k(name=_LONG), "over the limit of 256"),
         (_of(_K, msgspec.structs.replace(_BUFFER, name=_LONG)), "over the limit of 256"),
         (_of(_BLOB, tag=_LONG), "tag of 257 characters"),
@@ -162,7 +167,7 @@ def test_fingerprints_are_compared() -> None:
 
 def test_a_peer_that_knows_neither_tag_nor_fingerprint_is_understood() -> None:
     layout = build_layout(STREAMS, page_size=4, num_pages=10)
-    old = msgspec.msgpack.encode(msgspec.msgpack.decode(msgspec.msgpack.encode(layout))[:4])
+    old = msgspec.msgpack.encode(msgspec.msgpack.decode(msgspec.msgpack.encode(layout))[:3])
     assert msgspec.msgpack.decode(old, type=PoolLayout) == layout
 
 
@@ -249,26 +254,36 @@ def layout(num_rows: int) -> PoolLayout:
 @pytest.mark.parametrize(
     ("num_rows", "pages", "wanted", "text"),
     [
-        (0, [0, 7, 7], 3, "a page is given twice"),
-        (0, [0, 7], 3, "2 pages given, its prompt needs 3"),
-        (0, [0, 8], 2, r"page 8 is outside 0\.\.7"),
+        (0, [0, 7, 7], (3,), "a page is given twice"),
+        (0, [0, 7], (3,), "2 pages given, its prompt needs 3 pages"),
+        (0, [0, 8], (2,), r"page 8 is outside 0\.\.7"),
         (
             2,
             [0, 8],
-            3,
+            (2, 1),
             (
-                r"1 pages and 1 rows given, .* 2 pages and 1 row \(row r is given as 8 \+ r, as "
-                r"the last\)"
+                r"1 pages and 1 row given, its prompt needs 2 pages and 1 row \(row n of 'rows' "
+                r"is given as 8 \+ n\)"
             ),
         ),
-        (2, [0, 1, 10], 3, r"page 10 is outside 0\.\.9"),
+        (2, [0, 1, 10], (2, 1), r"page 10 is outside 0\.\.9"),
     ],
 )
-def test_what_is_refused(num_rows: int, pages: list[int], wanted: int, text: str) -> None:
+def test_what_is_refused(
+    num_rows: int, pages: list[int], wanted: tuple[int, ...], text: str
+) -> None:
     with pytest.raises(MisuseError, match=f"^room 7: {text}$"):
         own_pages(pages, layout(num_rows), 7, wanted)
 
 
-@pytest.mark.parametrize(("num_rows", "pages"), [(0, []), (0, [7, 0]), (2, [8]), (2, [7, 0, 9])])
-def test_what_is_taken(num_rows: int, pages: list[int]) -> None:
-    assert own_pages(pages, layout(num_rows), 7, len(pages)).tolist() == pages
+def test_the_places_of_a_space_are_given_together() -> None:
+    with pytest.raises(LayoutError, match="place 1 of space 'pages' follows place 8 of space 'row"):
+        own_pages([0, 8, 1], layout(2), 7, (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "pages", "wanted"),
+    [(0, [], (0,)), (0, [7, 0], (2,)), (2, [8], (0, 1)), (2, [7, 0, 9], (2, 1))],
+)
+def test_what_is_taken(num_rows: int, pages: list[int], wanted: tuple[int, ...]) -> None:
+    assert own_pages(pages, layout(num_rows), 7, wanted).tolist() == pages

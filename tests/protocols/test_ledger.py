@@ -18,14 +18,14 @@ def lent(ledger: Ledger[str], grant: int, *sources: str, pages: int = 3) -> Leas
     assert lease.num_pages == 0
     for source in sources:
         ledger.open(lease, source)
-    lease.num_pages = pages
+    lease.counts = (pages,)
     for source in sources:
         ledger.feed(lease, source, K.LEND)
     return lease
 
 
 def test_a_lease_is_free_when_its_room_and_all_of_its_loans_have_ended() -> None:
-    ledger: Ledger[str] = Ledger(3)
+    ledger: Ledger[str] = Ledger((3,))
     lease = lent(ledger, 1, "a", "b")
     changes = ledger.recall(lease, GONE, 0.0)
     assert [(c.lease, c.source, c.commands, c.freed) for c in changes] == [
@@ -42,22 +42,46 @@ def test_a_lease_is_free_when_its_room_and_all_of_its_loans_have_ended() -> None
     assert ledger.overdue_pages == 0
 
 
-def test_leases_in_quarantine_are_counted_where_they_have_pages() -> None:
+def test_places_in_quarantine_are_counted_by_space() -> None:
     """A room that is recalled before it has lent anything keeps no row."""
-    ledger: Ledger[str] = Ledger(3)
-    leases = [lent(ledger, 1, "a", "b"), lent(ledger, 2, "a", pages=0)]
+    ledger: Ledger[str] = Ledger((9, 9, 9))
+    leases = [lent(ledger, 1, "a", "b"), lent(ledger, 2, "a"), lent(ledger, 3, "a")]
+    leases[0].counts, leases[1].counts, leases[2].counts = (3, 2, 1), (), (1, 4, 1)
     for lease in leases:
         ledger.recall(lease, GONE, 0.0)
-    assert (ledger.quarantined_pages, ledger.quarantined_leases) == (3, 1)
+        ledger.note_overdue(lease)
+    assert ledger.quarantined == ledger.overdue == (4, 6, 2) and ledger.quarantined_pages == 12
+    assert ledger.owed_by("a") == (3, 12) and ledger.owed_by("b") == (1, 6)
     ledger.feed(leases[1], "a", K.DRAINED)
     ledger.feed(leases[0], "a", K.DRAINED)
-    assert ledger.quarantined_leases == 1
+    assert ledger.quarantined == ledger.overdue == (4, 6, 2)
     ledger.feed(leases[0], "b", K.DRAINED)
-    assert (ledger.quarantined_pages, ledger.quarantined_leases) == (0, 0)
+    assert ledger.quarantined == ledger.overdue == (1, 4, 1) and ledger.overdue_pages == 6
+    ledger.feed(leases[2], "a", K.DRAINED)
+    assert ledger.quarantined == ledger.overdue == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        ((4, 6, 2), ""),
+        ((3, 6, 2), "4 pages are in quarantine, more than 3"),
+        ((99, 5, 99), "6 pages are in quarantine, more than 5"),
+        ((99, 99, 1), "2 pages are in quarantine, more than 1"),
+    ],
+)
+def test_one_space_over_its_limit_is_enough(limit: tuple[int, ...], text: str) -> None:
+    ledger: Ledger[str] = Ledger(limit)
+    for grant, counts in ((1, (3, 2, 1)), (2, (1, 4, 1))):
+        lease = lent(ledger, grant, "a")
+        lease.counts = counts
+        ledger.recall(lease, GONE, 0.0)
+        ledger.feed(lease, "a", K.UNPROVEN)
+    assert ledger.excess.startswith(text) and bool(ledger.excess) == bool(text)
 
 
 def test_loans_that_end_before_their_room_free_nothing() -> None:
-    ledger: Ledger[str] = Ledger(3)
+    ledger: Ledger[str] = Ledger((3,))
     lease = lent(ledger, 1, "a")
     assert not ledger.feed(lease, "a", K.LANDED).freed and ledger.quarantined_pages == 0
     # Nothing is lent any more.
@@ -66,7 +90,7 @@ def test_loans_that_end_before_their_room_free_nothing() -> None:
 
 
 def test_pages_are_in_quarantine_once_however_often_they_are_recalled() -> None:
-    ledger: Ledger[str] = Ledger(5)
+    ledger: Ledger[str] = Ledger((5,))
     first, second = lent(ledger, 1, "a"), lent(ledger, 2, "a")
     ledger.recall(first, GONE, 0.0)
     ledger.feed(first, "a", K.UNPROVEN)
@@ -79,7 +103,7 @@ def test_pages_are_in_quarantine_once_however_often_they_are_recalled() -> None:
 
 def test_pages_count_against_the_limit_once_they_are_overdue() -> None:
     """In doubt, or said to be: recalled alone they are about to come back."""
-    ledger: Ledger[str] = Ledger(5)
+    ledger: Ledger[str] = Ledger((5,))
     first, second = lent(ledger, 1, "a", "b"), lent(ledger, 2, "a")
     ledger.recall(first, GONE, 0.0)
     ledger.recall(second, GONE, 0.0)
@@ -101,7 +125,7 @@ def test_pages_count_against_the_limit_once_they_are_overdue() -> None:
 
 
 def test_what_was_in_doubt_before_its_room_ended_is_overdue_at_once() -> None:
-    ledger: Ledger[str] = Ledger(2)
+    ledger: Ledger[str] = Ledger((2,))
     lease = lent(ledger, 1, "a")
     ledger.feed(lease, "a", K.UNPROVEN)
     assert ledger.overdue_pages == 0, "the room has the pages"
@@ -110,7 +134,7 @@ def test_what_was_in_doubt_before_its_room_ended_is_overdue_at_once() -> None:
 
 
 def test_what_is_settled_is_what_the_source_knows_and_nothing_needs() -> None:
-    ledger: Ledger[str] = Ledger(9)
+    ledger: Ledger[str] = Ledger((9,))
     assert ledger.settled_below("a") == 1
     leases = {grant: lent(ledger, grant, "a") for grant in (1, 2, 3)}
     assert ledger.grants_of("a") == [1, 2, 3] and ledger.find("a", GrantId(2)) is leases[2]
@@ -138,7 +162,7 @@ def test_what_is_settled_is_what_the_source_knows_and_nothing_needs() -> None:
 
 
 def test_ranges_that_are_settled_above_an_open_loan() -> None:
-    ledger: Ledger[str] = Ledger(99)
+    ledger: Ledger[str] = Ledger((99,))
     leases = {grant: lent(ledger, grant, "a", *("b" * (grant % 2))) for grant in range(1, 10)}
     assert ledger.settled_above("a", 9) == (), "it has confirmed nothing"
     for grant in (2, 3, 5, 8):
@@ -166,14 +190,14 @@ def test_ranges_that_are_settled_above_an_open_loan() -> None:
 
 
 def test_a_settled_range_ends_where_the_source_knows_no_more() -> None:
-    ledger: Ledger[str] = Ledger(99)
+    ledger: Ledger[str] = Ledger((99,))
     leases = {grant: lent(ledger, grant, "a") for grant in (1, 2, 9)}
     ledger.feed(leases[2], "a", K.LANDED)
     assert ledger.settled_above("a", 9) == ((2, 3),), "the grants up to 9 are of other sources"
 
 
 def test_what_is_asked_of_a_source_may_end_its_loans_on_the_way() -> None:
-    ledger: Ledger[str] = Ledger(9)
+    ledger: Ledger[str] = Ledger((9,))
     leases = {grant: lent(ledger, grant, "a") for grant in (1, 2)}
     for grant in ledger.grants_of("a"):
         ledger.feed(leases[grant], "a", K.LANDED)

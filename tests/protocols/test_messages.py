@@ -11,6 +11,7 @@ import pytest
 
 from kvflow.protocols.errors import CapacityError, Cause, Code, WireError, room_error
 from kvflow.protocols.machinery import parsed
+from kvflow.protocols.pages.spaces import MAX_SPACES
 from kvflow.protocols.wire import messages
 from kvflow.protocols.wire.codec import encode, parse_at_decode, parse_at_prefill
 from kvflow.protocols.wire.messages import (
@@ -113,8 +114,10 @@ LIMITS: list[tuple[type, str, Any, Any]] = [
     (ChunkDone, "handoff", b"x" * MAX_HANDOFF_BYTES, b"x" * (MAX_HANDOFF_BYTES + 1)),
     (ChunkDone, "seq", 1 << 32, (1 << 32) + 1),
     (ChunkDone, "seq", 0, -1),
-    (ChunkDone, "pages", 1 << 40, (1 << 40) + 1),
-    (ChunkDone, "pages", 0, -1),
+    (ChunkDone, "pages", (3, 1 << 40), (3, (1 << 40) + 1)),
+    (ChunkDone, "pages", (0, 0), (0, -1)),
+    (ChunkDone, "pages", (1,), ()),
+    (ChunkDone, "pages", (1,) * MAX_SPACES, (1,) * (MAX_SPACES + 1)),
     *((kind, name, 1 << 40, (1 << 40) + 1) for kind, name in BOUNDS),
     *((kind, name, 0, -1) for kind, name in BOUNDS),
     (Registered, "asked", 0, -1),

@@ -95,7 +95,7 @@ def plans(draw: st.DrawFn) -> Plan:
     count = [draw(st.integers(0, PLACES)) for _ in range(2)]
     for _ in range(2):
         picked = [np.array(draw(st.permutations(range(PLACES))), dtype=np.int32)[:n] for n in count]
-        lists.append(Places(picked[0], picked[1]))
+        lists.append((picked[0], picked[1]))
     return Plan(
         draw(models()),
         (draw(width), draw(width)),
@@ -172,12 +172,12 @@ def test_between_any_widths_every_byte_is_written_once_from_the_right_byte(plan:
             if layout is not None:
                 here = memory(layout, 255)
                 for c in layout.components:
-                    view(layout, c, here)[plan.places[0][c.in_rows]] = truth[c.name][entries(c)]
+                    view(layout, c, here)[plan.places[0][c.space]] = truth[c.name][entries(c)]
                 copy(Pairing(layout.served, target, partly=True), plan, here, there, written)
     expected, once = memory(target, 0), memory(target, 0)
     for c in target.components:
-        view(target, c, expected)[plan.places[1][c.in_rows]] = truth[c.name][entries(c)]
-        view(target, c, once)[plan.places[1][c.in_rows]] = 1
+        view(target, c, expected)[plan.places[1][c.space]] = truth[c.name][entries(c)]
+        view(target, c, once)[plan.places[1][c.space]] = 1
     assert (written == once).all()
     assert (there == expected).all()
 
@@ -190,13 +190,11 @@ def copy(
     pairing: Pairing, plan: Plan, here: Memory, there: Memory, written: NDArray[np.int64]
 ) -> None:
     source, target = plan.places
-    lists = (source.pages, target.pages, source.rows, target.rows)
+    lists = (pairing.source.numbered(source), pairing.target.numbered(target))
     pairing.check(*lists)
     blocks = pairing.blocks(*lists, max_block_bytes=plan.max_block_bytes)
-    assert (
-        blocks.total_bytes
-        == pairing.page_bytes * source.pages.size + pairing.row_bytes * source.rows.size
-    )
+    moved = zip(pairing.place_bytes, source, strict=True)
+    assert blocks.total_bytes == sum(size * own.size for size, own in moved)
     assert (
         not blocks.sizes.size
         or 0 < int(blocks.sizes.min()) <= int(blocks.sizes.max()) <= plan.max_block_bytes

@@ -48,7 +48,7 @@ def naively(
     there = {c.name: c for c in target.components}
     for c in source.components:
         o = there[c.name]
-        for i, j in zip(s[c.unit == ROW], t[c.unit == ROW], strict=True):
+        for i, j in zip(s[c.space], t[c.space], strict=True):
             sb, tb = source.buffers[c.buffer], target.buffers[o.buffer]
             at = sb.address + i * sb.page_bytes + c.offset
             to = tb.address + j * tb.page_bytes + o.offset
@@ -85,7 +85,7 @@ def cases(draw: st.DrawFn) -> Case:
             for n in sizes
         ]
         picked.append([np.array(p[:count], dtype=np.int32) for p in lists])
-    s, t = (Places(picked[0][i], picked[1][i]) for i in (0, 1))
+    s, t = ((picked[0][i], picked[1][i])[: len(source.spaces)] for i in (0, 1))
     return placed(source, 7), placed(target, 3), s, t, draw(st.integers(1, 200))
 
 
@@ -97,10 +97,10 @@ def test_blocks_equal_a_naive_copy(case: Case) -> None:
     a = np.random.default_rng(0).integers(1, 255, size, dtype=np.uint8)
     b = np.zeros(size, dtype=np.uint8)
     pairing = Pairing(source, target)
-    lists = (s.pages, t.pages, s.rows, t.rows)
+    lists = (source.numbered(s), target.numbered(t))
     pairing.check(*lists)
     blocks = pairing.blocks(*lists, max_block_bytes=limit)
-    assert blocks.total_bytes == s.pages.size * source.page_bytes + s.rows.size * source.row_bytes
+    assert blocks.total_bytes == source.room_bytes(tuple(own.size for own in s))
     assert not blocks.sizes.size or 0 < int(blocks.sizes.min()) <= int(blocks.sizes.max()) <= limit
     assert (copied(blocks, a, b) == naively(source, target, s, t, a, b)).all()
 
@@ -111,7 +111,7 @@ def test_target_bases_move_the_target_and_nothing_else(case: Case) -> None:
     source, target, s, t, limit = case
     moved = placed(target, 1000)
     bases = np.array([b.address for b in moved.buffers], dtype=np.int64)
-    lists = (s.pages, t.pages, s.rows, t.rows)
+    lists = (source.numbered(s), target.numbered(t))
     got = Pairing(source, target).blocks(*lists, max_block_bytes=limit, target_bases=bases)
     expected = Pairing(source, moved).blocks(*lists, max_block_bytes=limit)
     assert all((g == e).all() for g, e in zip(got, expected, strict=True))

@@ -118,7 +118,7 @@ class TestMeeting:
         ((ending, at_s),) = prefill.counts.ended
         times = (ending.opened_at_s, ending.ready_at_s, ending.moving_at_s, at_s)
         assert times == (START, START + 1, START + 2, START + 4)
-        assert (ending.num_pages, ending.offers_pages, ending.cause) == (3, False, None)
+        assert (ending.counts, ending.offers_pages, ending.cause) == ((3,), False, None)
 
     def test_pages_without_an_announcement(self, prefill: LonePrefill) -> None:
         record = prefill.open()
@@ -298,8 +298,8 @@ class TestWhatIsOffered:
     @pytest.mark.parametrize(
         ("pages", "tokens", "prefix", "text"),
         [
-            ((7, 2), 11, 0, "2 pages lent, 11 tokens need 3"),
-            ((7, 2, 5), 11, 4, "3 pages lent, 11 tokens need 2"),
+            ((7, 2), 11, 0, "2 pages lent, 11 tokens need 3 pages"),
+            ((7, 2, 5), 11, 4, "3 pages lent, 11 tokens need 2 pages"),
             ((), 0, 0, "0 pages lent, 0 tokens need 0"),
             ((7,), 11, 12, "prefix_tokens 12 is neither a whole number of 4-token pages"),
             ((7, 2), 11, 5, "prefix_tokens 5 is neither a whole number of 4-token pages"),
@@ -334,7 +334,10 @@ class TestWhatIsOffered:
         prefill.endpoint.route_opened(DECODE, prefill.now)
         prefill.asked()
         refusal, end = prefill.hear(bootstrap(pages=(7, 2, 5, 9)))
-        assert "0 rows among 4 places" in refusal.cause.text and end == ack()
+        text = "4 pages and 0 rows lent, 11 tokens need 3 pages and 1 row"
+        assert text in refusal.cause.text and end == ack()
+        refusal, end = prefill.hear(bootstrap(7, 3, pages=(7, 17, 2, 5)))
+        assert "place 2 of space 'pages' follows place 17" in refusal.cause.text
         record = prefill.open(8)
         assert prefill.hear(bootstrap(8, 2, pages=(7, 2, 5, 17))) == [RoomMatched(record.serial, 0)]
 

@@ -14,6 +14,7 @@ from kvflow.protocols.machinery import TICK_WORK
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.pages.spaces import Space
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.protocols.wire import messages as wire
 from tests.protocols.alone import (
@@ -92,7 +93,7 @@ def test_a_decode_is_accepted_when_its_route_is_open() -> None:
             "data planes differ: prefill fake, decode lo",
         ),
         ({"layout": SMALLER}, "page_size"),
-        ({"layout": msgspec.structs.replace(LAYOUT, num_pages=-1)}, "num_pages"),
+        ({"layout": msgspec.structs.replace(LAYOUT, spaces=(Space("pages", -1, 4),))}, "num_pages"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_not_kept(fields: dict[str, object], text: str) -> None:

@@ -26,7 +26,8 @@ from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.ports import WriteOutcome
-from kvflow.protocols.prefill.records import pinned_pages
+from kvflow.protocols.prefill.peers import DecodePeer
+from kvflow.protocols.prefill.records import pinned_places
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 from tests.protocols.alone import (
     BROKEN,
@@ -59,8 +60,9 @@ def start(write: int, room: int, sources: tuple[int, ...], targets: tuple[int, .
     return StartWrite(write, room, DECODE, *pages)
 
 
-def pinned(prefill: LonePrefill) -> int:
-    return pinned_pages(prefill.core.writes.values())
+def pinned(prefill: LonePrefill, peer: DecodePeer | None = None) -> int:
+    (count,) = pinned_places(prefill.core.writes.values(), 1, peer)
+    return count
 
 
 class TestPinned:
@@ -72,7 +74,7 @@ class TestPinned:
         prefill.send(record, 4, last=True)
         assert pinned(prefill) == 0, "they may be on their way"
         prefill.hear(abort(7, 1))
-        assert pinned(prefill) == pinned_pages(prefill.core.writes.values(), record.peer) == 3
+        assert pinned(prefill) == pinned(prefill, record.peer) == 3
         first = prefill.matched(12, 5)
         # What was cancelled a moment ago may end at once.
         assert first.phase is PrefillPhase.WAITING_FOR_INPUT
@@ -196,10 +198,10 @@ class TestWhatCannotBeSent:
     @pytest.mark.parametrize(
         ("sent", "pages", "last", "text"),
         [
-            ((), (1, 2, 3, 4), False, "room 7: chunk of 4 pages, 3 of decode's are left"),
-            ((1, 2), (3, 4), True, "room 7: chunk of 2 pages, 1 of decode's are left"),
-            ((1,), (2,), True, "room 7: chunk of 1 pages, 2 of decode's are left"),
-            ((1,), (), True, "room 7: chunk of 0 pages, 2 of decode's are left"),
+            ((), (1, 2, 3, 4), False, "room 7: chunk of 4 pages, 3 pages of decode's are left"),
+            ((1, 2), (3, 4), True, "room 7: chunk of 2 pages, 1 pages of decode's are left"),
+            ((1,), (2,), True, "room 7: chunk of 1 pages, 2 pages of decode's are left"),
+            ((1,), (), True, "room 7: chunk of 0 pages, 2 pages of decode's are left"),
             ((1,), (), False, "room 7: a chunk without pages that is not the last"),
             ((1, 2, 3), (), False, "room 7: a chunk without pages that is not the last"),
         ],
@@ -217,7 +219,7 @@ class TestWhatCannotBeSent:
             prefill.send(record, *sent)
         with pytest.raises(MisuseError, match=f"^{text}$"):
             prefill.send(record, *pages, last=last)
-        assert prefill.asked() == [] and record.placed == len(sent), "nothing was queued"
+        assert prefill.asked() == [] and record.placed == (len(sent),), "nothing was queued"
         assert len(record.chunks) == bool(sent)
 
     def test_a_handoff_before_the_last_chunk(self, prefill: LonePrefill) -> None:

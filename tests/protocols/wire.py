@@ -11,6 +11,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.pages.components import Buffer, Component
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PoolLayout, build_layout
+from kvflow.protocols.pages.spaces import MAX_SPACES, Space
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.messages import GrantId, Rank, RoomId
@@ -38,7 +39,9 @@ GOOD: dict[type, Any] = {
     wire.Bootstrap: wire.Bootstrap(
         pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **_ROOM
     ),
-    wire.ChunkDone: wire.ChunkDone(rank=Rank(0), seq=0, pages=1, last=True, handoff=b"h", **_ROOM),
+    wire.ChunkDone: wire.ChunkDone(
+        rank=Rank(0), seq=0, pages=(1,), last=True, handoff=b"h", **_ROOM
+    ),
     wire.RoomFailed: wire.RoomFailed(rank=Rank(0), cause=CAUSE, **_ROOM),
     wire.Abort: wire.Abort(cause=CAUSE, **_ROOM),
     wire.AbortAck: wire.AbortAck(rank=Rank(0), drained=True, **_ROOM),
@@ -53,6 +56,7 @@ rooms = st.one_of(st.sampled_from([0, 1, 2**63, U64]), st.integers(0, U64))
 ids = st.one_of(st.sampled_from([1, 2**63, U64]), st.integers(1, U64))
 ranks = st.integers(0, wire.MAX_RANKS - 1)
 counts = st.integers(0, 1 << 40)
+place_counts = st.lists(counts, min_size=1, max_size=MAX_SPACES).map(tuple)
 seqs = st.integers(0, 1 << 32)
 texts = st.text(max_size=40)
 numbers = st.integers(-(2**63), U64)
@@ -61,13 +65,15 @@ addresses = st.builds(PlaneAddress, texts, texts, identities)
 causes = st.builds(Cause, st.sampled_from(Code), texts)
 shapes = st.lists(numbers, max_size=3).map(tuple)
 components = st.builds(Component, texts, texts, shapes, numbers, numbers, numbers)
-buffers = st.builds(Buffer, texts, numbers, numbers, numbers)
+buffers = st.builds(Buffer, texts, numbers, numbers, numbers, numbers)
+spaces = st.builds(Space, texts, numbers, numbers, numbers)
 layouts = st.builds(
     PoolLayout,
-    numbers,
-    numbers,
+    st.lists(spaces, max_size=3).map(tuple),
     st.lists(components, max_size=2).map(tuple),
     st.lists(buffers, max_size=2).map(tuple),
+    texts,
+    texts,
 )
 beliefs = st.builds(wire.Belief, rooms, ids, seqs)
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
@@ -107,6 +113,6 @@ def made(kind: type, **others: st.SearchStrategy[Any]) -> st.SearchStrategy[wire
 
 to_prefill = {kind: made(kind) for kind in get_args(wire.ToPrefill)}
 to_decode = {kind: made(kind) for kind in get_args(wire.ToDecode)} | {
-    wire.ChunkDone: made(wire.ChunkDone, pages=counts),
+    wire.ChunkDone: made(wire.ChunkDone, pages=place_counts),
     wire.Registered: made(wire.Registered, address=st.none() | addresses),
 }

@@ -98,13 +98,13 @@ def fill(pool: PagedPool, places: Places, truth: Truth) -> None:
     for c in pool.layout.components:
         array = pool.array(c.name, start=c.start, replica=c.replica)
         array[...] = 255  # what of it is sent by mistake shows
-        array[places[c.in_rows]] = _own(truth, c)
+        array[places[c.space]] = _own(truth, c)
 
 
 def check(pool: PagedPool, places: Places, truth: Truth) -> None:
     """Every byte of the request is right, in each copy, and no other byte has changed."""
     for c in pool.layout.components:
         array = pool.array(c.name, start=c.start, replica=c.replica)
-        assert (array[places[c.in_rows]] == _own(truth, c)).all(), c.label
-        others = np.setdiff1d(np.arange(len(array)), places[c.in_rows])
+        assert (array[places[c.space]] == _own(truth, c)).all(), c.label
+        others = np.setdiff1d(np.arange(len(array)), places[c.space])
         assert not array[others].any(), f"{c.label}: foreign bytes"

@@ -31,7 +31,7 @@ from kvflow.protocols.pages import layout as layout_module
 from kvflow.protocols.pages.components import Component, served
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.kinds import StateKind
-from kvflow.protocols.pages.layout import NO_PLACES, Order, PageIndices, Places, build_layout
+from kvflow.protocols.pages.layout import Order, PageIndices, Places, build_layout
 from kvflow.protocols.ports import ChecksumTask
 from kvflow.protocols.prefill import peers as prefill_peers
 from kvflow.protocols.wire.ranks import RankInfo
@@ -146,12 +146,9 @@ def _staging(pool: PagedPool, stack: AsyncExitStack, shards: int = 1) -> Staging
 
 
 def taken(node: PrefillNode, pages: int, rows: bool) -> Places:
-    found = Places(
-        node.pool.pages.take(pages, "test"), node.pool.rows.take(1, "test") if rows else NO_PLACES
-    )
-    return Places(
-        np.random.default_rng(pages).permutation(found.pages).astype(np.int32), found.rows
-    )
+    found = node.pool.pages.take(pages, "test")
+    mixed = np.random.default_rng(pages).permutation(found).astype(np.int32)
+    return (mixed, node.pool.rows.take(1, "test")) if rows else (mixed,)
 
 
 async def opened(g: Group, room: int, prompt: range) -> tuple[list[PrefillRoom], DecodeRoom]:
@@ -168,11 +165,10 @@ async def transferred(g: Group, truth: Truth, room: int, tokens: int, chunks: in
     for node, source in zip(g.prefills, sources, strict=True):
         places = taken(node, count, rows)
         fill(node.pool, places, truth)
-        pieces = np.array_split(places.pages, chunks)
-        for i, piece in enumerate(pieces):
-            last = i == chunks - 1
-            given = Places(piece, places.rows if last else NO_PLACES)
-            source.send(node.pool.layout.numbered(given), last=last)
+        *others, last = np.array_split(places[0], chunks)
+        for piece in others:
+            source.send(piece)
+        source.send(node.pool.layout.numbered((last, *places[1:])), last=True)
     await target.landed()
     await asyncio.gather(*(source.done() for source in sources))
     check(g.decode.pool, g.decode.pool.layout.split(target.pages), truth)
@@ -265,7 +261,7 @@ async def test_an_abort_in_mid_transfer_leaves_no_late_byte(plane: str, seed: in
         for node, source in zip(g.prefills, sources, strict=True):
             places = taken(node, PAGES, rows=False)
             fill(node.pool, places, truth)
-            source.send(places.pages, last=True)
+            source.send(places[0], last=True)
         await until(lambda: all(0 < source.bytes_landed < source.bytes_total for source in sources))
         pages = target.pages.copy()
         target.close()

@@ -94,7 +94,7 @@ async def test_an_abort_in_mid_copy_leaves_no_late_byte(
         for node, source in zip(g.prefills, sources, strict=True):
             places = taken(node, PAGES, rows=False)
             fill(node.pool, places, truth)
-            source.send(places.pages, last=True)
+            source.send(places[0], last=True)
         await gate.reached()
         target.close()
         with pytest.raises(AbortedError):

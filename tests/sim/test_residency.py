@@ -23,7 +23,13 @@ from kvflow.proof.sim.stay import (
     CANCEL_TWICE,
     draw_stay,
 )
-from kvflow.proof.sim.variety import LAYOUT_WITH_ROWS, NUM_PAGES, NUM_ROWS
+from kvflow.proof.sim.variety import (
+    LAYOUT_WITH_ROWS,
+    LAYOUT_WITH_WINDOWS,
+    NUM_PAGES,
+    NUM_ROWS,
+    NUM_WINDOW_PAGES,
+)
 from kvflow.protocols.errors import CapacityError, OwnershipError
 
 OWNER = "request 1"
@@ -47,7 +53,8 @@ def watched(judge: Judge) -> Iterator[tuple[PagedPool, Books]]:
 
 
 def taken(pool: PagedPool, pages: int) -> list[int]:
-    places: list[int] = pool.places.take_room(pages + 1, OWNER).tolist()
+    counts = (pages, *(1 for _ in pool.layout.spaces[1:]))
+    places: list[int] = pool.places.take_room(counts, OWNER).tolist()
     return places
 
 
@@ -68,7 +75,7 @@ def test_pages_and_rows_have_one_book(watched: tuple[PagedPool, Books], judge: J
 
 def test_rows_that_are_not_to_be_had_give_no_pages(judge: Judge) -> None:
     pool = PagedPool.allocate(LAYOUT_WITH_ROWS, shared=False)
-    answers = iter([False, True])  # the row is there, the pages are not
+    answers = iter([False, True])  # the pages are there, the row is not
     books = watch(pool, "decode 0", judge, lambda: next(answers))
     with pytest.raises(CapacityError, match="on purpose"):
         taken(pool, 3)
@@ -76,11 +83,27 @@ def test_rows_that_are_not_to_be_had_give_no_pages(judge: Judge) -> None:
     pool.close()
 
 
-@pytest.mark.parametrize("component", [c.name for c in LAYOUT_WITH_ROWS.components])
-def test_one_byte_of_any_stream_is_seen(
-    watched: tuple[PagedPool, Books], judge: Judge, component: str
-) -> None:
-    pool, books = watched
+def test_places_of_another_space_have_its_name(judge: Judge) -> None:
+    pool = PagedPool.allocate(LAYOUT_WITH_WINDOWS, shared=False)
+    books = watch(pool, "decode 0", judge, lambda: False)
+    places = pool.places.take_room((2, 3, 1), OWNER).tolist()
+    assert books.counted(places) == (2, 3, 1) and books.owned() == {OWNER: (2, 3, 1)}
+    assert [books.name(place) for place in (places[0], places[2], places[-1])] == [
+        f"page {places[0]}",
+        f"page {places[2] - NUM_PAGES} of 'window'",
+        f"row {places[-1] - NUM_PAGES - NUM_WINDOW_PAGES}",
+    ]
+    books.readers[places[2]] = 1
+    pool.places.give_back(np.array(places, dtype=np.int32), OWNER)
+    text = f"{books.name(places[2])} is free while it is read or computed"
+    assert judge == [f"I13: decode 0: {text}"]
+    pool.close()
+
+
+@pytest.mark.parametrize("component", [c.name for c in LAYOUT_WITH_WINDOWS.components])
+def test_one_byte_of_any_stream_is_seen(judge: Judge, component: str) -> None:
+    pool = PagedPool.allocate(LAYOUT_WITH_WINDOWS, shared=False)
+    books = watch(pool, "decode 0", judge, lambda: False)
     places = taken(pool, 3)
     for index, place in enumerate(places):
         books.bytes.write(place, bytes([index]) * books.bytes.size(place))
@@ -91,9 +114,11 @@ def test_one_byte_of_any_stream_is_seen(
     state.check(places, "after a step")
     assert not judge
     (part,) = (c for c in pool.layout.components if c.name == component)
-    pool.array(component)[places[-1] - NUM_PAGES if part.in_rows else places[0]].flat[-1] ^= 1
+    (place,) = [place for place in places[2:] if books.spaces[place] == part.space]
+    pool.array(component)[place - pool.layout.bases[part.space]].flat[-1] ^= 1
     state.check(places, "now")
-    assert len(judge) == 1 and "now, " in judge[0] and ("row" in judge[0]) is part.in_rows
+    assert judge == [f"now, {books.name(place)} has other bytes than its own"]
+    pool.close()
 
 
 def test_two_requests_have_no_byte_pattern_in_common(

@@ -17,6 +17,7 @@ import kvflow
 from kvflow.node.threads.node import NodeThread
 from kvflow.protocols.errors import OwnershipError
 from kvflow.protocols.limits import Timing
+from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, UnprovenLoan
 from kvflow.transports.control.memory import Network
 from kvflow.transports.data.fake import FakeNetwork, FakePlane, Fault
@@ -480,8 +481,8 @@ def test_misuse_of_send_is_raised_by_send() -> None:
         opened(prefill, decode)
         wait_for(prefill, "matched", sending)
         cases: list[tuple[Any, dict[str, Any], str]] = [
-            ([1, 2, 3, 4], {}, "room 7: chunk of 4 pages, 3 of decode's are left"),
-            ([1], {"last": True}, "room 7: chunk of 1 pages, 3 of decode's are left"),
+            ([1, 2, 3, 4], {}, "room 7: chunk of 4 pages, 3 pages of decode's are left"),
+            ([1], {"last": True}, "room 7: chunk of 1 pages, 3 pages of decode's are left"),
             ([], {}, "room 7: a chunk without pages that is not the last"),
             ([32], {}, r"room 7: page 32 is outside 0\.\.31"),
             ([[1]], {}, r"not shape \(1, 1\) of int64"),
@@ -508,9 +509,12 @@ def test_the_row_of_a_room_is_its_last_place_on_both_sides() -> None:
         kvflow.DecodeThread(into, "local") as decode,
     ):
         sending, target = prefill.open(7, prompt=PROMPT), announced(prefill, decode)
-        for wrong in ([0, 1, 2, 3], [34, 0, 1, 2]):
+        for wrong, why in (
+            ([0, 1, 2, 3], "4 pages and 0 rows given, its prompt needs 3 pages and 1 row"),
+            ([34, 0, 1, 2], "place 0 of space 'pages' follows place 34 of space 'rows'"),
+        ):
             for call in (lambda pages: opened(prefill, decode, 8, pages), target.offer):
-                with pytest.raises(kvflow.MisuseError, match="one row, as the last of its places"):
+                with pytest.raises(kvflow.MisuseError, match=why):
                     call(wrong)
         with pytest.raises(
             kvflow.MisuseError, match="3 pages and 0 rows given, its prompt needs 3 pages and 1 row"
@@ -518,8 +522,12 @@ def test_the_row_of_a_room_is_its_last_place_on_both_sides() -> None:
             target.offer([0, 1, 2])
         target.offer([0, 1, 2, 34])
         wait_for(prefill, "matched", sending)
-        for chunk, last in (([4, 33], False), ([4, 5, 6, 8], True)):
-            with pytest.raises(kvflow.MisuseError, match="one row, as the last of its places"):
+        for chunk, last, why in (
+            ([4, 33], False, "a row in a chunk that is not the last"),
+            ([4, 5, 6, 8], True, "chunk of 4 pages and 0 rows, 3 pages and 1 row of decode's"),
+            ([33, 4, 5, 6], True, "place 4 of space 'pages' follows place 33 of space 'rows'"),
+        ):
+            with pytest.raises(kvflow.MisuseError, match=why):
                 sending.send(chunk, last=last)
         sending.send([4, 5])
         with pytest.raises(
@@ -532,6 +540,65 @@ def test_the_row_of_a_room_is_its_last_place_on_both_sides() -> None:
         assert (into.array("s")[2] == 7).all()
         wait_for(prefill, "released", sending)
         wait_for(decode, "released", target)
+
+
+def test_a_room_has_places_of_every_space_of_the_pool() -> None:
+    spaces = [
+        kvflow.Space("all", 32, PAGE_SIZE),
+        kvflow.Space("window", 16, 2, window=4),
+        kvflow.Space("state", 4, 0),
+    ]
+    layout = kvflow.build_layout(
+        [
+            StateKind("k", "uint8", (4,)),
+            StateKind("w", "uint8", (2,), space="window"),
+            StateKind("s", "float32", (5,), ROW),
+        ],
+        spaces=spaces,
+    )
+    source, into = kvflow.PagedPool.allocate(layout), kvflow.PagedPool.allocate(layout)
+    for name in "kws":
+        array = source.array(name)
+        array[...] = np.arange(1, array.size + 1).reshape(array.shape) % 251
+    ours = [4, 5, 6], [3, 1], [2]
+    theirs = [9, 0, 7], [11, 15], [3]
+    given, lent = (layout.numbered(list(map(np.array, places))) for places in (ours, theirs))
+    with (
+        kvflow.PrefillThread(source, "local") as prefill,
+        kvflow.DecodeThread(into, "local") as decode,
+    ):
+        sending, target = prefill.open(7, prompt=PROMPT), announced(prefill, decode)
+        assert target.counts == (3, 2, 1) and target.num_pages == 6
+        for wrong, why in (
+            (lent[::-1], "place 47 of space 'window' follows place 51 of space 'state'"),
+            (lent[1:], "2 pages, 2 'window' pages and 1 row given, its prompt needs 3 pages, 2"),
+            (np.append(lent[:-1], 20), "4 pages, 2 'window' pages and 0 rows given"),
+        ):
+            with pytest.raises(kvflow.MisuseError, match=why):
+                target.offer(wrong)
+        target.offer(lent)
+        wait_for(prefill, "matched", sending)
+        assert sending.counts_left == (3, 2, 1) and sending.left == 6
+        for wrong, why in (
+            (given[4:], "a row in a chunk that is not the last"),
+            (given[:4][::-1], "place 6 of space 'all' follows place 35 of space 'window'"),
+        ):
+            with pytest.raises(kvflow.MisuseError, match=why):
+                sending.send(wrong)
+        sending.send(given[[0, 1, 3]])
+        assert sending.counts_left == (1, 1, 1)
+        with pytest.raises(kvflow.MisuseError, match="1 'window' pages and 1 row of decode's are"):
+            sending.send(given[[2, 4]], last=True)
+        sending.send(given[[2, 4, 5]], last=True)
+        wait_for(decode, "landed", target)
+        for name, sent, landed in zip("kws", ours, theirs, strict=True):
+            array = into.array(name)
+            assert (array[landed] == source.array(name)[sent]).all()
+            assert not array[np.setdiff1d(np.arange(len(array)), landed)].any()
+        wait_for(prefill, "released", sending)
+        wait_for(decode, "released", target)
+        for side in (prefill, decode):
+            assert side.ask(lambda node: node.counts.bytes_moved) == layout.room_bytes((3, 2, 1))
 
 
 def test_a_room_is_announced_before_its_pages_are_there() -> None:

@@ -199,7 +199,9 @@ async def test_offsets_from_the_wire_are_checked_against_the_real_segment(
             await side.plane.connect(
                 peer.address, msgspec.structs.replace(peer.layout, buffers=(lie,))
             )
-    more_pages = msgspec.structs.replace(peer.layout, num_pages=NUM_PAGES + 1)
+    (space,) = peer.layout.spaces
+    more = msgspec.structs.replace(space, count=NUM_PAGES + 1)
+    more_pages = msgspec.structs.replace(peer.layout, spaces=(more,))
     with pytest.raises(LayoutError):
         await side.plane.connect(peer.address, more_pages)
 

@@ -12,22 +12,26 @@ import pytest
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import Staging
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.layout import NO_PLACES, Order, PageIndices, Places
+from kvflow.protocols.pages.layout import Order, Places
 from kvflow.protocols.ports import DataPlane, WriteOutcome
 from kvflow.transports.data import staged
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
 from kvflow.transports.data.local import LocalPlane
 from kvflow.transports.data.route import BlockQueue, Planner
 from kvflow.transports.data.staged import StagedPlane
-from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, names_of
+from tests.memory.kinds import (
+    KINDS,
+    check_restored,
+    contents,
+    has_rows,
+    layout_of,
+    names_of,
+    places_at,
+)
 from tests.memory.test_snapshot import forgetting
 from tests.transports.peer_process import end_of, pages
 
 EVERY_NAME = [(kind, name) for kind in KINDS for name in names_of(kind)]
-
-
-def places(kind: str, some: PageIndices, rows: PageIndices) -> Places:
-    return Places(some, rows if has_rows(kind) else NO_PLACES)
 
 
 @asynccontextmanager
@@ -48,7 +52,7 @@ async def planes(
     for plane in (source, target):
         await plane.close()
     if staging:
-        assert staging.host.pages.at_rest()
+        assert staging.host.places.at_rest()
         staging.close()
 
 
@@ -68,7 +72,10 @@ def pair_of(kind: str, orders: tuple[Order, Order], shared: bool) -> tuple[Paged
 
 
 def moved_places(kind: str) -> tuple[Places, Places]:
-    return places(kind, pages(7, 0, 3), pages(4, 1)), places(kind, pages(1, 2, 8), pages(0, 3))
+    return (
+        places_at(kind, pages(7, 0, 3), pages(4, 1)),
+        places_at(kind, pages(1, 2, 8), pages(0, 3)),
+    )
 
 
 ALL_ORDERS = [
@@ -87,13 +94,17 @@ async def test_pages_and_rows_of_every_kind_arrive(
     a, b = pair_of(kind, orders, shared=True)
     here, there = moved_places(kind)
     before, was = contents(kind, a), contents(kind, b)
-    moved_bytes = 3 * a.layout.page_bytes + len(here.rows) * a.layout.row_bytes
-    wrong = [(pages(13), pages(9), "is outside 0"), (pages(), pages(), "no pages")]
+    moved_bytes = a.layout.room_bytes(tuple(own.size for own in here))
+    ends = [pages(pool.layout.num_places) for pool in (a, b)]
+    wrong = [
+        (ends[0], pages(8), "outside 0"),
+        (pages(7), ends[1], "outside 0"),
+        (pages(), pages(), "no pages"),
+    ]
     if has_rows(kind):  # 8 and 9 pages
-        wrong += [
-            (pages(8), pages(8), "lists differ"),
-            (pages(8, 0), pages(0, 9), "a row is written onto a page"),
-        ]
+        unit, name = ("page", "window") if kind == "windows" else ("row", "rows")
+        onto = f"a {unit} of space '{name}' is written onto a page of space 'pages'"
+        wrong += [(pages(8), pages(8), "lists differ"), (pages(8, 0), pages(0, 9), onto)]
     async with planes(backend, a, b) as (source, target):
         source.export(a.layout)
         route = await source.connect(*target.export(b.layout))

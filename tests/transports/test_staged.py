@@ -78,12 +78,12 @@ async def sides(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sides]:
 
 async def test_many_writes_share_little_staging(sides: Sides) -> None:
     route = await sides.connect()
-    assert route.places.pages.size == 6 and route.slice_pages == 2
+    assert route.places[0].size == 6 and route.slice_counts == (2,)
     writes = [
         route.write(numbers(*range(n, PAGES, 8)), numbers(*range(n, PAGES, 8))) for n in range(8)
     ]
     assert {await end_of(write) for write in writes} == {WriteOutcome.LANDED}
-    assert sides.landed(numbers()) and sorted(route.places.pages) == list(range(6))
+    assert sides.landed(numbers()) and sorted(route.places[0]) == list(range(6))
 
 
 @pytest.mark.parametrize(("staging_pages", "slice_bytes"), [(6, 2 << 10), (PAGES, 1 << 10)])
@@ -94,7 +94,7 @@ async def test_a_route_takes_three_slices_and_leaves_the_rest_to_others(
     sides = Sides(staging_pages)
     routes = [await sides.connect() for _ in range(2)]
     for route in routes:
-        assert route.slice_pages == 1 and route.places.pages.size == 3
+        assert route.slice_counts == (1,) and route.places[0].size == 3
         route.close()
     assert isinstance(sides.plane.inner, LocalPlane) and not sides.plane.inner._routes
     assert sides.staging.host.pages.at_rest()
@@ -192,7 +192,7 @@ async def test_a_write_that_is_cancelled_in_mid_copy_ends_when_the_copy_has(
     gate.go.set()
     assert await end_of(write) is WriteOutcome.CANCELLED
     assert gate.begun == 1 and write.landed_bytes == 0 and not write.error
-    assert route.places.pages.size == 6 and not sides.target.array("k").any()
+    assert route.places[0].size == 6 and not sides.target.array("k").any()
 
 
 async def test_a_copy_that_fails_ends_its_write_drained_and_no_other(
@@ -204,7 +204,7 @@ async def test_a_copy_that_fails_ends_its_write_drained_and_no_other(
     assert await end_of(write) is WriteOutcome.CANCELLED
     assert write.error == "a copy from the pool failed: the device is lost"
     assert write.landed_bytes == 8 * sides.page_bytes and sides.landed(numbers(*range(8)))
-    assert route.places.pages.size == 6
+    assert route.places[0].size == 6
     again = route.write(numbers(9, 8), numbers(9, 8))
     assert await end_of(again) is WriteOutcome.LANDED and sides.landed(numbers(8, 9))
 
@@ -235,7 +235,7 @@ async def test_what_is_in_doubt_on_the_inner_plane_is_in_doubt(
     assert write.error == ("ValueError: no plan" if raises else "a block ended with status -1")
     assert write.landed_bytes == 2 * sides.page_bytes
     assert begun[0] == 2
-    assert route.places.pages.size == 6
+    assert route.places[0].size == 6
     assert route.thread.surprises == int(raises)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from kvflow.memory.copies import copier_for, copy_slices
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.layout import NO_PLACES, Places
 from kvflow.protocols.pages.plan import Pairing
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def check_moves(caches: Mapping[str, torch.Tensor], pool: PagedPool, num_blocks:
 
 
 def _move(pool: PagedPool, source: int, target: int) -> None:
-    here, there = (Places(np.array([block], np.int32), NO_PLACES) for block in (source, target))
+    here, there = ((np.array([block], np.int32),) for block in (source, target))
     copier = copier_for(pool)
     _settle(pool)
     try:

@@ -69,7 +69,7 @@ class WorkerSides:
         wake = threading.Event()
         engine = vllm_config.parallel_config.data_parallel_index
         transfers = Transfers(pool.layout.page_bytes, f"{engine}.{place.rank}")
-        options = _options(settings, ExternalPages(pool.layout.num_pages))
+        options = _options(settings, ExternalPages(pool.layout.num_places))
         prefill = decode = None
         if config.is_kv_producer:
             named = options | _names(vllm_config.model_config, place)

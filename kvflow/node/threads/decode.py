@@ -76,8 +76,8 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         handle, opened = self._prepare(
             room, prefill, prompt, prefix_tokens, deadline_s, dp_rank, context
         )
-        mine = own_pages(pages, self.pool.layout, handle.room, handle.num_pages)
-        self.check_places(mine)
+        mine = own_pages(pages, self.pool.layout, handle.room, handle.counts)
+        self.pool.quarantine.check(mine)
         handle.pages, handle.offered = mine, True
         self._post_open(handle, lambda node: opened(node.room, pages=mine), mine)
         return handle
@@ -113,11 +113,11 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         """
         layout = self.pool.layout
         if prefix_tokens is None:
-            wanted = room.num_pages
+            wanted = room.counts
         else:
             wanted = pages_wanted(layout, room.tokens, prefix_tokens)
         mine = own_pages(pages, layout, room.room, wanted)
-        self.check_places(mine)
+        self.pool.quarantine.check(mine)
 
         def offer(handle: DecodeRoom) -> None:
             handle.offer(mine, prefix_tokens=prefix_tokens)
@@ -128,7 +128,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
             if room.error is not None:
                 return
             thread = self._running()
-            room.pages, room.num_pages, room.offered = mine, wanted, True
+            room.pages, room.counts, room.offered = mine, wanted, True
             self.pages.hold(mine)
             if not thread.post(partial(self._pass_on, room, mine, offer)):
                 self.pages.unhold(mine)

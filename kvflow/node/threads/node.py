@@ -174,17 +174,6 @@ class NodeThread(Generic[N, A, R]):
 
     # --- on the caller's thread
 
-    def check_places(self, pages: PageIndices, *, last: bool = True) -> None:
-        """Check that `pages` may be lent or sent.
-
-        In a pool with rows, the last place of the `last` chunk must be the room's row, and other
-        chunks must have no row. Raises: LayoutError otherwise; OwnershipError for pages that an
-        earlier node over the pool lent, and that a peer may still write into.
-        """
-        if (layout := self.pool.layout).num_rows:
-            layout.check_places(pages, last=last)
-        self.pool.quarantine.check(pages)
-
     def _running(self) -> LoopThread:
         if self._thread is None:
             raise MisuseError(

@@ -18,6 +18,7 @@ from kvflow.protocols.arguments import NO_PAGES, TokenIds, check_cause, check_pr
 from kvflow.protocols.errors import Cause, RoomInUseError
 from kvflow.protocols.limits import check_time
 from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.spaces import counts_less
 from kvflow.protocols.ports import DataPlane, UnprovenLoan
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.transports.control.rank_server import serve_ranks
@@ -125,11 +126,11 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
 
         # Several threads may send chunks of the same room.
         with self._lock:
-            room.check_chunk(self.pool.layout, pages, last, len(handoff))
-            self.check_places(pages, last=last)
+            counts = room.check_chunk(self.pool.layout, pages, last, len(handoff))
+            self.pool.quarantine.check(pages)
             thread = self._running()
             self.pages.hold(pages)
-            room.left -= len(pages)
+            room.counts_left = counts_less(room.counts_left, counts)
             room.last_sent = last
             thread.post(partial(self._pass_on, room, pages, send))
 
@@ -163,7 +164,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
     async def _follow(self, room: PrefillThreadRoom, handle: PrefillRoom) -> None:
         prefix_tokens = await handle.matched()
         with self._lock:
-            room.left = len(handle.record.target_pages)
+            room.counts_left = handle.record.wanted
             room.prefix_tokens = prefix_tokens
         self._tell(RoomEvent("matched", room, prefix_tokens=prefix_tokens))
         await handle.done()

@@ -19,7 +19,7 @@ from kvflow.protocols.arguments import (
     page_indices,
 )
 from kvflow.protocols.errors import Cause, KvflowError, MisuseError
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.pages.layout import Counts, PageIndices, PoolLayout
 
 
 class ThreadRoom:
@@ -70,11 +70,12 @@ class DecodeThreadRoom(ThreadRoom):
     """One room at decode, over pages that belong to the engine."""
 
     def __init__(
-        self, side: DecodeSide, room: int, tokens: int, num_pages: int, context: Any
+        self, side: DecodeSide, room: int, tokens: int, counts: Counts, context: Any
     ) -> None:
         super().__init__(room, context)
-        # `tokens` is the length of the prompt; `num_pages` is the number of pages to offer for it.
-        self._side, self.tokens, self.num_pages = side, tokens, num_pages
+        # `tokens` is the length of the prompt; `counts` says how many places of each space to offer
+        # for it.
+        self._side, self.tokens, self.counts = side, tokens, counts
         self.pages: PageIndices = NO_PAGES
         self.offered = False  # True once the engine gives the room its pages
         self.handoff: bytes | None = None  # prefill's handoff, once every page landed
@@ -91,6 +92,11 @@ class DecodeThreadRoom(ThreadRoom):
         return f"<DecodeThreadRoom {self.room}: {state}, {len(self.pages)} pages>"
 
     @property
+    def num_pages(self) -> int:
+        """Number of places to offer, of all spaces together."""
+        return sum(self.counts)
+
+    @property
     def landed(self) -> bool:
         """True once every page landed."""
         return self.handoff is not None
@@ -101,8 +107,9 @@ class DecodeThreadRoom(ThreadRoom):
         """Lend pages for an announced room.
 
         `pages` are `num_pages` of the engine's own pages, or fewer if the engine has since obtained
-        the first `prefix_tokens` tokens of the prompt. The pages are busy from now on. The call has
-        no effect on a room that ended. Raises: MisuseError.
+        the first `prefix_tokens` tokens of the prompt. In a pool of several spaces they are places
+        of every space, as many as `counts` says, in the order of the spaces. The pages are busy
+        from now on. The call has no effect on a room that ended. Raises: MisuseError.
         """
         self._side.offer_pages(self, pages, prefix_tokens)
 
@@ -139,8 +146,8 @@ class PrefillThreadRoom(ThreadRoom):
         self._side = side
         # Tokens of the prompt that decode already has; None before the room is matched.
         self.prefix_tokens: int | None = None
-        # Pages that the engine must still send; 0 before the room is matched.
-        self.left = 0
+        # Places of each space that the engine must still send; empty before the room is matched.
+        self.counts_left: Counts = ()
         self.last_sent = self.done = False
 
     def __repr__(self) -> str:
@@ -149,6 +156,11 @@ class PrefillThreadRoom(ThreadRoom):
         )
         state = ended or ("matched" if self.matched else "open")
         return f"<PrefillThreadRoom {self.room}: {state}, {self.left} pages to send>"
+
+    @property
+    def left(self) -> int:
+        """Number of places that the engine must still send, of all spaces together."""
+        return sum(self.counts_left)
 
     @property
     def matched(self) -> bool:
@@ -178,8 +190,9 @@ class PrefillThreadRoom(ThreadRoom):
 
     def check_chunk(
         self, layout: PoolLayout, pages: PageIndices, last: bool, handoff_bytes: int
-    ) -> None:
-        """Perform the checks of `PrefillEndpoint.check_chunk` in the caller's thread.
+    ) -> Counts:
+        """Perform the checks of `PrefillEndpoint.check_chunk` in the caller's thread, and return
+        how many places of each space the chunk has. Raises: MisuseError, LayoutError.
 
         The endpoint cannot perform them, because it does not yet know the chunks that are posted to
         its thread.
@@ -190,7 +203,10 @@ class PrefillThreadRoom(ThreadRoom):
             raise MisuseError(f"room {self.room}: send() before the matched event")
         if self.last_sent:
             raise MisuseError(f"room {self.room}: send() after the last chunk")
-        check_chunk(self.room, layout, pages, self.left, last, handoff_bytes)
+        counts = layout.counted(pages)
+        check_chunk(self.room, layout, counts, self.counts_left, last, handoff_bytes)
+        layout.check_order(pages)
+        return counts
 
     def close(self, cause: Cause | None = None) -> None:
         """End the room, unless it has already ended.

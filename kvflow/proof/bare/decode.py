@@ -15,6 +15,7 @@ from kvflow.proof.bare.pages import DecodePages
 from kvflow.proof.bare.turns import Turns
 from kvflow.proof.bare.wire import Burst, parsed
 from kvflow.proof.rules.transfers import Arrival
+from kvflow.proof.sim.chunks import positions
 from kvflow.proof.sim.times import THREAD_S
 from kvflow.proof.sim.variety import PAGE_SIZE
 from kvflow.protocols import commands as c
@@ -133,7 +134,7 @@ class Decode(Node):
     def _offer(self, room: Room) -> None:
         grant = room.record.grant
         fails = self.world.faults.of_take()
-        pages = None if fails else self.pages.take(room.record.num_pages, room.lease)
+        pages = None if fails else self.pages.take(room.record.counts, room.lease)
         if pages is None:
             return self.close_room(room, room.job.cause(Code.CAPACITY, "no pages at decode"))
         room.pages = pages
@@ -281,9 +282,14 @@ class Decode(Node):
         """Report a chunk's checksum, or an empty one if the room ended or the computation fails."""
         checksum = b""
         if not room.told and not self.world.fails_sum():
-            pages = room.pages[command.first : command.first + command.count]
             cells = self.pages.cells
-            checksum = checksum_of([cells[page].get(command.rank) for page in pages])
+            checksum = checksum_of(
+                [
+                    cells[page].get(command.rank)
+                    for first, end in command.spans
+                    for page in room.pages[first:end]
+                ]
+            )
         self._feed(room, PageKind.IDLE)
         where = command.grant, command.rank, command.seq
         self.endpoint.chunk_summed(*where, checksum, self.clock.now)
@@ -296,12 +302,14 @@ class Decode(Node):
         room = self.rooms[command.grant]
         self.say(f"room {room.record.room} has landed")
         self._tell(room, None)
+        job, digest, pages = room.job, room.job.digest, room.pages
         # A room has no places for the first pages of the prompt if decode had them already.
-        first, digest, pages = room.job.num_places - len(room.pages), room.job.digest, room.pages
+        counts = room.home.counted(pages)
+        (which,) = positions(job.wanted, counts, (counts,))
         ranks, cells = [peer.info.rank for peer in room.record.peers], room.home.cells
 
         def is_right(index: int, rank: int) -> bool:
-            return cells[pages[index]].get(ranks[rank]) == (digest, first + index)
+            return cells[pages[index]].get(ranks[rank]) == (digest, which[index])
 
         number, handoff = room.record.room, command.handoff
         arrival = Arrival(number, room.keys, room.home, pages, is_right, digest, handoff)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvflow.proof.bare.job import DecodeJob, PrefillJob
@@ -40,10 +41,9 @@ class Leg:
 
     def __init__(self, record: PrefillRoomRecord, job: PrefillJob) -> None:
         self.record, self.job = record, job
-        self.pages: list[int] = []  # prefill's pages for the whole prompt, and the row
-        self.chunks: list[int] = []
+        self.pages: list[int] = []  # prefill's places for the whole prompt
+        self.chunks: Sequence[Sequence[int]] = ()  # positions of each chunk among the places
         self.number = 0  # index of the next chunk
-        self.sent = 0  # number of pages that were sent, or that decode had from the start
         self.matched = self.computing = False
         self.queues = False  # True while it waits for its turn
         self.told = self.failed = self.released = False

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from kvflow.proof.sim.variety import PAGE_SIZE
+from kvflow.proof.sim.chunks import in_chunks, way_of
+from kvflow.proof.sim.variety import LAYOUT, PAGE_SIZE
 from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.pages.layout import Counts, PoolLayout
 
 Issue = Callable[[int, Cause], Cause]
 """A function that records a cause under the id of its room, and returns the cause."""
@@ -23,20 +25,21 @@ class _Job:
     digest: bytes
     issue: Issue
     _: KW_ONLY
-    rows: int = 0  # 0 or 1, the same for every request
+    layout: PoolLayout = LAYOUT  # that of every pool
     deadline_s: float | None = None
     refused: bool = False
     succeeded: bool = field(default=False, init=False)
     at: Any = field(default=None, init=False)  # the `Room` or `Leg`, once a room is open
     error: Cause | None = field(default=None, init=False)  # the cause, if no room was opened
+    # Number of places of each space that the whole prompt fills.
+    wanted: Counts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.wanted = self.layout.wanted(self.tokens)
 
     @property
     def num_pages(self) -> int:
         return -(-self.tokens // PAGE_SIZE)
-
-    @property
-    def num_places(self) -> int:
-        return self.num_pages + self.rows
 
     def cause(self, code: Code, text: str) -> Cause:
         """Return a cause that names its room, so that the oracle can verify who receives it."""
@@ -55,6 +58,7 @@ class DecodeJob(_Job):
     kept_s: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.prefix_pages = min(self.prefix_pages, self.num_pages)
 
     @property
@@ -71,10 +75,11 @@ class PrefillJob(_Job):
     # If None, the job takes no turn, and prefill never sends Begun.
     begins_after_s: float | None = None
 
-    def chunks_after(self, prefix_pages: int) -> list[int]:
-        """Return the sizes of the chunks to send if decode already has the first `prefix_pages`.
+    def chunks_after(self, prefix_pages: int, wanted: Counts) -> tuple[Counts, ...]:
+        """Return the sizes of the chunks that fill `wanted` places, if decode already has the first
+        `prefix_pages` of the first space.
 
-        The last chunk includes the row. If decode has every page, one chunk is left, without pages.
+        If decode has every page, one chunk is left, with the row if there is one.
         """
         left = []
         for count in self.chunks:
@@ -82,6 +87,4 @@ class PrefillJob(_Job):
             prefix_pages -= skipped
             if count > skipped:
                 left.append(count - skipped)
-        left = left or [0]
-        left[-1] += self.rows
-        return left
+        return in_chunks(self.layout, left or [0], wanted, way_of(self.room))

@@ -1,6 +1,6 @@
-"""Pages and rows of one pool as the world sees them: who owns each, and what it contains.
+"""Places of one pool as the world sees them: who owns each, and what it contains.
 
-Row numbers follow page numbers. In a pool with rows, the last place of a room is a row.
+The places of all spaces are numbered in one list: see `protocols.pages.spaces`.
 """
 
 from __future__ import annotations
@@ -8,42 +8,24 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from kvflow.proof.rules.places import Home, Receiver
-from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.pages.layout import Counts, PoolLayout
 
 Content = tuple[bytes, int]
-"""A prompt's digest, and the index of a page in that prompt. The row's index follows that of the
-last page. Damage in transit replaces the digest with `DAMAGED`.
+"""A prompt's digest, and a position among the places that the whole prompt fills. Damage in transit
+replaces the digest with `DAMAGED`.
 """
 Lease = tuple[int, int]
 """Owner of pages that a decode lends: the decode's incarnation, and the grant."""
 
 
-class FreePlaces:
-    def __init__(self, layout: PoolLayout) -> None:
-        self.num_pages = layout.num_pages
-        self.pages = list(range(layout.num_pages))
-        self.rows = list(range(layout.num_pages, layout.num_places))
-        self._row = bool(layout.num_rows)
-
-    def __len__(self) -> int:
-        return len(self.pages) + len(self.rows)
-
-    def take(self, count: int) -> list[int] | None:
-        row = self._row and count > 0
-        if count - row > len(self.pages) or row > len(self.rows):
-            return None
-        taken = [self.pages.pop() for _ in range(count - row)]
-        return [*taken, self.rows.pop()] if row else taken
-
-    def give_back(self, places: list[int]) -> None:
-        for place in places:
-            (self.pages if place < self.num_pages else self.rows).append(place)
-
-
 class Pages(Home):
     def __init__(self, who: str, judge: Receiver, layout: PoolLayout) -> None:
         super().__init__(who, layout, judge)
-        self._free = FreePlaces(layout)
+        # The free places of each space.
+        self._free = [
+            list(range(base, base + count))
+            for base, count in zip(layout.bases, layout.counts, strict=True)
+        ]
 
     def is_lent(self, place: int, target: int, grant: int) -> bool:
         return self.owners[place] == (target, grant)
@@ -51,9 +33,15 @@ class Pages(Home):
     def may_be_written(self, owner: Hashable) -> bool:
         return False
 
-    def take(self, count: int, owner: Hashable) -> list[int] | None:
-        taken = self._free.take(count)
-        self.taken(taken or (), owner)
+    def take(self, counts: Counts, owner: Hashable) -> list[int] | None:
+        """Take places of each space. Returns None, and takes none, if too few are free."""
+        for free, count in zip(self._free, counts, strict=True):
+            if count > len(free):
+                return None
+        taken = [
+            free.pop() for free, count in zip(self._free, counts, strict=True) for _ in range(count)
+        ]
+        self.taken(taken, owner)
         return taken
 
     def check(self, pages: list[int], owner: Hashable, what: str) -> None:
@@ -65,7 +53,8 @@ class Pages(Home):
     def give_back(self, pages: list[int], owner: Hashable) -> None:
         self.check(pages, owner, "given back")
         self.freed(pages)
-        self._free.give_back(pages)
+        for page in pages:
+            self._free[self.spaces[page]].append(page)
 
 
 class DecodePages(Pages):

@@ -14,7 +14,7 @@ from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.plants import PLANTS as OF_NODES
 from kvflow.proof.sim.swap import swapped, swapped_item
 from kvflow.proof.walk.plants import PLANTS as WALKED
-from kvflow.protocols.commands import Linked, RoomBegun
+from kvflow.protocols.commands import Linked, QuarantinePages, RoomBegun
 from kvflow.protocols.decode import endpoint as decode_endpoint
 from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.links import PrefillPeer
@@ -69,6 +69,22 @@ def _taken_too_soon() -> Iterator[None]:
         yield
 
 
+@bug("frees one space of a room early", bare=(1, "I2"))
+def _frees_one_space_early() -> Installed:
+    """The places of the last space are free when a room goes into quarantine."""
+    original = Decode.RUN[QuarantinePages]
+
+    def quarantine(node: Decode, command: QuarantinePages) -> None:
+        original(node, command)
+        room, spaces = node.rooms[command.grant], node.pages.spaces
+        if spaces[-1]:
+            last = [place for place in room.pages if spaces[place] == spaces[-1]]
+            room.pages = [place for place in room.pages if spaces[place] != spaces[-1]]
+            node.pages.give_back(last, room.lease)
+
+    return swapped_item(Decode.RUN, QuarantinePages, quarantine)
+
+
 def _tell_begun(core: PrefillCore, record: PrefillRoomRecord) -> None:
     if record.phase is PrefillPhase.ANNOUNCED:
         assert record.peer is not None
@@ -112,7 +128,7 @@ def _earlier_loans_not_inherited() -> Installed:
 
 
 OF_THE_WALK = {
-    "chunk gap ignored": (19, "I4"),
+    "chunk gap ignored": (23, "I4"),
     "resurrect after terminal (walk)": (0, "I5"),
     "double ending": (1, "I4"),
     "last cause kept": (12, "I4"),
@@ -121,7 +137,7 @@ OF_THE_WALK = {
     "a displaced peer's doubts forgotten": (20, "I2"),
     "displaced with open grants": (257, "I2"),
     "abort of an unknown grant not remembered": (314, "I6"),
-    "low water not raised": (59, "I6"),
+    "low water not raised": (61, "I6"),
     "source back not fed": (20, "I5"),
     "lost bootstrap not reported": (23, "I5"),
     "nothing sent again": (25, "I5"),

@@ -17,6 +17,7 @@ from kvflow.proof.bare.wire import Burst, parsed
 from kvflow.proof.bare.writes import PacedWrite, Writer
 from kvflow.proof.rules.both_sides import is_linked
 from kvflow.proof.rules.transfers import handoff_of
+from kvflow.proof.sim.chunks import positions
 from kvflow.proof.sim.times import THREAD_S
 from kvflow.proof.sim.variety import PAGE_SIZE
 from kvflow.protocols import commands as c
@@ -79,7 +80,7 @@ class Prefill(Writer):
         else:
             job.at = leg = self.legs[record.serial] = Leg(record, job)
             fails = self.world.faults.of_take()
-            pages = None if fails else self.pages.take(job.num_places, record)
+            pages = None if fails else self.pages.take(job.wanted, record)
             if pages is None:
                 self.close_room(leg, job.cause(Code.CAPACITY, "no pages at prefill"))
             else:
@@ -131,24 +132,24 @@ class Prefill(Writer):
             return
         leg.computing = True
         # The pages of a step belong to it until it ends (I13), even if the room is gone.
-        for page in leg.pages[leg.sent : leg.sent + leg.chunks[leg.number]]:
-            self.pages.readers[page] += 1
+        for position in leg.chunks[leg.number]:
+            self.pages.readers[leg.pages[position]] += 1
         self.wait(THREAD_S, self._computed, leg)
 
     def _computed(self, leg: Leg) -> None:
         leg.computing = False
-        start, end = leg.sent, leg.sent + leg.chunks[leg.number]
-        chunk = leg.pages[start:end]
+        which = leg.chunks[leg.number]
+        chunk = [leg.pages[position] for position in which]
         for page in chunk:
             self.pages.readers[page] -= 1
         if leg.released:
             return self._free_pages(leg)
-        for index, page in enumerate(chunk, start):
-            self.cells[page] = (leg.job.digest, index)
+        for position, page in zip(which, chunk, strict=True):
+            self.cells[page] = (leg.job.digest, position)
         if leg.told:
             return None
-        leg.number, leg.sent = leg.number + 1, end
-        last = end == len(leg.pages)
+        leg.number += 1
+        last = leg.number == len(leg.chunks)
         handoff = handoff_of(leg.job.digest) if last else b""
         self.endpoint.queue_chunk(
             leg.record, np.array(chunk, np.int32), last=last, handoff=handoff, now=self.clock.now
@@ -281,9 +282,12 @@ class Prefill(Writer):
         leg = self.legs[command.serial]
         self.say(f"room {leg.record.room} is matched")
         self.rules.rooms.matched(self.incarnation, leg.record)
-        leg.matched = True
-        leg.sent = min(-(-command.prefix_tokens // PAGE_SIZE), leg.job.num_pages)
-        leg.chunks = leg.job.chunks_after(leg.sent)
+        leg.matched, job = True, leg.job
+        wanted = job.wanted
+        if command.prefix_tokens:
+            wanted = job.layout.wanted(job.tokens, command.prefix_tokens)
+        prefix_pages = -(-command.prefix_tokens // PAGE_SIZE)
+        leg.chunks = positions(job.wanted, wanted, job.chunks_after(prefix_pages, wanted))
         self.ready(leg)
 
     def _done(self, command: c.RoomDone) -> None:

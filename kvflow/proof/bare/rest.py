@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from kvflow.proof.bare.decode import Decode
@@ -24,19 +23,17 @@ def left(world: World, *, doubts: bool) -> Iterator[str]:
 
 
 def _left_at_prefill(node: Prefill, rules: Rules, doubts: bool) -> Iterator[str]:
-    core, out = node.endpoint.core, Counter(node.pages.owners)
+    core, out = node.endpoint.core, node.pages.owned()
     for write in node.writes.values():
         if write.fault == "frozen":
-            del out[write.record]
-    del out[None]
+            out.pop(write.record, None)
     handles = len(node.legs)
-    at = AtPrefill(node, core, handles, out, (), core.ledger.quarantined_pages)
+    at = AtPrefill(node, core, handles, out, (), core.ledger.quarantined)
     yield from left_at_prefill(at, rules, doubts=doubts)
 
 
 def _left_at_decode(node: Decode, rules: Rules, doubts: bool) -> Iterator[str]:
-    core, out = node.endpoint.core, Counter(node.pages.owners)
-    del out[None]
-    handles, earlier = node.rooms.keys(), node.inherited_loans()
-    at = AtDecode(node, core, handles, out, earlier, core.ledger.quarantined_pages)
+    core, handles, pages = node.endpoint.core, node.rooms.keys(), node.pages
+    earlier = [(loan, pages.counted(loan.pages.tolist())) for loan in node.inherited_loans()]
+    at = AtDecode(node, core, handles, pages.owned(), earlier, core.ledger.quarantined)
     yield from left_at_decode(at, rules, {}, doubts=doubts)

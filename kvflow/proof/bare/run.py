@@ -24,12 +24,13 @@ from kvflow.proof.rules.rooms import Rooms
 from kvflow.proof.rules.watch import observed
 from kvflow.proof.sim.coverage import Cell, covered
 from kvflow.proof.sim.faults import Faults
-from kvflow.proof.sim.scenario import Accident, Leg, Request, Scenario
+from kvflow.proof.sim.scenario import Accident, Leg, Request, Scenario, with_windows
 from kvflow.proof.sim.swap import swaps
 from kvflow.proof.sim.times import RECOVER_S, REST_S
 from kvflow.proof.sim.variety import PAGE_SIZE
 from kvflow.protocols.arguments import prompt_digest
 from kvflow.protocols.decode.core import MAX_REPEAT_AFTER_S
+from kvflow.protocols.pages.spaces import counts_fit
 
 PROBE_TOKENS = sum(PROBE_CHUNKS) * PAGE_SIZE
 
@@ -40,7 +41,7 @@ class Run(Course):
     def __init__(self, world: World, scenario: Scenario, twists: Twists) -> None:
         super().__init__(world, scenario, world.faults, world.rules)
         self.world, self.twists, self.clock = world, twists, world.clock
-        self.rows = int(bool(scenario.variety.layout.num_rows))
+        self.layout = scenario.variety.layout
 
     async def wait(self, for_s: float) -> None:
         self.clock.play(for_s)
@@ -68,7 +69,7 @@ class Run(Course):
                     digest,
                     issue,
                     request.group,
-                    rows=self.rows,
+                    layout=self.layout,
                     deadline_s=leg.deadline_s,
                     refused=request.decode_refused,
                     prefix_pages=twist.prefix_pages,
@@ -89,7 +90,7 @@ class Run(Course):
                 digest,
                 self.world.rules.rooms.issue,
                 tuple(request.chunks),
-                rows=self.rows,
+                layout=self.layout,
                 deadline_s=leg.deadline_s,
                 refused=request.refused,
                 fails_at=request.fails_at,
@@ -132,7 +133,12 @@ class Run(Course):
             self.probe_room += 1
             digest = self.probe_room.to_bytes(32, "little")
             job = DecodeJob(
-                self.probe_room, PAGE_SIZE, digest, world.rules.rooms.issue, group, rows=self.rows
+                self.probe_room,
+                PAGE_SIZE,
+                digest,
+                world.rules.rooms.issue,
+                group,
+                layout=self.layout,
             )
             self.clock.later(visit.comes_after_s, guest, guest.begin, job)
 
@@ -175,7 +181,7 @@ class Run(Course):
                 continue
             for decode in world.living(Decode):
                 ledger = decode.endpoint.core.ledger
-                if ledger.quarantined_pages > ledger.quarantine_limit:
+                if not counts_fit(ledger.quarantined, ledger.quarantine_limit):
                     # A decode above its quarantine limit may refuse rooms, so it gets no probe.
                     continue
                 for _ in range(PROBES - world.frozen):
@@ -195,7 +201,7 @@ class Run(Course):
         digest = room.to_bytes(32, "little")
         jobs = self.good_room_at_prefill(room, PROBE_TOKENS, digest, prefills)
         issue = self.world.rules.rooms.issue
-        job = DecodeJob(room, PROBE_TOKENS, digest, issue, group, rows=self.rows)
+        job = DecodeJob(room, PROBE_TOKENS, digest, issue, group, layout=self.layout)
         decode.begin(job)
         return [*jobs, (decode, job)]
 
@@ -205,7 +211,7 @@ class Run(Course):
         jobs: list[tuple[Node, Any]] = []
         issue = self.world.rules.rooms.issue
         for node in prefills:
-            job = PrefillJob(room, tokens, digest, issue, PROBE_CHUNKS, rows=self.rows)
+            job = PrefillJob(room, tokens, digest, issue, PROBE_CHUNKS, layout=self.layout)
             jobs.append((node, job))
             node.begin(job)
         return jobs
@@ -243,7 +249,13 @@ def simulate(
     seed: int, *, visits: Counter[Cell] | None = None, tell: Tell | None = None
 ) -> Outcome:
     """Play one seed, and report its story to `tell(virtual time, who, what)`."""
-    return played(seed, Cast(), visits=visits, tell=tell)
+
+    def draw_spaces(rng: random.Random, faults: Faults) -> tuple[Scenario, Twists]:
+        scenario, twists = draw_waiting(rng, faults)
+        # An own generator leaves the other draws unchanged.
+        return with_windows(random.Random(f"windows {seed}"), scenario), twists
+
+    return played(seed, Cast(draw_spaces), visits=visits, tell=tell)
 
 
 def played(seed: int, cast: Cast, *, visits: Counter[Cell] | None, tell: Tell | None) -> Outcome:

@@ -44,7 +44,7 @@ class PacedWrite(Write):
     def __init__(self, source: Writer, target: Decode, leg: Leg, command: StartWrite) -> None:
         key = source.incarnation, target.incarnation, leg.record.grant
         sources, targets = command.source_pages.tolist(), command.target_pages.tolist()
-        super().__init__(leg.record, key, sources, source.pages.readers, target.pages, targets)
+        super().__init__(leg.record, key, sources, source.pages, target.pages, targets)
         self.source, self.leg, self.number = source, leg, command.write
         self.cancelled = False
         # A chunk without pages never reaches the data plane, so it cannot fail there.

@@ -161,7 +161,7 @@ class NodeCache:
             if books is not None:
                 owners = enumerate(books.owners)
                 held = {books.bytes.read(page) for page, owner in owners if owner == OWNER}
-                size = books.bytes.page_bytes
+                size = books.bytes.size(0)
                 names = {n for d, n in self._texts.names.items() if page_bytes(d, size) in held}
             found.append(names)
         return [*found, {n for d, n in self._texts.names.items() if d in self._disk.whole}]
@@ -170,7 +170,7 @@ class NodeCache:
 
     def check(self, prefix: Prefix, prompt: list[int], when: str) -> None:
         """Verify that the pages of a prefix hold the content of its tokens (I14)."""
-        digests, size = self._texts.add(prompt), self._books.bytes.page_bytes
+        digests, size = self._texts.add(prompt), self._books.bytes.size(0)
         for index, page in enumerate(prefix.pages.tolist()):
             if self._books.bytes.read(page) != page_bytes(digests[index], size):
                 text = f"cached page {page} {when} is not page {index} of its prompt"

@@ -58,7 +58,7 @@ class CachingScheduler:
                 cached = kept = int(prefix.pages.size)
                 node.pool.pages.reclaim(total - cached)
                 try:
-                    own = node.pages.take_room(total - cached, owner)
+                    own = node.pages.take_room((total - cached,), owner)
                 except KvflowError as error:
                     room.close(error.cause())
                     raise

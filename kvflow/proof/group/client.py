@@ -7,8 +7,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from kvflow.proof.bare.job import Issue, PrefillJob
+from kvflow.proof.sim.variety import LAYOUT
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.group.member import TicketKey
+from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.wire.group import Ticket
 
 
@@ -45,7 +47,7 @@ class Client:
     broken: Callable[[str, str], None]
     _: KW_ONLY
     group: int = 0
-    rows: int = 0
+    layout: PoolLayout = LAYOUT
     fate: Fate = NO_FATE
     ticket: Ticket | None = field(default=None, init=False)
     asked: bool = field(default=False, init=False)
@@ -73,7 +75,7 @@ class Client:
             self.digest,
             self.issue,
             self.chunks,
-            rows=self.rows,
+            layout=self.layout,
             deadline_s=fate.deadline_s,
             refused=fate.refused_at == rank,
             fails_at=fate.fails_at if fate.fails_rank == rank else None,

@@ -110,7 +110,7 @@ class GroupRun(Run):
             issue,
             broken,
             group=group,
-            rows=self.rows,
+            layout=self.layout,
             fate=fate,
         )
         world.clients.append(client)

@@ -1,26 +1,37 @@
 """Rules for the places of one pool (I1, I2, I13): the owner of each, and who may still reach it.
 
-A place is a page or a row. Rows are numbered after the pages.
+A place is a page or a row. The places of all spaces are numbered in one list: see
+`protocols.pages.spaces`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable
+from functools import cache
 from typing import Protocol
 
-from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.pages.layout import Counts, PoolLayout
 
 
 class Receiver(Protocol):
     def broken(self, invariant: str, text: str) -> None: ...
 
 
+@cache
+def spaces_of_places(counts: Counts) -> tuple[int, ...]:
+    """Return the space of each place, in a pool with `counts` places of its spaces."""
+    return tuple(space for space, count in enumerate(counts) for _ in range(count))
+
+
 class Home:
     """Record of every place in one pool. It does not rely on the code under test."""
 
     def __init__(self, who: str, layout: PoolLayout, judge: Receiver) -> None:
-        self.who, self.judge, self.num_pages = who, judge, layout.num_pages
+        self.who, self.judge, self.layout = who, judge, layout
         self.owners: list[Hashable | None] = [None] * layout.num_places
+        # The space of each place.
+        self.spaces = spaces_of_places(layout.counts)
         # Number of writes that may still land in each place.
         self.writers = [0] * layout.num_places
         # Number of model steps and copies that use each place, plus the writes that read from it.
@@ -33,7 +44,34 @@ class Home:
         return len(self.owners) - self.owners.count(None)
 
     def name(self, place: int) -> str:
-        return f"page {place}" if place < self.num_pages else f"row {place - self.num_pages}"
+        index = self.spaces[place]
+        space, number = self.layout.spaces[index], place - self.layout.bases[index]
+        # A page of the first space needs no name: all pools have that space.
+        return (
+            f"{space.unit} {number}{f' of {space.name!r}' if index and not space.in_rows else ''}"
+        )
+
+    def counted(self, places: Collection[int]) -> Counts:
+        """Return how many of these places each space has."""
+        if len(self.layout.spaces) == 1:
+            return (len(places),)
+        found = [0] * len(self.layout.spaces)
+        for place in places:
+            found[self.spaces[place]] += 1
+        return tuple(found)
+
+    def owned(self) -> dict[Hashable, Counts]:
+        """Return how many places of each space every owner has."""
+        if len(self.layout.spaces) == 1:
+            in_all = Counter(self.owners)
+            del in_all[None]
+            return {owner: (count,) for owner, count in in_all.items()}
+        found: dict[Hashable, list[int]] = {}
+        if self.owners.count(None) < len(self.owners):
+            for owner, space in zip(self.owners, self.spaces, strict=True):
+                if owner is not None:
+                    found.setdefault(owner, [0] * len(self.layout.spaces))[space] += 1
+        return {owner: tuple(counts) for owner, counts in found.items()}
 
     def is_lent(self, place: int, target: int, grant: int) -> bool:
         """Return True if `target` lends the place under `grant`, even if it is in quarantine."""

@@ -12,29 +12,32 @@ from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
+from kvflow.protocols.pages.spaces import Counts, counts_sum
 from kvflow.protocols.ports import LeaseId, UnprovenLoan, WriteOutcome
 from kvflow.protocols.prefill.core import PrefillCore
 
-Doubts = dict[LeaseId, int]
+Doubts = dict[LeaseId, Counts]
 """Number of places that are rightly on loan, by the lender's incarnation and grant."""
+Earlier = Sequence[tuple[UnprovenLoan, Counts]]
+"""Loans of earlier nodes over a pool, each with its number of places."""
 
 
 class AtPrefill(NamedTuple):
     side: Side
     core: PrefillCore
     handles: int  # number of rooms that its engine holds
-    out: Mapping[Hashable, int]  # number of places in use, by lease or other owner
-    earlier: Sequence[UnprovenLoan]  # loans of earlier nodes over its pool
-    quarantined: int
+    out: Mapping[Hashable, Counts]  # number of places in use, by lease or other owner
+    earlier: Earlier
+    quarantined: Counts
 
 
 class AtDecode(NamedTuple):
     side: Side
     core: DecodeCore
     handles: Collection[int]  # grants of rooms that its shell holds
-    out: Mapping[Hashable, int]  # number of places in use that peers can write into, by owner
-    earlier: Sequence[UnprovenLoan]  # loans of earlier nodes over its pool
-    quarantined: int
+    out: Mapping[Hashable, Counts]  # number of places in use that peers can write into, by owner
+    earlier: Earlier
+    quarantined: Counts
 
 
 def left_at_prefill(node: AtPrefill, rules: Rules, *, doubts: bool) -> Iterator[str]:
@@ -42,9 +45,8 @@ def left_at_prefill(node: AtPrefill, rules: Rules, *, doubts: bool) -> Iterator[
     name, core = node.side.name, node.core
     lent: Doubts = {}
     yield from _earlier(name, node.earlier, rules, lent, doubts=doubts)
-    if node.quarantined != sum(lent.values()):
-        count = sum(lent.values())
-        yield f"{name}: {node.quarantined} pages in quarantine, earlier nodes have lent {count}"
+    if node.quarantined != (count := _total(lent.values(), node.quarantined)):
+        yield f"{name}: {node.quarantined} places in quarantine, earlier nodes have lent {count}"
     # A frozen write never ends, so its draining room stays by design.
     own = node.side.incarnation
     frozen = {write.record for write in rules.transfers.frozen if write.key[0] == own}
@@ -64,7 +66,7 @@ def left_at_prefill(node: AtPrefill, rules: Rules, *, doubts: bool) -> Iterator[
     yield from (f"{name}: {count} {what}" for what, count in counts.items() if count)
     if any(peer.grants.remembered > core.bounds.closed_grants for peer in core.peers.values()):
         yield f"{name}: more closed grants than {core.bounds.closed_grants} are remembered"
-    yield from _out(name, node.out, lent)
+    yield from _out(name, node.out, lent, node.quarantined)
 
 
 def left_at_decode(node: AtDecode, rules: Rules, lent: Doubts, *, doubts: bool) -> Iterator[str]:
@@ -85,7 +87,7 @@ def left_at_decode(node: AtDecode, rules: Rules, lent: Doubts, *, doubts: bool) 
             if stuck:
                 frozen.add(grant)
             if doubts and (stuck or (phase is LoanPhase.DOUBTFUL and _doubtful(key, rules))):
-                lent[own, grant] = lease.num_pages
+                lent[own, grant] = lease.counts or _none(node.quarantined)
             else:
                 yield f"{name}: a loan of grant {grant} is {phase.name} without reason"
     yield from _earlier(name, node.earlier, rules, lent, doubts=doubts)
@@ -98,32 +100,46 @@ def left_at_decode(node: AtDecode, rules: Rules, lent: Doubts, *, doubts: bool) 
         yield f"{name}: {len(core.tasks)} tasks"
     if handles := sorted(grant for grant in node.handles if (own, grant) not in lent):
         yield f"{name}: handles of grants {handles}"
-    yield from _out(name, node.out, lent)
+    yield from _out(name, node.out, lent, node.quarantined)
     if core.rooms:
         return
-    if node.quarantined != (out := sum(node.out.values())):
-        yield f"{name}: {node.quarantined} pages in quarantine of {out} that are out"
+    if node.quarantined != (out := _total(node.out.values(), node.quarantined)):
+        yield f"{name}: {node.quarantined} places in quarantine of {out} that are out"
     if lasting := sum(timer.kind not in ("link", "repeat") for timer in core.deadlines):
         yield f"{name}: {lasting} deadlines of nothing"
 
 
-def _out(name: str, out: Mapping[Hashable, int], lent: Doubts) -> Iterator[str]:
+def _out(
+    name: str, out: Mapping[Hashable, Counts], lent: Doubts, quarantined: Counts
+) -> Iterator[str]:
     for owner, count in out.items():
         if owner not in lent:
-            yield f"{name}: {count} pages of {owner!r}"
+            yield f"{name}: {count} places of {owner!r}"
     for lease, count in lent.items():
-        if out.get(lease, 0) != count:
-            yield f"{name}: {out.get(lease, 0)} pages of lease {lease}, which lent {count}"
+        if (found := out.get(lease, _none(quarantined))) != count:
+            yield f"{name}: {found} places of lease {lease}, which lent {count}"
+
+
+def _none(like: Counts) -> Counts:
+    return (0,) * len(like)
+
+
+def _total(counts: Iterable[Counts], like: Counts) -> Counts:
+    """Return the sum of `counts`, for as many spaces as `like` has."""
+    total = (0,) * len(like)
+    for one in counts:
+        total = counts_sum(total, one)
+    return total
 
 
 def _earlier(
-    name: str, loans: Iterable[UnprovenLoan], rules: Rules, lent: Doubts, *, doubts: bool
+    name: str, loans: Earlier, rules: Rules, lent: Doubts, *, doubts: bool
 ) -> Iterator[str]:
-    for loan in loans:
+    for loan, counts in loans:
         source = rules.sides[loan.incarnation]
         if doubts and (source.alive or rules.now_s() < source.proven_at_s + FENCE_SLACK_S):
             # Several writers may share one lease, whose pages count only once.
-            lent[loan.lease] = len(loan.pages)
+            lent[loan.lease] = counts
         else:
             yield f"{name}: an earlier node's loan {loan.lease} is there without reason"
 

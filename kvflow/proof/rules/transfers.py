@@ -22,19 +22,19 @@ def handoff_of(digest: bytes) -> bytes:
 class Write:
     """A data plane's write of `sources` to `targets`. The first `next` pages have landed."""
 
-    __slots__ = ("home", "key", "next", "outcome", "readers", "record", "sources", "targets")
+    __slots__ = ("home", "key", "next", "origin", "outcome", "record", "sources", "targets")
 
     def __init__(
         self,
         record: PrefillRoomRecord,
         key: Promise,
         sources: list[int],
-        readers: list[int] | None,
+        origin: Home,
         home: Home,
         targets: list[int],
     ) -> None:
-        """Record a write. `readers` counts the readers of each source place, or is None."""
-        self.record, self.key, self.sources, self.readers = record, key, sources, readers
+        """Record a write of `sources`, places of the pool `origin`, to `targets` of `home`."""
+        self.record, self.key, self.sources, self.origin = record, key, sources, origin
         self.home, self.targets = home, targets
         self.next = 0
         self.outcome: WriteOutcome | None = None
@@ -71,7 +71,9 @@ class Transfers:
     # --- writes
 
     def write_began(self, write: Write) -> None:
-        """Record a write. Its grant must be open, and its target pages unwritten (I3, I6)."""
+        """Record a write. Its grant must be open, and its target pages unwritten (I3, I6). Each
+        place must go to one of the same space (I8).
+        """
         key = write.key
         if key in self.acked or key[:2] in self.goodbyes:
             self.broken("I6", f"{key} is closed, and a write begins")
@@ -81,11 +83,17 @@ class Transfers:
             if not set(write.targets).isdisjoint(other.targets):
                 self.broken("I3", f"{key}: {write.targets} are written again under the same grant")
         earlier.append(write)
-        if write.readers is not None:
-            for place in write.sources:
-                write.readers[place] += 1
+        origin, home = write.origin, write.home
+        for place in write.sources:
+            origin.readers[place] += 1
         for place in write.targets:
-            write.home.writers[place] += 1
+            home.writers[place] += 1
+        if len(home.layout.spaces) == 1:
+            return
+        for source, target in zip(write.sources, write.targets, strict=True):
+            if origin.spaces[source] != home.spaces[target]:
+                text = f"{key}: {origin.name(source)} is written to {home.name(target)}"
+                self.broken("I8", f"{text}, which is in another space")
 
     def page_landed(self, write: Write) -> int:
         """Record the landing of a write's next page, verify its loan (I2), and return its place."""
@@ -102,9 +110,8 @@ class Transfers:
         write.outcome = outcome
         landed = f"{write.next} pages landed"
         self.judge.trace(lambda: f"write of grant {write.key[2]} ends: {outcome.value}, {landed}")
-        if write.readers is not None:
-            for place in write.sources:
-                write.readers[place] -= 1
+        for place in write.sources:
+            write.origin.readers[place] -= 1
         if outcome is not WriteOutcome.UNPROVEN:
             self.out_of_reach(write)
 
@@ -153,12 +160,14 @@ class Transfers:
         key = message.source, message.target, message.grant
         writes = self.writes.get(key, [])[: message.seq + 1]
         # The last chunk is empty if decode already has the rest. A plane need not write that chunk.
-        begun = message.seq + bool(message.pages)
+        begun = message.seq + any(message.pages)
         if len(writes) < begun or any(write.outcome is not WriteOutcome.LANDED for write in writes):
             self.broken("I3", f"{key}: chunk {message.seq} is said to have landed, and has not")
-        elif message.pages and len(writes[-1].sources) != message.pages:
-            pages = f"{len(writes[-1].sources)} pages, not {message.pages}"
-            self.broken("I3", f"{key}: chunk {message.seq} has {pages}")
+        elif any(message.pages):
+            written = writes[-1].origin.counted(writes[-1].sources)
+            if written != message.pages:
+                text = f"{key}: chunk {message.seq} has {written} places by space"
+                self.broken("I3", f"{text}, and {message.pages} are said to have landed")
 
     def _ack_said(self, message: AbortAck) -> None:
         key = message.source, message.target, message.grant

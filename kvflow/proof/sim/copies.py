@@ -9,7 +9,7 @@ from kvflow.aio import Job
 from kvflow.proof.sim.loop import VirtualLoop
 from kvflow.proof.sim.pages import Books
 from kvflow.proof.sim.times import COPY_S, HUNG_COPY_S, SLOW_COPY_S
-from kvflow.protocols.pages.layout import NO_PLACES, Places
+from kvflow.protocols.pages.layout import Places
 
 FAILED = "a copy fails half-way (on purpose)"
 _SPANS = {"slow copy": SLOW_COPY_S, "hung copy": HUNG_COPY_S}
@@ -62,17 +62,20 @@ class Copy:
 
 
 def _halves(source: Places, target: Places) -> list[tuple[Places, Places]]:
-    """Return the halves of a copy. A row, if there is one, is in the second half."""
-    half = len(source.pages) // 2
+    """Return the halves of a copy, with half of the places of each space. A single row is in the
+    second half.
+    """
     return [
         (
-            Places(source.pages[part], source.rows if rows else NO_PLACES),
-            Places(target.pages[part], target.rows if rows else NO_PLACES),
-        )
-        for part, rows in ((slice(half), False), (slice(half, None), True))
+            tuple(own[: len(own) // 2] for own in source),
+            tuple(own[: len(own) // 2] for own in target),
+        ),
+        (
+            tuple(own[len(own) // 2 :] for own in source),
+            tuple(own[len(own) // 2 :] for own in target),
+        ),
     ]
 
 
 def _used(books: Books, places: Places) -> list[tuple[Books, int]]:
-    rows = places.rows + books.num_pages
-    return [(books, place) for place in (*places.pages.tolist(), *rows.tolist())]
+    return [(books, place) for place in books.layout.numbered(places).tolist()]

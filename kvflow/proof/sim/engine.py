@@ -10,12 +10,13 @@ from kvflow.aio import in_thread
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.proof.rules.transfers import handoff_of
+from kvflow.proof.sim.chunks import in_chunks, positions, way_of
 from kvflow.proof.sim.pages import books_of
 from kvflow.proof.sim.residence import Residence
 from kvflow.proof.sim.stay import Stay
 from kvflow.protocols.arguments import prompt_digest
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.wire.ranks import DpRankError, RankInfo
 
 
@@ -79,8 +80,15 @@ class Job:
         """Return the prefill as the client names it now: by default, by its current ranks."""
         return Named(self.ranks()) if self._names is None else self._names()
 
-    def model_step(self, node: PrefillNode, pages: PageIndices, first: int) -> Callable[[], None]:
-        """Return a function that computes `pages`, the prompt's pages from index `first` on.
+    def placed_chunks(self, layout: PoolLayout) -> Sequence[Sequence[int]]:
+        """Return the positions of each chunk among the prompt's places of all spaces."""
+        wanted = layout.wanted(len(self.prompt))
+        return positions(wanted, wanted, in_chunks(layout, self.chunks, wanted, way_of(self.room)))
+
+    def model_step(
+        self, node: PrefillNode, pages: PageIndices, which: Sequence[int]
+    ) -> Callable[[], None]:
+        """Return a function that computes `pages`, which have these positions among the prompt's.
 
         Call it in a thread. The pages belong to the step until it returns (I13).
         """
@@ -89,7 +97,7 @@ class Job:
             books.readers[page] += 1
 
         def compute() -> None:
-            for index, page in enumerate(pages.tolist(), first):
+            for index, page in zip(which, pages.tolist(), strict=True):
                 books.bytes.fill(page, digest, index)
                 books.readers[page] -= 1
 
@@ -112,26 +120,23 @@ class PlainScheduler:
     async def prefill(self, node: PrefillNode, job: Job) -> None:
         if job.refused:
             return node.refuse(job.room, job.cause(Code.CAPACITY, "the engine will not have it"))
-        owner, rows = object(), bool(node.pool.layout.num_rows)
+        owner, layout = object(), node.pool.layout
         async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as room:
             job.close = room.close
             try:
-                pages = node.pages.take_room(sum(job.chunks) + rows, owner)
+                pages = node.pages.take_room(layout.wanted(len(job.prompt)), owner)
             except KvflowError as error:
                 room.close(error.cause())
                 raise
             try:
                 await room.matched()
-                start = 0
-                for number, count in enumerate(job.chunks):
+                chunks = job.placed_chunks(layout)
+                for number, which in enumerate(chunks):
                     if number == job.fails_at:
                         return room.close(job.cause(Code.ENGINE_ERROR, "the engine broke down"))
-                    last = number == len(job.chunks) - 1
-                    # A row goes with the last pages.
-                    chunk = pages[start:] if last else pages[start : start + count]
-                    await in_thread(job.model_step(node, chunk, start))
+                    last, chunk = number == len(chunks) - 1, pages[which]
+                    await in_thread(job.model_step(node, chunk, which))
                     room.send(chunk, last=last, handoff=job.handoff if last else b"")
-                    start += count
                 await room.done()
                 job.succeeded = True
             finally:

@@ -10,7 +10,7 @@ from kvflow.memory.external import ExternalPages
 from kvflow.proof.sim.pages import Books, Borrower
 from kvflow.protocols.arguments import NO_PAGES
 from kvflow.protocols.errors import CapacityError
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import Counts, PageIndices
 
 
 class EnginePages:
@@ -20,20 +20,18 @@ class EnginePages:
         self._books, self._store, self._fails = books, store, fails
         self._taken: set[int] = set()
 
-    def take(self, count: int, owner: Borrower) -> PageIndices:
-        """Take `count` places, the last one a row if the pool has rows. Raises: CapacityError."""
+    def take(self, counts: Counts, owner: Borrower) -> PageIndices:
+        """Take places of every space, in the order of spaces. Raises: CapacityError."""
         if self._fails():
-            raise CapacityError("pages (on purpose)", count, 0)
-        books, rows = self._books, len(self._books.owners) - self._books.num_pages
+            raise CapacityError("pages (on purpose)", sum(counts), 0)
+        books, layout = self._books, self._books.layout
         busy = set(self._store.busy(range(len(books.owners))).tolist())
         found: list[int] = []
-        for first, end, wanted in (
-            (0, books.num_pages, count - bool(rows)),
-            (books.num_pages, books.num_pages + rows, int(bool(rows))),
-        ):
-            free = [p for p in range(first, end) if p not in busy and p not in self._taken]
+        for space, first, wanted in zip(layout.spaces, layout.bases, counts, strict=True):
+            places = range(first, first + space.count)
+            free = [p for p in places if p not in busy and p not in self._taken]
             if len(free) < wanted:
-                raise CapacityError("pages" if not first else "rows", wanted, len(free))
+                raise CapacityError(f"{space.unit}s", wanted, len(free))
             found += free[:wanted]
         books.taken(found, owner)
         self._taken.update(found)

@@ -97,7 +97,7 @@ class Oracle(Rules):
             record,
             (source.incarnation, target.incarnation, record.grant),
             running.source_pages.tolist(),
-            source.books.readers,
+            source.books,
             target.lent,
             running.target_pages.tolist(),
         )
@@ -115,8 +115,7 @@ class Oracle(Rules):
         write: PlaneWrite = running.seen  # type: ignore[attr-defined]
         write.begun_bytes += size_bytes
         while write.next < len(write.targets):
-            in_rows = write.targets[write.next] >= write.home.num_pages
-            needed = running.row_bytes if in_rows else running.page_bytes
+            needed = running.place_bytes[write.home.spaces[write.targets[write.next]]]
             if write.begun_bytes < needed:
                 break
             write.begun_bytes -= needed

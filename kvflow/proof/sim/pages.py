@@ -26,7 +26,7 @@ class Books(Home):
         self.bytes = PlaceBytes(pool.layout, whole)
         # Places of earlier loans. Their last owner stays in `owners` until they are free.
         self.withheld: set[int] = set()
-        # Current stores, by their first place: one for pages, and one for rows if there are any.
+        # Current stores, by their first place: one for each space.
         self.stores: dict[int, WatchedPages] = {}
 
     def is_lent(self, place: int, target: int, grant: int) -> bool:
@@ -55,9 +55,10 @@ def watch(
     books, layout = Books(pool, whole, who, judge), pool.layout
     # The pool makes a new place allocator from the new allocators on demand.
     pool._places = None
-    pool._pages = WatchedPages("page", layout.num_pages, 0, books, fails)
-    if layout.num_rows:
-        pool._rows = WatchedPages("row", layout.num_rows, layout.num_pages, books, fails)
+    pool._allocators = tuple(
+        WatchedPages(space.unit, space.count, first, books, fails)
+        for space, first in zip(layout.spaces, layout.bases, strict=True)
+    )
     return books
 
 
@@ -67,29 +68,27 @@ def another_store(pool: PagedPool) -> PageStore:
     The new store does not know which pages the earlier one lent: it learns that only from the pool
     and the node.
     """
-    assert isinstance(pool._pages, WatchedPages)
-    pages = pool._pages = pool._pages.again()
-    if not isinstance(pool._rows, WatchedPages):
-        pool._places = pages
-        return pages
-    rows = pool._rows = pool._rows.again()
-    places = pool._places = PlaceAllocator(pool.layout, pages, rows)
-    return places
+    again: list[WatchedPages] = []
+    for allocator in pool.allocators:
+        assert isinstance(allocator, WatchedPages)
+        again.append(allocator.again())
+    pool._allocators, pool._places = tuple(again), None
+    return pool.places
 
 
 def books_of(store: PageStore) -> Books:
-    pages = store.pages if isinstance(store, PlaceAllocator) else store
+    pages = store.allocators[0] if isinstance(store, PlaceAllocator) else store
     assert isinstance(pages, WatchedPages | WatchedExternalPages)
     return pages.books
 
 
 class WatchedPages(PageAllocator):
-    """Watched allocator of a pool's pages, or of its rows. Some takes fail on purpose."""
+    """Watched allocator of one space of a pool. Some takes fail on purpose."""
 
     def __init__(
         self, unit: str, count: int, first: int, books: Books, fails: Callable[[], bool]
     ) -> None:
-        """Manage `count` pages or rows. `first` is the place of page or row 0."""
+        """Manage `count` pages or rows. `first` is the place of the first one."""
         super().__init__(count, unit=unit)
         books.stores[first] = self
         self.books, self._first, self._fails = books, first, fails

@@ -9,6 +9,7 @@ from kvflow.proof.sim import (
     plants_goodbye,
     plants_prefill,
     plants_residency,
+    plants_spaces,
     plants_staging,
     plants_tables,
     plants_threads,
@@ -21,6 +22,7 @@ PLANTS: tuple[Plant, ...] = (
     *plants_tables.PLANTS,
     *plants_residency.PLANTS,
     *plants_staging.PLANTS,
+    *plants_spaces.PLANTS,
     *plants_dp_groups.PLANTS,
     *plants_threads.PLANTS,
 )

@@ -51,7 +51,7 @@ def _give_up(shell: DecodeShell, command: QuarantinePages) -> None:
         shell.run()
 
 
-@bug("abort never retried", nodes=(13, "I4"), bare=(13, "I5"))
+@bug("abort never retried", nodes=(13, "I4"), bare=(13, "I4"))
 def abort_never_retried() -> Installed:
     """A lost Abort or AbortAck is lost for good."""
     return swapped(DecodeCore, "repeat_aborts", lambda *_: None)

@@ -20,7 +20,7 @@ from kvflow.protocols.errors import WireError
 from kvflow.protocols.machinery import parsed
 from kvflow.protocols.machines.grants import GrantPhase, GrantTable
 from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillEvent, PrefillKind
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.ports import DataPlane, Write, WriteOutcome
 from kvflow.protocols.prefill import core as prefill_core
 from kvflow.protocols.prefill import endpoint as prefill_endpoint
@@ -48,11 +48,29 @@ def earlier_loans_forgotten_by_prefill() -> Installed:
     # Leave the pages of earlier loans withheld, without a watch on their writers.
 
     def take_over_nothing(
-        shell: Shell, loans: EarlierLoans, plane: DataPlane, _: object
+        shell: Shell, loans: EarlierLoans, plane: DataPlane, stores: Any
     ) -> EarlierShell:
-        return EarlierShell(shell, loans, plane, ())
+        quarantine, store = stores[-1]
+        empty: Any = _Empty(quarantine.layout)
+        return EarlierShell(shell, loans, plane, [(empty, store)])
 
     return swapped(prefill_shell, "EarlierShell", take_over_nothing)
+
+
+class _Empty:
+    """A quarantine without loans. No node that joins it hears of any."""
+
+    def __init__(self, layout: PoolLayout) -> None:
+        self.layout = layout
+
+    def join(self, *_: object) -> Any:
+        return ()
+
+    def leave(self, *_: object) -> None:
+        """Do nothing: no node has joined."""
+
+    def standing(self, loans: Any) -> Any:
+        return loans
 
 
 @bug("ack before drain", nodes=(0, "I12"), bare=(1, "I12"))

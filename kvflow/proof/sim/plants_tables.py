@@ -68,7 +68,7 @@ def _drains_again() -> Installed:
     return swaps
 
 
-@bug("success without the last word", nodes=(8, "I8"), bare=(12, "I8"))
+@bug("success without the last word", nodes=(5, "I8"), bare=(12, "I8"))
 def _success_without_the_last_chunk() -> Installed:
     """A room that lost its source is told to its client as a success."""
     # The loan outlives the room, so it becomes doubtful instead of breaking the table.

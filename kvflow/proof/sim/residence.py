@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
-from kvflow.aio import Threads, wait_or_cancel
+from kvflow.aio import Threads, run_to_end, wait_or_cancel
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.residency import Resident
 from kvflow.node import DecodeNode
@@ -23,7 +23,8 @@ from kvflow.proof.sim.state import Squatter, State
 from kvflow.proof.sim.stay import ABORT, CANCEL_TWICE, GROW, RETRACT, STEP, Act, Disturbance, Stay
 from kvflow.protocols.errors import CapacityError, HostMemoryError
 from kvflow.protocols.machines.residency import ResidencyPhase as P
-from kvflow.protocols.pages.layout import Places
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places
+from kvflow.protocols.ports import PageStore
 from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.model.thread import ModelThread
 
@@ -35,7 +36,22 @@ class _Running:
     """The part of a sequence that `ModelThread` uses."""
 
     def __init__(self, places: Places) -> None:
-        self.pages, self.rows = places
+        self.pages, self.rows = places[0], places[1] if len(places) > 1 else NO_PLACES
+
+
+class _Threads(Threads):
+    """The model thread of an engine with any number of spaces, which holds what a step uses."""
+
+    def __init__(self, places: PageStore) -> None:
+        super().__init__("model")
+        self._places = places
+
+    async def step(self, used: PageIndices, compute: Callable[[], None]) -> None:
+        self._places.hold(used)
+        try:
+            await run_to_end(self.start(lambda _: compute()).ended)
+        finally:
+            self._places.unhold(used)
 
 
 class Residence:
@@ -44,7 +60,10 @@ class Residence:
     ) -> None:
         self._snapshots, self._oracle, self._digest, self._plan = snapshots, oracle, digest, plan
         self._pool, self._layout, self._books = node.pool, node.pool.layout, books_of(node.pages)
-        self._thread = ModelThread(Threads("model"), node.pages, self._layout)
+        # The shipped engine has one space of pages, and at most one of rows.
+        self._shipped = len(self._layout.spaces) <= 1 + bool(self._layout.num_rows)
+        self._threads = _Threads(node.pages)
+        self._thread = ModelThread(self._threads, node.pages, self._layout)
         self._here: Resident | None = None  # set after its room landed
         self._handoff = b""
 
@@ -55,9 +74,8 @@ class Residence:
         self._handoff = handoff
         self._state = State(self._books, self._digest, places.tolist(), self._broken)
         pool, store = self._pool, self._snapshots.store
-        rows = pool.rows if self._layout.num_rows else None
         own = self._layout.split(places)
-        self._here = here = Resident(owner, own, pages=pool.pages, rows=rows, store=store)
+        self._here = here = Resident(owner, own, allocators=pool.allocators, store=store)
         try:
             for act in self._plan.acts:
                 await asyncio.sleep(act.pause_s)
@@ -78,12 +96,15 @@ class Residence:
         if act.kind == STEP:
             await self._step(here, act.disturbed)
         elif act.kind == GROW:
+            # Requests of odd sizes grow in the last space that has pages, the others in the first.
+            paged = [n for n, space in enumerate(self._layout.spaces) if not space.in_rows]
+            space = paged[-(here.sizes[0] % 2)]
             try:
-                here.add(self._pool.pages.take(1, here.owner))
+                here.add(self._pool.allocators[space].take(1, here.owner), space)
             # The pool is short of pages, so the request leaves, as in an engine.
             except CapacityError:
                 return await self._retract(here, act)
-            self._state.add_page()
+            self._state.add_page(space)
             await self._step(here, act.disturbed)
         elif act.kind == RETRACT:
             await self._retract(here, act)
@@ -99,7 +120,8 @@ class Residence:
 
     async def _stepping(self, here: Resident) -> None:
         places, readers = here.places, self._books.readers
-        used: list[int] = self._layout.numbered(places).tolist()
+        held = self._layout.numbered(places)
+        used: list[int] = held.tolist()
         for place in used:
             readers[place] += 1
 
@@ -109,7 +131,10 @@ class Residence:
             for place in used:
                 readers[place] -= 1
 
-        await self._thread.run([cast(Sequence, _Running(places))], compute)
+        if self._shipped:
+            await self._thread.run([cast(Sequence, _Running(places))], compute)
+        else:
+            await self._threads.step(held, compute)
 
     # --- away and back
 

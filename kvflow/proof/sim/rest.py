@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.proof.rules.rest import AtDecode, AtPrefill, Doubts, left_at_decode, left_at_prefill
+from kvflow.proof.rules.rest import (
+    AtDecode,
+    AtPrefill,
+    Doubts,
+    Earlier,
+    left_at_decode,
+    left_at_prefill,
+)
 from kvflow.proof.sim.cluster import Member
 from kvflow.proof.sim.oracle import Oracle
 from kvflow.proof.sim.pages import Books, grant_of
-from kvflow.protocols.ports import UnprovenLoan
+from kvflow.protocols.pages.layout import Counts
 from kvflow.protocols.wire.messages import GrantId
 from kvflow.serve.cache.tiers import OWNER
 
@@ -34,7 +40,7 @@ def _left_at_prefill(
 ) -> Iterator[str]:
     shell, earlier = node.shell, _earlier(node)
     core, out = shell.endpoint.core, _out(member, member.seen.books, earlier)
-    at = AtPrefill(member.seen, core, len(shell.rooms), out, earlier, node.quarantined_pages)
+    at = AtPrefill(member.seen, core, len(shell.rooms), out, earlier, core.ledger.quarantined)
     yield from left_at_prefill(at, oracle, doubts=doubts)
     if member.engine is not None:
         yield from member.engine.left(set())
@@ -48,7 +54,7 @@ def _left_at_decode(
     seen, shell, earlier = member.seen, node.shell, _earlier(node)
     lent: Doubts = {}
     core, out = shell.endpoint.core, _out(member, seen.lent, earlier)
-    at = AtDecode(seen, core, shell.rooms.keys(), out, earlier, node.quarantined_pages)
+    at = AtDecode(seen, core, shell.rooms.keys(), out, earlier, core.ledger.quarantined)
     yield from left_at_decode(at, oracle, lent, doubts=doubts)
     assert member.snapshots is not None
     yield from member.snapshots.left()
@@ -57,29 +63,29 @@ def _left_at_decode(
         yield from member.engine.left(in_doubt)
     if seen.lent is not seen.books:
         # A room keeps its own pages for as long as its staging places are on loan.
-        places = sum(count for (by, _), count in lent.items() if by == seen.incarnation)
-        if (count := sum(_out(member, seen.books, earlier).values())) > places:
+        places = sum(sum(counts) for (by, _), counts in lent.items() if by == seen.incarnation)
+        if (count := sum(map(sum, _out(member, seen.books, earlier).values()))) > places:
             yield f"{member.name}: {count} pages out, {places} places of staging are lent for them"
         if not lent and not node.staging_at_rest:
             yield f"{member.name}: its staging is not at rest"
 
 
-def _earlier(node: PrefillNode | DecodeNode) -> list[UnprovenLoan]:
+def _earlier(node: PrefillNode | DecodeNode) -> Earlier:
     pools = (node.pool,) if node.reached is node.pool else (node.pool, node.reached)
-    return [loan for pool in pools for loan in pool.unproven]
+    return [(loan, pool.layout.counted(loan.pages)) for pool in pools for loan in pool.unproven]
 
 
-def _out(member: Member, books: Books, earlier: list[UnprovenLoan]) -> Counter[Hashable]:
+def _out(member: Member, books: Books, earlier: Earlier) -> dict[Hashable, Counts]:
     """Count the places in use, by lease or other owner, except those that a cache owns."""
-    found: Counter[Hashable] = Counter()
-    leases = {place: loan.lease for loan in earlier for place in loan.pages.tolist()}
+    found: dict[Hashable, list[int]] = {}
+    leases = {place: loan.lease for loan, _ in earlier for place in loan.pages.tolist()}
     for place, owner in enumerate(books.owners):
         if owner is None or owner == OWNER:
             continue
+        key: Hashable = owner
         if place in leases:
-            found[leases[place]] += 1
+            key = leases[place]
         elif (grant := grant_of(owner)) is not None:
-            found[member.seen.incarnation, grant] += 1
-        else:
-            found[owner] += 1
-    return found
+            key = (member.seen.incarnation, grant)
+        found.setdefault(key, [0] * len(books.layout.spaces))[books.spaces[place]] += 1
+    return {owner: tuple(counts) for owner, counts in found.items()}

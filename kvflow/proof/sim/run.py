@@ -38,6 +38,7 @@ from kvflow.proof.sim.scenario import (
     with_staging,
     with_switch,
     with_threads,
+    with_windows,
 )
 from kvflow.proof.sim.staging import waits_observed
 from kvflow.proof.sim.stay import GOOD
@@ -48,6 +49,7 @@ from kvflow.proof.sim.variety import NEVER, PAGE_SIZE
 from kvflow.proof.sim.watch import nodes_observed
 from kvflow.protocols.arguments import prompt_digest
 from kvflow.protocols.errors import Code, KvflowError
+from kvflow.protocols.pages.spaces import counts_fit
 
 STEPS_MIN = 200
 # Maximum number of probe rooms at one node at a time. They fit even when the quarantine is full.
@@ -263,10 +265,10 @@ class Run(Course):
             if group < len(self._prefills) and len(ranks) < len(self._prefills[group]):
                 continue
             # A node above its quarantine limit may lack free pages or refuse rooms.
-            if any(m.node.quarantined_pages > m.node.quarantine_limit for m in ranks):
+            if any(_above_its_limit(m) for m in ranks):
                 continue
             for decode in decodes:
-                if decode.node.quarantined_pages > decode.node.quarantine_limit:
+                if _above_its_limit(decode):
                     continue
                 for number in range(count):
                     self.probe_room = room = self.probe_room + 1
@@ -303,7 +305,8 @@ def simulate(
     loop = VirtualLoop(rng)
     faults = Faults(rng, copies=True)
     # Each extension has its own generator, so that it leaves the draws of the others unchanged.
-    scenario = with_dp_groups(random.Random(f"dp groups {seed}"), draw(rng, faults))
+    scenario = with_windows(random.Random(f"windows {seed}"), draw(rng, faults))
+    scenario = with_dp_groups(random.Random(f"dp groups {seed}"), scenario)
     scenario = with_switch(random.Random(f"switch {seed}"), scenario)
     scenario = with_staging(random.Random(f"staging {seed}"), scenario)
     # Threaded engines drive their own nodes, but a scheduler passed in must drive all nodes.
@@ -371,6 +374,12 @@ def played(
         len(scenario.requests),
         sum(scenario.groups) + scenario.decodes,
     )
+
+
+def _above_its_limit(member: Member) -> bool:
+    """Return True if the node has more places of some space in quarantine than its limit."""
+    ledger = member.node.shell.endpoint.core.ledger
+    return not counts_fit(ledger.quarantined, ledger.quarantine_limit)
 
 
 def _plenty() -> AbstractContextManager[object]:

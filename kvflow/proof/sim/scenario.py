@@ -10,13 +10,14 @@ import msgspec
 
 from kvflow.proof.sim.faults import ON_LINKS, ON_NODES, Faults
 from kvflow.proof.sim.stay import Stay, draw_stay
-from kvflow.proof.sim.variety import PAGE_SIZE, Variety, draw_variety
+from kvflow.proof.sim.variety import LAYOUT_WITH_WINDOWS, PAGE_SIZE, Variety, draw_variety
 
 Shape = tuple[tuple[int, ...], int]
 SHAPES: Sequence[Shape] = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1), 2), ((2, 1), 1))
 """Ranks of each prefill group, and number of decodes. Each shape has at least three nodes."""
 PROMPT_PAGES_MAX = 6
 # Shares of the seeds that have each extension.
+WINDOWS_IN = 0.2
 SWITCHES_IN = 0.3
 STAGED_IN = 0.25
 DP_GROUPS_IN = 0.25
@@ -133,6 +134,14 @@ def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -
     return Scenario(groups, decodes, draw_variety(rng, decodes), requests, accidents)
 
 
+def with_windows(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Give some seeds pools of three spaces: pages, pages of a window, and rows."""
+    if rng.random() >= WINDOWS_IN:
+        return scenario
+    variety = scenario.variety._replace(layout=LAYOUT_WITH_WINDOWS)
+    return scenario._replace(variety=variety)
+
+
 def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
     """Give some seeds a prefill with two or three data-parallel groups.
 
@@ -224,7 +233,7 @@ def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
     if rng.random() >= STAGED_IN:
         return scenario
     layout, switch = scenario.variety.layout, scenario.switch
-    size_bytes = rng.choice((4, 6, 8, 12)) * layout.page_bytes * (2 if layout.num_rows else 1)
+    size_bytes = rng.choice((4, 6, 8, 12)) * layout.page_bytes * len(layout.spaces)
 
     def in_time(request: Request) -> Request:
         if request.decode is None or request.decode.deadline_s is not None:

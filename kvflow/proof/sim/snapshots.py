@@ -14,6 +14,7 @@ from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.loop import VirtualThread
 from kvflow.proof.sim.oracle import Oracle
 from kvflow.proof.sim.pages import Books, watch
+from kvflow.proof.sim.variety import host_counts
 
 
 class CopyFailedError(Exception):
@@ -43,13 +44,12 @@ class Snapshots:
     @property
     def store(self) -> SnapshotStore:
         if self._store is None:
-            layout, (pages, rows) = self._pool.layout, self._host
-            rows = rows if layout.num_rows else 0
-            limit_bytes = pages * layout.page_bytes + rows * layout.row_bytes
+            layout = self._pool.layout
+            limit_bytes = layout.room_bytes(host_counts(layout, self._host))
+            rows = self._host[1] if layout.num_rows else 0
             self._store = store = SnapshotStore(self._pool, limit_bytes, num_rows=rows)
             who = f"host memory of {self._who}"
             self.copies.host = watch(store.host, who, self._oracle, self._faults.of_host_memory)
-            store.host_rows = store.host.rows if rows else None
             store._thread.executor = self.copies
         return self._store
 
@@ -93,7 +93,7 @@ class CopyThread(VirtualThread):
         copy = Copy(job, *homes, fault, lambda answer: self._end(done, owner, answer))
         owner = next(books.owners[place] for books, place in copy.used if books is self._books)
         self.owners.append(owner)
-        count = len(job.arguments[1].pages)
+        count = len(job.arguments[1][0])
         self._oracle.trace(
             lambda: f"copies {count} pages {'out' if out else 'in'}, {fault or 'no fault'}"
         )

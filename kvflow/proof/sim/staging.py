@@ -24,6 +24,7 @@ from kvflow.proof.sim.pages import Books, grant_of, watch
 from kvflow.proof.sim.snapshots import CopyFailedError
 from kvflow.proof.sim.swap import swapped
 from kvflow.protocols.pages.plan import Blocks
+from kvflow.protocols.pages.spaces import Counts, counts_fit
 from kvflow.protocols.waiting import PASSED_FOR_S
 from kvflow.protocols.wire.messages import GrantId
 
@@ -32,9 +33,9 @@ LOOK_S = 0.02
 
 
 class _Wait(NamedTuple):
-    """Number of places that a room waits for, the time when it began to wait, and its process."""
+    """Number of places that a room waits for, by space; when it began to wait; its process."""
 
-    wanted: int
+    wanted: Counts
     since_s: float
     process: Process
 
@@ -71,7 +72,7 @@ class Staged:
 
     # --- rooms that wait
 
-    def waits_now(self, room: DecodeRoom, wanted: int, process: Process) -> None:
+    def waits_now(self, room: DecodeRoom, wanted: Counts, process: Process) -> None:
         if room in self._waiting:
             return
         self.waits += 1
@@ -119,14 +120,12 @@ class Staged:
         room = self._rooms.get(GrantId(grant)) if (grant := grant_of(owner)) is not None else None
         return isinstance(owner, Quarantined) or (room is not None and room.phase in OVER_AT_DECODE)
 
-    def _fits(self, wanted: int, counts: Callable[[Hashable | None], bool]) -> bool:
+    def _fits(self, wanted: Counts, counts: Callable[[Hashable | None], bool]) -> bool:
         """Return True if enough places that are not withheld have owners that satisfy `counts`."""
         books = self.books
         owners = enumerate(books.owners)
         places = [p for p, owner in owners if counts(owner) and p not in books.withheld]
-        pages = sum(place < books.num_pages for place in places)
-        rows = int(len(books.owners) > books.num_pages)  # a room needs one row if the pool has rows
-        return wanted - rows <= pages and rows <= len(places) - pages
+        return counts_fit(wanted, books.counted(places))
 
 
 class _HalfCopier:
@@ -212,7 +211,7 @@ def waits_observed(
     """Make every decode in this process report the rooms that wait for the staging of its pool."""
     stage = DecodeShell._stage
 
-    def staged(shell: DecodeShell, room: DecodeRoom, wanted: int) -> bool:
+    def staged(shell: DecodeShell, room: DecodeRoom, wanted: Counts) -> bool:
         seen = oracle.by_process[current_process()]
         got = stage(shell, room, wanted)
         if got:

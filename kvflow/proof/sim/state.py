@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import starmap
+from itertools import chain, starmap
 
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
@@ -12,7 +12,7 @@ from kvflow.proof.sim.content import content
 from kvflow.proof.sim.pages import Books
 from kvflow.proof.sim.stay import ALL_PAGES, ALL_ROWS
 from kvflow.protocols.errors import CapacityError
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import Counts, PageIndices
 
 Broken = Callable[[str], None]
 ANY = b""
@@ -20,39 +20,38 @@ ANY = b""
 
 
 class State:
-    """Expected content of one request's pages, in their order, and of its row."""
+    """Expected content of one request's places, in their order, by space."""
 
     def __init__(self, books: Books, digest: bytes, places: list[int], broken: Broken) -> None:
         self._books, self._digest, self._broken = books, digest, broken
         self._version = 0
-        landed = list(starmap(self._content, enumerate(places)))
-        count = sum(place < books.num_pages for place in places)
-        self._pages, self._rows = landed[:count], landed[count:]
+        landed = starmap(self._content, enumerate(places))
+        counts = books.counted(places)
+        self._spaces = [[next(landed) for _ in range(count)] for count in counts]
         # True after the state was dropped, until it is computed again.
         self.lost = False
 
-    def add_page(self) -> None:
-        self._pages.append(ANY)
+    def add_page(self, space: int) -> None:
+        self._spaces[space].append(ANY)
 
     def lose(self) -> None:
-        self._pages, self._rows, self.lost = [ANY] * len(self._pages), [ANY] * len(self._rows), True
+        self._spaces, self.lost = [[ANY] * len(space) for space in self._spaces], True
 
     def check(self, places: list[int], when: str) -> None:
-        for place, data in zip(places, (*self._pages, *self._rows), strict=True):
+        for place, data in zip(places, chain.from_iterable(self._spaces), strict=True):
             if data is not ANY and self._books.bytes.read(place) != data:
                 self._broken(f"{when}, {self._books.name(place)} has other bytes than its own")
 
     def compute(self, places: list[int]) -> None:
-        """Write what a model step writes: the last page and the row, or all places after a loss."""
+        """Write what a model step writes: the last place of each space, or all after a loss."""
         self._version += 1
-        count = len(self._pages)
-        for index in range(0 if self.lost else count - 1, len(places)):
-            data = self._content(index, places[index])
-            self._books.bytes.write(places[index], data)
-            if index < count:
-                self._pages[index] = data
-            else:
-                self._rows[index - count] = data
+        base = 0
+        for space in self._spaces:
+            for index in range(0 if self.lost else max(0, len(space) - 1), len(space)):
+                place = places[base + index]
+                data = space[index] = self._content(base + index, place)
+                self._books.bytes.write(place, data)
+            base += len(space)
         self.lost = False
 
     def _content(self, index: int, place: int) -> bytes:
@@ -63,17 +62,18 @@ class Squatter:
     """Another request. It takes places that a request left, and detects late writes to them."""
 
     def __init__(
-        self, pool: PagedPool, books: Books, sizes: tuple[int, int], what: str, broken: Broken
+        self, pool: PagedPool, books: Books, sizes: Counts, what: str, broken: Broken
     ) -> None:
         """Take places. `what` states which: as many as `sizes`, all pages, all rows, or none."""
         self._books, self._broken = books, broken
         self._taken: list[tuple[PageAllocator, PageIndices, list[int]]] = []
-        if what:
-            self._take(pool.pages, pool.pages.free_pages if what == ALL_PAGES else sizes[0], 0)
-        if what and sizes[1]:
-            self._take(
-                pool.rows, pool.rows.free_pages if what == ALL_ROWS else sizes[1], books.num_pages
-            )
+        layout = pool.layout
+        for store, space, first, size in zip(
+            pool.allocators, layout.spaces, layout.bases, sizes, strict=True
+        ):
+            every = what == (ALL_ROWS if space.in_rows else ALL_PAGES)
+            if what and (size or not first):
+                self._take(store, store.free_pages if every else size, first)
 
     def leave(self) -> None:
         for store, taken, places in self._taken:

@@ -334,7 +334,7 @@ class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom
     def _offer(self, request: _Request[DecodeThreadRoom]) -> None:
         assert request.handle is not None
         try:
-            request.pages = self._allocator.take(request.handle.num_pages, request.owner)
+            request.pages = self._allocator.take(request.handle.counts, request.owner)
             request.handle.offer(request.pages)
         except KvflowError as error:
             self._close_room(request, error.cause())
@@ -386,21 +386,20 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
         # The report that prefill begins is optional, so only half of the requests make it.
         if request.handle is not None and self._oracle.loop.rng.getrandbits(1):
             request.handle.begin()
-        wanted = sum(job.chunks) + bool(self._layout.num_rows)
+        wanted = self._layout.wanted(len(job.prompt))
         request.pages = self._allocator.take(wanted, request.owner)
 
     async def _compute(self, request: _Request[PrefillThreadRoom]) -> None:
-        job, handle, start = request.job, request.handle, 0
+        job, handle = request.job, request.handle
         assert handle is not None
-        for number, count in enumerate(job.chunks):
+        chunks = job.placed_chunks(self._layout)
+        for number, which in enumerate(chunks):
             if number == job.fails_at:
                 cause = job.cause(Code.ENGINE_ERROR, "the engine broke down")
                 return self._close_room(request, cause)
-            last = number == len(job.chunks) - 1
-            chunk = request.pages[start:] if last else request.pages[start : start + count]
-            await in_thread(job.model_step(self.node, chunk, start))
+            last, chunk = number == len(chunks) - 1, request.pages[which]
+            await in_thread(job.model_step(self.node, chunk, which))
             handle.send(chunk, last=last, handoff=job.handoff if last else b"")
-            start += count
         return None
 
 

@@ -9,11 +9,14 @@ import msgspec
 
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.kinds import PAGE, ROW, StateKind
-from kvflow.protocols.pages.layout import PoolLayout, build_layout
+from kvflow.protocols.pages.layout import Counts, PoolLayout, Space, build_layout
 
 PAGE_SIZE, NUM_PAGES = 4, 48
 # Enough rows for the probe rooms at the end, even when the quarantine is full.
 NUM_ROWS = NUM_PAGES // 2
+# A short prompt may fill more pages of the window than of the first space. There are enough of them
+# for the probe rooms.
+WINDOW, WINDOW_PAGE_SIZE, NUM_WINDOW_PAGES = 5, 2, 2 * NUM_PAGES
 _KINDS = (
     StateKind("0.k", "uint8", (8,)),
     StateKind("0.v", "uint8", (8,)),
@@ -22,8 +25,21 @@ _KINDS = (
     StateKind("1.conv", "uint8", (3, 4), ROW),
     StateKind("1.ssm", "uint8", (2, 4, 4), ROW),
 )
+_WINDOW_KINDS = (
+    StateKind("2.k", "uint8", (6,), space="window"),
+    StateKind("2.v", "uint8", (6,), space="window"),
+    StateKind("2.scale", "uint8", (3,), PAGE, space="window"),
+)
 LAYOUT = build_layout(_KINDS[:2], page_size=PAGE_SIZE, num_pages=NUM_PAGES)
 LAYOUT_WITH_ROWS = build_layout(_KINDS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, num_rows=NUM_ROWS)
+LAYOUT_WITH_WINDOWS = build_layout(
+    (*_KINDS, *_WINDOW_KINDS),
+    spaces=(
+        Space("pages", NUM_PAGES, PAGE_SIZE),
+        Space("window", NUM_WINDOW_PAGES, WINDOW_PAGE_SIZE, WINDOW),
+        Space("rows", NUM_ROWS, 0),
+    ),
+)
 
 TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, rendezvous_s=2.0, register_s=1.5)
 """Timeouts are shorter than in production. `repeat_after_s` is the same."""
@@ -41,7 +57,8 @@ class Variety(NamedTuple):
     fences: str
     verify: bool
     layout: PoolLayout
-    host: tuple[int, int]  # number of pages and of rows in a decode's host memory
+    # Number of pages, in each space with pages, and of rows in a decode's host memory.
+    host: tuple[int, int]
     staging_bytes: int = 0  # size at each decode, or 0 if prefill writes into the pool
 
 
@@ -61,3 +78,8 @@ def draw_variety(rng: random.Random, decodes: int) -> Variety:
     return Variety(
         bounds, timing, fences, verify, layout, (rng.choice((8, 12, 24)), rng.choice((3, 6)))
     )
+
+
+def host_counts(layout: PoolLayout, host: tuple[int, int]) -> Counts:
+    """Return the number of places of each space in a decode's host memory; see `Variety.host`."""
+    return tuple(host[space.in_rows] for space in layout.spaces)

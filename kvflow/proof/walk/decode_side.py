@@ -18,7 +18,6 @@ from kvflow.proof.walk.world import (
     Word,
     World,
     life_of,
-    pages_of,
     word_of,
 )
 from kvflow.protocols import commands as c
@@ -53,7 +52,7 @@ class Grant(NamedTuple):
     """One grant as its user, its shell and the store know it."""
 
     pages: Ownership = Ownership()
-    target: Owner = Owner.STORE
+    target: tuple[Owner, ...] = (Owner.STORE,)  # owner of the pages in each space
     staging: Owner = Owner.STORE
     threads: int = 0  # number of threads that checksum or copy some of its pages
     told: bool = False  # True once its user has the result
@@ -62,18 +61,24 @@ class Grant(NamedTuple):
     differs: bool = False  # True after a chunk's checksum was wrong or missing
 
     @property
-    def home(self) -> bool:
-        """True if the pages lent to ranks are free or the user's: a write must not reach them."""
+    def home(self) -> int:
+        """A bit for each space in which the pages lent to ranks are free or the user's. A write
+        must not reach these.
+        """
         if self.pages.staging is not None:
-            return self.staging is Owner.STORE
+            return (self.staging is Owner.STORE) * ((1 << len(self.target)) - 1)
         landed = self.pages.target is PagePhase.LANDED
-        return landed or self.target in (Owner.STORE, Owner.USER)
+        return sum(
+            1 << space
+            for space, owner in enumerate(self.target)
+            if landed or owner in (Owner.STORE, Owner.USER)
+        )
 
     @property
     def kept_for_nothing(self) -> bool:
         """True if the room still holds pages that its user has not received."""
         landed = self.pages.target is PagePhase.LANDED
-        return self.staging is Owner.ROOM or (self.target is Owner.ROOM and not landed)
+        return self.staging is Owner.ROOM or (Owner.ROOM in self.target and not landed)
 
     def fed(self, kind: PageKind, source: Source | None = None) -> Grant:
         """Return the grant after its pages receive one event.
@@ -87,7 +92,8 @@ class Grant(NamedTuple):
             after = after._put(source is Source.STAGING, Owner.ROOM)
         for of, command in commands:
             of_staging = of is Source.STAGING
-            if (after.staging if of_staging else after.target) is not Owner.ROOM:
+            owners = (after.staging,) if of_staging else after.target
+            if any(owner is not Owner.ROOM for owner in owners):
                 raise ViolationError("I1: pages are given back that are not the room's")
             if command is PageCommand.GIVE_TO_KEEPER:
                 after = after._put(of_staging, Owner.USER)
@@ -100,7 +106,9 @@ class Grant(NamedTuple):
         return after
 
     def _put(self, of_staging: bool, owner: Owner) -> Grant:
-        return self._replace(staging=owner) if of_staging else self._replace(target=owner)
+        if of_staging:
+            return self._replace(staging=owner)
+        return self._replace(target=(owner,) * len(self.target))
 
 
 class Rank(NamedTuple):
@@ -186,6 +194,7 @@ class DecodeSide:
         core = self.core
         if any(record.phase in TERMINAL for record in core.rooms.values()):
             raise ViolationError("I5: a room that has ended is in a table")
+        self._check_ledger()
         owed = set(core.rooms).union(*core.ledger._by_source.values())
         for number, grant in enumerate(self.grants, 1):
             if grant.kept_for_nothing and not grant.threads and number not in owed:
@@ -218,6 +227,22 @@ class DecodeSide:
             earlier=bool(core.earlier.writers),
         )
 
+    def _check_ledger(self) -> None:
+        """Verify that every lease, and the ledger, counts the places of all spaces."""
+        ledger, quarantined = self.core.ledger, [0] * self.world.spaces
+        leases = {
+            id(lease): lease for loans in ledger._by_source.values() for lease in loans.values()
+        }
+        for lease in leases.values():
+            if lease.counts not in ((), self.world.counts):
+                raise ViolationError(f"I2: a lease of {self.world.counts} counts {lease.counts}")
+            if lease.cause is not None:
+                for space, count in enumerate(lease.counts):
+                    quarantined[space] += count
+        if ledger.quarantined != tuple(quarantined):
+            text = f"{ledger.quarantined} places in quarantine are counted, of {quarantined}"
+            raise ViolationError(f"I2: {text}")
+
     def due(self, timer: Timer) -> None:
         self.core.deadlines.set(timer, 0.0)
         self.endpoint.tick(0.0)
@@ -228,7 +253,8 @@ class DecodeSide:
         infos = [world.info(rank, life) for rank, life in enumerate(lives)]
         room = bounds.rooms[self.value.opened]
         self.put(opened=self.value.opened + 1)
-        fresh = Grant(Ownership(staging=PagePhase.NONE if bounds.staged else None))
+        staging = PagePhase.NONE if bounds.staged else None
+        fresh = Grant(Ownership(staging=staging), self._all(Owner.STORE))
         if bounds.own_pages:
             fresh = fresh.fed(PageKind.TAKE, Source.OWN)
         try:
@@ -242,7 +268,7 @@ class DecodeSide:
             raise ViolationError("I4: decode is shutting down, and opens a room")
         # A refused room may use up a grant too. That grant is over, and lent no pages.
         while len(self.grants) < self.core.next_grant - 1:
-            self.grants.append(fresh if len(self.grants) == grant - 1 else _OVER)
+            self.grants.append(fresh if len(self.grants) == grant - 1 else self._over())
 
     def refuse_room(self, lives: tuple[int, ...]) -> None:
         infos = [self.world.info(rank, life) for rank, life in enumerate(lives)]
@@ -254,11 +280,19 @@ class DecodeSide:
             return
         finally:
             while len(self.grants) < self.core.next_grant - 1:
-                self.grants.append(_OVER)
+                self.grants.append(self._over())
+
+    def _over(self) -> Grant:
+        """Return a grant that a refused room used up."""
+        freed = Ownership(PagePhase.FREED)
+        return Grant(freed, self._all(Owner.STORE), told=True, ended=True)
+
+    def _all(self, owner: Owner) -> tuple[Owner, ...]:
+        return (owner,) * self.world.spaces
 
     def lend(self, grant: int) -> None:
         self.grant(grant, linked=False)
-        pages, bounds = pages_of(grant, self.world.bounds.chunks), self.world.bounds
+        pages, bounds = self.world.places_of(grant), self.world.bounds
         if bounds.staged:
             self.feed(grant, PageKind.TAKE, Source.STAGING)
         if not bounds.own_pages:
@@ -299,7 +333,7 @@ class DecodeSide:
         """Take over a loan that an earlier decode made to the first life of rank 0."""
         # Its pages are recorded as the first grant, so that the check of I2 covers them.
         quarantined = Ownership(PagePhase.QUARANTINED)
-        self.grants.append(Grant(quarantined, Owner.ROOM, told=True, ended=True))
+        self.grants.append(Grant(quarantined, self._all(Owner.ROOM), told=True, ended=True))
         loan = UnprovenLoan(
             writer=self.world.address,
             incarnation=LIVES[0][0],
@@ -307,7 +341,7 @@ class DecodeSide:
             rank=0,
             room=1,
             lease=(EARLIER_DECODE, 1),
-            pages=pages_of(1, self.world.bounds.chunks),
+            pages=self.world.places_of(1),
         )
         assert list(self.endpoint.earlier.inherit([loan])) == [len(self.grants)]
 
@@ -401,6 +435,9 @@ class DecodeSide:
         self.grant(command.grant, ended=True)
 
     def _verify(self, command: c.VerifyChunk) -> None:
+        verified = sum(1 << n for first, end in command.spans for n in range(first, end))
+        if verified != self.world.chunk_bits[command.seq]:
+            raise ViolationError(f"I8: other places are verified than those of chunk {command.seq}")
         self.grant(command.grant, threads=self.grants[command.grant - 1].threads + 1)
         self.feed(command.grant, PageKind.USE)
 
@@ -413,8 +450,8 @@ class DecodeSide:
         if (pages.target if pages.staging is None else pages.staging) in _BACK:
             raise ViolationError("I1: pages are given back that are not lent")
         # A closed node left its pages in the pool's quarantine, so the proof frees them there.
-        if known.target is Owner.WITHHELD:
-            self.grant(command.grant, target=Owner.STORE)
+        if Owner.WITHHELD in known.target:
+            self.grant(command.grant, target=self._all(Owner.STORE))
         elif known.staging is Owner.WITHHELD:
             self.grant(command.grant, staging=Owner.STORE)
         else:
@@ -422,8 +459,6 @@ class DecodeSide:
 
 
 _BACK = (PagePhase.LANDED, PagePhase.KEPT, PagePhase.FREED)
-_OVER = Grant(Ownership(PagePhase.FREED), told=True, ended=True)
-"""A grant that a refused room used up."""
 
 
 def _place(key: c.PeerKey) -> tuple[int, int]:

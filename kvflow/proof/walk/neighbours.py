@@ -47,7 +47,7 @@ def orphaned(prefill: Prefill) -> Prefill:
 def start(world: World) -> tuple[Decode, Prefill]:
     """Return the first state of decode, and that of every prefill rank."""
     # Grant 1 is the earlier decode's, and a write into its pages may still land.
-    late = 1 << 1 if world.bounds.earlier else 0
+    late = world.reached(1, world.all_bits) if world.bounds.earlier else 0
     theirs = PrefillSide(Prefill(0, late=late), world, world.new_prefill(1)).run(_nothing)
     begin = DecodeSide.inherit if world.bounds.earlier else _nothing
     mine = DecodeSide(Decode(0), world, world.new_decode()).run(begin)

@@ -8,6 +8,7 @@ from typing import Any
 from kvflow.proof.sim.plants_goodbye import goodbye_proves_what_it_names
 from kvflow.proof.sim.swap import swapped_item
 from kvflow.proof.walk.plants_pages import PAGES
+from kvflow.proof.walk.plants_spaces import SPACES
 from kvflow.proof.walk.plants_tables import LOSSY, TABLES, TINY, Plant, _attribute, _cells
 from kvflow.protocols.decode import core as decode_core
 from kvflow.protocols.decode.core import DecodeCore
@@ -262,4 +263,4 @@ ENDPOINTS: tuple[Plant, ...] = (
 )
 """Bugs in endpoints, links, peers and grants."""
 
-PLANTS = (*TABLES, *ENDPOINTS, *PAGES)
+PLANTS = (*TABLES, *ENDPOINTS, *PAGES, *SPACES)

@@ -10,11 +10,8 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvflow.proof.walk.world import (
     DECODE,
-    GRANT_PAGES,
     LATER,
     OTHER,
     SUM,
@@ -42,7 +39,8 @@ class Write(NamedTuple):
 
     peer: Incarnation
     grant: int
-    pages: int  # a bit for each page that it writes, by index in the grant
+    pages: int  # a bit for each place that it writes, by its position in the room's list
+    reaches: int  # a bit for each space of its grant that it writes into; see `Grant.home`
     cancelled: bool = False
 
 
@@ -66,9 +64,10 @@ class Prefill(NamedTuple):
     endpoint: int  # number on the shelf, or -1 if the process is dead
     life: int = 1
     writes: tuple[Write, ...] = ()
-    # A bit for each grant whose pages a doubtful write, or a dead process's write, may still reach.
+    # A bit for each space of each grant that a doubtful write, or a dead process's write, may still
+    # reach.
     late: int = 0
-    landed: tuple[int, ...] = ()  # for each grant, a bit for each page that landed
+    landed: tuple[int, ...] = ()  # for each grant, a bit for each place that landed
     rooms: tuple[Room, ...] = ()  # open rooms of the engine
     asked: int = 0  # number of rooms that the engine opened or refused
     routes: tuple[tuple[Incarnation, bool], ...] = ()  # (peer, True if the route is open)
@@ -98,13 +97,13 @@ class Prefill(NamedTuple):
 
     @property
     def writing(self) -> int:
-        """A bit for each grant into whose pages a write may still move bytes."""
+        """A bit for each space of each grant into which a write may still move bytes."""
         # A dead decode's memory is gone, so no write can reach it.
         if self.target_gone:
             return 0
         found = self.late
         for write in self.writes:
-            found |= bool(write.pages) << write.grant
+            found |= write.reaches
         return found
 
 
@@ -221,8 +220,7 @@ class PrefillSide:
     def send(self, room: int) -> None:
         record = self.core.rooms[RoomId(room)]
         chunks, done = self.world.bounds.chunks, record.state.queued
-        source = np.arange(done, done + 1, dtype=np.int32) if chunks else np.empty(0, np.int32)
-        last = done + 1 >= chunks
+        source, last = self.world.sources(done), done + 1 >= chunks
         try:
             self.endpoint.queue_chunk(
                 record, source, last=last, handoff=b"handoff" if last else b"", now=0.0
@@ -241,7 +239,7 @@ class PrefillSide:
         if outcome is WriteOutcome.LANDED:
             self.landed[write.grant] |= write.pages
         elif outcome is WriteOutcome.UNPROVEN and write.peer == DECODE:
-            self.put(late=self.value.late | 1 << write.grant)
+            self.put(late=self.value.late | write.reaches)
         checksum = SUM if self.world.bounds.verify else b""
         self.endpoint.write_ended(number, outcome, 0.0, checksum=checksum)
 
@@ -286,9 +284,12 @@ class PrefillSide:
         if command.peer_id != routing_id(DECODE) or self.value.target_gone:
             return
         if type(message) is wire.ChunkDone:
-            landed = self.landed[message.grant] >> message.seq & 1
-            if message.pages and not landed:
+            places = self.world.chunk_bits[message.seq]
+            if any(message.pages) and self.landed[message.grant] & places != places:
                 text = f"I3: chunk {message.seq} is said to have landed, and its write has not"
+                raise ViolationError(text)
+            if message.pages != self.world.fills[message.seq]:
+                text = f"I3: chunk {message.seq} is said to have {message.pages} places"
                 raise ViolationError(text)
         # Prefill's heartbeats never change decode's state, as test_walk checks.
         if type(message) is not wire.Heartbeat:
@@ -312,13 +313,16 @@ class PrefillSide:
     def _start_write(self, command: c.StartWrite) -> None:
         if not self.routes.get(command.peer):
             raise ViolationError("I2: a write is started without a route")
-        targets = command.target_pages.tolist()
-        # `send` numbers pages by their place in the prompt. `pages_of` does so within a grant.
-        if command.source_pages.tolist() != [page % GRANT_PAGES for page in targets]:
+        sources, targets = (
+            [self.world.position(place) for place in places.tolist()]
+            for places in (command.source_pages, command.target_pages)
+        )
+        if sources != targets:
             raise ViolationError("I8: pages are written to another place of the prompt")
         grant = self.core.writes[command.write][0].grant
-        pages = sum(1 << page % GRANT_PAGES for page in targets)
-        self.writes[command.write] = Write(command.peer, grant, pages)
+        pages = sum(1 << position for position in targets)
+        reaches = self.world.reached(grant, pages)
+        self.writes[command.write] = Write(command.peer, grant, pages, reaches)
 
     def _cancel_write(self, command: c.CancelWrite) -> None:
         self.writes[command.write] = self.writes[command.write]._replace(cancelled=True)

@@ -41,14 +41,14 @@ LEFT_OUT = frozenset(
     {
         # These are the same in every endpoint, or empty.
         *("observer", "timing", "bounds", "verify", "staged", "outbox"),
-        *("_timing", "_bounds", "_outbox", "layout", "served", "_served", "coverage"),
+        *("_timing", "_bounds", "_outbox", "layout", "_layout", "served", "_served", "coverage"),
         # Times, which the walk sets itself, and the stories and reports of rooms.
         *("received_at_s", "sent_at_s", "tried_at_s", "used_at_s", "opened_at_s", "ready_at_s"),
         *("moving_at_s", "progress_at_s", "deadline_at_s", "recalled_at_s", "cancelled_at_s"),
         *("repeat_after_s", "resync_after_s", "forget_at_s", "story", "report"),
         *("_serial", "_write"),
         # The walk does not cover admission.
-        *("overdue", "overdue_pages", "quarantine_limit"),
+        *("overdue", "quarantine_limit"),
         *("_count", "_limit", "handoff", "packed_pages", "checksum", "error"),
     }
 )

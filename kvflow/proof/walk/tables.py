@@ -88,7 +88,7 @@ class Tables:
             lambda decode, rank=rank: deaf(decode, rank, rooms) for rank in range(bounds.ranks)
         ]
         self._sees = [self._target_of(rank) for rank in range(bounds.ranks)]
-        whole = (1 << bounds.chunks) - 1
+        whole = self.world.all_bits
         self._whole = [
             lambda prefill, g=g: prefill.landed[g] == whole for g in range(bounds.last_grant + 1)
         ]
@@ -397,7 +397,10 @@ def _each(question: Callable[[Decode, int], int]) -> list[Callable[[Decode], int
 
 
 def _home(decode: Decode) -> int:
-    return sum(1 << n for n, grant in enumerate(decode.grants, 1) if grant.home)
+    found = 0
+    for number, grant in enumerate(decode.grants, 1):
+        found |= grant.home << number * len(grant.target)
+    return found
 
 
 def _waits_for_earlier(decode: Decode) -> bool:

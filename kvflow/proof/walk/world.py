@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
+from kvflow.proof.sim.chunks import positions
 from kvflow.proof.walk.shelf import Shelf, tidy_decode, tidy_prefill
 from kvflow.protocols import limits
 from kvflow.protocols.arguments import prompt_digest
@@ -16,7 +18,8 @@ from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.links import DecodeIdentity
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.pages.coverage import served_of
-from kvflow.protocols.pages.layout import PageIndices, build_layout
+from kvflow.protocols.pages.kinds import StateKind
+from kvflow.protocols.pages.layout import Counts, PageIndices, PoolLayout, Space, build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.prefill.peers import PrefillIdentity
@@ -53,7 +56,7 @@ class Bounds(NamedTuple):
     """
 
     ranks: int = 1
-    # Each chunk has one page. With 0 chunks, decode has the whole prompt already.
+    # Each chunk has one page, unless `fills` is given. With 0 chunks, decode has the whole prompt.
     chunks: int = 3
     in_flight: int = 4  # words queued in each direction, over all ranks
     drops: int = 2
@@ -85,6 +88,8 @@ class Bounds(NamedTuple):
     quarantine_share: float = 1.0
     # An earlier decode left a loan to rank 0. A late write may land in the pages of this loan.
     earlier: bool = False
+    # For each chunk, its number of places in each space. Without it there is one space.
+    fills: tuple[Counts, ...] = ()
 
     @property
     def last_grant(self) -> int:
@@ -106,6 +111,7 @@ LIVES = tuple((Incarnation(100 + n), Incarnation(200 + n)) for n in (1, 2, 3))  
 The walk treats every prefill as rank 0, and renames its messages on decode's side.
 """
 MAX_RANKS, GRANT_PAGES, PAGE_SIZE = len(LIVES), 8, 4
+SPACE_PAGES = 8 * GRANT_PAGES  # pages of each space
 SUM, OTHER_SUM = b"sum", b"another"
 LATER = Cause(Code.PEER_LOST, "later")
 NO_WORD = wire.Heartbeat(source=Incarnation(1), target=Incarnation(1))
@@ -156,9 +162,16 @@ class World:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self.layout = build_layout(
-            [("k", "uint8", (bounds.ranks,))], page_size=PAGE_SIZE, num_pages=64
-        )
+        # The places of each space in each chunk, and in a room.
+        self.fills = bounds.fills or ((int(bounds.chunks > 0),),) * max(1, bounds.chunks)
+        self.counts: Counts = tuple(map(sum, zip(*self.fills, strict=True)))
+        self.spaces = len(self.counts)
+        # For each chunk, a bit for each of its places, by its position in the room's list.
+        self.chunk_bits = [
+            _bits(chunk) for chunk in positions(self.counts, self.counts, self.fills)
+        ]
+        self.all_bits = sum(self.chunk_bits)
+        self.layout = _layout(self.counts, bounds.ranks)
         self.address = PlaneAddress("fake", "memory", ProcessIdentity("boot", "pid", 1, 1))
         self.timing = limits.Timing()
         self.limits = limits.Bounds(
@@ -167,7 +180,7 @@ class World:
             quarantine_share=bounds.quarantine_share,
         )
         self.observer: Any = Silent()
-        self.tokens = max(1, bounds.chunks) * PAGE_SIZE
+        self.tokens = max(1, self.counts[0]) * PAGE_SIZE
         self.prefix_tokens = 0 if bounds.chunks else self.tokens
         self.digest = prompt_digest(range(self.tokens))
         mine = DecodeIdentity(DECODE, self.layout, self.address)
@@ -195,6 +208,32 @@ class World:
             timing=self.timing,
             bounds=self.limits,
         )
+
+    # --- places
+
+    def places_of(self, grant: int) -> PageIndices:
+        """Return the places that a grant offers, which are in no other grant."""
+        own = (np.arange(count, dtype=np.int32) + GRANT_PAGES * grant for count in self.counts)
+        return self.layout.numbered(tuple(own))
+
+    def sources(self, chunk: int) -> PageIndices:
+        """Return the places of a chunk at prefill, where every room uses the same ones."""
+        first, bits = self.places_of(0), self.chunk_bits[chunk]
+        return first[[position for position in range(first.size) if bits >> position & 1]]
+
+    def position(self, place: int) -> int:
+        """Return the position of a place in its room's list. Prefill's are those of grant 0."""
+        space, number = divmod(place, SPACE_PAGES)
+        return sum(self.counts[:space]) + number % GRANT_PAGES
+
+    def reached(self, grant: int, bits: int) -> int:
+        """Return a bit for each space of the grant in which `bits` has a place."""
+        found = 0
+        for space, count in enumerate(self.counts):
+            if bits & (1 << count) - 1:
+                found |= 1 << grant * self.spaces + space
+            bits >>= count
+        return found
 
     def allows(self, price: Price) -> bool:
         return self.bounds.limit(price) != 0
@@ -246,9 +285,19 @@ def life_of(incarnation: int) -> int:
     return incarnation // 100
 
 
-def pages_of(grant: int, chunks: int) -> PageIndices:
-    """Return the pages that a grant offers, which are in no other grant."""
-    return np.arange(chunks, dtype=np.int32) + GRANT_PAGES * grant
+def _bits(positions_of_chunk: Iterable[int]) -> int:
+    return sum(1 << position for position in positions_of_chunk)
+
+
+def _layout(counts: Counts, ranks: int) -> PoolLayout:
+    """Return the layout of every pool. Its second space, if any, is the window of a room's last
+    pages, as many as `counts` says.
+    """
+    spaces, kinds = [Space("pages", SPACE_PAGES, PAGE_SIZE)], [StateKind("k", "uint8", (ranks,))]
+    if len(counts) > 1:
+        spaces.append(Space("window", SPACE_PAGES, PAGE_SIZE, counts[1] * PAGE_SIZE))
+        kinds.append(StateKind("w", "uint8", (ranks,), space="window"))
+    return build_layout(kinds, spaces=spaces)
 
 
 def described(word: Word) -> str:

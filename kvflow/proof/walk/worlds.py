@@ -19,6 +19,7 @@ _QUIET = Bounds(
 """A world of one room without faults. Most others change a few of its bounds."""
 
 _STAGED = _QUIET._replace(doubts=1, aborts=1, checksums=1, staged=True, user=True)
+_SPACES = _QUIET._replace(chunks=2, fills=((1, 0), (1, 1)), doubts=1, aborts=1)
 _OWN_PAGES = _QUIET._replace(doubts=1, aborts=1, own_pages=True, user=True)
 
 RANKS_ENDED = Bounds(
@@ -113,6 +114,17 @@ WORLDS: dict[str, Named] = {
     "order": Named(
         "writes end in any order", _QUIET._replace(chunks=3, doubts=1, aborts=1, out_of_order=True)
     ),
+    "spaces": Named(
+        "pools of two spaces; one chunk has a page of the first, one of the second, one of both",
+        _SPACES._replace(
+            chunks=3,
+            fills=((1, 0), (0, 1), (1, 1)),
+            in_flight=3,
+            drops=1,
+            crashes=1,
+            restarts=False,
+        ),
+    ),
     "small-pair": Named("one room, few faults", ONE),
     "small-earlier": Named(
         "an earlier decode's loan, few faults",
@@ -121,6 +133,10 @@ WORLDS: dict[str, Named] = {
     "small-staged": Named("one chunk is copied from staging, and its thread may hang", _STAGED),
     "small-own-pages": Named("pages of the caller's own, few faults", _OWN_PAGES),
     "small-ranks": Named("three machines, one chunk", _QUIET._replace(ranks=2, aborts=1)),
+    "small-spaces": Named(
+        "pools of two spaces: a chunk of one of them, and one that completes both, are verified",
+        _SPACES._replace(verify=True, checksums=1),
+    ),
 }
 
 SETS: dict[str, tuple[str, ...]] = {
@@ -129,6 +145,7 @@ SETS: dict[str, tuple[str, ...]] = {
     "small": (
         *("small-pair", "small-ranks", "registration", "checksums", "shutdown", "declared"),
         *("announced", "order", "small-earlier", "small-staged", "small-own-pages"),
+        "small-spaces",
     ),
 }
 """Sets of worlds by name. The test suite walks `small`."""

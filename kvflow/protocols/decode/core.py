@@ -195,6 +195,20 @@ class DecodeCore(Core):
         event = DecodeEvent(DecodeKind.CHUNK_LANDED, rank, message.seq, message.pages, message.last)
         self.feed_room(record, event, now)
 
+    def land_checked(self, record: DecodeRoomRecord, now: float) -> None:
+        """Land the chunks that were verified or copied, or end the room if one differs."""
+        # The room's machine accepts the chunks from a rank only in order, but checks may finish in
+        # any order. So a finished check waits for the checks before it.
+        while record.checks and record.checks[0].found is not None and record.receiving:
+            check = record.checks[0]
+            if (difference := check.difference()) is not None:
+                if self.verify:
+                    self.observer.mismatched += 1
+                self.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=difference), now)
+            else:
+                record.checks.pop(0)
+                self.land(record, check.rank, check.message, now)
+
     def announce(self, record: DecodeRoomRecord) -> None:
         for peer in record.peers:
             announce = wire.Announce(room=record.room, grant=record.grant, **peer.between)

@@ -32,6 +32,7 @@ from kvflow.protocols.machines.ledger import Lease
 from kvflow.protocols.machines.link import LinkKind, LinkPhase
 from kvflow.protocols.machines.loan import LoanKind, LoanPhase
 from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.spaces import Counts
 from kvflow.protocols.ports import Observer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import encode
@@ -131,12 +132,12 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
                 if why or (why is None and (why := core.links.check_coverage(peers))):
                     raise room_error(Cause(Code.REFUSED, why))
             core.ledger.check_quarantine()
-            num_pages = pages_wanted(core.identity.layout, prompt.tokens, prompt.prefix_tokens)
+            counts = pages_wanted(core.identity.layout, prompt.tokens, prompt.prefix_tokens)
         except KvflowError as error:
             core.recall(lease, error.cause(), now)
             raise
         record = DecodeRoomRecord(
-            lease, peers, prompt, num_pages, deadline_at_s, now, core.timing.repeat_after_s
+            lease, peers, prompt, counts, deadline_at_s, now, core.timing.repeat_after_s
         )
         core.rooms[lease.grant] = record
         core.observer.rooms_opened += 1
@@ -148,9 +149,9 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
             core.announce(record)
         return lease.grant
 
-    def shorten(self, grant: GrantId, prefix_tokens: int) -> int:
+    def shorten(self, grant: GrantId, prefix_tokens: int) -> Counts:
         """Change the length of the prefix that decode already has, before the room's pages are
-        lent. Returns the number of pages that the room needs now.
+        lent. Returns how many places of each space the room needs now.
 
         Raises: MisuseError after `lend`, or for a prefix that is neither a whole number of pages
         nor the whole prompt.
@@ -160,31 +161,34 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
             raise MisuseError(
                 f"room {record.room}: its pages have been lent, with the prefix that was known then"
             )
-        num_pages = pages_wanted(self.core.identity.layout, record.prompt.tokens, prefix_tokens)
-        record.shorten(prefix_tokens, num_pages)
-        return num_pages
+        counts = pages_wanted(self.core.identity.layout, record.prompt.tokens, prefix_tokens)
+        record.shorten(prefix_tokens, counts)
+        return counts
 
     def lend(self, grant: GrantId, pages: PageIndices, now: float) -> bool:
         """Offer `pages` to every rank of a room for which `Linked` was issued. Returns False if the
-        room ended meanwhile. The caller then keeps the pages.
+        room ended meanwhile. The caller then keeps the pages. The list has the places of all spaces
+        in the order of the spaces.
 
         Raises: MisuseError before `Linked`, on a second call, or if the room needs another number
-        of pages.
+        of places in some space. LayoutError if the places are in another order.
         """
         record = self.core.rooms.get(grant)
         if record is None:
             return False
         if record.state.phase is not DecodePhase.BOOTSTRAPPING or not record.linked:
             raise MisuseError(f"room {record.room}: pages can be lent once, after Linked")
-        if len(pages) != record.num_pages:
+        layout = self.core.identity.layout
+        if (counts := layout.counted(pages)) != record.counts:
             raise MisuseError(
-                f"room {record.room}: {len(pages)} pages for a room of {record.num_pages}"
+                f"room {record.room}: {layout.described(counts)} for a room of "
+                f"{layout.described(record.counts)}"
             )
-        if (layout := self.core.identity.layout).num_rows:
-            layout.check_places(pages)
+        if len(layout.spaces) > 1:
+            layout.check_order(pages)
         record.packed_pages = pack_pages(pages)
         record.lent, record.moving_at_s = True, now
-        record.lease.num_pages = len(pages)
+        record.lease.counts = counts
         record.progress_at_s = now
         if record.resync_after_s > self.core.timing.repeat_after_s:
             self.core.ask_as_at_first(record, now)
@@ -223,17 +227,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         for check in record.checks:
             if check.rank == rank and check.message.seq == seq:
                 check.found, check.error = checksum, error
-        # The room's machine accepts the chunks from a rank only in order, but checks may finish in
-        # any order. So a finished check waits for the checks before it.
-        while record.checks and record.checks[0].found is not None and record.receiving:
-            check = record.checks[0]
-            if (difference := check.difference()) is not None:
-                if self.core.verify:
-                    self.core.observer.mismatched += 1
-                self.close_room(grant, difference, now)
-            else:
-                record.checks.pop(0)
-                self.core.land(record, check.rank, check.message, now)
+        self.core.land_checked(record, now)
 
     # --- links
 
@@ -471,15 +465,18 @@ def _on_chunk_done(
     if record.resync_after_s > core.timing.repeat_after_s:
         core.ask_as_at_first(record, now)
     if core.verify or core.staged:
-        first = record.first_page(rank)
-        record.checks.append(ChunkCheck(rank, message, core.verify))
-        core.outbox.append(
-            VerifyChunk(record.grant, rank, message.seq, first, message.pages, peer.served or ())
-        )
+        spans = record.spans_of(rank, message.pages)
+        record.checks.append(ChunkCheck(rank, message, core.verify, fits=spans is not None))
+        if spans is not None:
+            core.outbox.append(
+                VerifyChunk(record.grant, rank, message.seq, spans, peer.served or ())
+            )
     # The loan ends before the checksum is known: the writes are over even if the bytes differ.
     if message.last:
         core.feed_loan(lease, peer, LoanKind.LANDED, now)
-    if not (core.verify or core.staged):
+    if core.verify or core.staged:
+        core.land_checked(record, now)
+    else:
         core.land(record, rank, message, now)
 
 

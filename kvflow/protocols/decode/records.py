@@ -11,6 +11,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machinery import Story
 from kvflow.protocols.machines.decode_room import DecodePhase, DecodeRoomState, opened
 from kvflow.protocols.machines.ledger import Lease
+from kvflow.protocols.pages.spaces import Counts, Span, counts_fit, counts_sum, spans_at
 from kvflow.protocols.ports import RoomEnding
 from kvflow.protocols.wire.messages import ChunkDone, GrantId, RoomId
 
@@ -28,20 +29,22 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 class ChunkCheck:
     """A chunk that prefill reported as landed, but that decode must still verify or copy."""
 
-    __slots__ = ("compares", "error", "found", "message", "rank")
+    __slots__ = ("compares", "error", "fits", "found", "message", "rank")
 
-    def __init__(self, rank: int, message: ChunkDone, compares: bool) -> None:
-        self.rank, self.message, self.compares = rank, message, compares
-        self.found: bytes | None = None
+    def __init__(self, rank: int, message: ChunkDone, compares: bool, fits: bool) -> None:
+        """A chunk that does not fit in its room ends the room, and has nothing to verify."""
+        self.rank, self.message, self.compares, self.fits = rank, message, compares, fits
+        self.found: bytes | None = None if fits else b""
         self.error = ""  # the reason why `found` is empty
 
     def difference(self) -> Cause | None:
         """Return why the chunk does not count as landed, or None if it does.
 
-        A chunk without pages counts as landed. With verification, both checksums must agree.
-        Without it, any non-empty `found` suffices.
+        A chunk that does not fit has nothing to verify, and its room's machine ends the room. A
+        chunk without pages counts as landed. With verification, both checksums must agree. Without
+        it, any non-empty `found` suffices.
         """
-        if not self.message.pages:
+        if not (self.fits and any(self.message.pages)):
             return None
         sent, found = self.message.checksum, self.found
         where = f"chunk {self.message.seq} of rank {self.rank}"
@@ -74,7 +77,7 @@ class DecodeRoomRecord:
     lease: Lease[PrefillPeer]
     peers: tuple[PrefillPeer, ...]
     prompt: Prompt
-    num_pages: int
+    counts: Counts  # places of each space to fill
     deadline_at_s: float
     opened_at_s: float
     # Decode asks prefill again after this long without progress. The interval grows while the room
@@ -99,14 +102,19 @@ class DecodeRoomRecord:
 
     def __post_init__(self) -> None:
         self.room, self.grant = self.lease.room, self.lease.grant
-        self.state = opened(self.num_pages, len(self.peers))
+        self.state = opened(self.counts, len(self.peers))
         self.next_seq = [0] * len(self.peers)
         self.progress_at_s = self.opened_at_s
 
-    def shorten(self, prefix_tokens: int, num_pages: int) -> None:
-        # The machine's state includes the number of pages, so the machine starts again.
+    def shorten(self, prefix_tokens: int, counts: Counts) -> None:
+        # The machine's state includes the number of places, so the machine starts again.
         self.prompt = msgspec.structs.replace(self.prompt, prefix_tokens=prefix_tokens)
-        self.num_pages, self.state = num_pages, opened(num_pages, len(self.peers))
+        self.counts, self.state = counts, opened(counts, len(self.peers))
+
+    @property
+    def num_pages(self) -> int:
+        """Places of all spaces to fill."""
+        return sum(self.counts)
 
     @property
     def phase(self) -> DecodePhase:
@@ -129,15 +137,23 @@ class DecodeRoomRecord:
         return RoomEnding(
             phase=self.state.phase,
             cause=self.state.cause,
-            num_pages=self.num_pages,
+            counts=self.counts,
             offers_pages=True,
             opened_at_s=self.opened_at_s,
             ready_at_s=self.ready_at_s,
             moving_at_s=self.moving_at_s,
         )
 
-    def first_page(self, rank: int) -> int:
-        """Return the index in the room's pages at which the next chunk of `rank` begins."""
-        return self.state.filled[rank] + sum(
-            check.message.pages for check in self.checks if check.rank == rank
-        )
+    def spans_of(self, rank: int, counts: Counts) -> tuple[Span, ...] | None:
+        """Return where the next chunk of `rank`, with `counts` places, lies in the room's list.
+        Returns None if it does not fit there, or follows one that does not.
+        """
+        done = self.state.filled[rank]
+        for check in self.checks:
+            if check.rank == rank:
+                if not check.fits:
+                    return None
+                done = counts_sum(done, check.message.pages)
+        if len(counts) != len(done) or not counts_fit(counts_sum(done, counts), self.counts):
+            return None
+        return tuple(spans_at(self.counts, done, counts))

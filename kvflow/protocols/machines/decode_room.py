@@ -8,6 +8,7 @@ import msgspec
 
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Cell, Move, Table, rest
+from kvflow.protocols.pages.spaces import Counts, counts_fit, counts_sum
 
 
 class DecodePhase(IntEnum):
@@ -46,7 +47,7 @@ class DecodeEvent(msgspec.Struct, frozen=True, gc=False):
     kind: DecodeKind
     rank: int = 0
     seq: int = 0
-    pages: int = 0
+    pages: Counts = ()
     last: bool = False
     cause: Cause | None = None
 
@@ -54,11 +55,11 @@ class DecodeEvent(msgspec.Struct, frozen=True, gc=False):
 class DecodeRoomState(msgspec.Struct, frozen=True, gc=False):
     """The state that decides the next step: an immutable, hashable value."""
 
-    pages: int  # pages that each rank must fill
+    pages: Counts  # places of each space that each rank must fill
     ranks: int = 1
     phase: DecodePhase = DecodePhase.BOOTSTRAPPING
     next_seq: tuple[int, ...] = (0,)
-    filled: tuple[int, ...] = (0,)
+    filled: tuple[Counts, ...] = ((),)  # by rank
     finished: int = 0  # one bit per rank, set when its last chunk landed
     cause: Cause | None = None
 
@@ -107,9 +108,9 @@ TABLE: Table[DecodePhase, DecodeKind, DecodeCommand] = Table(
 TERMINAL = frozenset({P.SUCCESS, P.FAILED, P.ABORTED, P.LOST})
 
 
-def opened(pages: int, ranks: int) -> DecodeRoomState:
+def opened(pages: Counts, ranks: int) -> DecodeRoomState:
     """Return the initial state of a room."""
-    return DecodeRoomState(pages, ranks, next_seq=(0,) * ranks, filled=(0,) * ranks)
+    return DecodeRoomState(pages, ranks, next_seq=(0,) * ranks, filled=((0,) * len(pages),) * ranks)
 
 
 def step(
@@ -140,13 +141,21 @@ def step(
 def _count_chunk(
     room: DecodeRoomState, event: DecodeEvent
 ) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
-    """Count a chunk that arrived in order. If its number of pages does not fit, the room ends
-    (I8).
+    """Count a chunk that arrived in order. If its number of places does not fit in some space, the
+    room ends (I8).
     """
-    rank = event.rank
-    filled = room.filled[rank] + event.pages
-    if filled > room.pages or (event.last and filled != room.pages):
-        text = f"rank {rank} filled {filled} pages of {room.pages} by chunk {event.seq}"
+    rank, filled = event.rank, event.pages
+    if len(filled) == len(room.pages) == 1:
+        # Most pools have one space, and the functions below cost as much as the rest of this one.
+        count, most = room.filled[rank][0] + filled[0], room.pages[0]
+        filled, fits = (count,), count == most if event.last else count <= most
+    elif fits := len(filled) == len(room.pages):
+        filled = counts_sum(room.filled[rank], filled)
+        fits = filled == room.pages if event.last else counts_fit(filled, room.pages)
+    if not fits:
+        text = (
+            f"rank {rank} filled {_said(filled)} pages of {_said(room.pages)} by chunk {event.seq}"
+        )
         return (
             room,
             K.ENDED_LOCALLY,
@@ -160,3 +169,8 @@ def _count_chunk(
     )
     done = finished == (1 << room.ranks) - 1
     return room, K.ALL_LANDED if done else K.CHUNK_LANDED, event
+
+
+def _said(counts: Counts) -> str:
+    """Return the counts of all spaces in words: "3", or "3 + 1" for two spaces."""
+    return " + ".join(map(str, counts))

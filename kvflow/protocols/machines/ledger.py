@@ -13,6 +13,7 @@ import numpy as np
 from kvflow.protocols.errors import Cause, QuarantineError
 from kvflow.protocols.machines.loan import TABLE, LoanCommand, LoanKind, LoanPhase
 from kvflow.protocols.machines.ranges import Range
+from kvflow.protocols.pages.spaces import Counts, counts_less, counts_sum
 from kvflow.protocols.wire.messages import GrantId, RoomId
 
 S = TypeVar("S", bound=Hashable)
@@ -20,11 +21,11 @@ S = TypeVar("S", bound=Hashable)
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lease(Generic[S]):
-    """The pages of one room, lent to every rank under one grant."""
+    """The places of one room, lent to every rank under one grant."""
 
     grant: GrantId
     room: RoomId
-    num_pages: int = 0
+    counts: Counts = ()  # places of each space; empty until they are lent
     loans: dict[S, LoanPhase] = field(default_factory=dict)  # phases of open loans, by source
     # True once the room ends without success after it lent pages. The end of the last loan
     # then frees them.
@@ -33,6 +34,11 @@ class Lease(Generic[S]):
     recalled_at_s: float = 0.0
     # True once a recalled loan is in doubt, or its Abort has been unanswered for too long.
     overdue: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        """Places of all spaces together."""
+        return sum(self.counts)
 
     @property
     def doubtful(self) -> bool:
@@ -54,28 +60,42 @@ class Ledger(Generic[S]):
     an earlier node lent pages. The ledger makes no callbacks: it returns changes.
     """
 
-    def __init__(self, quarantine_limit: int) -> None:
-        """Create an empty ledger. `check_quarantine` allows `quarantine_limit` overdue pages."""
+    def __init__(self, quarantine_limit: Counts) -> None:
+        """Create an empty ledger. `check_quarantine` allows `quarantine_limit` overdue places of
+        each space.
+        """
         self._by_source: dict[S, OrderedDict[GrantId, Lease[S]]] = {}
         # For each source, the highest grant that its answers confirmed.
         self._acknowledged: dict[S, GrantId] = {}
         self._told_from: dict[S, int] = {}  # where `settled_above` continues, by source
         self._count = 0
-        self.quarantined_pages, self.quarantine_limit = 0, quarantine_limit
-        # Number of quarantined leases that have pages. In a pool with rows, `quarantined_pages`
-        # includes one row for each of them.
-        self.quarantined_leases = 0
-        # Pages in quarantine that count against admission. Pages do not count while a rank is
+        self.quarantine_limit = quarantine_limit
+        # Places in quarantine, by space.
+        self.quarantined: Counts = (0,) * len(quarantine_limit)
+        # Places in quarantine that count against admission. Places do not count while a rank is
         # expected to answer their Abort soon, so that ordinary aborts do not block new rooms.
-        self.overdue_pages = 0
+        self.overdue: Counts = self.quarantined
 
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def quarantined_pages(self) -> int:
+        """Places of all spaces in quarantine."""
+        return sum(self.quarantined)
+
+    @property
+    def overdue_pages(self) -> int:
+        """Places of all spaces that count against admission."""
+        return sum(self.overdue)
+
     def check_quarantine(self) -> None:
-        """Raise QuarantineError if more than `quarantine_limit` pages are overdue."""
-        if self.overdue_pages > self.quarantine_limit:
-            raise QuarantineError(self.overdue_pages, self.quarantine_limit)
+        """Raise QuarantineError if more places of a space are overdue than its limit allows."""
+        if not any(self.overdue):
+            return
+        for overdue, limit in zip(self.overdue, self.quarantine_limit, strict=True):
+            if overdue > limit:
+                raise QuarantineError(overdue, limit)
 
     @property
     def excess(self) -> str:
@@ -103,15 +123,16 @@ class Ledger(Generic[S]):
             self.open(lease, source)
             lease.loans[source] = LoanPhase.DOUBTFUL
         lease.cause, lease.room_ended = cause, True
-        self.quarantined_pages += lease.num_pages
-        self.quarantined_leases += bool(lease.num_pages)
+        if lease.counts:
+            self.quarantined = counts_sum(self.quarantined, lease.counts)
         self.note_overdue(lease)
 
     def note_overdue(self, lease: Lease[S]) -> None:
         """Count a recalled lease's pages as overdue. The lease must have open loans. Idempotent."""
         if not lease.overdue:
             lease.overdue = True
-            self.overdue_pages += lease.num_pages
+            if lease.counts:
+                self.overdue = counts_sum(self.overdue, lease.counts)
 
     def find(self, source: S, grant: GrantId) -> Lease[S] | None:
         return self._by_source.get(source, _NONE).get(grant)
@@ -191,11 +212,10 @@ class Ledger(Generic[S]):
             del self._by_source[source][lease.grant]
             self._count -= 1
             if not lease.loans:
-                if lease.cause is not None:
-                    self.quarantined_pages -= lease.num_pages
-                    self.quarantined_leases -= bool(lease.num_pages)
-                if lease.overdue:
-                    self.overdue_pages -= lease.num_pages
+                if lease.counts and lease.cause is not None:
+                    self.quarantined = counts_less(self.quarantined, lease.counts)
+                    if lease.overdue:
+                        self.overdue = counts_less(self.overdue, lease.counts)
                 freed = lease.room_ended
         elif lease.cause is not None and lease.loans[source] is LoanPhase.DOUBTFUL:
             self.note_overdue(lease)
@@ -206,8 +226,8 @@ class Ledger(Generic[S]):
         until all of these loans end.
         """
         if lease.loans and lease.cause is None:
-            self.quarantined_pages += lease.num_pages
-            self.quarantined_leases += bool(lease.num_pages)
+            if lease.counts:
+                self.quarantined = counts_sum(self.quarantined, lease.counts)
             lease.recalled_at_s = now
         lease.cause = cause
         return [self.feed(lease, source, LoanKind.RECALL) for source in list(lease.loans)]

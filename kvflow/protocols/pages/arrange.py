@@ -16,7 +16,7 @@ import numpy as np
 
 from kvflow.protocols.pages.components import Component
 from kvflow.protocols.pages.coverage import overlaps
-from kvflow.protocols.pages.layout import MAX_COMPONENTS, NO_PLACES, PoolLayout, resized
+from kvflow.protocols.pages.layout import MAX_COMPONENTS, PoolLayout, resized
 from kvflow.protocols.pages.plan import Pairing
 
 _Cut = Callable[[Component], Iterable[int]]
@@ -26,7 +26,8 @@ _LAST = (1 << 62, 0)
 
 class Blocks(NamedTuple):
     """Statistics of the blocks in which a page is written. If pages have no bytes, the blocks are
-    those of a row. `in_slices` is True if some blocks are slices of token slots.
+    those of a place of the first space that has some. `in_slices` is True if some blocks are slices
+    of token slots.
     """
 
     mean_bytes: int
@@ -35,9 +36,10 @@ class Blocks(NamedTuple):
 
 def blocks_between(source: PoolLayout, target: PoolLayout) -> Blocks:
     """Describe the blocks of a write from `source` to `target`. Raises: LayoutError."""
-    pairing, first = Pairing(source, target, partly=True), np.zeros(1, np.int32)
-    lists = (first, first) if pairing.page_bytes else (NO_PLACES, NO_PLACES, first, first)
-    sizes = pairing.blocks(*lists, max_block_bytes=1 << 62).sizes
+    pairing = Pairing(source, target, partly=True)
+    space = next((i for i, size in enumerate(pairing.place_bytes) if size), 0)
+    ours, theirs = (np.array([side.bases[space]], np.int32) for side in (source, target))
+    sizes = pairing.blocks(ours, theirs, max_block_bytes=1 << 62).sizes
     return Blocks(int(sizes.mean()) if sizes.size else 0, pairing.in_slices)
 
 
@@ -53,13 +55,11 @@ def from_shards(layout: PoolLayout, shards: int) -> Blocks:
     """Describe the blocks in which one prefill shard out of `shards` would write a page of
     `layout`.
     """
-    one = resized(layout, num_pages=1, num_rows=min(1, layout.num_rows))
+    one = resized(layout, (1,) * len(layout.spaces))
     parts = by_shard(one, shards).components
     first = min((_shard(c, shards) for c in parts), default=0)
     mine = tuple(c for c in parts if _shard(c, shards) == first)
-    shard = resized(
-        msgspec.structs.replace(one, components=mine), num_pages=1, num_rows=one.num_rows
-    )
+    shard = resized(msgspec.structs.replace(one, components=mine), one.counts)
     return blocks_between(shard, layout)
 
 
@@ -106,9 +106,9 @@ def _rearranged(layout: PoolLayout, cut: _Cut, order: Callable[[Component], Any]
     if layout.tag or len(pieces) > MAX_COMPONENTS:
         return layout
     sized = msgspec.structs.replace(layout, components=tuple(sorted(pieces, key=order)))
-    placed = resized(sized, num_pages=layout.num_pages, num_rows=layout.num_rows).components
-    at = {b.in_rows: i for i, b in enumerate(layout.buffers)}
-    components = tuple(msgspec.structs.replace(c, buffer=at[c.in_rows]) for c in placed)
+    placed = resized(sized, layout.counts).components
+    at = {b.space: i for i, b in enumerate(layout.buffers)}
+    components = tuple(msgspec.structs.replace(c, buffer=at[c.space]) for c in placed)
     return msgspec.structs.replace(layout, components=components)
 
 

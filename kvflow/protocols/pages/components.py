@@ -1,4 +1,4 @@
-"""Components of pages and rows, parts of components, and the buffers that hold pages and rows."""
+"""Components of places, parts of components, and the buffers that hold the places of a space."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.kinds import OPAQUE, PAGE, ROW, SLOT, check_kind, check_unit, unit_bytes
+from kvflow.protocols.pages.kinds import OPAQUE, SLOT, check_kind, check_unit, unit_bytes
 
 MAX_WHOLE = 1 << 20  # largest number of entries of a whole component
 MAX_REPLICAS = 1024
@@ -39,13 +39,13 @@ ALL = Part()
 
 
 class Component(msgspec.Struct, frozen=True, array_like=True):
-    """One stream of data: `size_bytes` contiguous bytes at `offset` in every page, or row, of
-    `buffer`.
+    """One stream of data: `size_bytes` contiguous bytes at `offset` in every place of `buffer`.
 
-    `shape` is the shape of one unit (slot, page or row); a page holds `page_size` slots. In an
-    opaque pool `dtype` is "opaque" and `shape` is `(size_bytes,)`. `format` names the meaning of
-    the bytes where `dtype` does not. The fields from `start` on are its `Part`: components with the
-    same name are parts or copies of one larger component.
+    `shape` is the shape of one unit (slot, page or row); a page holds the `page_size` slots of its
+    space. In an opaque pool `dtype` is "opaque" and `shape` is `(size_bytes,)`. `format` names the
+    meaning of the bytes where `dtype` does not. The fields from `start` to `axis` are its `Part`:
+    components with the same name are parts or copies of one larger component. `space` is the index
+    of the space in the layout, and the same as that of the buffer.
     """
 
     name: str
@@ -61,10 +61,7 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
     replica: int = 0
     replicas: int = 1
     axis: int = 0
-
-    @property
-    def in_rows(self) -> bool:
-        return self.unit == ROW
+    space: int = 0
 
     @property
     def part(self) -> Part:
@@ -99,21 +96,17 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Buffer(msgspec.Struct, frozen=True, array_like=True):
-    """One stretch of memory that holds pages or rows, as `unit` states.
+    """One stretch of memory that holds the places of the space with index `space`.
 
-    Page (or row) p begins at `address + p * page_bytes`. In the owner's own layout, the address is
-    valid in the owner's process. For the layout that peers receive, see `ports.DataPlane.export`.
+    Place p begins at `address + p * page_bytes`. In the owner's own layout, the address is valid in
+    the owner's process. For the layout that peers receive, see `ports.DataPlane.export`.
     """
 
     name: str
     page_bytes: int
     size_bytes: int
     address: int = 0
-    unit: str = PAGE
-
-    @property
-    def in_rows(self) -> bool:
-        return self.unit == ROW
+    space: int = 0
 
 
 def by_name(components: Iterable[Component]) -> dict[str, list[Component]]:
@@ -143,7 +136,7 @@ def served(components: Iterable[Component]) -> tuple[Component, ...]:
     counts: Counter[tuple[object, ...]] = Counter()
     for c in in_order(every):
         if c.name not in numbers:
-            alike = (c.unit, c.dtype, c.whole_shape)
+            alike = (c.space, c.unit, c.dtype, c.whole_shape)
             numbers[c.name] = counts[alike]
             counts[alike] += 1
     return tuple(c for c in every if numbers[c.name] % c.replicas == c.replica)
@@ -219,7 +212,7 @@ def check_together(components: Sequence[Component]) -> None:
 
 
 def _differs(a: Component, b: Component) -> str | None:
-    for what in ("dtype", "unit", "format", "axis", "whole_shape"):
+    for what in ("dtype", "unit", "space", "format", "axis", "whole_shape"):
         ours, theirs = getattr(a, what), getattr(b, what)
         if ours != theirs:
             return f"{what}: {ours} and {theirs}"

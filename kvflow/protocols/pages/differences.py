@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvflow.protocols.pages.components import Component, by_name
 from kvflow.protocols.pages.coverage import Spans, first_few, spans_of, within, without
 from kvflow.protocols.pages.kinds import SLOT
-from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.pages.layout import PoolLayout, unit_named
 
 Sides = tuple[str, str]
 
@@ -30,8 +30,7 @@ def differences(
     found: list[str] = []
     if source.fingerprint != target.fingerprint:
         found.append(_differ("model fingerprint", source.fingerprint, target.fingerprint, sides))
-    if source.page_size != target.page_size:
-        found.append(_differ("page_size", source.page_size, target.page_size, sides))
+    found.extend(_space_differences(source, target, sides))
     if source.tag or target.tag:
         found.extend(_opaque_differences(source, target, sides))
     else:
@@ -42,6 +41,18 @@ def differences(
 def _differ(what: str, ours: object, theirs: object, sides: Sides) -> str:
     shown = [repr(value) if isinstance(value, str) else str(value) for value in (ours, theirs)]
     return f"{what}: {sides[0]} {shown[0]}, {sides[1]} {shown[1]}"
+
+
+def _space_differences(source: PoolLayout, target: PoolLayout, sides: Sides) -> Iterator[str]:
+    ours, theirs = ([s.name for s in layout.spaces] for layout in (source, target))
+    if ours != theirs:
+        yield _differ("spaces", ", ".join(ours), ", ".join(theirs), sides)
+        return
+    for i, (mine, other) in enumerate(zip(source.spaces, target.spaces, strict=True)):
+        named = f"{mine.name}: " if i else ""
+        for field in ("page_size", "window"):
+            if (a := getattr(mine, field)) != (b := getattr(other, field)):
+                yield _differ(named + field, a, b, sides)
 
 
 def _typed_differences(
@@ -71,6 +82,8 @@ def _kinds_differ(c: Component, other: Component, sides: Sides) -> str | None:
         return f"{c.name} dtype: {sides[0]} {c.dtype}, {sides[1]} {other.dtype}"
     if c.unit != other.unit:
         return f"{c.name} unit: {sides[0]} one per {c.unit}, {sides[1]} one per {other.unit}"
+    if c.space != other.space:
+        return _differ(f"{c.name} space, by its index", c.space, other.space, sides)
     if c.whole_shape != other.whole_shape:
         what = "shape (heads, dim)" if len(c.shape) == 2 and c.unit == SLOT else "shape"
         return f"{c.name} {what}: {sides[0]} {c.whole_shape}, {sides[1]} {other.whole_shape}"
@@ -100,22 +113,22 @@ def _parts_differ(
 
 def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) -> Iterator[str]:
     fits = True
-    for what, ours, theirs in (
-        ("page tag", source.tag, target.tag),
-        ("bytes per page", source.page_bytes, target.page_bytes),
-        ("bytes per row", source.row_bytes, target.row_bytes),
-    ):
+    sizes = [
+        (f"bytes per {unit_named(source, i)}", *both)
+        for i, both in enumerate(zip(source.place_bytes, target.place_bytes, strict=False))
+    ]
+    for what, ours, theirs in (("page tag", source.tag, target.tag), *sizes):
         if ours != theirs:
             fits = False
             yield _differ(what, ours, theirs, sides)
     # Offsets cannot be compared if the pages differ in size or format.
     if not fits:
         return
-    there = {(c.name, c.in_rows): stretch for c, stretch in stretches(target)}
+    there = {(c.name, c.space): stretch for c, stretch in stretches(target)}
     for c, (start, end) in stretches(source):
-        other = there.get((c.name, c.in_rows))
+        other = there.get((c.name, c.space))
         if other is not None and other != (start, end):
-            whole = "row" if c.in_rows else "page"
+            whole = unit_named(source, c.space)
             yield (
                 f"{c.name}: bytes {start}..{end} of a {whole} at {sides[0]}, "
                 f"{other[0]}..{other[1]} at {sides[1]}"
@@ -123,11 +136,11 @@ def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) ->
 
 
 def stretches(layout: PoolLayout) -> Iterator[tuple[Component, tuple[int, int]]]:
-    """Yield each component with the bytes [start, end) that it has in an opaque page or row. An
-    opaque page or row is the concatenation of its components.
+    """Yield each component with the bytes [start, end) that it has in an opaque place. An opaque
+    place is the concatenation of its components.
     """
-    ends = {False: 0, True: 0}
+    ends = [0] * len(layout.spaces)
     for c in layout.components:
-        start = ends[c.in_rows]
-        ends[c.in_rows] = start + c.size_bytes
+        start = ends[c.space]
+        ends[c.space] = start + c.size_bytes
         yield c, (start, start + c.size_bytes)

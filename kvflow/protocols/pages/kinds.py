@@ -6,8 +6,8 @@ slot    once per token K and V, the latent of MLA, a sparse-attention indexer's 
 page    once per page        scales of a quantised page, summaries of a block
 row     once per request     the state of conv, ssm and linear-attention layers
 
-Streams with the unit slot or page are stored in the pages of a pool, and streams with the unit row
-in its rows. A stream whose dtype does not describe its bytes (packed 4-bit values, a swizzled
+Streams with the unit slot or page are stored in pages of a pool, and streams with the unit row in
+its rows. A stream whose dtype does not describe its bytes (packed 4-bit values, a swizzled
 scale) is `uint8` with a `format`, which peers compare for equality. A new kind of state needs only
 a new list of descriptors, and no new class.
 """
@@ -37,7 +37,8 @@ DTYPE_BYTES = {
 
 class StateKind(NamedTuple):
     """One stream: `shape` elements of `dtype` for each `unit`. For a part or a copy of a larger
-    stream, the fields from `start` on are its `components.Part`.
+    stream, the fields from `start` to `axis` are its `components.Part`. `space` is the name of the
+    stream's space; without one, it is in the first space with pages, or with rows.
     """
 
     name: str
@@ -50,6 +51,7 @@ class StateKind(NamedTuple):
     replica: SupportsIndex = 0
     replicas: SupportsIndex = 1
     axis: SupportsIndex = 0
+    space: str = ""
 
 
 def unit_bytes(dtype: str, shape: Sequence[int]) -> int:

@@ -1,23 +1,25 @@
 """The byte layout of a paged pool, shared by the pools that own the memory and the data planes that
 copy the pages.
 
-A pool is `num_pages` pages of `page_size` token slots, and `num_rows` rows for the state that a
-model keeps once per request. A page or a row is a list of *components* (one layer's K, one layer's
-V, a scale stream, a layer's ssm state ...), each with its shape per unit: token slot, page or row
-(see `kinds`). Components lie in *buffers*. A page-first pool has one buffer in which each page is
-one block, and one for rows. A layer-first pool has one buffer per component. Transfers are planned
-component by component and merged where bytes are adjacent on both sides, so either kind can be
-copied into the other.
+A pool has places of one or more spaces (see `spaces`): pages of some number of token slots, and
+rows for the state that a model keeps once per request. A place is a list of *components* (one
+layer's K, one layer's V, a scale stream, a layer's ssm state ...), each with its shape per unit:
+token slot, page or row (see `kinds`). Components lie in *buffers*, each of one space. A page-first
+pool has one buffer for each space, in which each place is one block. A layer-first pool has one
+buffer per component. Transfers are planned component by component and merged where bytes are
+adjacent on both sides, so either kind can be copied into the other.
 
-An *opaque* pool has a tag instead of shapes: its components are stretches of bytes, a page is their
-concatenation in the listed order, and the tag names the format of those bytes.
+An *opaque* pool has a tag instead of shapes: its components are stretches of bytes, a place is
+their concatenation in the listed order, and the tag names the format of those bytes.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple, SupportsIndex
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Literal, SupportsIndex
 
 import msgspec
 import numpy as np
@@ -32,64 +34,116 @@ from kvflow.protocols.pages.components import (
     check_together,
     served,
 )
-from kvflow.protocols.pages.kinds import OPAQUE, PAGE, ROW, SLOT, StateKind, check_kind, unit_bytes
+from kvflow.protocols.pages.kinds import OPAQUE, ROW, SLOT, StateKind, check_kind, unit_bytes
+from kvflow.protocols.pages.spaces import (
+    MAX_LABEL,
+    MAX_PAGE_SIZE,
+    NO_PLACES,
+    Counts,
+    PageIndices,
+    Places,
+    Space,
+    check_spaces,
+)
 
-PageIndices = NDArray[np.int32]
+__all__ = [
+    "MAX_COMPONENTS",
+    "MAX_LABEL",
+    "MAX_PAGE_SIZE",
+    "NO_PLACES",
+    "Counts",
+    "Order",
+    "PageIndices",
+    "Places",
+    "PoolLayout",
+    "Space",
+    "build_layout",
+    "opaque_layout",
+    "resized",
+]
+
 Order = Literal["page_first", "layer_first"]
 
 MAX_COMPONENTS = 4096
-MAX_PAGES = 1 << 26
-MAX_ROWS = 1 << 20
-MAX_PAGE_SIZE = 1 << 16
-# The longest name, tag, fingerprint or format, in characters. Refusals quote these texts, and the
-# length of a refusal is bounded.
-MAX_LABEL = 256
 # Lists of at least this many pages are sorted before they index an array. With a million unsorted
 # pages, indexing took 40 ms.
 MANY_PAGES = 256
 # A larger bitmap does not fit the processor's caches, and sorting is then faster.
 _BITMAP_PAGES = 1 << 21
+PAGES, ROWS = "pages", "rows"
+"""Names of the spaces in a pool that is made without named spaces."""
 
 
-class Places(NamedTuple):
-    """Pages and rows of one request in one pool, int32 [n] each.
-
-    In a list that holds both, such as a room's, row r has the index `num_pages + r`.
-    """
-
-    pages: PageIndices
-    rows: PageIndices
-
-
-NO_PLACES: PageIndices = np.empty(0, dtype=np.int32)
-"""No pages, or no rows."""
-
-
-class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
+class PoolLayout(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """The description of a pool. When decode registers, it sends prefill the layout of its pool.
 
     `tag` makes the pages opaque: two such pools fit only if their tags are equal. `fingerprint`
     names the model whose KV lies in the pool (model, dtype, tensor-parallel split, in any words on
     which both sides agree). Two pools fit only if their fingerprints are equal.
+
+    Prefixes and positions of prompts are counted in pages of the first space: `page_size`,
+    `num_pages` and `page_bytes` are those of its pages. `num_rows` and `row_bytes` are those of the
+    first space with rows, and 0 in a pool without one.
     """
 
-    page_size: int
-    num_pages: int
+    spaces: tuple[Space, ...]
     components: tuple[Component, ...]
     buffers: tuple[Buffer, ...]
     tag: str = ""
     fingerprint: str = ""
-    num_rows: int = 0
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page of the first space."""
+        return self.spaces[0].page_size
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages of the first space."""
+        return self.spaces[0].count
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, all components together."""
-        return sum(c.size_bytes for c in self.components if not c.in_rows)
+        """Bytes of one page of the first space, all components together."""
+        return self.place_bytes[0]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the first space with rows, or 0 if there is none."""
+        return 0 if self.row_space is None else self.spaces[self.row_space].count
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row, all components together."""
-        return sum(c.size_bytes for c in self.components if c.in_rows)
+        return 0 if self.row_space is None else self.place_bytes[self.row_space]
+
+    @cached_property
+    def row_space(self) -> int | None:
+        """Index of the first space with rows."""
+        return next((i for i, space in enumerate(self.spaces) if space.in_rows), None)
+
+    @cached_property
+    def place_bytes(self) -> tuple[int, ...]:
+        """Bytes of one place of each space, all components together."""
+        found = [0] * len(self.spaces)
+        for c in self.components:
+            found[c.space] += c.size_bytes
+        return tuple(found)
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Number of places of each space."""
+        return tuple(space.count for space in self.spaces)
+
+    @cached_property
+    def num_places(self) -> int:
+        """Number of places of all spaces together."""
+        return sum(self.counts)
+
+    @cached_property
+    def bases(self) -> tuple[int, ...]:
+        """Index of the first place of each space, in a list with places of all spaces."""
+        return tuple(accumulate(self.counts[:-1], initial=0))
 
     @property
     def size_bytes(self) -> int:
@@ -101,8 +155,12 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
         return ", ".join(dict.fromkeys(c.dtype for c in self.components))
 
     def count_of(self, part: Component | Buffer) -> int:
-        """Return how many pages, or rows, a component or buffer has."""
-        return self.num_rows if part.in_rows else self.num_pages
+        """Return how many places the space of a component or buffer has."""
+        return self.spaces[part.space].count
+
+    def unit_of(self, part: Component | Buffer) -> str:
+        """Return what a place of a component or buffer is, "page" or "row"."""
+        return self.spaces[part.space].unit
 
     @property
     def served(self) -> PoolLayout:
@@ -112,55 +170,89 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
             return self
         return msgspec.structs.replace(self, components=found)
 
-    @property
-    def num_places(self) -> int:
-        """The number of pages and rows together."""
-        return self.num_pages + self.num_rows
-
-    def numbered(self, places: Places) -> PageIndices:
-        """Return the pages and then the rows in one list; see `Places`."""
+    def numbered(self, places: Sequence[PageIndices]) -> PageIndices:
+        """Return the places of all spaces in one list; see `spaces`."""
         return np.concatenate(
-            (places.pages, places.rows + np.int32(self.num_pages)), dtype=np.int32
+            [own + np.int32(base) for own, base in zip(places, self.bases, strict=True)],
+            dtype=np.int32,
         )
 
     def split(self, indices: PageIndices) -> Places:
-        """Return the pages and the rows of one list, both in the order of the list."""
-        if not self.num_rows or not (in_rows := indices >= self.num_pages).any():
-            return Places(indices, NO_PLACES)
-        return Places(indices[~in_rows], indices[in_rows] - np.int32(self.num_pages))
+        """Return the places of one list by space, each in the order of the list."""
+        if len(self.spaces) == 1:
+            return (indices,)
+        spaces = self._spaces_of(indices)
+        return tuple(
+            indices[spaces == space] - np.int32(base) for space, base in enumerate(self.bases)
+        )
 
-    def room_bytes(self, count: int) -> int:
-        """Return the size in bytes of a room with `count` places. In a pool with rows, the last
-        place is a row.
-        """
-        rows = bool(self.num_rows and count)
-        return (count - rows) * self.page_bytes + rows * self.row_bytes
+    def counted(self, indices: PageIndices) -> Counts:
+        """Return how many places of each space a list has."""
+        if len(self.spaces) == 1:
+            return (indices.size,)
+        if len(self.spaces) == 2:
+            later = int(np.count_nonzero(indices >= self.bases[1]))
+            return (indices.size - later, later)
+        found = np.bincount(self._spaces_of(indices), minlength=len(self.spaces))
+        return tuple(found.tolist())
 
-    def check_places(self, indices: PageIndices, *, last: bool = True) -> None:
-        """Check the places that a room lends, or a chunk sends, in a pool with rows. A room has one
-        row, which is its last place and belongs to the last chunk. Raises: LayoutError.
+    def wanted(self, tokens: int, prefix_tokens: int = 0) -> Counts:
+        """Return how many places of each space a prompt fills; see `Space.wanted`."""
+        spaces = self.spaces
+        # Most pools have one space, and a generator takes several times as long as this call.
+        if len(spaces) == 1:
+            return (spaces[0].wanted(tokens, prefix_tokens),)
+        return tuple(space.wanted(tokens, prefix_tokens) for space in spaces)
+
+    def room_bytes(self, counts: Counts) -> int:
+        """Return the size in bytes of `counts` places."""
+        return sum(n * size for n, size in zip(counts, self.place_bytes, strict=True))
+
+    def check_order(self, indices: PageIndices) -> None:
+        """Check that a list has the places of each space together, in the order of the spaces.
+        Raises: LayoutError.
         """
-        in_rows = indices >= self.num_pages
-        if (found := int(in_rows.sum())) != last or (last and not in_rows[-1]):
+        if len(self.spaces) == 1 or indices.size < 2:
+            return
+        # Lists usually ascend, and every ascending list is in order.
+        if bool((indices[1:] > indices[:-1]).all()):
+            return
+        spaces = self._spaces_of(indices)
+        if (found := np.flatnonzero(spaces[1:] < spaces[:-1])).size:
+            at = int(found[0])
+            names = [self.spaces[int(space)].name for space in spaces[at : at + 2]]
             raise LayoutError(
-                f"{found} rows among {indices.size} "
-                f"places{'' if last else ' of a chunk that is not the last'}: a room has one row, "
-                f"as the last of its places (row r is {self.num_pages} + r)"
+                f"place {indices[at + 1]} of space {names[1]!r} follows place {indices[at]} of "
+                f"space {names[0]!r}: a list has the places of all spaces in the order "
+                f"{', '.join(repr(space.name) for space in self.spaces)}"
             )
 
+    def described(self, counts: Counts) -> str:
+        """Return counts in words, such as "3 pages and 1 row"."""
+        words = [
+            f"{count} {'' if not i or space.in_rows else repr(space.name) + ' '}"
+            f"{space.unit}{'s' if count != 1 or not space.in_rows else ''}"
+            for i, (space, count) in enumerate(zip(self.spaces, counts, strict=True))
+        ]
+        return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
     def pages_for(self, tokens: int, prefix_tokens: int = 0) -> int:
-        """Return how many pages `tokens` tokens need, less those of the first `prefix_tokens`."""
+        """Return how many pages of the first space `tokens` tokens need, less those of the first
+        `prefix_tokens`.
+        """
         return -(-tokens // self.page_size) - -(-prefix_tokens // self.page_size)
+
+    def _spaces_of(self, indices: PageIndices) -> NDArray[np.intp]:
+        return self._starts.searchsorted(indices, side="right")
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        """Index of the first place of each space after the first."""
+        return np.array(self.bases[1:])
 
     def check(self) -> None:
         """Check the arithmetic of a layout from the wire. Raises: LayoutError naming the field."""
-        for name, value, least, most in (
-            ("page_size", self.page_size, 1, MAX_PAGE_SIZE),
-            ("num_pages", self.num_pages, 1, MAX_PAGES),
-            ("num_rows", self.num_rows, 0, MAX_ROWS),
-        ):
-            if not least <= value <= most:
-                raise LayoutError(f"{name} {value} is outside {least}..{most}")
+        check_spaces(self.spaces)
         if len(self.components) > MAX_COMPONENTS or not 1 <= len(self.buffers) <= MAX_COMPONENTS:
             raise LayoutError(
                 f"{len(self.components)} components in {len(self.buffers)} buffers: at most "
@@ -168,15 +260,15 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
             )
         self._check_labels()
         for b in self.buffers:
-            _check_buffer(b, self.count_of(b))
+            if not 0 <= b.space < len(self.spaces):
+                raise LayoutError(
+                    f"buffer {b.name!r}: space {b.space} is outside 0..{len(self.spaces) - 1}"
+                )
+            _check_buffer(b, self.spaces[b.space])
         for c in self.components:
-            check_component(c, self.page_size, opaque=bool(self.tag))
             self._check_place(c)
+            check_component(c, self.spaces[c.space].page_size, opaque=bool(self.tag))
         check_together(self.components)
-        if not self.num_rows and any(c.in_rows for c in self.components):
-            raise LayoutError(
-                f"0 rows: a pool with components of the unit {ROW!r} has at least one"
-            )
 
     def _check_labels(self) -> None:
         for what, label in (("tag", self.tag), ("fingerprint", self.fingerprint)):
@@ -198,26 +290,37 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
                 f"component {c.name!r}: buffer {c.buffer} is outside 0..{len(self.buffers) - 1}"
             )
         b = self.buffers[c.buffer]
-        if c.in_rows != b.in_rows:
+        if c.space != b.space:
             raise LayoutError(
-                f"component {c.name!r}: its unit is {c.unit!r}, that of its buffer {b.name!r} "
-                f"{b.unit!r}"
+                f"component {c.name!r} is in space {c.space}, its buffer {b.name!r} in {b.space}"
+            )
+        unit = self.unit_of(b)
+        if (c.unit == ROW) != (unit == ROW):
+            raise LayoutError(
+                f"component {c.name!r}: its unit is {c.unit!r}, that of its space "
+                f"{self.spaces[c.space].name!r} {unit!r}"
             )
         if c.offset < 0 or c.offset + c.size_bytes > b.page_bytes:
             raise LayoutError(
                 f"component {c.name!r}: bytes {c.offset}..{c.offset + c.size_bytes} leave its "
-                f"buffer's {'row' if c.in_rows else 'page'}"
+                f"buffer's {unit}"
             )
 
 
-def _check_buffer(b: Buffer, count: int) -> None:
-    if b.unit not in (PAGE, ROW):
-        raise LayoutError(f"buffer {b.name!r}: unit {b.unit!r} is neither {PAGE!r} nor {ROW!r}")
-    if b.page_bytes < 1 or b.address < 0 or b.size_bytes < b.page_bytes * count:
+def _check_buffer(b: Buffer, space: Space) -> None:
+    if b.page_bytes < 1 or b.address < 0 or b.size_bytes < b.page_bytes * space.count:
         raise LayoutError(
-            f"buffer {b.name!r}: {b.size_bytes} bytes do not hold {count} {b.unit}s of "
+            f"buffer {b.name!r}: {b.size_bytes} bytes do not hold {space.count} {space.unit}s of "
             f"{b.page_bytes}"
         )
+
+
+def unit_named(layout: PoolLayout, space: int) -> str:
+    """Return the word for a place of a space in error texts: "page" in the first space, "row" in
+    the first space with rows, and such as "'window' page" in another one.
+    """
+    found = layout.spaces[space]
+    return found.unit if space in (0, layout.row_space) else f"{found.name!r} {found.unit}"
 
 
 def whole_number(name: str, value: SupportsIndex) -> int:
@@ -229,47 +332,73 @@ def whole_number(name: str, value: SupportsIndex) -> int:
         raise LayoutError(f"{name} {value!r} is not an integer") from None
 
 
+def spaces_of(page_size: int, num_pages: int, num_rows: int = 0) -> tuple[Space, ...]:
+    """Return the spaces of a pool of pages and, if `num_rows` is not 0, rows."""
+    pages = Space(PAGES, num_pages, page_size)
+    return (pages, Space(ROWS, num_rows, 0)) if num_rows else (pages,)
+
+
 def build_layout(
     streams: Iterable[StateKind | tuple[Any, ...]],
     *,
-    page_size: SupportsIndex,
-    num_pages: SupportsIndex,
+    page_size: SupportsIndex = 0,
+    num_pages: SupportsIndex = 0,
     num_rows: SupportsIndex = 0,
+    spaces: Sequence[Space] = (),
     order: Order = "page_first",
     fingerprint: str = "",
 ) -> PoolLayout:
     """Lay out `streams`, each a `StateKind` or a tuple of its first fields (name, dtype, shape,
-    ...). A page-first layout has one buffer for pages and one for rows. A layer-first layout has
-    one buffer per stream.
+    ...). A page-first layout has one buffer per space. A layer-first layout has one buffer per
+    stream.
+
+    The pool has either `spaces`, or `num_pages` pages of `page_size` tokens and `num_rows` rows. A
+    stream that names no space is in the first one or, if its unit is the row, in the first one with
+    rows.
 
     Raises: LayoutError.
     """
-    slots = whole_number("page_size", page_size)
+    found = tuple(spaces) or spaces_of(
+        whole_number("page_size", page_size),
+        whole_number("num_pages", num_pages),
+        whole_number("num_rows", num_rows),
+    )
     sized: list[Component] = []
-    for name, dtype, shape, unit, meaning, *part in (StateKind(*stream) for stream in streams):
-        check_kind(name, dtype, unit)
-        sizes = tuple(whole_number(f"component {name!r}: shape", n) for n in shape)
-        size_bytes = unit_bytes(dtype, sizes) * (slots if unit == SLOT else 1)
-        fields = zip(Part._fields, part, strict=True)
-        checked = (whole_number(f"component {name!r}: {field}", value) for field, value in fields)
-        sized.append(Component(name, dtype, sizes, 0, 0, size_bytes, unit, meaning, *checked))
-    pages, rows = whole_number("num_pages", num_pages), whole_number("num_rows", num_rows)
-    return _placed(sized, order, PoolLayout(slots, pages, (), (), "", fingerprint, rows))
+    for stream in streams:
+        kind = StateKind(*stream)
+        check_kind(kind.name, kind.dtype, kind.unit)
+        sizes = tuple(whole_number(f"component {kind.name!r}: shape", n) for n in kind.shape)
+        space = space_named(found, kind.space, kind.name, kind.unit)
+        slots = found[space].page_size if kind.unit == SLOT else 1
+        part = {
+            field: whole_number(f"component {kind.name!r}: {field}", getattr(kind, field))
+            for field in Part._fields
+        }
+        size_bytes, places = unit_bytes(kind.dtype, sizes) * slots, (0, 0)
+        component = Component(
+            kind.name, kind.dtype, sizes, *places, size_bytes, kind.unit, kind.format, **part
+        )
+        sized.append(msgspec.structs.replace(component, space=space))
+    return _placed(sized, order, PoolLayout(found, (), (), "", fingerprint))
 
 
 def opaque_layout(
     streams: Mapping[str, int],
     *,
-    page_size: SupportsIndex,
-    num_pages: SupportsIndex,
+    page_size: SupportsIndex = 0,
+    num_pages: SupportsIndex = 0,
     tag: str,
     rows: Mapping[str, int] | None = None,
     num_rows: SupportsIndex = 0,
+    spaces: Sequence[Space] = (),
+    per_space: Mapping[str, Mapping[str, int]] | None = None,
     order: Order = "page_first",
     fingerprint: str = "",
 ) -> PoolLayout:
     """Lay out an opaque pool, whose bytes only the engine can read. `streams` has the bytes per
-    page by name, `rows` the bytes per row by name, and `tag` names the format of the bytes.
+    page of the first space by name, `rows` the bytes per row by name, `per_space` the bytes per
+    place of other spaces, by the space's name and the stream's. `tag` names the format of the
+    bytes. The spaces are given as for `build_layout`.
 
     Raises: LayoutError.
     """
@@ -277,27 +406,50 @@ def opaque_layout(
         raise LayoutError(
             "tag is empty: an opaque pool needs one, which both sides must have in common"
         )
-    slots, pages = whole_number("page_size", page_size), whole_number("num_pages", num_pages)
+    found = tuple(spaces) or spaces_of(
+        whole_number("page_size", page_size),
+        whole_number("num_pages", num_pages),
+        whole_number("num_rows", num_rows),
+    )
+    groups = [("", SLOT, streams), ("", ROW, rows or {})]
+    for name, more in (per_space or {}).items():
+        in_rows = any(space.name == name and space.in_rows for space in found)
+        groups.append((name, ROW if in_rows else SLOT, more))
     sized: list[Component] = []
-    for unit, named in ((SLOT, streams), (ROW, rows or {})):
-        sizes = {
-            name: whole_number(f"component {name!r}: size", size) for name, size in named.items()
-        }
-        sized.extend(
-            Component(name, OPAQUE, (size,), 0, 0, size, unit) for name, size in sizes.items()
+    for named, unit, group in groups:
+        for name, given in group.items():
+            size = whole_number(f"component {name!r}: size", given)
+            space = space_named(found, named, name, unit)
+            sized.append(Component(name, OPAQUE, (size,), 0, 0, size, unit, space=space))
+    return _placed(sized, order, PoolLayout(found, (), (), tag, fingerprint))
+
+
+def space_named(spaces: Sequence[Space], name: str, stream: str, unit: str) -> int:
+    """Return the index of the space that a stream names, or of its default space if `name` is
+    empty. Raises: LayoutError if there is no such space.
+    """
+    for i, space in enumerate(spaces):
+        if space.name == name if name else space.in_rows == (unit == ROW):
+            return i
+    if not name and unit == ROW:
+        raise LayoutError(
+            f"component {stream!r}: 0 rows: a pool with components of the unit {ROW!r} has at "
+            "least one"
         )
-    count = whole_number("num_rows", num_rows)
-    return _placed(sized, order, PoolLayout(slots, pages, (), (), tag, fingerprint, count))
+    names = ", ".join(repr(space.name) for space in spaces)
+    raise LayoutError(f"component {stream!r}: space {name!r} is none of {names}")
 
 
-def resized(layout: PoolLayout, *, num_pages: int, num_rows: int) -> PoolLayout:
-    """Return a page-first layout of the same components, with other numbers of pages and rows.
-    Raises: LayoutError.
+def resized(layout: PoolLayout, counts: Counts) -> PoolLayout:
+    """Return a page-first layout of the same components, with other numbers of places. A space
+    whose count is 0 stays, with one place. Raises: LayoutError.
     """
     unplaced = [msgspec.structs.replace(c, buffer=0, offset=0) for c in layout.components]
-    empty = msgspec.structs.replace(
-        layout, num_pages=num_pages, num_rows=num_rows, components=(), buffers=()
+    spaces = tuple(
+        msgspec.structs.replace(space, count=max(1, count))
+        for space, count in zip(layout.spaces, counts, strict=True)
     )
+    empty = msgspec.structs.replace(layout, spaces=spaces, components=(), buffers=())
     return _placed(unplaced, "page_first", empty)
 
 
@@ -306,13 +458,13 @@ def _placed(sized: list[Component], order: Order, empty: PoolLayout) -> PoolLayo
         raise LayoutError(f"order {order!r} is neither 'page_first' nor 'layer_first'")
     components: list[Component] = []
     buffers: list[Buffer] = []
-    at: dict[str, int] = {}  # index of the current buffer, by unit
+    at: dict[int, int] = {}  # index of the current buffer, by space
     for c in sized:
-        unit = ROW if c.in_rows else PAGE
-        if order == "layer_first" or unit not in at:
-            at[unit] = len(buffers)
-            buffers.append(Buffer(c.name if order == "layer_first" else f"{unit}s", 0, 0, 0, unit))
-        i = at[unit]
+        if order == "layer_first" or c.space not in at:
+            at[c.space] = len(buffers)
+            name = c.name if order == "layer_first" else empty.spaces[c.space].name
+            buffers.append(Buffer(name, 0, 0, 0, c.space))
+        i = at[c.space]
         components.append(msgspec.structs.replace(c, buffer=i, offset=buffers[i].page_bytes))
         buffers[i] = msgspec.structs.replace(
             buffers[i], page_bytes=buffers[i].page_bytes + c.size_bytes

@@ -1,4 +1,4 @@
-"""Plans that turn lists of pages and rows into block copies, without a Python loop per page."""
+"""Plans that turn lists of places into block copies, without a Python loop per place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.coverage import Spans, overlaps
 from kvflow.protocols.pages.differences import Sides, differences
 from kvflow.protocols.pages.kinds import unit_bytes
-from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, PoolLayout
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
 Addresses = NDArray[np.int64]
 
@@ -29,9 +29,12 @@ class Blocks(NamedTuple):
         return int(self.sizes.sum())
 
 
+NO_BLOCKS = Blocks(*(np.empty(0, np.int64) for _ in range(3)))
+
+
 class _Segments(NamedTuple):
-    """The stretches of a page (or row) to copy, as int64 arrays [segments]. A stride is the
-    distance in bytes from one page to the next. A stretch that repeats within a page, such as some
+    """The stretches of a place of one space to copy, as int64 arrays [segments]. A stride is the
+    distance in bytes from one place to the next. A stretch that repeats within a page, such as some
     of the heads of each slot, is one segment per repetition.
     """
 
@@ -65,64 +68,77 @@ class Pairing:
         if found := differences(source, target, sides, partly=partly, only=only):
             raise LayoutError("pools do not fit: " + "; ".join(found))
         self.source, self.target = source, target
-        self._pages, self._rows = (
-            _segments(source, target, only, in_rows=in_rows) for in_rows in (False, True)
-        )
-        self.page_bytes, self.row_bytes = int(self._pages.size.sum()), int(self._rows.size.sum())
-        """Bytes written per page, and per row. If the target has several copies, each counts."""
-        self.in_slices = self._pages.in_slices or self._rows.in_slices
+        self._spaces = [_segments(source, target, only, i) for i in range(len(source.spaces))]
+        self.place_bytes = tuple(int(segments.size.sum()) for segments in self._spaces)
+        """Bytes written per place of each space. If the target has several copies, each counts."""
+        self.in_slices = any(segments.in_slices for segments in self._spaces)
         """True if some blocks are parts of one token slot, because the two sides split heads
         differently.
         """
 
-    def check(
-        self,
-        source_pages: PageIndices,
-        target_pages: PageIndices,
-        source_rows: PageIndices = NO_PLACES,
-        target_rows: PageIndices = NO_PLACES,
-    ) -> None:
-        """Check the lists of a write: their lengths and indices. Raises: LayoutError."""
-        source, target = self.source, self.target
-        _check_lists("page", source_pages, target_pages, source.num_pages, target.num_pages)
-        _check_lists("row", source_rows, target_rows, source.num_rows, target.num_rows)
+    @property
+    def page_bytes(self) -> int:
+        """Bytes written per page of the first space."""
+        return self.place_bytes[0]
+
+    def check(self, source: PageIndices, target: PageIndices) -> None:
+        """Check the two lists of a write, each with the places of all spaces: their lengths, their
+        indices, and that both have the same spaces. Raises: LayoutError.
+        """
+        if source.shape != target.shape or source.ndim != 1:
+            raise LayoutError(f"page lists differ: {source.shape} source, {target.shape} target")
+        if len(self._spaces) == 1:
+            self._check_space(0, source, target)
+            return
+        for side, layout, indices in (
+            ("source", self.source, source),
+            ("target", self.target, target),
+        ):
+            if indices.size and not 0 <= indices.min() <= indices.max() < layout.num_places:
+                raise LayoutError(f"{side} place is outside 0..{layout.num_places - 1}")
+        ours, theirs = self.source.counted(source), self.target.counted(target)
+        if ours != theirs:
+            raise LayoutError(
+                f"page lists differ: {self.source.described(ours)} source, "
+                f"{self.target.described(theirs)} target"
+            )
+
+    def _check_space(self, space: int, source: PageIndices, target: PageIndices) -> None:
+        for side, layout, indices in (
+            ("source", self.source, source),
+            ("target", self.target, target),
+        ):
+            found = layout.spaces[space]
+            if indices.size and (int(indices.min()) < 0 or int(indices.max()) >= found.count):
+                raise LayoutError(f"{side} {found.unit} is outside 0..{found.count - 1}")
 
     def blocks(
         self,
-        source_pages: PageIndices,
-        target_pages: PageIndices,
-        source_rows: PageIndices = NO_PLACES,
-        target_rows: PageIndices = NO_PLACES,
+        source: PageIndices,
+        target: PageIndices,
         *,
         max_block_bytes: int,
         target_bases: Addresses | None = None,
     ) -> Blocks:
-        """Plan one write, of pages and then rows.
+        """Plan one write of the places in two lists, space after space.
 
-        Where blocks are whole pages of their buffers, pages that are adjacent on both sides are
+        Where blocks are whole places of their buffers, places that are adjacent on both sides are
         merged into one block. Blocks over `max_block_bytes` are cut. `target_bases` (int64 [target
         buffers]) replaces the addresses of the target's buffers, for planes that map them
         elsewhere.
         """
         moved = None if target_bases is None else target_bases - _addresses(self.target)
-        found = _blocks(self._pages, source_pages, target_pages, moved)
-        if source_rows.size:
-            rows = _blocks(self._rows, source_rows, target_rows, moved)
-            found = Blocks(*(np.concatenate(columns) for columns in zip(found, rows, strict=True)))
+        if len(self._spaces) == 1:
+            found = _blocks(self._spaces[0], source, target, moved)
+        else:
+            parts = zip(
+                self._spaces, self.source.split(source), self.target.split(target), strict=True
+            )
+            planned = [_blocks(*part, moved) for part in parts if part[1].size]
+            found = (
+                Blocks(*map(np.concatenate, zip(*planned, strict=True))) if planned else NO_BLOCKS
+            )
         return _cut(found, max_block_bytes)
-
-
-def _check_lists(
-    unit: str, source: PageIndices, target: PageIndices, source_count: int, target_count: int
-) -> None:
-    if source.shape != target.shape or source.ndim != 1:
-        raise LayoutError(f"{unit} lists differ: {source.shape} source, {target.shape} target")
-    for name, indices, limit in (
-        ("source", source, source_count),
-        ("target", target, target_count),
-    ):
-        if indices.size and (int(indices.min()) < 0 or int(indices.max()) >= limit):
-            raise LayoutError(f"{name} {unit} is outside 0..{limit - 1}")
 
 
 def _blocks(
@@ -150,7 +166,7 @@ def _addresses(layout: PoolLayout) -> Addresses:
 
 
 class _Stretch(NamedTuple):
-    """Bytes to copy in every page, or row, repeated `repeats` times at equal steps."""
+    """Bytes to copy in every place, repeated `repeats` times at equal steps."""
 
     source_buffer: int
     source_offset: int
@@ -169,14 +185,14 @@ class _Stretch(NamedTuple):
 
 
 def _stretches(
-    source: PoolLayout, target: PoolLayout, only: Spans | None, in_rows: bool
+    source: PoolLayout, target: PoolLayout, only: Spans | None, space: int
 ) -> list[_Stretch]:
     """Return the stretches to copy, merged where they are adjacent on both sides."""
     found: list[_Stretch] = []
     if source.tag:
-        every = _opaque_stretches(source, target, in_rows)
+        every = _opaque_stretches(source, target, space)
     else:
-        every = _typed_stretches(source, target, only, in_rows)
+        every = _typed_stretches(source, target, only, space)
     # Sorting puts stretches that can be merged next to each other.
     for stretch in sorted(every):
         if found and found[-1].followed_by(stretch):
@@ -187,9 +203,9 @@ def _stretches(
 
 
 def _typed_stretches(
-    source: PoolLayout, target: PoolLayout, only: Spans | None, in_rows: bool
+    source: PoolLayout, target: PoolLayout, only: Spans | None, space: int
 ) -> Iterator[_Stretch]:
-    ours = (c for c in source.components if c.in_rows == in_rows)
+    ours = (c for c in source.components if c.space == space)
     for c, o, first, end in overlaps(ours, target.components, only):
         # With shape (heads, dim) and `axis` 0, an entry is one head, and the heads repeat in each
         # slot of the page.
@@ -212,10 +228,10 @@ def _typed_stretches(
         )
 
 
-def _opaque_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> Iterator[_Stretch]:
-    """Yield the stretches of an opaque page, which the two sides may cut at different places."""
+def _opaque_stretches(source: PoolLayout, target: PoolLayout, space: int) -> Iterator[_Stretch]:
+    """Yield the stretches of an opaque place, which the two sides may cut at different places."""
     ours, theirs = (
-        [c for c in layout.components if c.in_rows == in_rows] for layout in (source, target)
+        [c for c in layout.components if c.space == space] for layout in (source, target)
     )
     i = j = c_done = o_done = 0
     while i < len(ours):
@@ -229,10 +245,8 @@ def _opaque_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> 
             j, o_done = j + 1, 0
 
 
-def _segments(
-    source: PoolLayout, target: PoolLayout, only: Spans | None, *, in_rows: bool
-) -> _Segments:
-    found = np.array(_stretches(source, target, only, in_rows), dtype=np.int64).reshape(
+def _segments(source: PoolLayout, target: PoolLayout, only: Spans | None, space: int) -> _Segments:
+    found = np.array(_stretches(source, target, only, space), dtype=np.int64).reshape(
         -1, len(_Stretch._fields)
     )
     (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvflow.protocols.arguments import pages_wanted, unpack_pages
+from kvflow.protocols.arguments import offered_places
 from kvflow.protocols.commands import (
     CancelWrite,
     RoomDone,
@@ -19,7 +19,7 @@ from kvflow.protocols.commands import (
     SendToDecode,
     StartWrite,
 )
-from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, PeerError
+from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machinery import Task, Timer
 from kvflow.protocols.machines.grants import GrantCommand, GrantKind
@@ -34,9 +34,10 @@ from kvflow.protocols.machines.prefill_room import (
 )
 from kvflow.protocols.machines.rendezvous import Announcement, Rendezvous, Side
 from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.spaces import Counts, counts_fit, counts_sum, spans_at, taken
 from kvflow.protocols.ports import Observer, WriteOutcome
 from kvflow.protocols.prefill.peers import WITHDRAWN, DecodePeer, PrefillIdentity, PrefillPeers
-from kvflow.protocols.prefill.records import Chunk, PrefillRoomRecord, pinned_pages
+from kvflow.protocols.prefill.records import Chunk, PrefillRoomRecord, pinned_places
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import GrantId, RoomId
@@ -106,9 +107,16 @@ class PrefillCore(PrefillPeers):
             )
 
     def offer(
-        self, record: PrefillRoomRecord, message: wire.Bootstrap, pages: PageIndices, now: float
+        self,
+        record: PrefillRoomRecord,
+        message: wire.Bootstrap,
+        pages: PageIndices,
+        wanted: Counts,
+        now: float,
     ) -> None:
+        """Record decode's half of a room, which offers `pages`, `wanted` of each space."""
         record.target_pages, record.prefix_tokens = pages, message.prefix_tokens
+        record.wanted, record.placed = wanted, (0,) * len(wanted)
         record.bootstrap = (message.prompt_tokens, message.prompt_digest)
         assert record.peer is not None
         record.peer.grants.announcements.discard(record.grant)
@@ -248,8 +256,14 @@ def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> No
     chunk = record.chunks[-1]
     if record.moving_at_s is None:
         record.moving_at_s = now
-    targets = record.target_pages[record.placed : record.placed + chunk.num_pages]
-    record.placed += chunk.num_pages
+    if len(chunk.counts) == 1:
+        # Most pools have one space, in which the next places are one slice.
+        first, end = record.placed[0], record.placed[0] + chunk.counts[0]
+        targets, record.placed = record.target_pages[first:end], (end,)
+    else:
+        spans = spans_at(record.wanted, record.placed, chunk.counts)
+        targets = taken(record.target_pages, spans)
+        record.placed = counts_sum(record.placed, chunk.counts)
     assert record.peer is not None
     core.writes[chunk.write] = (record, chunk)
     core.outbox.append(
@@ -268,7 +282,7 @@ def _send_chunk_done(core: PrefillCore, record: PrefillRoomRecord, now: float) -
         source=me.incarnation,
         target=peer.incarnation,
         seq=chunk.seq,
-        pages=chunk.num_pages,
+        pages=chunk.counts,
         last=chunk.last,
         handoff=chunk.handoff,
         checksum=chunk.checksum,
@@ -434,7 +448,7 @@ def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: fl
         return
     record = core.rooms.get(message.room)
     try:
-        pages = _offered(core, peer, message)
+        pages, wanted = offered_places(core.identity.layout, peer.layout, message)
         cause = _unwelcome(core, message, record, now)
     except KvflowError as error:
         core.refuse_grant(peer, message.room, message.grant, error.cause())
@@ -447,7 +461,7 @@ def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: fl
             message.room, PrefillPhase.BOOTSTRAPPED, core.timing.rendezvous_s, now
         )
     core.bind(record, peer, message.grant)
-    core.offer(record, message, pages, now)
+    core.offer(record, message, pages, wanted, now)
 
 
 def _refuse_pinned(
@@ -460,10 +474,13 @@ def _refuse_pinned(
         return False
     # Writes that were cancelled a moment ago do not count: on a healthy route they end within
     # milliseconds.
-    limit = core.bounds.pinned_limit(core.identity.layout.num_pages)
-    pinned = pinned_pages(core.writes.values(), peer, now - core.timing.repeat_after_s)
-    if pinned <= limit:
+    counts = core.identity.layout.counts
+    limits = tuple(map(core.bounds.pinned_limit, counts))
+    until_s = now - core.timing.repeat_after_s
+    found = pinned_places(core.writes.values(), len(counts), peer, until_s)
+    if counts_fit(found, limits):
         return False
+    pinned, limit = next((n, most) for n, most in zip(found, limits, strict=True) if n > most)
     cause = CapacityError(
         "pages held by writes to this decode that do not end", pinned, limit
     ).cause()
@@ -495,19 +512,6 @@ def _unwelcome(
     return None
 
 
-def _offered(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap) -> PageIndices:
-    try:
-        wanted = pages_wanted(core.identity.layout, message.prompt_tokens, message.prefix_tokens)
-    except MisuseError as error:
-        raise PeerError(str(error)) from None
-    pages = unpack_pages(message.pages, peer.layout.num_places)
-    if len(pages) != wanted or not message.prompt_tokens:
-        raise MisuseError(f"{len(pages)} pages lent, {message.prompt_tokens} tokens need {wanted}")
-    if peer.layout.num_rows:
-        peer.layout.check_places(pages)
-    return pages
-
-
 def _in_use(
     core: PrefillCore,
     message: wire.Announce | wire.Bootstrap,
@@ -536,11 +540,11 @@ def _tell_room(
         core.feed_room(record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=message.cause), now)
     elif record.bootstrap is None and record.room == message.room:
         try:
-            pages = _offered(core, peer, message)
+            pages, wanted = offered_places(core.identity.layout, peer.layout, message)
         except KvflowError as error:
             core.feed_room(record, PrefillEvent(PrefillKind.MISMATCHED, cause=error.cause()), now)
         else:
-            core.offer(record, message, pages, now)
+            core.offer(record, message, pages, wanted, now)
 
 
 def _resend_all(

@@ -21,6 +21,7 @@ from kvflow.protocols.machines.peer import PeerKind, PeerPhase
 from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillEvent, PrefillKind, PrefillPhase
 from kvflow.protocols.machines.rendezvous import Side
 from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.spaces import Counts, counts_less
 from kvflow.protocols.ports import Observer, WriteOutcome
 from kvflow.protocols.prefill.core import DRAINS, GRANT_RUN, PrefillCore
 from kvflow.protocols.prefill.peers import DecodePeer, PrefillIdentity
@@ -166,30 +167,33 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         now: float,
         checked: bool = False,
     ) -> None:
-        """Queue a write of our `source_pages` (int32 [n]) onto the next n of decode's pages.
+        """Queue a write of our `source_pages` (int32 [n]) onto as many of decode's places, the next
+        ones of each space.
 
         `StartWrite` is issued even if n is 0, and the room ends only after that write, so this call
         never ends the room. Pass `checked=True` if `check_chunk` accepted the arguments.
 
         Raises: MisuseError before the halves match, after the last chunk, for a number of pages
         that does not fit, and for a handoff before the last chunk. CapacityError for a handoff that
-        is too large. LayoutError for a row in the wrong place. The room's own error once the room
-        ends. A call that raises queues no chunk.
+        is too large. LayoutError for places that are not in the order of the spaces. The room's own
+        error once the room ends. A call that raises queues no chunk.
         """
-        if not checked:
-            self.check_chunk(record, source_pages, last, len(handoff))
         core = self.core
-        if (layout := core.identity.layout).num_rows:
-            layout.check_places(source_pages, last=last)
+        if checked:
+            counts = core.identity.layout.counted(source_pages)
+        else:
+            counts = self.check_chunk(record, source_pages, last, len(handoff))
         record.chunks.append(
-            Chunk(core.write_id(), record.state.queued, source_pages, last, handoff)
+            Chunk(core.write_id(), record.state.queued, source_pages, counts, last, handoff)
         )
         core.feed_room(record, PrefillEvent(PrefillKind.CHUNK_QUEUED, last=last), now)
 
     def check_chunk(
         self, record: PrefillRoomRecord, source_pages: PageIndices, last: bool, handoff_bytes: int
-    ) -> None:
-        """Check the arguments of `queue_chunk` without queueing. Raises: see `queue_chunk`."""
+    ) -> Counts:
+        """Check the arguments of `queue_chunk` without queueing. Returns how many places of each
+        space the chunk has. Raises: see `queue_chunk`.
+        """
         state = record.state
         if state.phase > PrefillPhase.TRANSFERRING and state.phase is not PrefillPhase.SUCCESS:
             raise room_error(record.first_cause)
@@ -197,8 +201,12 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
             raise MisuseError(f"room {record.room}: send() before matched()")
         if state.last_queued:
             raise MisuseError(f"room {record.room}: send() after the last chunk")
-        left = len(record.target_pages) - record.placed
-        check_chunk(record.room, self.core.identity.layout, source_pages, left, last, handoff_bytes)
+        layout = self.core.identity.layout
+        if len(layout.spaces) > 1:
+            layout.check_order(source_pages)
+        counts, left = layout.counted(source_pages), counts_less(record.wanted, record.placed)
+        check_chunk(record.room, layout, counts, left, last, handoff_bytes)
+        return counts
 
     def write_ended(
         self,

@@ -9,6 +9,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machinery import Story
 from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillPhase, PrefillRoomState
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
+from kvflow.protocols.pages.spaces import Counts, counts_sum
 from kvflow.protocols.ports import RoomEnding, WriteOutcome
 from kvflow.protocols.prefill.peers import DecodePeer
 from kvflow.protocols.wire.messages import GrantId, Message, RoomId
@@ -23,6 +24,7 @@ class Chunk:
     write: int
     seq: int
     source_pages: PageIndices
+    counts: Counts  # places of each space
     last: bool
     handoff: bytes
     outcome: WriteOutcome | None = None
@@ -66,7 +68,8 @@ class PrefillRoomRecord:
     grant: GrantId = NO_GRANT
     prefix_tokens: int = 0
     target_pages: PageIndices = field(default_factory=lambda: NO_PLACES)
-    placed: int = 0
+    wanted: Counts = ()  # places of each space that decode offers
+    placed: Counts = ()  # those that chunks fill so far
     # This is a list although chunks leave at the front, because there are few and a deque is slow
     # to create.
     chunks: list[Chunk] = field(default_factory=list)
@@ -104,7 +107,7 @@ class PrefillRoomRecord:
         return RoomEnding(
             phase=self.state.phase,
             cause=self.state.cause,
-            num_pages=len(self.target_pages),
+            counts=self.wanted,
             offers_pages=False,
             opened_at_s=self.opened_at_s,
             ready_at_s=self.ready_at_s,
@@ -117,18 +120,19 @@ class PrefillRoomRecord:
         return self.prompt is None or self.bootstrap is None
 
 
-def pinned_pages(
+def pinned_places(
     writes: Iterable[tuple[PrefillRoomRecord, Chunk]],
+    spaces: int,
     peer: DecodePeer | None = None,
     until_s: float = float("inf"),
-) -> int:
-    """Count the pages of our pool that writes for ended rooms still read.
+) -> Counts:
+    """Count the places of each space of our pool that writes for ended rooms still read.
 
     A write counts only if it was cancelled at `until_s` or earlier, and goes to `peer` if that is
     given.
     """
-    return sum(
-        chunk.num_pages
-        for record, chunk in writes
-        if record.ended and record.cancelled_at_s <= until_s and peer in (None, record.peer)
-    )
+    found: Counts = (0,) * spaces
+    for record, chunk in writes:
+        if record.ended and record.cancelled_at_s <= until_s and peer in (None, record.peer):
+            found = counts_sum(found, chunk.counts)
+    return found

@@ -11,9 +11,10 @@ Every message names two incarnations: `source` is always prefill's, `target` alw
 whichever of them sends it. An incarnation is a random u64 that a process draws at start. Decode's
 incarnation also determines the routing id of the link (`codec.routing_id`).
 
-In a pool with rows, row r has the index `num_pages + r`. The last of `Bootstrap.pages` is the
-room's row, and `ChunkDone.pages` counts it. A prefill rank may have only a part of decode's pool.
-`Registered` names this part, and decode checks that all ranks together have all of the pool.
+A pool may have several spaces (see `pages.spaces`). `Bootstrap.pages` lists the room's places of
+all of them, and `ChunkDone.pages` counts them by space. A prefill rank may have only a part of
+decode's pool. `Registered` names this part, and decode checks that all ranks together have all of
+the pool.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from msgspec import Meta
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import MAX_COMPONENTS, PoolLayout
+from kvflow.protocols.pages.spaces import MAX_SPACES
 from kvflow.protocols.ports import PlaneAddress
 
 WIRE_VERSION = 1
@@ -64,6 +66,7 @@ GrantBound = Annotated[GrantId, Meta(ge=0, le=1 << 40)]
 Seq = Annotated[int, Meta(ge=0, le=1 << 32)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 PackedPages = Annotated[bytes, Meta(max_length=4 * MAX_PAGES_PER_ROOM)]
+PlaceCounts = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_SPACES)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
@@ -132,7 +135,8 @@ class Bootstrap(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
 
 
 class ChunkDone(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=4):
-    """prefill -> decode: every write of chunk `seq` landed, and filled `pages` pages in all.
+    """prefill -> decode: every write of chunk `seq` landed, and filled `pages` places of each
+    space.
 
     `last` proves that the rank writes no more for this grant. `checksum` is the checksum of the
     source pages (see `ports.Checksums`). It is empty if transfers are not verified.
@@ -144,7 +148,7 @@ class ChunkDone(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
     target: Life
     rank: RankNumber
     seq: Seq
-    pages: Count
+    pages: PlaceCounts
     last: bool = False
     handoff: Annotated[bytes, Meta(max_length=MAX_HANDOFF_BYTES)] = b""
     checksum: Annotated[bytes, Meta(max_length=32)] = b""

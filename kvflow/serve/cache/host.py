@@ -11,7 +11,7 @@ from kvflow.memory.snapshot import DEVICE_SLICE_BYTES, SLICE_BYTES
 from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.nodes import PAGED
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.pages.plan import Pairing
 
 
@@ -24,7 +24,7 @@ class HostTier:
         Raises: LayoutError if memory is short or cannot be pinned for the pool's device;
         MisuseError if the limit is too small for one page, or pages of the pool hold no bytes.
         """
-        layout = _without_rows(pool.layout)
+        layout = _of_first_space(pool.layout)
         if not layout.page_bytes:
             raise MisuseError(
                 "the host tier of the prefix cache holds pages, and those of this pool hold nothing"
@@ -50,8 +50,8 @@ class HostTier:
         copy = self._threads[to].start(
             copy_slices,
             self._pairings[to],
-            Places(source, NO_PLACES),
-            Places(target, NO_PLACES),
+            (source,),
+            (target,),
             self._slice_bytes,
             self._copier,
         )
@@ -65,6 +65,17 @@ class HostTier:
         self.memory.close()
 
 
-def _without_rows(layout: PoolLayout) -> PoolLayout:
-    pages = tuple(c for c in layout.components if not c.in_rows)
-    return msgspec.structs.replace(layout, components=pages, num_rows=0)
+def _of_first_space(layout: PoolLayout) -> PoolLayout:
+    """Return the layout of the first space alone, whose pages are those that a cache keeps."""
+    numbers = [i for i, b in enumerate(layout.buffers) if not b.space]
+    components = tuple(
+        msgspec.structs.replace(c, buffer=numbers.index(c.buffer))
+        for c in layout.components
+        if not c.space
+    )
+    return msgspec.structs.replace(
+        layout,
+        spaces=layout.spaces[:1],
+        components=components,
+        buffers=tuple(layout.buffers[i] for i in numbers),
+    )

@@ -16,8 +16,9 @@ from kvflow.memory.copies import copier_for, copy_slices
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import DEVICE_SLICE_BYTES, SLICE_BYTES
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.pages.layout import MAX_ROWS, NO_PLACES, PageIndices, Places, resized
+from kvflow.protocols.pages.layout import resized
 from kvflow.protocols.pages.plan import Pairing
+from kvflow.protocols.pages.spaces import MAX_ROWS, NO_PLACES, PageIndices, Places
 
 
 class StateStore:
@@ -29,8 +30,8 @@ class StateStore:
         Raises: LayoutError if memory is short or cannot be pinned for the pool's device;
         MisuseError if the limit is too small for one state, or the pool has no rows.
         """
-        row_bytes = pool.layout.row_bytes
-        if not row_bytes:
+        row_bytes, space = pool.layout.row_bytes, pool.layout.row_space
+        if space is None:
             raise MisuseError("the pool has no rows: its requests keep no states")
         count = min(limit_bytes // row_bytes, most, MAX_ROWS)
         if count < 1:
@@ -38,10 +39,11 @@ class StateStore:
                 f"{limit_bytes} bytes do not hold the state of one request, which is {row_bytes} "
                 "bytes"
             )
-        rows = tuple(c for c in pool.layout.components if c.in_rows)
+        rows = tuple(c for c in pool.layout.components if c.space == space)
         layout = msgspec.structs.replace(pool.layout, components=rows)
-        self._copier = copier_for(pool)
-        self.memory = PagedPool.allocate(resized(layout, num_pages=1, num_rows=count), shared=False)
+        counts = tuple(count if i == space else 0 for i in range(len(layout.spaces)))
+        self._copier, self._counts = copier_for(pool), counts
+        self.memory = PagedPool.allocate(resized(layout, counts), shared=False)
         self._copier.pin(self.memory)
         self.slots = PageAllocator(count, unit="state")
         self._out = Pairing(layout, self.memory.layout, ("pool", "host memory"))
@@ -67,8 +69,17 @@ class StateStore:
         self.memory.close()
 
     def _copy(self, pairing: Pairing, source: PageIndices, target: PageIndices) -> None:
-        places = Places(NO_PLACES, source), Places(NO_PLACES, target)
-        copy_slices(pairing, *places, self._slice_bytes, self._copier, lambda: False)
+        copy_slices(
+            pairing,
+            self._places(source),
+            self._places(target),
+            self._slice_bytes,
+            self._copier,
+            lambda: False,
+        )
+
+    def _places(self, rows: PageIndices) -> Places:
+        return tuple(rows if count else NO_PLACES for count in self._counts)
 
 
 def _one(slot: int) -> PageIndices:

@@ -187,7 +187,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     control_key_file: str = ""
     """File of `kvflow keygen`, the same at prefill and decode; peers without it are refused."""
     max_quarantine_share: Share = 0.5
-    """Share of decode's pages, overdue in quarantine, above which new requests are refused."""
+    """Share of decode's pages, or of its rows, overdue in quarantine, above which new requests are
+    refused."""
 
     new_token_ratio: Share = 0.7
     """Share of a request's new tokens for which decode promises it pages; it decays while requests
@@ -200,7 +201,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     their state again later, or answer 503."""
 
     max_pinned_share: Share = 0.5
-    """Share of prefill's pages above which a decode that takes no writes is refused."""
+    """Share of prefill's pages, or of its rows, above which a decode that takes no writes is
+    refused."""
 
     prefill: tuple[str, ...] = ()
     """URL of a prefill worker (repeat for more)."""

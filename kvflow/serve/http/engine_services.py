@@ -130,7 +130,7 @@ class EngineService(Generic[N, E]):
             node,
             pages_free=pages.free_pages,
             pages_by_kind=owned_by_kind(pages),
-            at_rest=pages.at_rest() and (rows is None or rows.at_rest()) and node.staging_at_rest,
+            at_rest=node.pool.places.at_rest() and node.staging_at_rest,
         )
         counted = {
             "internal_errors": own.internal_errors | {"step": self._engine.failed_steps},

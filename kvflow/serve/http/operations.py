@@ -32,6 +32,7 @@ def _pool_info(report: Report) -> dict[str, object]:
             **report.pages_by_kind,
         },
         "rows": {"free": report.rows_free, "total": report.rows_total, **report.rows_by_kind},
+        **({"spaces": msgspec.to_builtins(report.spaces)} if report.spaces else {}),
     }
 
 

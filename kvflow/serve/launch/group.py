@@ -389,13 +389,12 @@ def _status(
     of: _Rank, rank: int, requests: int, member: MemberShell, failed_steps: int, dropped: int
 ) -> wire.Status:
     node, pool = of.node, of.parts.pool
-    rows_home = not pool.layout.num_rows or pool.rows.at_rest()
     return wire.Status(
         rank=Rank(rank),
         pid=os.getpid(),
         pages_free=pool.pages.free_pages,
         pages_total=pool.pages.num_pages,
-        pages_at_rest=pool.pages.at_rest() and rows_home and node.staging_at_rest,
+        pages_at_rest=pool.places.at_rest() and node.staging_at_rest,
         pinned_pages=node.pinned_pages,
         rooms=node.rooms_by_phase(),
         requests=requests,

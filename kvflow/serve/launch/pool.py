@@ -49,7 +49,8 @@ def make_pool(
     has_rows = any(kind.unit == ROW for kind in streams)
     one = build_layout(streams, page_size=settings.page_size, num_pages=1, num_rows=int(has_rows))
     num_rows = _num_rows(settings, one, ring_bytes) if has_rows else 0
-    sized = resized(one, num_pages=_num_pages(settings, one, num_rows), num_rows=num_rows)
+    num_pages = _num_pages(settings, one, num_rows)
+    sized = resized(one, (num_pages, num_rows) if has_rows else (num_pages,))
     with _one_at_a_time():
         _check_memory(settings, sized, device)
         layout = build_layout(
@@ -194,7 +195,7 @@ def _num_pages(settings: Settings, one: PoolLayout, num_rows: int) -> int:
 
 def _check_memory(settings: Settings, sized: PoolLayout, device: torch.device) -> None:
     available = available_memory() if device.type == HOST else memory_of(device)
-    needed = sized.num_pages * sized.page_bytes + sized.num_rows * sized.row_bytes
+    needed = sized.room_bytes(sized.counts)
     if available is None or needed <= available.size_bytes:
         return
     rows_bytes = sized.num_rows * sized.row_bytes

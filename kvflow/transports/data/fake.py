@@ -126,7 +126,7 @@ class FakePlane:
         if address.backend != self.name or peer is None or peer._dead.is_set():
             raise TransferError(f"no fake plane answers at {address.locator!r}")
         layout.check()
-        block_bytes = self._layout.page_bytes or self._layout.row_bytes or 1
+        block_bytes = next(filter(None, self._layout.place_bytes), 1)
         return FakeRoute(self, peer, Planner(self._layout, layout, max_block_bytes=block_bytes))
 
     async def fence(self, writer: PlaneAddress) -> None:
@@ -207,7 +207,7 @@ class FakeWrite:
         self.done: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
         self.peer, self.source_pages, self.target_pages = peer, source_pages, target_pages
         self._plane, self._blocks = plane, BlockQueue(planner, source_pages, target_pages)
-        self.page_bytes, self.row_bytes = planner.page_bytes or 1, planner.row_bytes
+        self.page_bytes, self.place_bytes = planner.page_bytes or 1, planner.place_bytes
         self.total_bytes = self._blocks.left_bytes
         self.landed_bytes, self.error = 0, ""
         self.fault: Fault | None = None

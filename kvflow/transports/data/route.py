@@ -6,9 +6,11 @@ the blocks of a tiny write that it copies itself: see `Planner.few_blocks`.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvflow.memory.copies import are_small
 from kvflow.protocols.errors import LayoutError, TransferError
@@ -18,6 +20,9 @@ from kvflow.protocols.ports import WriteOutcome
 from kvflow.transports.data.write_thread import Assignment, ThreadWrite, WriteJob, WriteThread
 
 FEW_BLOCKS = 64
+# One block of place 0 of a space: source, distance to that of place 1, target, distance, size. A
+# named tuple takes longer to unpack.
+_Step = tuple[int, int, int, int, int]
 
 
 class BlockList(NamedTuple):
@@ -45,21 +50,14 @@ class Planner:
         """
         self._pairing = Pairing(source, target, partly=True)
         self._max_block_bytes, self._target_bases = max_block_bytes, target_bases
-        self.page_bytes, self.row_bytes = self._pairing.page_bytes, self._pairing.row_bytes
+        self.page_bytes, self.place_bytes = self._pairing.page_bytes, self._pairing.place_bytes
+        """Bytes written per page of the first space, and per place of each space."""
         self._source, self._target = source, target
         self._source_pages, self._target_pages = source.num_pages, target.num_pages
-        # The blocks of page 0, and their distances to those of page 1. For a tiny write, numpy
-        # costs more than the write itself, so a page with few blocks is planned in plain ints.
-        at_0, at_1 = (
-            self._plan(np.array([page], dtype=np.int32), np.array([page], dtype=np.int32))
-            for page in (0, 1)
-        )
-        self._page: list[tuple[int, int, int, int, int]] = []
-        if len(at_0.sizes) <= FEW_BLOCKS:
-            steps = zip(
-                at_0.sources, at_1.sources, at_0.targets, at_1.targets, at_0.sizes, strict=True
-            )
-            self._page = [(s, s1 - s, t, t1 - t, size) for s, s1, t, t1, size in steps]
+        self._one_space = len(source.spaces) == 1
+        # For a tiny write, numpy costs more than the write itself, so places with few blocks are
+        # planned in plain ints.
+        self._steps = [self._steps_of(space) for space in range(len(source.spaces))]
 
     def from_source(self, source: PoolLayout) -> Planner:
         """Return a planner like this one for another layout of the source."""
@@ -74,7 +72,7 @@ class Planner:
         """Check the two page lists of a write.
 
         Raises: LayoutError for empty lists, lists of different lengths, an index outside its pool,
-        and a row that would be written onto a page or a page onto a row.
+        and a place that would be written onto one of another space.
         """
         # For a single page, this shorter check is several times as fast.
         one = source_pages.shape == target_pages.shape == (1,)
@@ -86,62 +84,86 @@ class Planner:
             return
         if source_pages.size == 0:
             raise LayoutError("a write of no pages")
-        source, target = self._source.split(source_pages), self._target.split(target_pages)
-        self._pairing.check(source.pages, target.pages, source.rows, target.rows)
-        if (
-            source.rows.size
-            and ((source_pages < self._source_pages) != (target_pages < self._target_pages)).any()
-        ):
-            raise LayoutError("a row is written onto a page")
+        self._pairing.check(source_pages, target_pages)
+        if self._one_space:
+            return
+        ours = _spaces_at(self._source, source_pages)
+        theirs = _spaces_at(self._target, target_pages)
+        if (wrong := ours != theirs).any():
+            at = int(np.argmax(wrong))
+            here, there = self._source.spaces[ours[at]], self._target.spaces[theirs[at]]
+            raise LayoutError(
+                f"a {here.unit} of space {here.name!r} is written onto a {there.unit} of space "
+                f"{there.name!r}"
+            )
 
     def bytes_of(self, source_pages: PageIndices) -> int:
-        if not self._source.num_rows:
+        if self._one_space:
             return self.page_bytes * source_pages.size
-        split = self._source.split(source_pages)
-        return self.page_bytes * int(split.pages.size) + self.row_bytes * int(split.rows.size)
+        counts = self._source.counted(source_pages)
+        return sum(count * size for count, size in zip(counts, self.place_bytes, strict=True))
 
     def first_blocks(
         self, source_pages: PageIndices, target_pages: PageIndices
     ) -> BlockList | None:
-        """Return the blocks of a write of one page if there are few, otherwise None."""
-        one = source_pages.size == 1 and source_pages[0] < self._source_pages
-        return self.few_blocks(source_pages, target_pages) if one else None
+        """Return the blocks of a write of one place if there are few, otherwise None."""
+        return self.few_blocks(source_pages, target_pages) if source_pages.size == 1 else None
 
     def few_blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList | None:
-        """Return all blocks, without merging adjacent pages.
+        """Return all blocks, without merging adjacent places.
 
-        Returns None for more than `FEW_BLOCKS` blocks, or if a row is written.
+        Returns None for no block, and for more than `FEW_BLOCKS`.
         """
-        if (
-            not self._page
-            or source_pages.size * len(self._page) > FEW_BLOCKS
-            or (self._source.num_rows and self._source.split(source_pages).rows.size)
-        ):
+        if self._one_space:
+            count = source_pages.size * len(self._steps[0])
+            parts = [(self._steps[0], source_pages, target_pages)]
+        else:
+            ours, theirs = self._source.split(source_pages), self._target.split(target_pages)
+            parts = list(zip(self._steps, ours, theirs, strict=True))
+            count = sum(own.size * len(steps) for steps, own, _ in parts)
+        if not 0 < count <= FEW_BLOCKS:
             return None
         sources: list[int] = []
         targets: list[int] = []
         sizes: list[int] = []
-        for source_page, target_page in zip(
-            source_pages.tolist(), target_pages.tolist(), strict=True
-        ):
-            for source, source_step, target, target_step, size in self._page:
-                sources.append(source + source_step * source_page)
-                targets.append(target + target_step * target_page)
-                sizes.append(size)
+        for steps, here, there in parts:
+            for source_page, target_page in zip(here.tolist(), there.tolist(), strict=True):
+                for source, source_step, target, target_step, size in steps:
+                    sources.append(source + source_step * source_page)
+                    targets.append(target + target_step * target_page)
+                    sizes.append(size)
         return BlockList(sources, targets, sizes)
 
     def blocks(
         self, source_pages: PageIndices, target_pages: PageIndices
     ) -> tuple[Addresses, Addresses, Addresses]:
         """Return sources, targets and sizes, each int64 [n]. No block exceeds the plane's limit."""
-        source, target = self._source.split(source_pages), self._target.split(target_pages)
-        lists = (source.pages, target.pages, source.rows, target.rows)
         return self._pairing.blocks(
-            *lists, max_block_bytes=self._max_block_bytes, target_bases=self._target_bases
+            source_pages,
+            target_pages,
+            max_block_bytes=self._max_block_bytes,
+            target_bases=self._target_bases,
         )
 
-    def _plan(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList:
-        return BlockList(*(column.tolist() for column in self.blocks(source_pages, target_pages)))
+    def _steps_of(self, space: int) -> list[_Step]:
+        """Return the blocks of a place of this space, at most `FEW_BLOCKS + 1` of them."""
+        at_0, at_1 = (self._place_blocks(space, place) for place in (0, 1))
+        steps = zip(at_0.sources, at_1.sources, at_0.targets, at_1.targets, at_0.sizes, strict=True)
+        every = ((s, s1 - s, t, t1 - t, size) for s, s1, t, t1, size in steps)
+        return list(islice(every, FEW_BLOCKS + 1))
+
+    def _place_blocks(self, space: int, place: int) -> BlockList:
+        # A side with only one place in the space uses that one, and never its step.
+        first = (
+            np.array([layout.bases[space] + min(place, layout.counts[space] - 1)], dtype=np.int32)
+            for layout in (self._source, self._target)
+        )
+        return BlockList(*(column.tolist() for column in self.blocks(*first)))
+
+
+def _spaces_at(layout: PoolLayout, indices: PageIndices) -> NDArray[np.intp]:
+    """Return the index of the space of each place."""
+    return np.searchsorted(layout.bases, indices, side="right") - 1
 
 
 class PlannedRoute:

@@ -28,7 +28,7 @@ from kvflow.aio import Threads, run_to_end
 from kvflow.memory.staging import SLICE_BYTES, Staging
 from kvflow.protocols.errors import CapacityError, LayoutError, TransferError
 from kvflow.protocols.pages.arrange import as_in, blocks_between
-from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout
+from kvflow.protocols.pages.layout import Counts, PageIndices, PoolLayout
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import DataPlane, PlaneAddress, WriteOutcome
 from kvflow.transports.data.route import PlannedRoute, Planner
@@ -140,7 +140,7 @@ class StagedPlane:
 class StagedRoute(PlannedRoute):
     """Implements `protocols.ports.Route`.
 
-    `places` is the route's free staging. Only the plane's thread uses it.
+    `places` is the route's free staging, by space. Only the plane's thread uses it.
     """
 
     def __init__(
@@ -156,25 +156,25 @@ class StagedRoute(PlannedRoute):
         super().__init__(inner.thread, planner, siblings)
         self.inner, self.staging, self.copying, self._out = inner, staging, copying, out
         layout = staging.host.layout
-        most = max(1, layout.num_pages // (_SLICES * _ROUTES))
-        self.slice_pages = min(most, max(1, SLICE_BYTES // (layout.page_bytes or 1)))
+        # A room has one row.
+        self.slice_counts: Counts = tuple(
+            1
+            if space.in_rows
+            else min(max(1, space.count // (_SLICES * _ROUTES)), max(1, SLICE_BYTES // (size or 1)))
+            for space, size in zip(layout.spaces, layout.place_bytes, strict=True)
+        )
+        """The most places of one slice, by space. A slice has places of one space only."""
         self._owned = self._take(layout)
-        self.places = Places(*(indices.copy() for indices in self._owned))
+        self.places = list(layout.split(self._owned))
 
-    def _take(self, layout: PoolLayout) -> Places:
-        host = self.staging.host
-        pages = min(_SLICES * self.slice_pages, layout.num_pages)
+    def _take(self, layout: PoolLayout) -> PageIndices:
+        # Every room needs a row, so a small staging must have rows for several routes.
+        counts = tuple(
+            min(_SLICES * most, max(1, space.count // _ROUTES) if space.in_rows else space.count)
+            for space, most in zip(layout.spaces, self.slice_counts, strict=True)
+        )
         try:
-            taken = host.pages.take(pages, self)
-            if not layout.num_rows:
-                return Places(taken, NO_PLACES)
-            try:
-                return Places(
-                    taken, host.rows.take(min(_SLICES, max(1, layout.num_rows // _ROUTES)), self)
-                )
-            except CapacityError:
-                host.pages.give_back(taken, self)
-                raise
+            return self.staging.host.places.take_room(counts, self)
         except CapacityError as error:
             raise TransferError(
                 f"no staging is left for another decode ({error}; {len(self._siblings)} have "
@@ -184,21 +184,22 @@ class StagedRoute(PlannedRoute):
     def begin(self, write: Assignment) -> StagedJob:
         return StagedJob(self, write)
 
-    def reserve(self, places: PageIndices) -> PageIndices | None:
-        """Reserve staging for these places, in their order. Returns None if too little is free."""
-        pool, host, free = self.staging.pool.layout, self.staging.host.layout, self.places
-        in_rows = places >= pool.num_pages
-        rows = int(in_rows.sum())
-        pages = places.size - rows
-        if pages > free.pages.size or rows > free.rows.size:
+    def next_slice(self, places: PageIndices) -> tuple[PageIndices, PageIndices] | None:
+        """Return the first of `places` that make up a slice, and staging that is reserved for them.
+
+        Returns None if too little staging is free.
+        """
+        layout = self.staging.pool.layout
+        space = max(i for i, base in enumerate(layout.bases) if base <= places[0])
+        found, free = places[: self.slice_counts[space]], self.places[space]
+        # The places of one space need not be the last of the list.
+        base = layout.bases[space]
+        if (others := np.flatnonzero((found < base) | (found >= base + layout.counts[space]))).size:
+            found = found[: int(others[0])]
+        if found.size > free.size:
             return None
-        found = np.empty(places.size, dtype=np.int32)
-        found[~in_rows], found[in_rows] = (
-            free.pages[:pages],
-            free.rows[:rows] + np.int32(host.num_pages),
-        )
-        self.places = Places(free.pages[pages:], free.rows[rows:])
-        return found
+        self.places[space] = free[found.size :]
+        return found, free[: found.size] + np.int32(self.staging.host.layout.bases[space])
 
     def copy_out(self, write: Assignment, places: PageIndices, staged: PageIndices) -> Future[bool]:
         """Start to copy places into their staging. The result is False if the write was cancelled.
@@ -212,14 +213,11 @@ class StagedRoute(PlannedRoute):
     def give_back(self, staged: PageIndices) -> None:
         more = self.staging.host.layout.split(staged)
         both = zip(self.places, more, strict=True)
-        self.places = Places(*(np.concatenate(indices, dtype=np.int32) for indices in both))
+        self.places = [np.concatenate(indices, dtype=np.int32) for indices in both]
 
     def release(self) -> None:
         self.inner.close()
-        host = self.staging.host
-        host.pages.give_back(self._owned.pages, self)
-        if self._owned.rows.size:
-            host.rows.give_back(self._owned.rows, self)
+        self.staging.host.places.give_back(self._owned, self)
 
 
 class _Slice:
@@ -297,11 +295,11 @@ class StagedJob:
         """
         route, write, begun = self._route, self._write, False
         while self._at < len(write.source_pages) and len(self._slices) < _SLICES:
-            places = write.source_pages[self._at : self._at + route.slice_pages]
-            staged = route.reserve(places)
-            if staged is None:
+            reserved = route.next_slice(write.source_pages[self._at :])
+            if reserved is None:
                 # Slices under way return their staging when they end.
                 break
+            places, staged = reserved
             targets = write.target_pages[self._at : self._at + places.size]
             try:
                 copied = route.copy_out(write, places, staged)

@@ -141,7 +141,7 @@ def test_too_few_blocks_fail_the_room() -> None:
         each.send_all()
         each.hold()
         each.ends("sent received failed")
-        assert "chunk of 0 pages, 3 of decode's are left" in each.causes[NAME].text
+        assert "chunk of 0 pages, 3 pages of decode's are left" in each.causes[NAME].text
 
 
 # --- preemption

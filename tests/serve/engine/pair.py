@@ -126,7 +126,7 @@ class Side:
     def snapshots(self, host_pages: int) -> SnapshotStore:
         layout = self.pool.layout
         limit = host_pages * layout.page_bytes + layout.num_rows * layout.row_bytes
-        return SnapshotStore(self.pool, limit, num_rows=layout.num_rows, pages=self.pages)
+        return SnapshotStore(self.pool, limit, num_rows=layout.num_rows)
 
     def scatter(self) -> None:
         for store in (self.pages, self.pool.rows) if self.pool.layout.num_rows else (self.pages,):
@@ -166,10 +166,8 @@ class FakeRoom:
         self._met: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         if not late:
             self._met.set_result(prefix_tokens)
-        places = pages_wanted(target.pool.layout, prompt_tokens, prefix_tokens)
-        self.pages: PageIndices = (target.places.take_room if places else target.places.take)(
-            places, self._owner
-        )
+        counts = pages_wanted(target.pool.layout, prompt_tokens, prefix_tokens)
+        self.pages: PageIndices = target.places.take_room(counts, self._owner)
         self.gate = asyncio.Event()
         self.gate.set()
         self.sends: list[tuple[int, bool]] = []
@@ -214,9 +212,7 @@ class FakeRoom:
         source, target = self._source.pool, self._target.pool
         both = source.layout.split(pages), target.layout.split(targets)
         for c in target.layout.components:
-            s, t = (
-                torch.from_numpy((p.rows if c.in_rows else p.pages).astype(np.int64)) for p in both
-            )
+            s, t = (torch.from_numpy(places[c.space].astype(np.int64)) for places in both)
             target.tensor(c.name, replica=c.replica)[t] = source.tensor(c.name)[s]
         self._source.places.unhold(pages)
         if handoff is not None and not self._landed.done():
@@ -459,7 +455,7 @@ class EnginePair:
         def zero(room: FakeRoom) -> None:
             places = pool.layout.split(room.pages)
             for component in filter(lost, pool.layout.components):
-                place = places.rows[0] if component.in_rows else places.pages[-1]
+                place = places[component.space][-1]
                 pool.tensor(component.name)[int(place)] = 0
 
         def spoil(room: FakeRoom) -> None:

@@ -13,7 +13,7 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.arguments import pages_wanted
 from kvflow.protocols.errors import Cause, Code, room_error
-from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.pages.layout import Counts, PageIndices
 from kvflow.protocols.ports import PageStore
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.sequence import Prompt
@@ -26,9 +26,9 @@ from tests.serve.engine.pair import Side
 class SharedRoom:
     """Both sides of a room, with the same pages and row as source and target."""
 
-    def __init__(self, places: PageStore, count: int, owner: Hashable) -> None:
+    def __init__(self, places: PageStore, counts: Counts, owner: Hashable) -> None:
         self._places, self._owner = places, owner
-        self.pages: PageIndices = places.take_room(count, owner)
+        self.pages: PageIndices = places.take_room(counts, owner)
         self._owned = True
         self._handoff: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._callbacks: list[Callable[[], None]] = []

@@ -12,7 +12,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.arguments import pages_wanted
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import build_layout
-from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.sequence import Sequence, in_one_list
 from kvflow.serve.engine.model.thread import ModelThread
 
 KINDS = [StateKind("k", "uint8", (1,)), StateKind("state", "float32", (4,), ROW)]
@@ -30,7 +30,7 @@ async def test_pages_and_row_of_a_step_are_free_when_it_has_ended(rows: int) -> 
             ModelThread(executor, pool.places, layout).run([sequence], lambda: gate.wait(10))
         )
         await asyncio.sleep(0)
-        pool.places.give_back(layout.numbered(sequence.places), "mine")
+        pool.places.give_back(in_one_list(layout, *sequence.places), "mine")
         assert pool.pages.free_pages == 6 and pool.pages.returning_pages == 2
         assert not rows or (pool.rows.free_pages == 1 and pool.rows.returning_pages == 1)
         gate.set()

@@ -240,9 +240,7 @@ async def test_a_prompt_that_was_computed_twice_gives_what_it_would_have(
             places = pool.layout.split(room.pages)
             tensors = [(c, pool.tensor(c.name)) for c in pool.layout.components]
             return [
-                t[torch.from_numpy((places.rows if c.in_rows else places.pages).astype(np.int64))]
-                .float()
-                .numpy()
+                t[torch.from_numpy(places[c.space].astype(np.int64))].float().numpy()
                 for c, t in tensors
             ]
 
@@ -402,7 +400,7 @@ class Held:
     """An early request that holds its `own` pages, of which the first ones are `shared`."""
 
     def __init__(self, own: Any, shared: int = 0) -> None:
-        places = SimpleNamespace(pages=own[shared:])
+        places = own[shared:], own[:0]
         self.sequence = SimpleNamespace(
             rows=own[:0], prompt_pages=len(own), places=places, pages=own
         )

@@ -100,8 +100,8 @@ async def test_fp32_matrix(
 LOST: dict[str, Callable[[Component], bool]] = {
     "all": lambda component: True,
     "indexer": lambda component: component.name.endswith("index_k"),
-    "row": lambda component: component.in_rows,
-    "page": lambda component: not component.in_rows,
+    "row": lambda component: component.space > 0,
+    "page": lambda component: component.space == 0,
 }
 HYBRID = ("gpt_oss", "gemma2", "gemma3", "gemma4_shared_kv")
 

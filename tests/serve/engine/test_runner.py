@@ -73,7 +73,7 @@ def test_a_step_touches_its_own_slots_only(family: str, order: Order, loaded: Lo
     assert mixed.shape == (2, 512) and bool(torch.isfinite(mixed).all())
     for component in pool.layout.components:
         values = pool.tensor(component.name)
-        if component.in_rows:
+        if component.space:
             assert bool(torch.isnan(values[[0, 2, 3]]).all())
             for row, tokens in ((4, 10), (1, 7)):
                 assert not bool(torch.isnan(values[row, :tokens]).any()) and bool(

@@ -127,7 +127,7 @@ async def test_a_full_prefix_still_gets_its_row(family: str, loaded: Loaded) -> 
         await anext(tokens)
         assert room.sends == [(1, True)]
         await leg
-        row = pair.target.pool.layout.split(room.pages).rows[0]
+        row = pair.target.pool.layout.split(room.pages)[1][0]
         states = [
             pair.target.pool.tensor(k.name)[int(row)]
             for k in loaded(family).streams

@@ -216,7 +216,7 @@ async def test_generated_tokens_are_computed_again_in_a_chunk(
 
 
 def sequence_at(prompt: list[int], places: Places) -> Sequence:
-    found = Sequence("test", prompt, 4 * places.pages.size - len(prompt), 4)
+    found = Sequence("test", prompt, 4 * places[0].size - len(prompt), 4)
     found.add(places)
     return found
 
@@ -238,7 +238,7 @@ def test_nothing_of_an_earlier_request_is_read(family: str, loaded: Loaded) -> N
     runner = loaded(family).runner(pool)
     prompts = [prompt_of(3, 1), prompt_of(9, 2)]
     places = [
-        Places(np.arange(12 * i, 12 * i + 12, dtype=np.int32), np.array([i + 1], np.int32))
+        (np.arange(12 * i, 12 * i + 12, dtype=np.int32), np.array([i + 1], np.int32))
         for i in range(2)
     ]
 

@@ -87,13 +87,13 @@ async def test_a_decode_with_too_much_in_quarantine_is_in_trouble() -> None:
         stopped = engine()
         service = DecodeService(CARD, p.decode, stopped, 1.0)
         ledger = p.decode.shell.endpoint.core.ledger
-        ledger.overdue_pages = ledger.quarantine_limit
+        ledger.overdue = ledger.quarantine_limit
         assert service.unavailable_reason == ""
-        ledger.overdue_pages += 1
+        ledger.overdue = (ledger.overdue[0] + 1,)
         assert service.unavailable_reason.startswith(
             "33 pages are in quarantine, more than 32: no new room"
         )
-        ledger.overdue_pages = 0
+        ledger.overdue = (0,)
         stopped.healthy = False
         assert service.unavailable_reason == "the engine has stopped"
 

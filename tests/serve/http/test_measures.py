@@ -252,7 +252,7 @@ def ending(code: Code | None, *, moving: bool) -> RoomEnding:
     return RoomEnding(
         phase=DecodePhase.FAILED,
         cause=None if code is None else Cause(code),
-        num_pages=1,
+        counts=(1,),
         offers_pages=True,
         opened_at_s=0.0,
         ready_at_s=0.5,

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvflow.http.authorization import Keys
+from kvflow.node.report import SpaceReport
 from kvflow.protocols.errors import Code, MisuseError
 from kvflow.serve.cache.prefix import CacheStats
 from kvflow.serve.cache.storage.port import StorageState
@@ -161,6 +162,50 @@ async def test_server_info(prefill: Role, path: str) -> None:
         "optimistic_prefill": msgspec.to_builtins(OPTIMISM),
     }
     assert info | expected == info
+
+
+async def test_what_has_a_limit_in_each_space_of_a_pool_is_counted_by_space(
+    prefill: Role,
+) -> None:
+    spaces = (
+        SpaceReport(
+            name="pages",
+            places=4,
+            place_bytes=1024,
+            quarantine=3,
+            quarantine_overdue=2,
+            quarantine_limit=2,
+            pinned=1,
+            pinned_limit=4,
+        ),
+        SpaceReport(
+            name="rows",
+            places=8,
+            place_bytes=64,
+            quarantine=1,
+            quarantine_overdue=0,
+            quarantine_limit=4,
+            pinned=0,
+            pinned_limit=8,
+        ),
+    )
+    prefill.service.changed_report = {"spaces": spaces, "quarantine_pages": 4}
+    info = await prefill.get("/server_info")
+    assert info["spaces"] == list(msgspec.to_builtins(spaces))
+    text = await prefill.metrics()
+    samples = [*samples_of(text, "kvflow_quarantine_"), *samples_of(text, "kvflow_pinned_")]
+    found = {(s.name.removeprefix("kvflow_"), *s.labels.values()): s.value for s in samples}
+    assert found == {
+        ("quarantine_pages",): 4,
+        ("quarantine_overdue_pages", "pages"): 2,
+        ("quarantine_overdue_pages", "rows"): 0,
+        ("quarantine_limit_pages", "pages"): 2,
+        ("quarantine_limit_pages", "rows"): 4,
+        ("pinned_pages", "pages"): 1,
+        ("pinned_pages", "rows"): 0,
+        ("pinned_limit_pages", "pages"): 4,
+        ("pinned_limit_pages", "rows"): 8,
+    }
 
 
 async def test_a_prefill_retracts_nothing_and_says_nothing_of_it(prefill: Role) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout
 
 Prompt = SequenceOf[int] | NDArray[np.integer]
 
@@ -51,9 +51,9 @@ class Sequence:
         self.rows: PageIndices = NO_PLACES
 
     @property
-    def places(self) -> Places:
-        """The pages that the sequence owns (a view, like `pages`), and its row."""
-        return Places(self._pages[self.shared : self.page_count], self.rows)
+    def places(self) -> tuple[PageIndices, PageIndices]:
+        """The pages that the sequence owns (a view, like `pages`), and its row, if it has one."""
+        return self._pages[self.shared : self.page_count], self.rows
 
     @property
     def pages(self) -> PageIndices:
@@ -70,12 +70,15 @@ class Sequence:
         self.page_count += pages.size
 
     def add(self, places: Places) -> None:
-        self.add_pages(places.pages)
-        self.rows = places.rows if places.rows.size else self.rows
+        """Add places by space: pages and, if the pool has rows, a row."""
+        pages, *rows = places
+        self.add_pages(pages)
+        self.rows = rows[0] if rows and rows[0].size else self.rows
 
-    def start_again(self) -> Places:
+    def start_again(self) -> tuple[PageIndices, PageIndices]:
         """Forget all that was computed; return the owned places, which the caller must free."""
-        places = Places(self.places.pages.copy(), self.rows)
+        pages, rows = self.places
+        places = pages.copy(), rows
         self.computed = self.page_count = self.shared = 0
         self.rows = NO_PLACES
         return places
@@ -90,3 +93,10 @@ class Sequence:
     def append(self, token_id: int) -> None:
         self.tokens[self.length] = token_id
         self.length += 1
+
+
+def in_one_list(layout: PoolLayout, pages: PageIndices, rows: PageIndices) -> PageIndices:
+    """Return pages and rows in one list. The engine's pools have one space of pages, and at most
+    one of rows.
+    """
+    return layout.numbered((pages, rows) if layout.num_rows else (pages,))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from kvflow.aio import Threads, run_to_end
-from kvflow.protocols.pages.layout import Places, PoolLayout
+from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PageStore
 from kvflow.serve.engine.model import sequence
 
@@ -52,7 +52,7 @@ class ModelThread:
         """
         pages = np.concatenate([s.pages for s in sequences])
         rows = np.concatenate([s.rows for s in sequences])
-        held = self._layout.numbered(Places(pages, rows))
+        held = sequence.in_one_list(self._layout, pages, rows)
         self._places.hold(held)
         try:
             return await run_to_end(self._executor.start(lambda _: self._whole(work)).ended)

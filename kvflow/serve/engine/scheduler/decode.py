@@ -85,11 +85,11 @@ class DecodeEngine(EngineLoop):
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
         self._layout = pool.layout
         self._ratio = NewTokenRatio(new_token_ratio)
-        self._rows = pool.rows if pool.layout.num_rows else None
+        self._allocators = (pages, *pool.allocators[1:])
         self._budget = PageBudget(
             pages,
             max_batch,
-            rows=self._rows,
+            rows=pool.rows if pool.layout.num_rows else None,
             ratio=self._ratio,
             page_size=self._page_size,
             # The lambda defers the look-up until `_retractions`, which needs the budget, exists.
@@ -277,7 +277,7 @@ class DecodeEngine(EngineLoop):
             if admission is not None:
                 if prefix is not None:
                     admission.cover(int(prefix.pages.size))
-                admission.took(self._layout.split(room.pages).pages.size)
+                admission.took(self._layout.counted(room.pages)[0])
             handoff = HandOff.decode(await room.landed())
             limit = self.limits.new_tokens(prompt, params)
             if admission is None:
@@ -318,7 +318,7 @@ class DecodeEngine(EngineLoop):
         total = self.limits.worst_pages(prompt, limit) - (
             0 if prefix is None else prefix.pages.size
         )
-        taken = self._layout.split(room.pages).pages.size
+        taken = self._layout.counted(room.pages)[0]
         return await self._budget.admit(total, taken, base=0, priority=priority)
 
     def _take_over(
@@ -335,9 +335,7 @@ class DecodeEngine(EngineLoop):
         owner = ("sequence", number)
         sequence = Sequence(owner, prompt, limit, self._page_size)
         places = self._layout.split(room.keep(owner))
-        resident = Resident(
-            owner, places, pages=self._pages, rows=self._rows, store=self._snapshots
-        )
+        resident = Resident(owner, places, allocators=self._allocators, store=self._snapshots)
         if prefix is not None:
             sequence.begin_with(prefix.pages)
         sequence.add(places)

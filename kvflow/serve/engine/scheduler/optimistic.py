@@ -118,7 +118,7 @@ class OptimisticStarts(Generic[R]):
                 return False
             if sum(r.sequence.prompt_pages for r in chosen) < without_cache:
                 return False
-            missing = pages - sum(r.sequence.places.pages.size for r in chosen)
+            missing = pages - sum(r.sequence.places[0].size for r in chosen)
             if missing <= 0 or not any(r.sequence.shared for r in chosen):
                 return missing <= 0
             kept = [_shared(r) for r in holding if r not in chosen]

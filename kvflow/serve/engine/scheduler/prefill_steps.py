@@ -23,10 +23,10 @@ from kvflow.node.packed_array import PackedArray
 from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.pages.layout import Places
+from kvflow.protocols.pages.layout import PageIndices
 from kvflow.serve.cache.prefix import Prefix, PrefixCache
 from kvflow.serve.engine.model.load import LoadedModel
-from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.sequence import Sequence, in_one_list
 from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.model.thread import ModelThread
 from kvflow.serve.engine.scheduler.adjustments import adjustments_of
@@ -108,7 +108,7 @@ class PrefillRequest:
         most = most_cached(self.sequence.prompt_length, self.params, self.fewest_tokens)
         return most if self.agreed is None else min(most, self.agreed)
 
-    def start_again(self) -> Places:
+    def start_again(self) -> tuple[PageIndices, PageIndices]:
         """Forget what was computed, and return the places to free. `draw` stays the same."""
         self._begin()
         return self.sequence.start_again()
@@ -178,8 +178,9 @@ class PrefillSteps:
         if request.prefix is not None:
             s.begin_with(request.prefix.pages)
             request.cached_tokens = s.computed
-        needed = s.pages_missing(s.prompt_length) + (self.rows is not None)
-        s.add(self.layout.split(self.places.take_room(needed, s.owner)))
+        needed = s.pages_missing(s.prompt_length)
+        counts = (needed,) if self.rows is None else (needed, 1)
+        s.add(self.layout.split(self.places.take_room(counts, s.owner)))
 
     def count(self, request: PrefillRequest) -> None:
         """Count a prompt that begins, and its cached tokens, in the cache's statistics."""
@@ -232,7 +233,7 @@ class PrefillSteps:
 
     def give_back(self, request: PrefillRequest) -> None:
         """Free the places of a request. Places in use become free when their use ends (I13)."""
-        self._give_back(request, request.sequence.places)
+        self._give_back(request, *request.sequence.places)
 
     def keep(self, request: PrefillRequest) -> None:
         """Hand over the full pages of a request to the cache, after its room succeeded."""
@@ -249,15 +250,15 @@ class PrefillSteps:
             request.prefix.release()
             request.prefix = None
 
-    def _give_back(self, request: PrefillRequest, places: Places) -> None:
-        self.places.give_back(self.layout.numbered(places), request.sequence.owner)
+    def _give_back(self, request: PrefillRequest, pages: PageIndices, rows: PageIndices) -> None:
+        self.places.give_back(in_one_list(self.layout, pages, rows), request.sequence.owner)
         if self._states is not None:
             self._states.give_back(request)
         self.forget_prefix(request)
 
     def start_again(self, request: PrefillRequest) -> None:
         """Free the places of a request, and forget what was computed. No step may include it."""
-        self._give_back(request, request.start_again())
+        self._give_back(request, *request.start_again())
 
     def chunk(self, request: PrefillRequest, most: int) -> int:
         if self._states is not None and request.prefix is not None:
@@ -338,7 +339,7 @@ class PrefillSteps:
             if pages.size:
                 request.room.send(pages)
             return
-        places = self.layout.numbered(Places(pages, s.rows))
+        places = in_one_list(self.layout, pages, s.rows)
         request.room.send(
             places, last=True, handoff=b"" if choice is None else self._handoff(request, choice)
         )

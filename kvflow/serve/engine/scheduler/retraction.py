@@ -198,7 +198,7 @@ class Retractions:
             self._failed(request, room_error(Cause(Code.ENGINE_ERROR, text)))
 
     async def _leave(self, request: DecodeRequest) -> None:
-        pages, rows = request.resident.sizes
+        pages, rows = request.resident.sizes[0], sum(request.resident.sizes[1:])
         try:
             if self._store is None:
                 raise HostMemoryError("page", pages, 0, 0)
@@ -247,7 +247,8 @@ class Retractions:
         prefix, s, resident = request.prefix, request.sequence, request.resident
         if prefix is None or prefix.held or resident.copied:
             return
-        request.prefix = found = prefix.again(s.tokens[: 0 if resident.sizes[1] else s.length - 1])
+        has_row = any(resident.sizes[1:])
+        request.prefix = found = prefix.again(s.tokens[: 0 if has_row else s.length - 1])
         if found.held:
             resident.needs(resident.sizes[0] - int(found.pages.size))
             request.admission.has(int(found.pages.size))

@@ -11,7 +11,7 @@ from kvflow.memory.copies import host_layout
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
-from kvflow.protocols.pages.layout import PoolLayout, build_layout, opaque_layout
+from kvflow.protocols.pages.layout import PoolLayout, Space, build_layout, opaque_layout
 from kvflow.serve.cache.storage.identity import PageViews, identity_of
 
 K, V = StateKind("0.k", "bfloat16", (2, 8)), StateKind("0.v", "bfloat16", (2, 8))
@@ -48,11 +48,11 @@ def test_it_stays_what_it_is_from_release_to_release() -> None:
     """Another identity loses what stores hold: change it with `_VERSION` alone."""
     assert (
         identity_of(layout(K, V)).hex()
-        == "9fea2457c658123265262f9a1fb5f52795044c413c13ffe205aee213390f2a52"
+        == "6894ea6b1ab7011af97cebc70c7a5cd1abcb8aa54f9a4d1faca157267a74f5fd"
     )
     assert (
-        identity_of(layout(K, V, STATE), ROW).hex()
-        == "2dc2491dc3c4cf7f2e76f5384c1cf392e3ce242f0661d8dfcb9dd55abb5398eb"
+        identity_of(layout(K, V, STATE), 1).hex()
+        == "b21ba599a74aae6e28b02a31db4fb3669a5485771eb512091eeca9bbac6db3fc"
     )
 
 
@@ -78,8 +78,22 @@ def test_whatever_reads_other_bytes_is_another(other: PoolLayout) -> None:
 
 def test_rows_and_pages_differ() -> None:
     both = layout(K, V, STATE)
-    assert identity_of(both, ROW) != identity_of(both)
-    assert identity_of(both, ROW) == identity_of(layout(STATE, K), ROW)
+    assert identity_of(both, 1) != identity_of(both)
+    assert identity_of(both, 1) == identity_of(layout(STATE, K), 1)
+
+
+def test_pages_of_two_spaces_differ_by_name_page_size_and_window() -> None:
+    def identity(space: Space, kind: StateKind = V) -> bytes:
+        kinds = K, kind._replace(space=space.name)
+        made = build_layout(kinds, spaces=[Space("all", 3, 4), space], fingerprint="model")
+        return identity_of(made, 1)
+
+    first = identity(Space("window", 3, 4, 8))
+    assert identity(Space("window", 9, 4, 8)) == first
+    assert identity_of(layout(V)) != first
+    others = Space("last", 3, 4, 8), Space("window", 3, 8, 8), Space("window", 3, 4, 4)
+    assert len({first, *map(identity, others)}) == 4
+    assert identity(Space("window", 3, 4, 8), V._replace(dtype="float16")) != first
 
 
 def test_a_store_must_know_the_model() -> None:
