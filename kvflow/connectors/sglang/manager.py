@@ -56,7 +56,14 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
         is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         self.place = place = nodes.place_of(args, server_args, is_prefill=is_prefill)
         self.metadata = MetadataSlots(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
-        pool = nodes.pool_for(args, server_args, settings, place, is_mla=bool(is_mla_backend))
+        pool = nodes.pool_for(
+            args,
+            server_args,
+            settings,
+            place,
+            is_mla=bool(is_mla_backend),
+            window=queues.WINDOW.tokens,
+        )
         self.thread: PrefillThread | DecodeThread
         if is_prefill:
             model = str(server_args.served_model_name or server_args.model_path)

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from kvflow.connectors.sglang.version import SUPPORTED
 from kvflow.memory.device import HOST
 from kvflow.memory.pool import PagedPool
-from kvflow.memory.raw import Region, pool_at
+from kvflow.memory.raw import Region, SpaceRegions, pool_at
 from kvflow.memory.shared import SharedSegment
 from kvflow.model_files import config_digest, folder_of, weights_digest
 from kvflow.protocols.errors import KvflowError, LayoutError, MisuseError
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, PoolLayout
 
 log = logging.getLogger("sglang.kvflow")
+
+_PAGES, _WINDOW, _ROWS = "pages", "window", "rows"
+# How many places a request has of each kind of state: a page for every page of its KV cache, for
+# the pages of the sliding window, or one row.
+_STATES = {"swa": _WINDOW, "dsa": _PAGES, "mamba": _ROWS, "request_row": _ROWS}
 
 
 def pool_of(
@@ -26,36 +35,93 @@ def pool_of(
     device: str,
     segment: SharedSegment | None,
     is_mla: bool,
+    stages: int = 1,
+    window: int = 0,
 ) -> PagedPool:
     """Return a pool over the buffers in `args`, SGLang's `KVArgs`.
 
-    Page p of every buffer holds the same tokens, so one list of pages names what a request has.
-    `rank` of `ranks` is the part of the heads that this process has. Buffers are named by layer, so
-    that a decode with all layers takes them from the stages of a prefill. Raises: MisuseError for a
-    cache that needs more than one list of pages; LayoutError for buffers that are not a pool.
+    The first space has the pages of the KV cache: page p of every buffer holds the same tokens.
+    Each of `args.state_types` is a further space. `rank` of `ranks` is the part of the heads that
+    this process has. Buffers are named by layer, so that a decode with all layers takes them from
+    the `stages` of a prefill. `window` is the length of the model's sliding window in tokens.
+
+    Raises: MisuseError for a kind of state that is not supported; LayoutError for buffers that are
+    not a pool.
     """
-    if args.state_types:
-        kinds = ", ".join(str(getattr(kind, "value", kind)) for kind in args.state_types)
-        raise MisuseError(
-            f"the model keeps state of the kinds {kinds} besides its KV cache, and kvflow's "
-            "backend moves the pages of one KV cache: use another "
-            "--disaggregation-transfer-backend for this model"
-        )
     if getattr(args, "mla_compression_ratios", None) is not None:
         raise MisuseError("kvflow's backend does not move a KV cache that is compressed by layer")
+    # Only the rank with the same number on the other side has the same heads.
+    part = f", rank {rank} of {ranks}" if ranks > 1 else ""
+    label = f"SGLang {SUPPORTED} {args.kv_cache_dtype_str} {args.kv_layout or 'nhd'}{part}"
+    spaces = _state_spaces(args, label, stages, window)
+    for kind, space in spaces.items():
+        if segment is not None and not all(
+            segment.address <= region.address < segment.address + segment.size_bytes
+            for region in space.regions
+        ):
+            raise MisuseError(
+                f"KVFLOW_SGLANG_TRANSFER_BACKEND local: SGLang keeps the model's state of the kind "
+                f"{kind} outside the shared segment; use mooncake or nixl"
+            )
     return pool_at(
-        _regions(args, rank, ranks, is_mla=is_mla),
+        _regions(args, label, is_mla=is_mla),
         args.page_size,
+        spaces=spaces,
         fingerprint=fingerprint,
         segment=segment,
         device=device,
     )
 
 
-def _regions(args: Any, rank: int, ranks: int, *, is_mla: bool) -> list[Region]:
-    # Only the rank with the same number on the other side has the same heads.
-    part = f", rank {rank} of {ranks}" if ranks > 1 else ""
-    label = f"SGLang {SUPPORTED} {args.kv_cache_dtype_str} {args.kv_layout or 'nhd'}{part}"
+def places_of(
+    layout: PoolLayout, pages: Any, state_indices: Sequence[Any] | None = None
+) -> PageIndices:
+    """Return a request's places in one list: `pages` of the KV cache, and what SGLang gives for
+    each kind of state, in the order of the spaces. SGLang gives no state before the last chunk.
+    """
+    found = [np.asarray(pages, dtype=np.int32)]
+    if len(layout.spaces) == 1:
+        return found[0]
+    given = [None] * (len(layout.spaces) - 1) if state_indices is None else list(state_indices)
+    for indices in given:
+        own = NO_PLACES if indices is None else np.asarray(indices, dtype=np.int32).ravel()
+        found.append(own)
+    return layout.numbered(found)
+
+
+def _state_spaces(args: Any, label: str, stages: int, window: int) -> dict[str, SpaceRegions]:
+    """Return the space of each kind of state. Raises: MisuseError."""
+    kinds = [str(getattr(kind, "value", kind)) for kind in args.state_types]
+    if unknown := [kind for kind in kinds if kind not in _STATES]:
+        raise MisuseError(
+            f"the model keeps state of the kind {', '.join(unknown)} besides its KV cache, which "
+            f"kvflow's backend does not move (it moves {', '.join(_STATES)}): use another "
+            "--disaggregation-transfer-backend for this model"
+        )
+    if len(set(kinds)) < len(kinds):
+        raise MisuseError(f"two states of one kind among {', '.join(kinds)}")
+    if kinds and stages > 1:
+        raise MisuseError(
+            f"--pp-size above 1 with state of the kinds {', '.join(kinds)}: SGLang does not say to "
+            "which layers it belongs"
+        )
+    found: dict[str, SpaceRegions] = {}
+    for number, kind in enumerate(kinds):
+        if (in_window := _STATES[kind] is _WINDOW) and window < 1:
+            raise MisuseError(f"state of the kind {kind}, and SGLang names no sliding window")
+        sizes = zip(
+            args.state_data_ptrs[number],
+            args.state_data_lens[number],
+            args.state_item_lens[number],
+            strict=True,
+        )
+        regions = [Region(f"{kind}{n}", *size, label) for n, size in enumerate(sizes)]
+        slots = 0 if _STATES[kind] is _ROWS else args.page_size
+        found[kind] = SpaceRegions(regions, slots, window if in_window else 0)
+    return found
+
+
+def _regions(args: Any, label: str, *, is_mla: bool) -> list[Region]:
     sizes = zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True)
     found = [
         Region(name, address, size_bytes, item_bytes, label)

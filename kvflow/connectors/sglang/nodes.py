@@ -65,9 +65,11 @@ def place_of(args: Any, server_args: Any, *, is_prefill: bool) -> Place:
 
 
 def pool_for(
-    args: Any, server_args: Any, settings: Settings, place: Place, *, is_mla: bool
+    args: Any, server_args: Any, settings: Settings, place: Place, *, is_mla: bool, window: int
 ) -> PagedPool:
-    """Return the pool over the KV cache that `args` describe. Raises: MisuseError, LayoutError."""
+    """Return the pool over the KV cache that `args` describe. `window` is the length of the model's
+    sliding window in tokens, or 0. Raises: MisuseError, LayoutError.
+    """
     return pool_of(
         args,
         rank=place.rank,
@@ -76,6 +78,8 @@ def pool_for(
         device=device_of(get_device().device, args.gpu_id),
         segment=_segment(args, settings),
         is_mla=is_mla,
+        stages=place.stages,
+        window=window,
     )
 
 

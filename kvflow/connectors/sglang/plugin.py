@@ -7,10 +7,16 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from kvflow.connectors.sglang.queues import with_window
 from kvflow.connectors.sglang.settings import Settings
 from kvflow.connectors.sglang.version import NAME
 
 GET_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
+MAKERS = (
+    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager",
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager",
+)
+"""The methods in which SGLang makes a manager."""
 
 
 def install() -> None:
@@ -29,6 +35,8 @@ def install() -> None:
         add_disagg_transfer_backend_choices([NAME])
     add_member(TransferBackend, NAME)
     HookRegistry.register(GET_CLASS, class_of, HookType.AROUND)
+    for target in MAKERS:
+        HookRegistry.register(target, with_window, HookType.AROUND)
     if Settings.names_local(os.environ):
         from kvflow.connectors.sglang.shared_pools import ALLOCATORS, allocate_in_segment
 

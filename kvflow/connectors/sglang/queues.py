@@ -40,6 +40,27 @@ def around(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
+class Window:
+    """The length of the model's sliding window in tokens, while SGLang makes a manager.
+
+    SGLang's scheduler knows it, and does not pass it to the manager.
+    """
+
+    tokens = 0
+
+
+WINDOW = Window()
+
+
+def with_window(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keep the window of the scheduler of `queue` for the manager that `original` makes."""
+    WINDOW.tokens = int(queue.scheduler.sliding_window_size or 0)
+    try:
+        return original(queue, *args, **kwargs)
+    finally:
+        WINDOW.tokens = 0
+
+
 def with_prompt(
     original: Callable[..., Any], queue: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:

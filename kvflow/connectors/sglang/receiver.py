@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 
+from kvflow.connectors.sglang.memory import places_of
 from kvflow.node.threads.rooms import DecodeThreadRoom
 from kvflow.protocols.arguments import CheckedPrompt
 from kvflow.protocols.errors import Cause, Code, KvflowError
@@ -64,7 +65,8 @@ class KvflowReceiver(CommonKVReceiver):  # type: ignore[misc]
         destination: Any = KVTransferDestination.DEVICE,
         device_kv_indices: Any = None,
     ) -> None:
-        """Lend pages, int32 [n], for the prompt after its first `decode_prefix_len` tokens.
+        """Lend pages, int32 [n], for the prompt after its first `decode_prefix_len` tokens, and the
+        places in `state_indices`, those of each kind of state.
 
         `aux_index` is the slot that receives prefill's metadata. Raises: NotImplementedError for
         pages in host memory beside a device.
@@ -76,7 +78,8 @@ class KvflowReceiver(CommonKVReceiver):  # type: ignore[misc]
         assert self._room is not None and aux_index is not None
         self._slot, self._lent_at_s = aux_index, time.monotonic()
         try:
-            self._room.offer(kv_indices, prefix_tokens=decode_prefix_len or 0)
+            places = places_of(self.kv_mgr.thread.pool.layout, kv_indices, state_indices)
+            self._room.offer(places, prefix_tokens=decode_prefix_len or 0)
         except KvflowError as error:
             self._fail(error.cause())
 

@@ -6,10 +6,10 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
+from kvflow.connectors.sglang.memory import places_of
 from kvflow.node.threads.rooms import PrefillThreadRoom
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
@@ -82,13 +82,16 @@ class KvflowSender(CommonKVSender):  # type: ignore[misc]
         state_indices: list[Any] | None = None,
         num_kv_tokens: int | None = None,
     ) -> None:
-        """Send the next pages, int32 [n]. SGLang gives `state_indices` with the last ones only."""
+        """Send the next pages, int32 [n]. With the last ones, SGLang gives `state_indices`, the
+        places of each kind of state.
+        """
         if self.conclude_state is not None:
             return
-        pages, is_last = np.asarray(kv_indices, dtype=np.int32), state_indices is not None
+        is_last = state_indices is not None
+        pages = places_of(self.kv_mgr.thread.pool.layout, kv_indices, state_indices)
         event, self._early_send_wait_event = self._early_send_wait_event, None
         self._began_at_s = self._began_at_s or time.monotonic()
-        self.curr_idx += len(pages)
+        self.curr_idx += len(kv_indices)
         try:
             handoff = b""
             # Every stage has the same metadata, and decode needs them once.

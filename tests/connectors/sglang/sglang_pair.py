@@ -24,17 +24,27 @@ PATIENCE_S = 20.0
 ROOM = 7
 PROMPT = list(range(100, 110))  # 2.5 pages
 SLOT_BYTES = (64, 8)
+WINDOW_PAGES, ROWS = 6, 3
 
 
 class Cache:
-    """One server's buffers: in every layer, page p holds `first` + p, or 0 without `first`."""
+    """One server's buffers: in every layer, page p holds `first` + p, or 0 without `first`.
 
-    def __init__(self, first: int = 0) -> None:
-        self.segment = SharedSegment.create(PAGES * LAYER_BYTES * LAYERS)
-        flat = np.frombuffer(self.segment.memory, np.uint8, PAGES * LAYER_BYTES * LAYERS)
-        self.layers = flat.reshape(LAYERS, PAGES, LAYER_BYTES)
+    With `states`, page p of the sliding window holds 100 + p, and row r of Mamba 200 + r.
+    """
+
+    def __init__(self, first: int = 0, *, states: bool = False) -> None:
+        size_bytes = PAGES * LAYER_BYTES * LAYERS
+        self.segment = SharedSegment.create(size_bytes + WINDOW_PAGES * 32 + ROWS * 48)
+        flat = np.frombuffer(self.segment.memory, np.uint8)
+        self.layers = flat[:size_bytes].reshape(LAYERS, PAGES, LAYER_BYTES)
+        self.window = flat[size_bytes : size_bytes + WINDOW_PAGES * 32].reshape(WINDOW_PAGES, 32)
+        self.rows = flat[-ROWS * 48 :].reshape(ROWS, 48)
         if first:
             self.layers[:] = np.arange(first, first + PAGES, dtype=np.uint8)[None, :, None]
+            self.window[:] = np.arange(100, 100 + WINDOW_PAGES, dtype=np.uint8)[:, None]
+            self.rows[:] = np.arange(200, 200 + ROWS, dtype=np.uint8)[:, None]
+        kept = {"swa": self.window, "mamba": self.rows} if states else {}
         self.slots = [np.zeros((8, size), np.uint8) for size in SLOT_BYTES]
         self.args = SimpleNamespace(
             kv_data_ptrs=[layer.ctypes.data for layer in self.layers],
@@ -43,7 +53,10 @@ class Cache:
             kv_cache_dtype_str="bfloat16",
             kv_layout=None,
             page_size=PAGE_SIZE,
-            state_types=[],
+            state_types=[SimpleNamespace(value=kind) for kind in kept],
+            state_data_ptrs=[[array.ctypes.data] for array in kept.values()],
+            state_data_lens=[[array.nbytes] for array in kept.values()],
+            state_item_lens=[[array.shape[1]] for array in kept.values()],
             aux_data_ptrs=[slot.ctypes.data for slot in self.slots],
             aux_data_lens=[slot.nbytes for slot in self.slots],
             aux_item_lens=list(SLOT_BYTES),
@@ -79,20 +92,23 @@ class Request:
         if init:
             self.receiver.init(0)
 
-    def lend(self, *pages: int, slot: int = 5, prefix: int = 0) -> None:
-        self.receiver.send_metadata(np.array(pages, np.int32), slot, [], decode_prefix_len=prefix)
+    def lend(self, *pages: int, slot: int = 5, prefix: int = 0, states: Any = ()) -> None:
+        self.receiver.send_metadata(
+            np.array(pages, np.int32), slot, list(states), decode_prefix_len=prefix
+        )
 
-    def match(self, *pages: int, slot: int = 2, prefix: int = 0) -> None:
+    def match(self, *pages: int, slot: int = 2, prefix: int = 0, states: Any = ()) -> None:
         """Both halves are there, and prefill may send."""
         self.at_prefill()
         self.at_decode()
-        self.lend(*pages, prefix=prefix)
+        self.lend(*pages, prefix=prefix, states=states)
         self.pair.until(lambda: self.sender.poll() == sglang.KVPoll.WaitingForInput)
         assert self.sender.pop_decode_prefix_len() == prefix
         self.sender.init(len(pages), slot)
 
-    def send(self, *pages: int, last: bool = True) -> None:
-        self.sender.send(np.array(pages, np.int64), [] if last else None, num_kv_tokens=1)
+    def send(self, *pages: int, last: bool = True, states: Any = ()) -> None:
+        given = list(states) if last else None
+        self.sender.send(np.array(pages, np.int64), given, num_kv_tokens=1)
 
     def ends(self, side: Any, state: int) -> None:
         self.pair.until(lambda: side.poll() in (sglang.KVPoll.Failed, sglang.KVPoll.Success))
@@ -156,18 +172,22 @@ class Pair:
 
 @contextmanager
 def pair(
-    monkeypatch: pytest.MonkeyPatch, *, first: int = 1, **environment: object
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    first: int = 1,
+    states: bool = False,
+    **environment: object,
 ) -> Iterator[Pair]:
     """Prefill's page p holds p + 1. At the end both are at rest, and nothing is owed."""
     modules = sglang.install(monkeypatch)
     values = {"TRANSFER_BACKEND": "local", "FINGERPRINT": "m", "LOST_AFTER_S": 60, **environment}
     for name, value in values.items():
         monkeypatch.setenv(f"KVFLOW_SGLANG_{name}", str(value))
-    from kvflow.connectors.sglang import nodes, shared_pools
+    from kvflow.connectors.sglang import nodes, queues, shared_pools
     from kvflow.connectors.sglang.bootstrap import KvflowBootstrapServer
     from kvflow.connectors.sglang.manager import KvflowManager
 
-    gate, (source, target) = Gate(), (Cache(first), Cache())
+    gate, (source, target) = Gate(), (Cache(first, states=states), Cache(states=states))
     monkeypatch.setattr(shared_pools, "_segments", [target.segment])
 
     def open_plane(name: str, segment: Any, *rest: Any) -> Any:
@@ -179,6 +199,8 @@ def pair(
     base.bootstrap_url = server.url
     served = SimpleNamespace(served_model_name="tiny", model_path="nowhere", enable_hisparse=False)
     mode = sglang.DisaggregationMode
+    # As long as a prompt of 1.5 pages, so that a prompt may have pages outside it.
+    monkeypatch.setattr(queues.WINDOW, "tokens", 6)
     prefill: Any = KvflowManager(source.args, mode.PREFILL, served, True)
     decode: Any = KvflowManager(target.args, mode.DECODE, served, True)
     found = Pair(modules, prefill, decode, server, gate, source, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.connectors.sglang.sglang_pair import PROMPT, ROOM, SLOT_BYTES, pair
@@ -47,6 +48,31 @@ def test_chunks_are_sent_as_they_are_computed(monkeypatch: Patch) -> None:
         request.send(2)
         request.ends(request.receiver, KVPoll.Success)
         assert each.landed(9, 4, 7) == [4, 2, 3]
+
+
+def test_window_pages_and_rows_arrive_with_the_last_chunk(monkeypatch: Patch) -> None:
+    with pair(monkeypatch, states=True) as each:
+        request = each.request()
+        # 10 tokens: the last 6 of them lie in the pages 1 and 2 of the prompt.
+        request.match(9, 4, 7, states=[[5, 2], [np.array([1])]])
+        request.send(3, last=False)
+        each.until(lambda: each.landed(9) == [4])
+        assert not each.target.window.any() and not each.target.rows.any()
+        request.send(1, 2, states=[[0, 3], [np.array([2])]])
+        request.ends(request.receiver, KVPoll.Success)
+        assert each.landed(9, 4, 7) == [4, 2, 3]
+        assert each.target.window[:, 0].tolist() == [0, 0, 103, 0, 0, 100]
+        assert (each.target.window == each.target.window[:, :1]).all()
+        assert each.target.rows[:, 0].tolist() == [0, 202, 0]
+
+
+def test_too_few_window_pages_fail_the_request(monkeypatch: Patch) -> None:
+    with pair(monkeypatch, states=True) as each:
+        request = each.request()
+        request.match(9, 4, 7, states=[[5, 2], [1]])
+        request.send(3, 1, 2, states=[[0], [2]])
+        assert "chunk of 3 pages, 1 'swa' pages and 1 row" in request.reason(request.sender)
+        request.ends(request.receiver, KVPoll.Failed)
 
 
 def test_the_slot_is_read_when_the_last_pages_are_sent(monkeypatch: Patch) -> None:

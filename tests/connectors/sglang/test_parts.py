@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from kvflow.connectors.sglang.counterpart import counterpart, listed, resolver
-from kvflow.connectors.sglang.memory import device_of, model_fingerprint, pool_of
+from kvflow.connectors.sglang.memory import device_of, model_fingerprint, places_of, pool_of
 from kvflow.connectors.sglang.metadata import MetadataSlots
 from kvflow.connectors.sglang.prompts import PromptSlot, prompt_of
+from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.arguments import check_prompt
 from kvflow.protocols.errors import LayoutError, MisuseError, PeerError, WireError
 from kvflow.protocols.pages.differences import differences
+from kvflow.protocols.pages.layout import Space
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
 
@@ -34,16 +36,9 @@ def args(**fields: Any) -> Any:
     return SimpleNamespace(**found | fields)
 
 
-def pool(given: Any, *, rank: int = 0, ranks: int = 1, is_mla: bool = False) -> Any:
-    return pool_of(
-        given,
-        rank=rank,
-        ranks=ranks,
-        fingerprint="m",
-        device="cuda:0",
-        segment=None,
-        is_mla=is_mla,
-    )
+def pool(given: Any, *, rank: int = 0, ranks: int = 1, is_mla: bool = False, **options: Any) -> Any:
+    found = {"fingerprint": "m", "device": "cuda:0", "segment": None, **options}
+    return pool_of(given, rank=rank, ranks=ranks, is_mla=is_mla, **found)
 
 
 def test_the_pool_has_sglangs_pages() -> None:
@@ -103,10 +98,59 @@ def test_caches_that_are_compressed_by_layer_are_refused() -> None:
         pool(args(mla_compression_ratios=[0, 4]))
 
 
-def test_states_are_refused_by_name() -> None:
-    kinds = [SimpleNamespace(value="mamba"), SimpleNamespace(value="swa")]
-    with pytest.raises(MisuseError, match="state of the kinds mamba, swa besides its KV cache"):
-        pool(args(state_types=kinds))
+def with_states(*kinds: str, **fields: Any) -> Any:
+    count = len(kinds)
+    return args(
+        state_types=[SimpleNamespace(value=kind) for kind in kinds],
+        state_data_ptrs=[[16384 + 4096 * n, 16640 + 4096 * n] for n in range(count)],
+        state_data_lens=[[256, 256]] * count,
+        state_item_lens=[[32, 64]] * count if fields.pop("uneven", False) else [[32, 32]] * count,
+        **fields,
+    )
+
+
+def test_each_kind_of_state_is_a_space() -> None:
+    layout = pool(with_states("swa", "mamba", "dsa"), window=100).layout
+    assert layout.spaces == (
+        Space("pages", 16, 4),
+        Space("swa", 8, 4, 100),
+        Space("mamba", 8, 0),
+        Space("dsa", 8, 4),
+    )
+    assert layout.place_bytes == (128, 64, 64, 64)
+    other = pool(with_states("swa", "mamba", "dsa"), window=99).layout
+    assert "swa: window: prefill 100, decode 99" in "".join(differences(layout, other))
+    with pytest.raises(LayoutError, match="'swa1' has 4 pages, 'swa0' has 8"):
+        pool(with_states("swa", uneven=True), window=100)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options", "text"),
+    [
+        (["minimax_index_k", "swa", "c128_state"], {}, "the kind minimax_index_k, c128_state"),
+        (["mamba", "mamba"], {}, "two states of one kind among mamba, mamba"),
+        (["mamba"], {"stages": 2}, "--pp-size above 1 with state of the kinds mamba"),
+        (["swa"], {"window": 0}, "of the kind swa, and SGLang names no sliding window"),
+    ],
+)
+def test_states_are_refused_by_name(kinds: list[str], options: Any, text: str) -> None:
+    with pytest.raises(MisuseError, match=text):
+        pool(with_states(*kinds), **{"window": 100, **options})
+
+
+def test_states_outside_the_shared_segment_are_refused() -> None:
+    segment = SharedSegment.create(4096)
+    with pytest.raises(MisuseError, match="the kind mamba outside the shared segment"):
+        pool(with_states("mamba"), segment=segment)
+    segment.close()
+
+
+def test_a_list_of_places_has_the_states_after_the_pages() -> None:
+    layout = pool(with_states("swa", "mamba"), window=100).layout
+    found = places_of(layout, np.array([3, 1]), [np.array([2, 0]), [np.array([5])]])
+    assert found.tolist() == [3, 1, 16 + 2, 16, 16 + 8 + 5]
+    assert places_of(layout, [3, 1]).tolist() == [3, 1]
+    assert places_of(layout, [3], [None, [7]]).tolist() == [3, 16 + 8 + 7]
 
 
 def test_buffers_that_are_no_pool_are_refused() -> None:

@@ -70,7 +70,7 @@ def test_only_its_own_classes_are_given(modules: dict[str, Any]) -> None:
     assert hook(original, backend.FAKE, kinds.SENDER) == (backend.FAKE, kinds.SENDER)
 
 
-@pytest.mark.parametrize(("plane", "count"), [("local", 3), ("mooncake", 1)])
+@pytest.mark.parametrize(("plane", "count"), [("local", 5), ("mooncake", 3)])
 def test_only_the_local_plane_changes_allocations(
     modules: dict[str, Any], monkeypatch: Patch, plane: str, count: int
 ) -> None:
@@ -273,3 +273,21 @@ def test_a_member_is_added_once() -> None:
     plugin.add_member(Kinds, "b")
     plugin.add_member(Kinds, "b")
     assert [each.name for each in Kinds] == ["A", "B"]
+
+
+def test_a_manager_is_made_with_the_window_of_its_scheduler() -> None:
+    seen: list[object] = []
+
+    def make(queue: Any, more: int) -> str:
+        seen.append((queues.WINDOW.tokens, more))
+        if more > 1:
+            raise RuntimeError("refused")
+        return "manager"
+
+    for window in (128, None):
+        queue = SimpleNamespace(scheduler=SimpleNamespace(sliding_window_size=window))
+        assert queues.with_window(make, queue, 1) == "manager"
+        with pytest.raises(RuntimeError, match="refused"):
+            queues.with_window(make, queue, more=2)
+        assert queues.WINDOW.tokens == 0
+    assert seen == [(128, 1), (128, 2), (0, 1), (0, 2)]
