@@ -4,6 +4,7 @@ that are stepped as SGLang's queues step them.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -198,7 +199,7 @@ def pair(
     base: Any = vars(modules["sglang.srt.disaggregation.common.conn"])["CommonKVManager"]
     base.bootstrap_url = server.url
     served = SimpleNamespace(served_model_name="tiny", model_path="nowhere", enable_hisparse=False)
-    mode = sglang.DisaggregationMode
+    mode, interval_s = sglang.DisaggregationMode, sys.getswitchinterval()
     # As long as a prompt of 1.5 pages, so that a prompt may have pages outside it.
     monkeypatch.setattr(queues.WINDOW, "tokens", 6)
     prefill: Any = KvflowManager(source.args, mode.PREFILL, served, True)
@@ -215,6 +216,7 @@ def pair(
         for manager in (decode, prefill):
             manager.teardown()
         server.close()
+        sys.setswitchinterval(interval_s)
         alive = [each.name for each in threading.enumerate()]
         assert not [
             name for name in alive if name.startswith(("kvflow-prefill", "kvflow-decode"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -476,3 +477,16 @@ def test_roles_change_only_when_every_page_has_a_proof(monkeypatch: Patch) -> No
             each.decode.teardown()
         monkeypatch.setattr(each.decode.thread, "close", close)
         assert each.decode._zmq_ctx.closed and each.decode.server_socket.closed
+
+
+@pytest.mark.parametrize(("before_s", "then_s"), [(0.005, 0.0005), (0.0001, 0.0001)])
+def test_the_scheduler_hands_over_pythons_lock_soon(
+    monkeypatch: Patch, before_s: float, then_s: float
+) -> None:
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(before_s)
+    try:
+        with pair(monkeypatch):
+            assert sys.getswitchinterval() == pytest.approx(then_s)
+    finally:
+        sys.setswitchinterval(usual_s)
