@@ -5,6 +5,8 @@ identical.
     python tests/sglang/parity.py --requests 200 --plane mooncake # or local, nixl
     python tests/sglang/parity.py --page 1 --chunk 128            # chunked prefill
     python tests/sglang/parity.py --leave 12                      # 12 more clients leave
+    python tests/sglang/parity.py --pool 2048 --tokens 200        # decode retracts requests
+    python tests/sglang/parity.py --family deepseek_v2 --router   # MLA, behind sglang_router
     python tests/sglang/parity.py --backend mooncake              # SGLang's own backend
 
 test_transfers.py is its smaller version. The exit status is 1 where anything differs.
@@ -19,15 +21,21 @@ import secrets
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.e2e.sglang import router_of
 from tests.sglang.asking import BothLegs, Prompt, ask, at_once, new_session, random_prompts
 from tests.sglang.servers import Server, start_all, stop_all
 from tests.vllm.models import make_model
+
+LONGEST = 4096  # tokens of a prompt and its answer
+POOL = 65536  # tokens of a KV cache
 
 
 def read_arguments() -> argparse.Namespace:
@@ -46,6 +54,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--stages", type=int, default=1, help="of prefill's pipeline")
     parser.add_argument("--radix", action="store_true", help="decode keeps prefixes")
     parser.add_argument("--leave", type=int, default=0, help="clients that leave, before half time")
+    parser.add_argument("--pool", type=int, default=0, help="tokens of decode's KV cache")
+    parser.add_argument("--family", default="llama", choices=["llama", "qwen3", "deepseek_v2"])
+    parser.add_argument("--router", action="store_true", help="behind sglang_router")
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     parser.add_argument("--logs", type=Path, default=None)
     return parser.parse_args()
@@ -62,6 +73,18 @@ async def leave(prefill: Server, decode: Server, prompts: list[Prompt], rng: ran
         await at_once(6, [partial(one, prompt) for prompt in prompts])
 
 
+@asynccontextmanager
+async def router(
+    options: argparse.Namespace, prefill: Server, decode: Server
+) -> AsyncIterator[str | None]:
+    """The URL of a router in front of the pair; None where the legs are sent by hand."""
+    if not options.router:
+        yield None
+        return
+    async with router_of(prefill.url, prefill.bootstrap_port, decode.url) as url:
+        yield url
+
+
 async def compare(
     options: argparse.Namespace, prefill: Server, decode: Server, single: Server
 ) -> bool:
@@ -72,17 +95,23 @@ async def compare(
         await leave(prefill, decode, gone, rng)
     async with new_session() as session:
 
-        async def one(prompt: Prompt) -> list[int] | str:
-            answer = await BothLegs(session, prefill, decode, prompt, options.tokens).answer()
+        async def one(url: str | None, prompt: Prompt) -> list[int] | str:
+            if url is not None:
+                answer = await ask(session, url, prompt, options.tokens)
+            else:
+                answer = await BothLegs(session, prefill, decode, prompt, options.tokens).answer()
             return answer.tokens if answer.status == 200 else answer.text
 
-        began = time.monotonic()
-        got = await at_once(options.at_once, [partial(one, prompt) for prompt in prompts])
-        took = time.monotonic() - began
+        async with router(options, prefill, decode) as url:
+            began = time.monotonic()
+            got = await at_once(options.at_once, [partial(one, url, prompt) for prompt in prompts])
+            took = time.monotonic() - began
         wanted = await at_once(
             options.at_once,
             [partial(ask, session, single.url, prompt, options.tokens) for prompt in prompts],
         )
+    if options.pool:
+        print(f"{decode.text().count('KV cache pool is full')} retractions at decode")
     same = 0
     for prompt, ours, theirs in zip(prompts, got, wanted, strict=True):
         same += ours == theirs.tokens
@@ -99,8 +128,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        model = make_model("llama", Path(folder) / "model")
-        words = ["--chunked-prefill-size", str(options.chunk)] if options.chunk else []
+        model = make_model(options.family, Path(folder) / "model", longest=LONGEST)
+        words = ["--max-total-tokens", str(POOL)]
+        words += ["--chunked-prefill-size", str(options.chunk)] if options.chunk else []
         pair: dict[str, Any] = {
             "page": options.page,
             "backend": options.backend,
@@ -110,8 +140,12 @@ def main() -> int:
             pair["transfer_backend"] = options.plane
         prefill = Server("prefill", model, logs, *words, stages=options.stages, **pair)
         radix = ["--disaggregation-decode-enable-radix-cache"] if options.radix else []
-        decode = Server("decode", model, logs, *words, *radix, **pair)
-        single = Server("single", model, logs, page=options.page)
+        pool = []
+        if options.pool:
+            # With SGLang's own reserve for each request it admits too few to retract any.
+            pool = ["--max-total-tokens", str(options.pool), "--num-reserved-decode-tokens", "8"]
+        decode = Server("decode", model, logs, *words, *radix, *pool, **pair)
+        single = Server("single", model, logs, *words[:2], page=options.page)
         servers = [prefill, decode, single]
         try:
             start_all(servers)

@@ -54,8 +54,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(family: str, folder: Path, seed: int = 7) -> Path:
-    """Write one into `folder`, in float32, which is returned."""
+def make_model(family: str, folder: Path, seed: int = 7, *, longest: int = LONGEST) -> Path:
+    """Write one into `folder`, in float32, which is returned. It takes `longest` tokens."""
     import torch
     import transformers
 
@@ -65,7 +65,9 @@ def make_model(family: str, folder: Path, seed: int = 7) -> Path:
             shutil.copy(DEMO_MODEL_DIR / name, folder / name)
     torch.manual_seed(seed)
     kind, fields = FAMILIES[family]
-    config = getattr(transformers, kind)(**_COMMON, **fields)
+    config = getattr(transformers, kind)(
+        **{**_COMMON, "max_position_embeddings": longest}, **fields
+    )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
