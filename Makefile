@@ -58,9 +58,10 @@ vllm: setup $(VLLM_DONE)
 $(VLLM_DONE): pyproject.toml .ci/vllm-requirements.txt .ci/setup-vllm
 	.ci/setup-vllm $(VLLM_VENV)
 
-# So do SGLang's servers.
+# So do SGLang's servers. ARGS="-m sglang" also runs what is marked `soak`.
 sglang: setup $(SGLANG_DONE)
-	TEST_SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(BIN)/python -m pytest -m sglang $(ARGS)
+	TEST_SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(BIN)/python -m pytest -m "sglang and not soak" \
+	    --durations=15 --durations-min=5 $(ARGS)
 
 $(SGLANG_DONE): pyproject.toml .ci/sglang-requirements.txt .ci/setup-sglang
 	.ci/setup-sglang $(SGLANG_VENV)

@@ -15,7 +15,7 @@ from tests.sglang.asking import BothLegs, Prompt, ask, at_once, eventually, is_e
 from tests.sglang.conftest import Fleet
 from tests.sglang.servers import Server, start_all, stop_all
 
-pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.sglang, pytest.mark.timeout(480)]
 CHUNKS = ("--chunked-prefill-size", "128")
 RADIX = "--disaggregation-decode-enable-radix-cache"
 COUNT = 16
@@ -26,8 +26,8 @@ COUNT = 16
     [
         pytest.param((), {}, {"transfer_backend": "local", "page": 1}, id="local, page of 1"),
         pytest.param((RADIX,), {"stages": 2}, {}, id="two stages, decode keeps prefixes"),
-        pytest.param((), {}, {"ranks": 2}, id="two ranks", marks=pytest.mark.soak),
-        pytest.param((), {}, {"transfer_backend": "nixl"}, id="nixl", marks=pytest.mark.soak),
+        pytest.param((), {}, {"ranks": 2}, id="two ranks"),
+        pytest.param((), {}, {"transfer_backend": "nixl"}, id="nixl"),
     ],
 )
 async def test_answers_are_those_of_one_sglang(

@@ -13,7 +13,7 @@ from tests.sglang.asking import BothLegs, random_prompt
 from tests.sglang.conftest import Fleet
 from tests.sglang.servers import Server, start_all, stop_all
 
-pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.sglang, pytest.mark.timeout(480)]
 
 
 def test_a_wrong_setting_names_its_variable(model_of: Callable[[int], Path], logs: Path) -> None:

@@ -65,7 +65,13 @@ async def test_log_probabilities_of_the_first_token_travel(session: Session, fle
         assert [value for value, _, _ in mine] == pytest.approx([v for v, _, _ in single], abs=1e-3)
 
 
-@pytest.mark.parametrize("legs", ["prefill decode", "prefill", "decode"])
+@pytest.mark.parametrize(
+    "legs",
+    [
+        "prefill decode",
+        *(pytest.param(leg, marks=pytest.mark.soak) for leg in ("prefill", "decode")),
+    ],
+)
 async def test_clients_that_leave_in_the_middle_of_a_write(
     session: Session, fleet: Fleet, seed: int, legs: str
 ) -> None:
@@ -82,7 +88,7 @@ async def test_clients_that_leave_in_the_middle_of_a_write(
     await assert_same(session, fleet, random_prompts(rng, 6, 800))
 
 
-@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize("leg", ["decode", pytest.param("prefill", marks=pytest.mark.soak)])
 async def test_one_leg_that_never_comes(session: Session, fleet: Fleet, leg: str) -> None:
     prompt = random_prompt(random.Random(5), 100)
     legs = BothLegs(session, fleet.prefill, fleet.decode, prompt, COUNT, legs=leg)
