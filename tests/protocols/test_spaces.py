@@ -109,6 +109,10 @@ def test_places_of_all_spaces_count_towards_the_limit_of_a_room() -> None:
     assert sum(pages_wanted(layout, most, 0)) == MAX_PAGES_PER_ROOM
     with pytest.raises(CapacityError, match="tokens of one room"):
         pages_wanted(layout, most + 1, 0)
+    one = msgspec.structs.replace(THREE, spaces=(Space("pages", MAX_PAGES, 1),))
+    assert pages_wanted(one, MAX_PAGES_PER_ROOM, 0) == (MAX_PAGES_PER_ROOM,)
+    with pytest.raises(CapacityError, match="tokens of one room"):
+        pages_wanted(one, MAX_PAGES_PER_ROOM + 1, 0)
 
 
 # --- which spaces a pool may have
