@@ -6,7 +6,7 @@ identical.
     python tests/sglang/parity.py --page 1 --chunk 128            # chunked prefill
     python tests/sglang/parity.py --leave 12                      # 12 more clients leave
     python tests/sglang/parity.py --pool 2048 --tokens 200        # decode retracts requests
-    python tests/sglang/parity.py --family deepseek_v2 --router   # MLA, behind sglang_router
+    python tests/sglang/parity.py --family qwen3 --router         # behind sglang_router
     python tests/sglang/parity.py --backend mooncake              # SGLang's own backend
 
 test_transfers.py is its smaller version. The exit status is 1 where anything differs.
@@ -55,7 +55,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--radix", action="store_true", help="decode keeps prefixes")
     parser.add_argument("--leave", type=int, default=0, help="clients that leave, before half time")
     parser.add_argument("--pool", type=int, default=0, help="tokens of decode's KV cache")
-    parser.add_argument("--family", default="llama", choices=["llama", "qwen3", "deepseek_v2"])
+    parser.add_argument("--family", default="llama", choices=["llama", "qwen3"])
     parser.add_argument("--router", action="store_true", help="behind sglang_router")
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     parser.add_argument("--logs", type=Path, default=None)
