@@ -101,6 +101,12 @@ async def test_a_receiver_frozen_for_longer_than_the_engines_patience(plane: str
             assert not (await prefill.ask("left"))["rooms"]
             decode.signal(signal.SIGCONT)
         assert (await decode.ask("outcome", room=3))["outcome"] == "client_gone"
+
+        # The proof may come a moment after the source pages are free.
+        async def settled() -> bool:
+            return await quarantined(decode) == (PAGES if plane == "mooncake" else 0)
+
+        await until(settled)
         free = (await decode.ask("reuse"))["pages"]
         assert free + PAGES <= NUM_PAGES - await quarantined(decode)
         await asyncio.sleep(1.5)  # whatever may still arrive
