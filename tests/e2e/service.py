@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,14 +16,9 @@ from kvflow.http.authorization import NO_KEYS, Keys
 from kvflow.serve.config.catalog import FIELDS_OF_ROLE, flag_of
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
 from kvflow.serve.launch.child import Child
+from tests.ports import free_port
 
 START_S = 120.0
-
-
-def free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return int(unused.getsockname()[1])
 
 
 class Service:

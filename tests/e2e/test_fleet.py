@@ -22,8 +22,9 @@ from transformers import AutoTokenizer
 
 from kvflow.http.authorization import Keys, bearer
 from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
-from tests.e2e.service import START_S, Service, free_port, serving
+from tests.e2e.service import START_S, Service, serving
 from tests.e2e.sglang import router_over
+from tests.ports import free_port
 from tests.serve.engine import tiny_models
 from tests.soak import sized
 

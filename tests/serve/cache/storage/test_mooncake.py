@@ -24,6 +24,7 @@ from kvflow.serve.cache.storage.mooncake import MooncakeBackend
 from kvflow.serve.cache.storage.port import Result
 from kvflow.serve.cache.storage.record import HEADER_BYTES
 from kvflow.testing.freezing import freeze
+from tests.ports import free_port
 from tests.serve.cache.storage.files import IDENTITY, empty, ended, key, keys, value
 from tests.serve.engine.pair import until
 
@@ -44,7 +45,7 @@ class Master:
     def __init__(self, log: Path) -> None:
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
-        self._ports = [_free_port() for _ in range(2)]
+        self._ports = [free_port() for _ in range(2)]
         self.address = f"127.0.0.1:{self._ports[0]}"
 
     def start(self) -> None:
@@ -99,12 +100,6 @@ async def store(master: Master, limits: Limits) -> AsyncIterator[GuardedStorage]
 
 def values(*numbers: int) -> list[memoryview]:
     return [value(number, SIZE) for number in numbers]
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def test_pages_come_back_whole_and_what_is_damaged_is_removed_and_heals(master: Master) -> None:
