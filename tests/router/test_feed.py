@@ -141,7 +141,8 @@ async def test_what_was_cached_before_and_what_comes(
     worker.index.flush()
     worker.publisher.notify()
     await until(lambda: len(feed.blocks) == 0)
-    assert feed.live and feed.gaps == 0
+    # ZMQ may begin a subscription after the snapshot, and the feed then asks for one batch again.
+    assert feed.live and feed.gaps <= 1
 
 
 async def test_without_a_replay_socket_it_learns_as_it_goes(stack: AsyncExitStack) -> None:
