@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import random
 import socket
+from contextlib import suppress
 
 # The kernel gives ports from 32768 on to outgoing connections and to servers that bind port 0, so
-# one of those would soon belong to another test.
-_RANGE = range(20_000, 32_768)
-_CHANCE = random.SystemRandom()  # tests seed the others, and processes would take the same ports
+# one of those would soon belong to another test. Tests seed other random numbers, and processes
+# would take the same ports.
+_ports = random.SystemRandom().sample(range(20_000, 32_768), 1000)
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody uses."""
-    for _ in range(1_000):
-        port = _CHANCE.choice(_RANGE)
-        with socket.socket() as unused:
-            try:
-                unused.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+    """Return a port of 127.0.0.1 that nobody uses, and that was not returned before."""
+    while True:
+        port = _ports.pop()
+        with socket.socket() as unused, suppress(OSError):
+            unused.bind(("127.0.0.1", port))
             return port
-    raise OSError(f"no port of {_RANGE} is free")

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-import time
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 
+from tests.engines import Prompt, random_prompt
 from tests.sglang.servers import PAGE, Server
-
-Prompt = list[int]
-T = TypeVar("T")
 
 
 @dataclass
@@ -54,10 +50,6 @@ def random_prompts(rng: random.Random, count: int, longest: int) -> list[Prompt]
         prompts.append(own)
     rng.shuffle(prompts)
     return prompts
-
-
-def random_prompt(rng: random.Random, length: int) -> Prompt:
-    return [rng.randrange(3, 4000) for _ in range(length)]
 
 
 async def ask(
@@ -113,27 +105,6 @@ class BothLegs:
             if task is not None:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def at_once(count: int, jobs: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Results of all jobs in their order, so many of them at a time."""
-    gate = asyncio.Semaphore(count)
-
-    async def gated(job: Callable[[], Awaitable[T]]) -> T:
-        async with gate:
-            return await job()
-
-    return list(await asyncio.gather(*map(gated, jobs)))
-
-
-async def eventually(
-    what: Callable[[], Awaitable[bool]], why: str, timeout_s: float = 30.0
-) -> None:
-    """Ask until it is so. Raises: AssertionError."""
-    ends_at = time.monotonic() + timeout_s
-    while not await what():
-        assert time.monotonic() < ends_at, f"{why}: not within {timeout_s:g} s"
-        await asyncio.sleep(0.1)
 
 
 async def is_empty(session: aiohttp.ClientSession, server: Server) -> bool:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
+from tests.engines import start_all, stop_all
 from tests.sglang.asking import new_session
-from tests.sglang.servers import VENV, Server, start_all, stop_all
+from tests.sglang.servers import VENV, Server
 from tests.vllm.models import make_model
 
 RENDEZVOUS_S = 5.0

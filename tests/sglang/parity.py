@@ -30,8 +30,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.e2e.sglang import router_of
-from tests.sglang.asking import BothLegs, Prompt, ask, at_once, new_session, random_prompts
-from tests.sglang.servers import Server, start_all, stop_all
+from tests.engines import Prompt, at_once, start_all, stop_all
+from tests.sglang.asking import BothLegs, ask, new_session, random_prompts
+from tests.sglang.servers import Server
 from tests.vllm.models import make_model
 
 LONGEST = 4096  # tokens of a prompt and its answer

@@ -11,9 +11,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.sglang.asking import BothLegs, Prompt, ask, at_once, eventually, is_empty, random_prompts
+from tests.engines import Prompt, at_once, eventually, start_all, stop_all
+from tests.sglang.asking import BothLegs, ask, is_empty, random_prompts
 from tests.sglang.conftest import Fleet
-from tests.sglang.servers import Server, start_all, stop_all
+from tests.sglang.servers import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.sglang, pytest.mark.timeout(480)]
 CHUNKS = ("--chunked-prefill-size", "128")

@@ -9,9 +9,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.sglang.asking import BothLegs, random_prompt
+from tests.engines import random_prompt, start_all, stop_all
+from tests.sglang.asking import BothLegs
 from tests.sglang.conftest import Fleet
-from tests.sglang.servers import Server, start_all, stop_all
+from tests.sglang.servers import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.sglang, pytest.mark.timeout(480)]
 

@@ -10,17 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.sglang.asking import (
-    Answer,
-    BothLegs,
-    Prompt,
-    ask,
-    at_once,
-    eventually,
-    is_empty,
-    random_prompt,
-    random_prompts,
-)
+from tests.engines import Prompt, at_once, eventually, random_prompt
+from tests.sglang.asking import Answer, BothLegs, ask, is_empty, random_prompts
 from tests.sglang.conftest import RENDEZVOUS_S, Fleet
 from tests.sglang.servers import Server
 

@@ -12,7 +12,8 @@ import aiohttp
 import pytest
 
 from kvflow.testing.freezing import freeze
-from tests.sglang.asking import BothLegs, ask, eventually, is_empty, random_prompt
+from tests.engines import eventually, random_prompt
+from tests.sglang.asking import BothLegs, ask, is_empty
 from tests.sglang.conftest import LOST_AFTER_S, Fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(480)]

@@ -6,20 +6,16 @@ import asyncio
 import random
 import re
 import secrets
-import time
-from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 
+from tests.engines import Prompt, random_prompt
 from tests.vllm.servers import BLOCK, MODEL, Server
 
 TIE = 2e-3  # of two log-probabilities in float32, summed in another order
-_WAIT_S = 30.0
-Prompt = list[int]
-T = TypeVar("T")
 
 
 @dataclass
@@ -44,10 +40,6 @@ def new_session() -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=300),
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
     )
-
-
-def random_prompt(rng: random.Random, length: int) -> Prompt:
-    return [rng.randrange(3, 4000) for _ in range(length)]
 
 
 def random_prompts(rng: random.Random, count: int, longest: int) -> list[Prompt]:
@@ -136,17 +128,6 @@ class BothLegs:
         return await self.decode
 
 
-async def at_once(count: int, jobs: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Results of all jobs in their order, so many of them at a time."""
-    gate = asyncio.Semaphore(count)
-
-    async def gated(job: Callable[[], Awaitable[T]]) -> T:
-        async with gate:
-            return await job()
-
-    return list(await asyncio.gather(*map(gated, jobs)))
-
-
 async def is_tie(
     session: aiohttp.ClientSession, single: Server, prompt: Prompt, a: list[int], b: list[int]
 ) -> bool:
@@ -170,16 +151,6 @@ async def measure(session: aiohttp.ClientSession, url: str, name: str) -> float:
         float(value)
         for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M)
     )
-
-
-async def eventually(
-    what: Callable[[], Awaitable[bool]], why: str, timeout_s: float = _WAIT_S
-) -> None:
-    """Ask until it is so. Raises: AssertionError."""
-    ends_at = time.monotonic() + timeout_s
-    while not await what():
-        assert time.monotonic() < ends_at, f"{why}: not within {timeout_s:g} s"
-        await asyncio.sleep(0.1)
 
 
 async def is_empty(session: aiohttp.ClientSession, server: Server) -> bool:

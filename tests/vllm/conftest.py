@@ -9,9 +9,10 @@ from typing import NamedTuple
 import aiohttp
 import pytest
 
+from tests.engines import start_all, stop_all
 from tests.vllm.asking import new_session
 from tests.vllm.models import make_model
-from tests.vllm.servers import VENV, Server, start_all, stop_all
+from tests.vllm.servers import VENV, Server
 
 SOURCE_DEADLINE_S = 5.0
 LOST_AFTER_S = 4.5  # with 2 s a loaded machine has been taken for a lost peer

@@ -30,23 +30,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.engines import Prompt, at_once, eventually, random_prompt, start_all, stop_all
 from tests.vllm.asking import (
     Answer,
     BothLegs,
-    Prompt,
     ask,
     ask_prefill,
-    at_once,
-    eventually,
     is_empty,
     is_tie,
     measure,
     new_session,
-    random_prompt,
     random_prompts,
 )
 from tests.vllm.models import FAMILIES, make_model
-from tests.vllm.servers import Server, start_all, stop_all
+from tests.vllm.servers import Server
 
 
 def read_arguments() -> argparse.Namespace:

@@ -13,10 +13,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.vllm.asking import ask, ask_prefill, eventually, is_empty, one_after_the_other
+from tests.engines import eventually, stop_all
+from tests.vllm.asking import ask, ask_prefill, is_empty, one_after_the_other
 from tests.vllm.conftest import Fleet
 from tests.vllm.models import make_model
-from tests.vllm.servers import BLOCK, VENV, Server, stop_all
+from tests.vllm.servers import BLOCK, VENV, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(480)]
 Session = aiohttp.ClientSession

@@ -14,19 +14,16 @@ import openai
 import pytest
 
 from kvflow.serve.launch.child import Child
+from tests.engines import Prompt, at_once, eventually, random_prompt
 from tests.vllm.asking import (
     Answer,
     BothLegs,
-    Prompt,
     ask,
     ask_prefill,
-    at_once,
-    eventually,
     is_empty,
     is_tie,
     measure,
     one_after_the_other,
-    random_prompt,
     random_prompts,
 )
 from tests.vllm.conftest import Fleet

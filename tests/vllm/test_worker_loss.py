@@ -11,7 +11,8 @@ from functools import partial
 import aiohttp
 import pytest
 
-from tests.vllm.asking import BothLegs, Prompt, ask, eventually, is_empty, measure, random_prompt
+from tests.engines import Prompt, eventually, random_prompt
+from tests.vllm.asking import BothLegs, ask, is_empty, measure
 from tests.vllm.conftest import LOST_AFTER_S, SLOW_BYTES_PER_S, Fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(480)]
