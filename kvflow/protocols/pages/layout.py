@@ -181,7 +181,7 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """Return the places of one list by space, each in the order of the list."""
         if len(self.spaces) == 1:
             return (indices,)
-        spaces = self._spaces_of(indices)
+        spaces = self.spaces_at(indices)
         return tuple(
             indices[spaces == space] - np.int32(base) for space, base in enumerate(self.bases)
         )
@@ -193,7 +193,7 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True, dict=True):
         if len(self.spaces) == 2:
             later = int(np.count_nonzero(indices >= self.bases[1]))
             return (indices.size - later, later)
-        found = np.bincount(self._spaces_of(indices), minlength=len(self.spaces))
+        found = np.bincount(self.spaces_at(indices), minlength=len(self.spaces))
         return tuple(found.tolist())
 
     def wanted(self, tokens: int, prefix_tokens: int = 0) -> Counts:
@@ -217,7 +217,7 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True, dict=True):
         # Lists usually ascend, and every ascending list is in order.
         if bool((indices[1:] > indices[:-1]).all()):
             return
-        spaces = self._spaces_of(indices)
+        spaces = self.spaces_at(indices)
         if (found := np.flatnonzero(spaces[1:] < spaces[:-1])).size:
             at = int(found[0])
             names = [self.spaces[int(space)].name for space in spaces[at : at + 2]]
@@ -242,7 +242,8 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """
         return -(-tokens // self.page_size) - -(-prefix_tokens // self.page_size)
 
-    def _spaces_of(self, indices: PageIndices) -> NDArray[np.intp]:
+    def spaces_at(self, indices: PageIndices) -> NDArray[np.intp]:
+        """Return the index of the space of each place of a list."""
         return self._starts.searchsorted(indices, side="right")
 
     @cached_property

@@ -10,7 +10,6 @@ from itertools import islice
 from typing import NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvflow.memory.copies import are_small
 from kvflow.protocols.errors import LayoutError, TransferError
@@ -87,8 +86,8 @@ class Planner:
         self._pairing.check(source_pages, target_pages)
         if self._one_space:
             return
-        ours = _spaces_at(self._source, source_pages)
-        theirs = _spaces_at(self._target, target_pages)
+        ours = self._source.spaces_at(source_pages)
+        theirs = self._target.spaces_at(target_pages)
         if (wrong := ours != theirs).any():
             at = int(np.argmax(wrong))
             here, there = self._source.spaces[ours[at]], self._target.spaces[theirs[at]]
@@ -159,11 +158,6 @@ class Planner:
             for layout in (self._source, self._target)
         )
         return BlockList(*(column.tolist() for column in self.blocks(*first)))
-
-
-def _spaces_at(layout: PoolLayout, indices: PageIndices) -> NDArray[np.intp]:
-    """Return the index of the space of each place."""
-    return np.searchsorted(layout.bases, indices, side="right") - 1
 
 
 class PlannedRoute:

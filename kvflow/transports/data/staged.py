@@ -190,7 +190,7 @@ class StagedRoute(PlannedRoute):
         Returns None if too little staging is free.
         """
         layout = self.staging.pool.layout
-        space = max(i for i, base in enumerate(layout.bases) if base <= places[0])
+        space = int(layout.spaces_at(places[:1])[0])
         found, free = places[: self.slice_counts[space]], self.places[space]
         # The places of one space need not be the last of the list.
         base = layout.bases[space]
