@@ -313,6 +313,11 @@ class Role(Server):
         ]
         super().__init__(build_app(routes, metrics, keys), key=keys.of_operator, port=port)
 
+    async def stop(self) -> None:
+        await super().stop()
+        # aiohttp caches the handlers of closed applications, so the thread would outlive the block.
+        self.tokenizer.close()
+
     @property
     def incarnation(self) -> str:
         return f"{self.service.incarnation:016x}"

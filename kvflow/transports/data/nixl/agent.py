@@ -19,6 +19,9 @@ from kvflow.transports.data.transfers import Transfer, raised_as
 from kvflow.transports.host.tcp_table import rows, sockets
 
 PROBE_BYTES = 8
+# NIXL releases a failed transfer without waiting for its blocks, and UCX ends them in later turns.
+# A block that ends after its memory was deregistered crashes the process.
+_LAST_TURNS = 64
 # Metadata begins with this text, the length of the agent's name (u64, little-endian) and the name.
 _NAME_AT = b"nixlSerDes|Agent"
 
@@ -171,6 +174,9 @@ class Agent:
                     # A transfer that cannot be released is freed with its agent.
                     transfer.handle.release()
             self._open.clear()
+            with suppress(Exception):
+                for _ in range(_LAST_TURNS):
+                    self._agent.get_new_notifs()
             for registered in self._registered:
                 self._agent.deregister_memory(registered)
             self._registered.clear()
