@@ -86,7 +86,9 @@ async def first_token_s(prefill: Server, decode: Server, prompt: Prompt, count: 
         return first
 
 
-async def load(options: argparse.Namespace, pair: list[Server], seed: int, count: int) -> Row:
+async def load(
+    options: argparse.Namespace, pair: tuple[Server, Server], seed: int, count: int
+) -> Row:
     rng = random.Random(seed)
     lengths = [rng.randint(options.shortest, options.longest) for _ in range(count)]
     prompts = [random_prompt(rng, length) for length in lengths]
@@ -98,7 +100,7 @@ async def load(options: argparse.Namespace, pair: list[Server], seed: int, count
     return Row(count / took, p50, p95, (cpu_s(pair) - before_s) / count * 1e3)
 
 
-def cpu_s(pair: list[Server]) -> float:
+def cpu_s(pair: tuple[Server, Server]) -> float:
     total = 0.0
     for process in (each for server in pair for each in server.find_family()):
         try:
@@ -117,10 +119,11 @@ def main() -> None:
         for turn in range(options.turns):
             for backend in options.backends:
                 more = {"transfer_backend": options.plane} if backend == "kvflow" else {}
-                pair = [
+                prefill, decode = (
                     Server(role, model, Path(folder), backend=backend, **more)
                     for role in ("prefill", "decode")
-                ]
+                )
+                pair = (prefill, decode)
                 try:
                     start_all(pair)
                     asyncio.run(load(options, pair, 0, WARM_UP))
