@@ -423,9 +423,11 @@ class DecodeShell(Shell):
         if (verifier := self._verifiers.get(command.grant)) is None:
             begin = _check(self.checksums, self.arrivals)
             holding = self.rooms[command.grant].holding
-            verifier = ChunkVerifier(holding, begin, self._lend_waiting)
+            lent = self.endpoint.core.identity.layout
+            verifier = ChunkVerifier(holding, lent, begin, self._lend_waiting)
             self._verifiers[command.grant] = verifier
-        verifier.begin(command.spans, command.served, functools.partial(self._summed, command))
+        ended = functools.partial(self._summed, command)
+        verifier.begin(command.spans, command.served, command.fine, ended)
 
     def _summed(self, command: c.VerifyChunk, checksum: bytes, error: str) -> None:
         self.endpoint.chunk_summed(
@@ -484,4 +486,4 @@ def _check(checksums: Checksums | None, arrivals: Arrivals | None) -> Begin:
     if arrivals is not None:
         return arrivals.begin
     assert checksums is not None
-    return lambda lent, pages, served: checksums.begin(pages, served)
+    return lambda lent, *chunk: checksums.begin(*chunk)

@@ -44,7 +44,7 @@ class _OpenWrite(NamedTuple):
     """A running write. The store holds its source pages until the write ends."""
 
     write: Write
-    source_pages: PageIndices
+    held_pages: PageIndices
     room: PrefillRoom
 
 
@@ -404,7 +404,8 @@ class PrefillShell(Shell):
         """Start a write. `send_chunk` already holds its source pages."""
         room = self.rooms[command.serial]
         write = self._begin_write(command, room)
-        self._writes[command.write] = _OpenWrite(write, command.source_pages, room)
+        held = command.source_pages if command.held_pages is None else command.held_pages
+        self._writes[command.write] = _OpenWrite(write, held, room)
         room.writes[command.write] = write
         # The callback runs in a later turn, so no room ends inside the engine's call to `send`.
         write.done.add_done_callback(functools.partial(self._write_ended, command.write))
@@ -428,10 +429,11 @@ class PrefillShell(Shell):
             )
         if self.checksums is None:
             return write
-        return ChecksummedWrite(write, begun(self.checksums.begin, command.source_pages))
+        fine = (None, command.page_sizes) if command.page_sizes else ()
+        return ChecksummedWrite(write, begun(self.checksums.begin, command.source_pages, *fine))
 
     def _write_ended(self, number: int, done: asyncio.Future[WriteOutcome]) -> None:
-        write, source_pages, room = self._writes.pop(number)
+        write, held_pages, room = self._writes.pop(number)
         del room.writes[number]
         outcome, error, landed_bytes = write_report(write)
         room.landed_before += landed_bytes
@@ -441,14 +443,14 @@ class PrefillShell(Shell):
         # A late checksum still reads the pages, so they stay held until its thread returns.
         if isinstance(write, ChecksummedWrite) and not write.released.done():
             room.readers += 1
-            write.released.add_done_callback(lambda _: self._read_no_more(room, source_pages))
+            write.released.add_done_callback(lambda _: self._read_no_more(room, held_pages))
             self.run()
             return
         # `unhold` takes 100 us for 256 pages. The message that returns decode's pages goes first.
-        self.run(then=functools.partial(self.pages.unhold, source_pages))
+        self.run(then=functools.partial(self.pages.unhold, held_pages))
 
-    def _read_no_more(self, room: PrefillRoom, source_pages: PageIndices) -> None:
-        self.guard(lambda: self.pages.unhold(source_pages), "letting source pages go")
+    def _read_no_more(self, room: PrefillRoom, held_pages: PageIndices) -> None:
+        self.guard(lambda: self.pages.unhold(held_pages), "letting source pages go")
         room.readers -= 1
         if room.over and not room.readers:
             room.when_released.give(None)

@@ -132,6 +132,11 @@ class RoomPages:
         self._grant = GrantId(0)
         self.over = False  # True once the room ends
 
+    @property
+    def layout(self) -> PoolLayout:
+        """The layout of the pool whose pages the user receives."""
+        return self._stores.layout
+
     def opened(self, grant: GrantId) -> None:
         """Make `grant` the owner of the pages that the room takes from now on."""
         self._grant = grant

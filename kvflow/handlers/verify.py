@@ -16,14 +16,16 @@ from kvflow.aio import ENDS_PROCESS
 from kvflow.handlers.rooms import RoomPages
 from kvflow.protocols.machines.ownership import PageKind
 from kvflow.protocols.pages.coverage import Served
-from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.pages.spaces import Span, taken
+from kvflow.protocols.pages.fine import FinePages
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.pages.spaces import Counts, Span, taken
 from kvflow.protocols.ports import ChecksumTask
 
 log = logging.getLogger(__name__)
 
-Begin = Callable[[PageIndices, PageIndices, tuple[Served, ...]], ChecksumTask]
-"""Starts the work on a chunk: (lent places, the room's pages, parts that one rank sent) -> task.
+Begin = Callable[..., ChecksumTask]
+"""Starts the work on a chunk: (lent places, the room's pages, parts that one rank sent) -> task. If
+both lists number fine pages, their sizes are a fourth argument; see `ports.Arrivals`.
 
 The task computes the checksum of these parts. With staging, it copies them from the lent places to
 the room's pages.
@@ -59,19 +61,26 @@ def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
 class ChunkVerifier:
     """The running checksums of one decode room or, with staging, the copies to its pages."""
 
-    def __init__(self, pages: RoomPages, begin: Begin, released: Callable[[], None]) -> None:
-        """`released` is called for each chunk, when no thread uses its pages any more."""
+    def __init__(
+        self, pages: RoomPages, lent: PoolLayout, begin: Begin, released: Callable[[], None]
+    ) -> None:
+        """`lent` is the layout of the pool whose pages the room lends. `released` is called for
+        each chunk, when no thread uses its pages any more.
+        """
         self._pages, self._begin, self._released = pages, begin, released
+        self._lent_layout = lent
         self._running: set[ChecksumTask] = set()
 
     def begin(
         self,
         spans: tuple[Span, ...],
         served: tuple[Served, ...],
+        fine: FinePages | None,
         ended: Callable[[bytes, str], None],
     ) -> None:
         """Start to checksum or copy the parts of a chunk that one rank sent (`served`). `spans` are
-        the positions of the chunk in the room's list of places.
+        the positions of the chunk in the room's list of places or, with `fine`, in that of its fine
+        pages.
 
         `ended` receives the checksum and an empty text, or an empty checksum and the reason why
         there is none.
@@ -79,9 +88,12 @@ class ChunkVerifier:
         # The room keeps its pages until the thread is done with them, even if the room ends first
         # (I13).
         self._pages.feed(PageKind.USE)
-        task = begun(
-            self._begin, taken(self._pages.lent, spans), taken(self._pages.pages, spans), served
-        )
+        lent, pages = self._pages.lent, self._pages.pages
+        sizes: tuple[Counts, ...] = ()
+        if fine is not None:
+            lent = fine.of(self._lent_layout, lent)
+            pages, sizes = fine.of(self._pages.layout, pages), (fine.page_sizes,)
+        task = begun(self._begin, taken(lent, spans), taken(pages, spans), served, *sizes)
         self._running.add(task)
 
         def released(_: object) -> None:

@@ -20,21 +20,27 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.components import in_order
 from kvflow.protocols.pages.coverage import Served
-from kvflow.protocols.pages.layout import PageIndices, Places, PoolLayout
+from kvflow.protocols.pages.fine import in_pages_of, splits_of
+from kvflow.protocols.pages.layout import Counts, PageIndices, Places, PoolLayout
 
 # Size of a cache of plans. The ranks of one room need at most half of it.
 SHARES = 128
+# Size of a cache by page size: few peers of one node have pages of different sizes.
+FINE = 4
 # `update` holds the GIL for small blocks, so other threads get a turn after this many bytes.
 _BREATH_BYTES = 1 << 20
 
 
 class _Stretch(NamedTuple):
-    """The `size_bytes` bytes at `offset` in every place of a space, `page_bytes` apart."""
+    """The `size_bytes` bytes at `offset` in every place of a space, `page_bytes` apart. If places
+    are divided into `split` fine pages, those of one place are `size_bytes` apart.
+    """
 
     memory: memoryview
     page_bytes: int
     offset: int
     size_bytes: int
+    split: int = 1
 
 
 Stores = tuple[list[_Stretch], ...]
@@ -58,13 +64,19 @@ class PageChecksums(PageTasks):
         if not pool.on_host:
             raise LayoutError("checksums are for pools in host memory")
         super().__init__("checksum", within_s)
-        self._layout, self._mapped_by = pool.layout, pool.mapped_by
+        self._mapped_by = pool.mapped_by
         self._sums = PoolSums(layout or pool.layout)
 
-    def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> PageTask:
-        places = self._layout.split(pages)
+    def begin(
+        self,
+        pages: PageIndices,
+        served: tuple[Served, ...] | None = None,
+        page_sizes: Counts = (),
+    ) -> PageTask:
+        sums = self._sums.in_pages_of(page_sizes)
+        places = sums.layout.split(pages)
         return self.start(
-            functools.partial(self._sums.sum, places, served), len(places[0]), self._mapped_by
+            functools.partial(sums.sum, places, served), len(places[0]), self._mapped_by
         )
 
     async def close(self) -> None:
@@ -79,8 +91,15 @@ class PoolSums:
     """Computes checksums over whole pages, or over what one rank sent."""
 
     def __init__(self, layout: PoolLayout) -> None:
-        self._stores = stores_of(layout)
+        self.layout, self._stores = layout, stores_of(layout)
         self._gathered = functools.lru_cache(SHARES)(functools.partial(_gathered, layout))
+        self._fine = functools.lru_cache(FINE)(lambda sizes: PoolSums(in_pages_of(layout, sizes)))
+
+    def in_pages_of(self, page_sizes: Counts) -> PoolSums:
+        """Return the sums over fine pages of these sizes (see `pages.fine`), or these sums if no
+        sizes are given. Raises: LayoutError.
+        """
+        return self._fine(page_sizes) if page_sizes else self
 
     def sum(
         self, places: Places, served: tuple[Served, ...] | None, cancelled: Callable[[], bool]
@@ -99,6 +118,7 @@ class PoolSums:
     def close(self) -> None:
         self._stores = tuple([] for _ in self._stores)
         self._gathered.cache_clear()
+        self._fine.cache_clear()
 
 
 def _gathered(layout: PoolLayout, served: tuple[Served, ...]) -> GatheredSum | None:
@@ -112,9 +132,12 @@ def sum_places(
     """Update `found` with the places of each space in turn. Returns False if cancelled."""
     summed_bytes = 0
     for stretches, indices in zip(stores, places, strict=True):
+        # All stretches of a space are divided alike.
+        split = stretches[0].split if stretches else 1
         for page in indices.tolist():
+            place, fine = divmod(page, split)
             for s in stretches:
-                start = page * s.page_bytes + s.offset
+                start = place * s.page_bytes + s.offset + fine * s.size_bytes
                 found.update(s.memory[start : start + s.size_bytes])
                 summed_bytes += s.size_bytes
             if cancelled():
@@ -131,10 +154,14 @@ def stores_of(layout: PoolLayout) -> Stores:
     memories = [
         memoryview((ctypes.c_uint8 * b.size_bytes).from_address(b.address)) for b in layout.buffers
     ]
-    return tuple(_stretches(layout, memories, space) for space in range(len(layout.spaces)))
+    return tuple(
+        _stretches(layout, memories, space, split) for space, split in enumerate(splits_of(layout))
+    )
 
 
-def _stretches(layout: PoolLayout, memories: list[memoryview], space: int) -> list[_Stretch]:
+def _stretches(
+    layout: PoolLayout, memories: list[memoryview], space: int, split: int
+) -> list[_Stretch]:
     """Return the parts of each place of a space, in an order that peers with another layout share.
 
     The parts are sorted by `in_order`. In an opaque pool, they have the order in which its layout
@@ -145,11 +172,12 @@ def _stretches(layout: PoolLayout, memories: list[memoryview], space: int) -> li
         if c.space != space:
             continue
         new = _Stretch(
-            memories[c.buffer], layout.buffers[c.buffer].page_bytes, c.offset, c.size_bytes
+            memories[c.buffer], layout.buffers[c.buffer].page_bytes, c.offset, c.size_bytes, split
         )
         last = found[-1] if found else None
         if (
             last is not None
+            and split == 1
             and last.memory is new.memory
             and last.offset + last.size_bytes == new.offset
         ):

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 import numpy as np
 from xxhash import xxh3_64
 
-from kvflow.memory.checksum import SHARES, PoolSums, stores_of, sum_places
+from kvflow.memory.checksum import FINE, SHARES, PoolSums, stores_of, sum_places
 from kvflow.memory.copies import copier_for, copy_listed, host_layout, least_bytes
 from kvflow.memory.page_tasks import THREADS, PageTask, PageTasks
 from kvflow.memory.places import batches
@@ -29,7 +29,8 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.arrange import by_shard
 from kvflow.protocols.pages.coverage import Served, sends_all, spans_served
-from kvflow.protocols.pages.layout import PageIndices, PoolLayout, resized
+from kvflow.protocols.pages.fine import in_pages_of
+from kvflow.protocols.pages.layout import Counts, PageIndices, PoolLayout, resized
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import PageStore
 
@@ -66,10 +67,14 @@ class Staging:
         fits = host_layout(whole, size_bytes) if 0 < size_bytes < whole.size_bytes else whole
         self.pool, self._copier = pool, copier_for(pool)
         self.host = PagedPool.allocate(by_shard(fits, shards) if shards > 1 else fits, shared)
-        self._out = Pairing(pool.layout, self.host.layout, ("pool", "staging"))
+        self.out = Pairing(pool.layout, self.host.layout, ("pool", "staging"))
         self._into = Pairing(self.host.layout, pool.layout, ("staging", "pool"))
         self._share = functools.lru_cache(SHARES)(
             functools.partial(_share, self.host.layout, pool.layout)
+        )
+        # Plans for copies of fine pages (see `pages.fine`), by their sizes.
+        self._fine = functools.lru_cache(FINE)(
+            functools.partial(_fine, self.host.layout, pool.layout)
         )
         self._copier.pin(self.host)
 
@@ -95,7 +100,7 @@ class Staging:
         arrays have the places of all spaces in one list (see `pages.spaces`). With `out`, the copy
         arranges the bytes in another order (`pages.arrange`). Raises: TransferError.
         """
-        return copy_listed(out or self._out, places, staged, SLICE_BYTES, self._copier, stopped)
+        return copy_listed(out or self.out, places, staged, SLICE_BYTES, self._copier, stopped)
 
     def copy_in(
         self,
@@ -103,16 +108,26 @@ class Staging:
         places: PageIndices,
         stopped: Callable[[], bool],
         served: tuple[Served, ...] | None = None,
+        page_sizes: Counts = (),
     ) -> bool:
         """Copy places of the staging into the pool; see `copy_out`.
 
         With `served`, only the parts that one rank served are copied. That rank's chunk has landed,
-        but writes by other ranks may still be running.
+        but writes by other ranks may still be running. With `page_sizes`, both lists number fine
+        pages of these sizes, and the other bytes of their pages are not touched.
         """
         into = self._into
         if served is not None and not sends_all(self.pool.layout, served):
-            into = self._share(served)
+            into = self._share(served, page_sizes)
+        elif page_sizes:
+            into = self._fine(page_sizes)[1]
         return copy_listed(into, staged, places, SLICE_BYTES, self._copier, stopped)
+
+    def out_in(self, page_sizes: Counts) -> Pairing:
+        """Return the plan for copies out of the pool whose lists number fine pages of these sizes,
+        for `copy_out`. Raises: LayoutError.
+        """
+        return self._fine(page_sizes)[0]
 
     def close(self) -> None:
         """Free the memory. Call it when no copy runs. Idempotent."""
@@ -120,8 +135,20 @@ class Staging:
         self.host.close()
 
 
-def _share(host: PoolLayout, pool: PoolLayout, served: tuple[Served, ...]) -> Pairing:
-    return Pairing(host, pool, ("staging", "pool"), only=spans_served(served))
+def _share(
+    host: PoolLayout, pool: PoolLayout, served: tuple[Served, ...], page_sizes: Counts = ()
+) -> Pairing:
+    sides = [in_pages_of(layout, page_sizes) if page_sizes else layout for layout in (host, pool)]
+    return Pairing(*sides, ("staging", "pool"), only=spans_served(served))
+
+
+def _fine(host: PoolLayout, pool: PoolLayout, page_sizes: Counts) -> tuple[Pairing, Pairing]:
+    """Return the plans for copies out of a pool and into it, in fine pages."""
+    staging, own = (in_pages_of(layout, page_sizes) for layout in (host, pool))
+    return (
+        Pairing(own, staging, ("pool", "staging")),
+        Pairing(staging, own, ("staging", "pool")),
+    )
 
 
 class StagedArrivals(PageTasks):
@@ -136,23 +163,29 @@ class StagedArrivals(PageTasks):
         self.layout = staging.pool.layout
 
     def begin(
-        self, lent: PageIndices, pages: PageIndices, served: tuple[Served, ...] | None = None
+        self,
+        lent: PageIndices,
+        pages: PageIndices,
+        served: tuple[Served, ...] | None = None,
+        page_sizes: Counts = (),
     ) -> PageTask:
-        return self.start(
-            functools.partial(self._bring, lent, pages, served), len(pages), self._mapped_by
-        )
+        work = functools.partial(self._bring, lent, pages, served, page_sizes)
+        return self.start(work, len(pages), self._mapped_by)
 
     def _bring(
         self,
         lent: PageIndices,
         pages: PageIndices,
         served: tuple[Served, ...] | None,
+        page_sizes: Counts,
         cancelled: Callable[[], bool],
     ) -> bytes:
         answer = _BROUGHT
         if self._verify:
-            answer = self._sums.sum(self._staging.host.layout.split(lent), served, cancelled)
-        return answer if answer and self._staging.copy_in(lent, pages, cancelled, served) else b""
+            sums = self._sums.in_pages_of(page_sizes)
+            answer = sums.sum(sums.layout.split(lent), served, cancelled)
+        brought = answer and self._staging.copy_in(lent, pages, cancelled, served, page_sizes)
+        return answer if brought else b""
 
 
 class StagedChecksums(PageTasks):
@@ -175,11 +208,17 @@ class StagedChecksums(PageTasks):
         ]
         for scratch in self._made:
             self._scratch.put(scratch)
-        self._layout, self._mapped_by = layout, pool.mapped_by
+        self._mapped_by = pool.mapped_by
 
-    def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> PageTask:
+    def begin(
+        self,
+        pages: PageIndices,
+        served: tuple[Served, ...] | None = None,
+        page_sizes: Counts = (),
+    ) -> PageTask:
         """Sum the parts of `pages` that this prefill sends. `served` is ignored."""
-        return self.start(functools.partial(self._sum, pages), len(pages), self._mapped_by)
+        work = functools.partial(self._sum, pages, page_sizes)
+        return self.start(work, len(pages), self._mapped_by)
 
     async def close(self) -> None:
         try:
@@ -190,16 +229,18 @@ class StagedChecksums(PageTasks):
                 for scratch in self._made:
                     scratch.close()
 
-    def _sum(self, pages: PageIndices, cancelled: Callable[[], bool]) -> bytes:
+    def _sum(
+        self, pages: PageIndices, page_sizes: Counts, cancelled: Callable[[], bool]
+    ) -> bytes:
         scratch = self._scratch.get()
         try:
-            found, host = xxh3_64(), scratch.host.layout
-            stores, places = stores_of(host.served), self._layout.split(pages)
+            out = scratch.out_in(page_sizes) if page_sizes else scratch.out
+            found, layout, host = xxh3_64(), out.source, out.target
+            stores, places = stores_of(host.served), layout.split(pages)
             for part in batches(places, host.counts):
                 onto = tuple(np.arange(len(indices), dtype=np.int32) for indices in part)
-                if not scratch.copy_out(
-                    self._layout.numbered(part), host.numbered(onto), cancelled
-                ):
+                lists = layout.numbered(part), host.numbered(onto)
+                if not scratch.copy_out(*lists, cancelled, out):
                     return b""
                 if not sum_places(found, stores, onto, cancelled):
                     return b""

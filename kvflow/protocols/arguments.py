@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import CapacityError, Cause, Code, LayoutError, MisuseError, PeerError
+from kvflow.protocols.pages.fine import FinePages, fine_pages
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, names_twice
 from kvflow.protocols.pages.spaces import Counts, counts_fit
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, MAX_PAGES_PER_ROOM, Bootstrap, RoomId
@@ -121,13 +122,18 @@ def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> Counts:
 
 
 def offered_places(
-    ours: PoolLayout, theirs: PoolLayout, message: Bootstrap
-) -> tuple[PageIndices, Counts]:
-    """Return the places of decode's pool that a Bootstrap offers, and how many of each space.
-    `ours` is the layout of prefill's pool, and `theirs` that of decode's.
+    ours: PoolLayout, theirs: PoolLayout, message: Bootstrap, page_sizes: Counts = ()
+) -> tuple[PageIndices, Counts, FinePages | None]:
+    """Return the places of decode's pool that a Bootstrap offers, how many places of ours fill
+    them, by space, and None. `ours` is the layout of prefill's pool, and `theirs` that of decode's.
+
+    If their pages have different sizes, `page_sizes` has the smaller size of each space. The result
+    then has the fine pages of decode's places, and last the fine pages of ours (see `pages.fine`).
 
     Raises: MisuseError, PeerError, CapacityError, LayoutError.
     """
+    if page_sizes:
+        return _offered_fine_pages(ours, theirs, message, page_sizes)
     try:
         wanted = pages_wanted(ours, message.prompt_tokens, message.prefix_tokens)
     except MisuseError as error:
@@ -140,7 +146,32 @@ def offered_places(
         )
     if len(theirs.spaces) > 1:
         theirs.check_order(pages)
-    return pages, counts
+    return pages, counts, None
+
+
+def _offered_fine_pages(
+    ours: PoolLayout, theirs: PoolLayout, message: Bootstrap, page_sizes: Counts
+) -> tuple[PageIndices, Counts, FinePages]:
+    tokens, prefix_tokens = message.prompt_tokens, message.prefix_tokens
+    lent, _, _ = offered_places(theirs, theirs, message)
+    source, target = (
+        room_in_fine_pages(side, page_sizes, tokens, prefix_tokens) for side in (ours, theirs)
+    )
+    return target.of(theirs, lent), ours.wanted(tokens, prefix_tokens), source
+
+
+def room_in_fine_pages(
+    layout: PoolLayout, page_sizes: Counts, tokens: int, prefix_tokens: int
+) -> FinePages:
+    """Return the fine pages that a room fills in a pool; see `pages.fine`.
+
+    Raises: CapacityError if they are more than `MAX_PAGES_PER_ROOM`.
+    """
+    found = fine_pages(layout, page_sizes, tokens, prefix_tokens)
+    if (count := sum(found.counts)) > MAX_PAGES_PER_ROOM:
+        what = "pages of one room, in the smaller of the two page sizes"
+        raise CapacityError(what, count, MAX_PAGES_PER_ROOM)
+    return found
 
 
 def own_pages(

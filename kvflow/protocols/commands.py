@@ -10,8 +10,9 @@ import msgspec
 
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.pages.coverage import Served
+from kvflow.protocols.pages.fine import FinePages
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
-from kvflow.protocols.pages.spaces import Span
+from kvflow.protocols.pages.spaces import Counts, Span
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 
@@ -91,7 +92,8 @@ class Linked(msgspec.Struct, frozen=True, gc=False):
 class VerifyChunk(msgspec.Struct, frozen=True, gc=False):
     """Compute the checksum of what this rank wrote, then call `chunk_summed`. The rank wrote the
     parts `served` of the places at the positions `spans` in the room's list. A decode that lends
-    host memory also copies these parts to the room's own pages.
+    host memory also copies these parts to the room's own pages. If `fine` is given, prefill's pages
+    have another size, and `spans` are positions among the room's fine pages.
     """
 
     grant: GrantId
@@ -99,6 +101,7 @@ class VerifyChunk(msgspec.Struct, frozen=True, gc=False):
     seq: int
     spans: tuple[Span, ...]
     served: tuple[Served, ...]
+    fine: FinePages | None = None
 
 
 class StopVerifying(msgspec.Struct, frozen=True, gc=False):
@@ -203,6 +206,9 @@ class WatchProcess(msgspec.Struct, frozen=True):
 class StartWrite(msgspec.Struct, frozen=True, gc=False):
     """Write the source pages to the target's pages. When the write ends, release the hold on the
     source pages and call `write_ended`.
+
+    If the two pools have pages of different sizes, both lists number fine pages of `page_sizes`
+    tokens (see `pages.fine`), and `held_pages` are the pages of our pool that they are in.
     """
 
     write: int
@@ -210,6 +216,8 @@ class StartWrite(msgspec.Struct, frozen=True, gc=False):
     peer: Incarnation
     source_pages: PageIndices
     target_pages: PageIndices
+    page_sizes: Counts = ()
+    held_pages: PageIndices | None = None
 
 
 class CancelWrite(msgspec.Struct, frozen=True, gc=False):

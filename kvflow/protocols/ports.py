@@ -259,13 +259,19 @@ class Checksums(Protocol):
     however the pools are laid out and divided.
     """
 
-    def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> ChecksumTask:
+    def begin(
+        self,
+        pages: PageIndices,
+        served: tuple[Served, ...] | None = None,
+        page_sizes: Counts = (),
+    ) -> ChecksumTask:
         """Compute the checksum of `pages` in their order, in a thread.
 
         Prefill passes no `served`: the checksum covers the parts that this rank sends. Decode lists
         in `served` the parts that one rank sends: the checksum covers these, in the order in which
-        that rank's pool stores them. The caller keeps the pages allocated until `released`. Never
-        raises.
+        that rank's pool stores them. If `page_sizes` are given, `pages` numbers fine pages of these
+        sizes (see `pages.fine`), and the checksum covers no other bytes of their pages. The caller
+        keeps the pages allocated until `released`. Never raises.
         """
 
     async def close(self) -> None:
@@ -289,9 +295,14 @@ class Arrivals(Protocol):
         """The layout of the pool whose pages the engine reads."""
 
     def begin(
-        self, lent: PageIndices, pages: PageIndices, served: tuple[Served, ...]
+        self,
+        lent: PageIndices,
+        pages: PageIndices,
+        served: tuple[Served, ...],
+        page_sizes: Counts = (),
     ) -> ChecksumTask:
-        """Copy the parts that a rank sends (`served`) from `lent` to `pages`, in a thread.
+        """Copy the parts that a rank sends (`served`) from `lent` to `pages`, in a thread. With
+        `page_sizes`, both lists number fine pages: see `Checksums.begin`.
 
         The task resolves to the checksum of those parts if transfers are verified, and otherwise to
         any non-empty bytes. The caller keeps both page lists allocated until `released`. Never

@@ -15,9 +15,7 @@ from kvflow.proof.bare.pages import DecodePages
 from kvflow.proof.bare.turns import Turns
 from kvflow.proof.bare.wire import Burst, parsed
 from kvflow.proof.rules.transfers import Arrival
-from kvflow.proof.sim.chunks import positions
 from kvflow.proof.sim.times import THREAD_S
-from kvflow.proof.sim.variety import PAGE_SIZE
 from kvflow.protocols import commands as c
 from kvflow.protocols.commands import PeerKey
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
@@ -37,7 +35,8 @@ class Decode(Node):
 
     def __init__(self, world: Scene, number: int, incarnation: Incarnation) -> None:
         name = f"decode {number}"
-        identity = DecodeIdentity(incarnation, world.variety.layout, address_of(incarnation))
+        layout, page_sizes = world.variety.decode_layout, world.variety.page_sizes
+        identity = DecodeIdentity(incarnation, layout, address_of(incarnation))
         self.endpoint = DecodeEndpoint(
             identity,
             observer=Counts(),
@@ -46,7 +45,7 @@ class Decode(Node):
             verify=world.variety.verify,
         )
         super().__init__(world, name, number, self.endpoint)
-        self.pages = DecodePages(name, world.rules, world.variety.layout)
+        self.pages = DecodePages(name, world.rules, layout, page_sizes)
         # Rooms by grant. A room is removed once it ends and no longer claims pages.
         self.rooms: dict[int, Room] = {}
         self.watches: set[PeerKey | int] = set()
@@ -87,11 +86,10 @@ class Decode(Node):
                 cause = job.cause(Code.CAPACITY, "decode will not have it")
                 return endpoint.refuse_room(job.room, ranks, cause, now)
             deadline_at_s = float("inf") if job.deadline_s is None else now + job.deadline_s
-            prefix_tokens = job.prefix_pages * PAGE_SIZE if job.tokens_left else job.tokens
             grant = endpoint.open_room(
                 job.room,
                 ranks,
-                Prompt(job.tokens, job.digest, prefix_tokens),
+                Prompt(job.tokens, job.digest, job.prefix_tokens),
                 now=now,
                 deadline_at_s=deadline_at_s,
                 announce=job.announces or job.waits or job.offers_after_s is not None,
@@ -282,12 +280,15 @@ class Decode(Node):
         """Report a chunk's checksum, or an empty one if the room ended or the computation fails."""
         checksum = b""
         if not room.told and not self.world.fails_sum():
-            cells = self.pages.cells
+            cells, pages = self.pages.cells, room.pages
+            if command.fine is not None:
+                places = np.array(room.pages, np.int32)
+                pages = command.fine.of(self.pages.layout, places).tolist()
             checksum = checksum_of(
                 [
                     cells[page].get(command.rank)
                     for first, end in command.spans
-                    for page in room.pages[first:end]
+                    for page in pages[first:end]
                 ]
             )
         self._feed(room, PageKind.IDLE)
@@ -304,15 +305,17 @@ class Decode(Node):
         self._tell(room, None)
         job, digest, pages = room.job, room.job.digest, room.pages
         # A room has no places for the first pages of the prompt if decode had them already.
-        counts = room.home.counted(pages)
-        (which,) = positions(job.wanted, counts, (counts,))
+        needed = room.home.needed(pages, job.tokens, job.prefix_tokens)
         ranks, cells = [peer.info.rank for peer in room.record.peers], room.home.cells
 
         def is_right(index: int, rank: int) -> bool:
-            return cells[pages[index]].get(ranks[rank]) == (digest, which[index])
+            return all(
+                cells[part].get(ranks[rank]) == (digest, token) for part, token in needed[index]
+            )
 
         number, handoff = room.record.room, command.handoff
-        arrival = Arrival(number, room.keys, room.home, pages, is_right, digest, handoff)
+        parts = [part for place in needed for part, _ in place]
+        arrival = Arrival(number, room.keys, room.home, pages, is_right, digest, handoff, parts)
         self.rules.transfers.landed(arrival)
         self.turns.end(room)
         # A landed room passes its pages to its user, so no FreePages follows.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from kvflow.proof.sim.chunks import in_chunks, way_of
+from kvflow.proof.sim.chunks import in_chunks, regrouped, way_of
 from kvflow.proof.sim.variety import LAYOUT, PAGE_SIZE
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.pages.layout import Counts, PoolLayout
@@ -25,7 +25,7 @@ class _Job:
     digest: bytes
     issue: Issue
     _: KW_ONLY
-    layout: PoolLayout = LAYOUT  # that of every pool
+    layout: PoolLayout = LAYOUT  # that of every pool on the side of this job
     deadline_s: float | None = None
     refused: bool = False
     succeeded: bool = field(default=False, init=False)
@@ -39,7 +39,7 @@ class _Job:
 
     @property
     def num_pages(self) -> int:
-        return -(-self.tokens // PAGE_SIZE)
+        return -(-self.tokens // self.layout.page_size)
 
     def cause(self, code: Code, text: str) -> Cause:
         """Return a cause that names its room, so that the oracle can verify who receives it."""
@@ -62,8 +62,9 @@ class DecodeJob(_Job):
         self.prefix_pages = min(self.prefix_pages, self.num_pages)
 
     @property
-    def tokens_left(self) -> int:
-        return max(0, self.tokens - self.prefix_pages * PAGE_SIZE)
+    def prefix_tokens(self) -> int:
+        """Number of tokens that decode already has: whole pages, or the whole prompt."""
+        return min(self.tokens, self.prefix_pages * self.layout.page_size)
 
 
 @dataclass(eq=False)
@@ -82,7 +83,7 @@ class PrefillJob(_Job):
         If decode has every page, one chunk is left, with the row if there is one.
         """
         left = []
-        for count in self.chunks:
+        for count in regrouped(self.chunks, self.layout.page_size // PAGE_SIZE):
             skipped = min(count, prefix_pages)
             prefix_pages -= skipped
             if count > skipped:

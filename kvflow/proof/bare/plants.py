@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import msgspec
 
 from kvflow.proof.bare.decode import Decode
 from kvflow.proof.plant import Installed, Plant, planting
 from kvflow.proof.sim.plants import PLANTS as OF_NODES
 from kvflow.proof.sim.swap import swapped, swapped_item
 from kvflow.proof.walk.plants import PLANTS as WALKED
-from kvflow.protocols.commands import Linked, QuarantinePages, RoomBegun
+from kvflow.protocols import arguments
+from kvflow.protocols.commands import Linked, QuarantinePages, RoomBegun, StartWrite
 from kvflow.protocols.decode import endpoint as decode_endpoint
 from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.links import PrefillPeer
@@ -22,6 +26,11 @@ from kvflow.protocols.decode.records import DecodeRoomRecord
 from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.machines.ranges import GrantRanges
+from kvflow.protocols.pages import fine
+from kvflow.protocols.pages.fine import FinePages
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.prefill import core as prefill_core
+from kvflow.protocols.prefill import records as prefill_records
 from kvflow.protocols.prefill.core import PrefillCore
 from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire.messages import Begun
@@ -125,6 +134,44 @@ def _begun_after_the_end() -> Installed:
 def _earlier_loans_not_inherited() -> Installed:
     """The next decode over a pool takes over no loan of the one before it."""
     return swapped(EarlierLoans, "inherit", lambda *_: {})
+
+
+@bug("small pages of a large one in another order", bare=(0, "I8"))
+def _small_pages_in_another_order() -> Installed:
+    """Prefill writes the small pages of a large page from its end."""
+    original = FinePages.of
+
+    def of(self: FinePages, layout: PoolLayout, *given: Any) -> PageIndices:
+        found = original(self, layout, *given)
+        # Only prefill gives the number of places before a chunk.
+        return found[::-1].copy() if len(given) > 1 and len(layout.spaces) == 1 else found
+
+    return swapped(FinePages, "of", of)
+
+
+@bug("a chunk counted in prefill's own pages", bare=(0, "I3"))
+def _counted_in_own_pages() -> Installed:
+    """Prefill reports how many of its own pages a chunk has, although decode's differ in size."""
+    original = prefill_records.fine_write
+
+    def fine_write(layout: PoolLayout, record: PrefillRoomRecord, *of: Any) -> StartWrite:
+        command = original(layout, record, *of)
+        record.chunks[-1].fine = ()
+        return command
+
+    return swapped(prefill_core, "fine_write", fine_write)
+
+
+@bug("the prefix of a large page written again", bare=(0, "I8"))
+def _prefix_written_again() -> Installed:
+    """A room whose prefix ends inside of a large page of prefill begins with the whole page."""
+    original = fine.fine_pages
+
+    def fine_pages(*of: Any) -> FinePages:
+        found = original(*of)
+        return msgspec.structs.replace(found, skipped=(0,) * len(found.skipped))
+
+    return swapped(arguments, "fine_pages", fine_pages)
 
 
 OF_THE_WALK = {

@@ -19,7 +19,6 @@ from kvflow.proof.rules.both_sides import is_linked
 from kvflow.proof.rules.transfers import handoff_of
 from kvflow.proof.sim.chunks import positions
 from kvflow.proof.sim.times import THREAD_S
-from kvflow.proof.sim.variety import PAGE_SIZE
 from kvflow.protocols import commands as c
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint
@@ -49,8 +48,8 @@ class Prefill(Writer):
         self.info = RankInfo(rank, world_size, incarnation, self.control, "fake", "model")
         self.rank = rank
         self.legs: dict[int, Leg] = {}  # by serial, until released
-        self.pages = Pages(name, world.rules, layout)
-        self.cells = [None] * layout.num_places
+        self.pages = Pages(name, world.rules, layout, world.variety.page_sizes)
+        self.cells = [None] * len(self.pages.place_of)
         self.watches: set[int] = set()
         self.turns: Turns[Leg] = Turns()
         self.writes: dict[int, PacedWrite] = {}  # running writes, by number
@@ -144,8 +143,10 @@ class Prefill(Writer):
             self.pages.readers[page] -= 1
         if leg.released:
             return self._free_pages(leg)
+        held = self.pages.tokens_of(leg.job.tokens)
         for position, page in zip(which, chunk, strict=True):
-            self.cells[page] = (leg.job.digest, position)
+            for part, token in zip(self.pages.parts_of(page), held[position], strict=True):
+                self.cells[part] = (leg.job.digest, token)
         if leg.told:
             return None
         leg.number += 1
@@ -160,7 +161,8 @@ class Prefill(Writer):
 
     def _free_pages(self, leg: Leg) -> None:
         for page in leg.pages:
-            self.cells[page] = None
+            for part in self.pages.parts_of(page):
+                self.cells[part] = None
         self.pages.give_back(leg.pages, leg.record)
         leg.pages = []
 
@@ -286,7 +288,7 @@ class Prefill(Writer):
         wanted = job.wanted
         if command.prefix_tokens:
             wanted = job.layout.wanted(job.tokens, command.prefix_tokens)
-        prefix_pages = -(-command.prefix_tokens // PAGE_SIZE)
+        prefix_pages = job.layout.first_page(job.tokens, command.prefix_tokens)
         leg.chunks = positions(job.wanted, wanted, job.chunks_after(prefix_pages, wanted))
         self.ready(leg)
 

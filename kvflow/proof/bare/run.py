@@ -24,7 +24,14 @@ from kvflow.proof.rules.rooms import Rooms
 from kvflow.proof.rules.watch import observed
 from kvflow.proof.sim.coverage import Cell, covered
 from kvflow.proof.sim.faults import Faults
-from kvflow.proof.sim.scenario import Accident, Leg, Request, Scenario, with_windows
+from kvflow.proof.sim.scenario import (
+    Accident,
+    Leg,
+    Request,
+    Scenario,
+    with_page_sizes,
+    with_windows,
+)
 from kvflow.proof.sim.swap import swaps
 from kvflow.proof.sim.times import RECOVER_S, REST_S
 from kvflow.proof.sim.variety import PAGE_SIZE
@@ -41,7 +48,7 @@ class Run(Course):
     def __init__(self, world: World, scenario: Scenario, twists: Twists) -> None:
         super().__init__(world, scenario, world.faults, world.rules)
         self.world, self.twists, self.clock = world, twists, world.clock
-        self.layout = scenario.variety.layout
+        self.layout, self.decode_layout = scenario.variety.layout, scenario.variety.decode_layout
 
     async def wait(self, for_s: float) -> None:
         self.clock.play(for_s)
@@ -69,7 +76,7 @@ class Run(Course):
                     digest,
                     issue,
                     request.group,
-                    layout=self.layout,
+                    layout=self.decode_layout,
                     deadline_s=leg.deadline_s,
                     refused=request.decode_refused,
                     prefix_pages=twist.prefix_pages,
@@ -138,7 +145,7 @@ class Run(Course):
                 digest,
                 world.rules.rooms.issue,
                 group,
-                layout=self.layout,
+                layout=self.decode_layout,
             )
             self.clock.later(visit.comes_after_s, guest, guest.begin, job)
 
@@ -201,7 +208,7 @@ class Run(Course):
         digest = room.to_bytes(32, "little")
         jobs = self.good_room_at_prefill(room, PROBE_TOKENS, digest, prefills)
         issue = self.world.rules.rooms.issue
-        job = DecodeJob(room, PROBE_TOKENS, digest, issue, group, layout=self.layout)
+        job = DecodeJob(room, PROBE_TOKENS, digest, issue, group, layout=self.decode_layout)
         decode.begin(job)
         return [*jobs, (decode, job)]
 
@@ -252,8 +259,9 @@ def simulate(
 
     def draw_spaces(rng: random.Random, faults: Faults) -> tuple[Scenario, Twists]:
         scenario, twists = draw_waiting(rng, faults)
-        # An own generator leaves the other draws unchanged.
-        return with_windows(random.Random(f"windows {seed}"), scenario), twists
+        # Own generators leave the other draws unchanged.
+        scenario = with_windows(random.Random(f"windows {seed}"), scenario)
+        return with_page_sizes(random.Random(f"page sizes {seed}"), scenario), twists
 
     return played(seed, Cast(draw_spaces), visits=visits, tell=tell)
 

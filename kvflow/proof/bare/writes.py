@@ -96,9 +96,10 @@ class PacedWrite(Write):
             self.contents.append(content)
             if self.damages and content is not None:
                 content = (DAMAGED, content[1])
-        page = source.rules.transfers.page_landed(self)
+        part = self.targets[self.next]
+        source.rules.transfers.page_landed(self)
         if content is not None:
-            self.home.cells[page][source.rank] = content
+            self.home.cells[part][source.rank] = content
 
     def _land_rest(self) -> None:
         while self.next < len(self.targets):

@@ -7,7 +7,7 @@ A place is a page or a row. The places of all spaces are numbered in one list: s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -27,8 +27,23 @@ def spaces_of_places(counts: Counts) -> tuple[int, ...]:
 class Home:
     """Record of every place in one pool. It does not rely on the code under test."""
 
-    def __init__(self, who: str, layout: PoolLayout, judge: Receiver) -> None:
-        self.who, self.judge, self.layout = who, judge, layout
+    def __init__(
+        self, who: str, layout: PoolLayout, judge: Receiver, splits: Counts = ()
+    ) -> None:
+        """If the pages of the other side have another size, writes name parts of places, and
+        `splits` is the number of parts of a place in each space.
+        """
+        self.who, self.judge, self.layout, self.splits = who, judge, layout, splits
+        # The place that each part is in.
+        self.place_of: Sequence[int] = range(layout.num_places)
+        if splits:
+            spaces = zip(layout.bases, layout.counts, splits, strict=True)
+            self.place_of = [
+                base + number
+                for base, count, split in spaces
+                for number in range(count)
+                for _ in range(split)
+            ]
         self.owners: list[Hashable | None] = [None] * layout.num_places
         # The space of each place.
         self.spaces = spaces_of_places(layout.counts)

@@ -20,7 +20,9 @@ def handoff_of(digest: bytes) -> bytes:
 
 
 class Write:
-    """A data plane's write of `sources` to `targets`. The first `next` pages have landed."""
+    """A data plane's write of `sources` to `targets`. The first `next` pages have landed. If the
+    pages of the two pools differ in size, both lists name parts of places: see `Home.place_of`.
+    """
 
     __slots__ = ("home", "key", "next", "origin", "outcome", "record", "sources", "targets")
 
@@ -51,6 +53,7 @@ class Arrival(NamedTuple):
     is_right: Callable[[int, int], bool]
     digest: bytes
     handoff: bytes
+    parts: Sequence[int] | None = None  # parts of `places` to be written, if they are divided
 
 
 class Transfers:
@@ -84,20 +87,22 @@ class Transfers:
                 self.broken("I3", f"{key}: {write.targets} are written again under the same grant")
         earlier.append(write)
         origin, home = write.origin, write.home
-        for place in write.sources:
-            origin.readers[place] += 1
-        for place in write.targets:
-            home.writers[place] += 1
+        for part in write.sources:
+            origin.readers[origin.place_of[part]] += 1
+        for part in write.targets:
+            home.writers[home.place_of[part]] += 1
         if len(home.layout.spaces) == 1:
             return
-        for source, target in zip(write.sources, write.targets, strict=True):
+        for ours, theirs in zip(write.sources, write.targets, strict=True):
+            source, target = origin.place_of[ours], home.place_of[theirs]
             if origin.spaces[source] != home.spaces[target]:
                 text = f"{key}: {origin.name(source)} is written to {home.name(target)}"
                 self.broken("I8", f"{text}, which is in another space")
 
     def page_landed(self, write: Write) -> int:
         """Record the landing of a write's next page, verify its loan (I2), and return its place."""
-        place, home, (_, target, grant) = write.targets[write.next], write.home, write.key
+        home, (_, target, grant) = write.home, write.key
+        place = home.place_of[write.targets[write.next]]
         write.next += 1
         home.writers[place] -= 1
         if not home.lost and not home.is_lent(place, target, grant):
@@ -110,15 +115,15 @@ class Transfers:
         write.outcome = outcome
         landed = f"{write.next} pages landed"
         self.judge.trace(lambda: f"write of grant {write.key[2]} ends: {outcome.value}, {landed}")
-        for place in write.sources:
-            write.origin.readers[place] -= 1
+        for part in write.sources:
+            write.origin.readers[write.origin.place_of[part]] -= 1
         if outcome is not WriteOutcome.UNPROVEN:
             self.out_of_reach(write)
 
     def out_of_reach(self, write: Write) -> None:
         """Record that no more of this write can land."""
-        for place in write.targets[write.next :]:
-            write.home.writers[place] -= 1
+        for part in write.targets[write.next :]:
+            write.home.writers[write.home.place_of[part]] -= 1
         del write.targets[write.next :]
 
     def died(self, source: int) -> None:
@@ -164,7 +169,8 @@ class Transfers:
         if len(writes) < begun or any(write.outcome is not WriteOutcome.LANDED for write in writes):
             self.broken("I3", f"{key}: chunk {message.seq} is said to have landed, and has not")
         elif any(message.pages):
-            written = writes[-1].origin.counted(writes[-1].sources)
+            origin = writes[-1].origin
+            written = origin.counted([origin.place_of[part] for part in writes[-1].sources])
             if written != message.pages:
                 text = f"{key}: chunk {message.seq} has {written} places by space"
                 self.broken("I3", f"{text}, and {message.pages} are said to have landed")
@@ -207,10 +213,11 @@ class Transfers:
     def landed(self, arrival: Arrival) -> None:
         """Verify that a room which landed has all its bytes and its handoff (I2, I8, I9)."""
         room, home = arrival.room, arrival.home
+        parts = arrival.places if arrival.parts is None else arrival.parts
         for rank, key in enumerate(arrival.keys):
             writes = self.writes.get(key, ())
             there = {page for write in writes for page in write.targets[: write.next]}
-            if missing := [place for place in arrival.places if place not in there]:
+            if missing := [part for part in parts if part not in there]:
                 text = f"room {room} succeeds, rank {rank} has not written pages {missing}"
                 self.broken("I8", text)
             for index, place in enumerate(arrival.places):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
+from itertools import accumulate, pairwise
 
 from kvflow.protocols.pages.layout import Counts, PoolLayout
 from kvflow.protocols.pages.spaces import counts_less, counts_sum, spans_at
@@ -20,6 +21,17 @@ class Way(IntEnum):
 
 def way_of(room: int) -> Way:
     return Way(room % len(Way))
+
+
+def regrouped(pages: Sequence[int], factor: int) -> Sequence[int]:
+    """Return the number of pages in every chunk, if pages are `factor` times as large. A page is in
+    the chunk that fills it; the last one need not be full.
+    """
+    if factor == 1:
+        return pages
+    ends = [end // factor for end in accumulate(pages)]
+    ends[-1] = -(-sum(pages) // factor)
+    return [count for count in (b - a for a, b in pairwise((0, *ends))) if count]
 
 
 def in_chunks(

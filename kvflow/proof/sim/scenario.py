@@ -10,7 +10,13 @@ import msgspec
 
 from kvflow.proof.sim.faults import ON_LINKS, ON_NODES, Faults
 from kvflow.proof.sim.stay import Stay, draw_stay
-from kvflow.proof.sim.variety import LAYOUT_WITH_WINDOWS, PAGE_SIZE, Variety, draw_variety
+from kvflow.proof.sim.variety import (
+    LAYOUT_WITH_WINDOWS,
+    PAGE_SIZE,
+    Variety,
+    draw_two_layouts,
+    draw_variety,
+)
 
 Shape = tuple[tuple[int, ...], int]
 SHAPES: Sequence[Shape] = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1), 2), ((2, 1), 1))
@@ -18,6 +24,7 @@ SHAPES: Sequence[Shape] = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1)
 PROMPT_PAGES_MAX = 6
 # Shares of the seeds that have each extension.
 WINDOWS_IN = 0.2
+PAGE_SIZES_IN = 0.15
 SWITCHES_IN = 0.3
 STAGED_IN = 0.25
 DP_GROUPS_IN = 0.25
@@ -139,6 +146,15 @@ def with_windows(rng: random.Random, scenario: Scenario) -> Scenario:
     if rng.random() >= WINDOWS_IN:
         return scenario
     variety = scenario.variety._replace(layout=LAYOUT_WITH_WINDOWS)
+    return scenario._replace(variety=variety)
+
+
+def with_page_sizes(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Give some seeds prefills and decodes whose pages differ in size."""
+    if rng.random() >= PAGE_SIZES_IN:
+        return scenario
+    prefill, decode = draw_two_layouts(rng)
+    variety = scenario.variety._replace(layout=prefill, at_decode=decode)
     return scenario._replace(variety=variety)
 
 

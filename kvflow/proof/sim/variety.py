@@ -60,6 +60,21 @@ class Variety(NamedTuple):
     # Number of pages, in each space with pages, and of rows in a decode's host memory.
     host: tuple[int, int]
     staging_bytes: int = 0  # size at each decode, or 0 if prefill writes into the pool
+    # The layout of decodes, if their pages have another size than those of `layout`. Only bare
+    # endpoints have such runs.
+    at_decode: PoolLayout | None = None
+
+    @property
+    def decode_layout(self) -> PoolLayout:
+        return self.layout if self.at_decode is None else self.at_decode
+
+    @property
+    def page_sizes(self) -> Counts:
+        """The smaller page size of each space, or an empty tuple if no sizes differ."""
+        if self.at_decode is None:
+            return ()
+        both = zip(self.layout.spaces, self.at_decode.spaces, strict=True)
+        return tuple(min(ours.page_size, theirs.page_size) for ours, theirs in both)
 
 
 def draw_variety(rng: random.Random, decodes: int) -> Variety:
@@ -78,6 +93,34 @@ def draw_variety(rng: random.Random, decodes: int) -> Variety:
     return Variety(
         bounds, timing, fences, verify, layout, (rng.choice((8, 12, 24)), rng.choice((3, 6)))
     )
+
+
+def draw_two_layouts(rng: random.Random) -> tuple[PoolLayout, PoolLayout]:
+    """Draw the layouts of prefills and decodes whose pages differ in size: in the first space, and
+    in that of the window too, if there is one.
+    """
+    kinds, has_window = [*_KINDS[:3]], rng.random() < 0.4
+    sizes = _drawn_sizes(rng, PAGE_SIZE), _drawn_sizes(rng, WINDOW_PAGE_SIZE)
+    has_rows = rng.random() < 0.3
+    kinds += [*_WINDOW_KINDS[:2]] if has_window else []
+    kinds += [*_KINDS[4:]] if has_rows else []
+    layouts = [
+        build_layout(
+            kinds,
+            spaces=(
+                Space("pages", NUM_PAGES, pages),
+                *([Space("window", NUM_WINDOW_PAGES, window, WINDOW)] if has_window else []),
+                *([Space("rows", NUM_ROWS, 0)] if has_rows else []),
+            ),
+        )
+        for pages, window in zip(*sizes, strict=True)
+    ]
+    return layouts[0], layouts[1]
+
+
+def _drawn_sizes(rng: random.Random, page_size: int) -> tuple[int, int]:
+    large = page_size * rng.choice((2, 4) if page_size == PAGE_SIZE else (1, 2))
+    return (page_size, large) if rng.random() < 0.5 else (large, page_size)
 
 
 def host_counts(layout: PoolLayout, host: tuple[int, int]) -> Counts:

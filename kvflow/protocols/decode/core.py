@@ -166,7 +166,8 @@ class DecodeCore(Core):
         if kind is LinkKind.ACCEPTED:
             asked.received_at_s = now
             asked.address = asked.address or message.address
-            asked.served = message.served if asked.served is None else asked.served
+            if asked.served is None:
+                asked.served, asked.page_sizes = message.served, message.page_sizes
             self.ledger.note_known(asked, asked.fresh_from)
         self.feed_link(asked, kind, now, cause)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.protocols.arguments import pack_pages, pages_wanted, room_id
+from kvflow.protocols.arguments import pack_pages, pages_wanted, room_id, room_in_fine_pages
 from kvflow.protocols.commands import DecodeCommand, PeerKey, RoomBegun, SendToPrefill, VerifyChunk
 from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.links import DecodeIdentity, PrefillPeer
@@ -171,7 +171,8 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         in the order of the spaces.
 
         Raises: MisuseError before `Linked`, on a second call, or if the room needs another number
-        of places in some space. LayoutError if the places are in another order.
+        of places in some space. LayoutError if the places are in another order. CapacityError if
+        prefill's pages are smaller, and the room would have too many of them.
         """
         record = self.core.rooms.get(grant)
         if record is None:
@@ -186,6 +187,9 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
             )
         if len(layout.spaces) > 1:
             layout.check_order(pages)
+        if sizes := record.peers[0].page_sizes:
+            prompt = record.prompt
+            record.divide(room_in_fine_pages(layout, sizes, prompt.tokens, prompt.prefix_tokens))
         record.packed_pages = pack_pages(pages)
         record.lent, record.moving_at_s = True, now
         record.lease.counts = counts
@@ -469,7 +473,7 @@ def _on_chunk_done(
         record.checks.append(ChunkCheck(rank, message, core.verify, fits=spans is not None))
         if spans is not None:
             core.outbox.append(
-                VerifyChunk(record.grant, rank, message.seq, spans, peer.served or ())
+                VerifyChunk(record.grant, rank, message.seq, spans, peer.served or (), record.fine)
             )
     # The loan ends before the checksum is known: the writes are over even if the bytes differ.
     if message.last:

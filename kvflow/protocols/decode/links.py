@@ -16,12 +16,14 @@ from kvflow.protocols.commands import (
     StopWatch,
     WatchWriter,
 )
-from kvflow.protocols.errors import Cause, Code, LostError, PeerError
+from kvflow.protocols.errors import Cause, Code, LayoutError, LostError, PeerError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.machines.ledger import Ledger
 from kvflow.protocols.machines.link import TABLE, LinkCommand, LinkKind, LinkPhase
 from kvflow.protocols.pages.coverage import Served, uncovered
+from kvflow.protocols.pages.fine import in_pages_of
 from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.pages.spaces import Counts
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import (
@@ -70,6 +72,8 @@ class PrefillPeer:
     address: PlaneAddress | None = None  # the writer's address, known once prefill accepts
     unproven: frozenset[GrantId] = frozenset()  # grants that prefill's Goodbye names
     served: tuple[Served, ...] | None = None  # the parts of our pool that this rank writes
+    # The page sizes in which this rank counts its chunks, by space, if they are not ours.
+    page_sizes: Counts = ()
 
     def __post_init__(self) -> None:
         self.sent_at_s = self.tried_at_s = self.used_at_s = self.received_at_s
@@ -98,8 +102,8 @@ class DecodeLinks:
         self.coverage: dict[tuple[PrefillPeer, ...], str] = {}  # results of `check_coverage`
 
     def check_coverage(self, peers: tuple[PrefillPeer, ...]) -> str:
-        """Check that these linked ranks together send every byte of our pool exactly once (I8).
-        Returns the reason why they do not, or an empty string if they do.
+        """Check that these linked ranks together send every byte of our pool exactly once (I8), and
+        that they count pages in the same way. Returns the reason if not, or an empty string.
         """
         found = uncovered(self._identity.layout, [peer.served or () for peer in peers])
         if found:
@@ -107,6 +111,8 @@ class DecodeLinks:
                 f"what prefill {peers[0].info.control} sends is not decode's pool, each byte once: "
                 f"{found}"
             )
+        elif len({peer.page_sizes for peer in peers}) > 1:
+            found = f"the ranks of prefill {peers[0].info.control} have pages of different sizes"
         self.coverage[peers] = found
         return found
 
@@ -217,6 +223,11 @@ class DecodeLinks:
         # newer bound yet, and might begin a grant below it.
         if message.fresh_from < peer.fresh_from:
             return None, None
+        try:
+            if message.page_sizes:
+                in_pages_of(self._identity.layout, message.page_sizes)
+        except LayoutError as error:
+            return LinkKind.REFUSED, Cause(Code.PROTOCOL_ERROR, f"{at} counts {error}")
         return LinkKind.ACCEPTED, None
 
     def due_at_s(self, peer: PrefillPeer) -> float:

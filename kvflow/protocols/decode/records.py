@@ -11,6 +11,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machinery import Story
 from kvflow.protocols.machines.decode_room import DecodePhase, DecodeRoomState, opened
 from kvflow.protocols.machines.ledger import Lease
+from kvflow.protocols.pages.fine import FinePages
 from kvflow.protocols.pages.spaces import Counts, Span, counts_fit, counts_sum, spans_at
 from kvflow.protocols.ports import RoomEnding
 from kvflow.protocols.wire.messages import ChunkDone, GrantId, RoomId
@@ -77,7 +78,7 @@ class DecodeRoomRecord:
     lease: Lease[PrefillPeer]
     peers: tuple[PrefillPeer, ...]
     prompt: Prompt
-    counts: Counts  # places of each space to fill
+    counts: Counts  # places of each space of our pool to fill
     deadline_at_s: float
     opened_at_s: float
     # Decode asks prefill again after this long without progress. The interval grows while the room
@@ -93,6 +94,7 @@ class DecodeRoomRecord:
     packed_pages: bytes = b""
     linked: bool = False  # True once `Linked` was issued
     lent: bool = False  # True once the shell lent the room's pages
+    fine: FinePages | None = None  # the fine pages of our places, if prefill's have another size
     begun: int = 0  # one bit per rank that has a place for the whole prompt
     ready_at_s: float | None = None
     moving_at_s: float | None = None
@@ -110,6 +112,10 @@ class DecodeRoomRecord:
         # The machine's state includes the number of places, so the machine starts again.
         self.prompt = msgspec.structs.replace(self.prompt, prefix_tokens=prefix_tokens)
         self.counts, self.state = counts, opened(counts, len(self.peers))
+
+    def divide(self, fine: FinePages) -> None:
+        """Count chunks in fine pages. Call this before anything is lent."""
+        self.fine, self.state = fine, opened(fine.counts, len(self.peers))
 
     @property
     def num_pages(self) -> int:
@@ -145,15 +151,16 @@ class DecodeRoomRecord:
         )
 
     def spans_of(self, rank: int, counts: Counts) -> tuple[Span, ...] | None:
-        """Return where the next chunk of `rank`, with `counts` places, lies in the room's list.
-        Returns None if it does not fit there, or follows one that does not.
+        """Return where the next chunk of `rank`, with `counts` places, lies in the room's list, or
+        in that of its fine pages. Returns None if it does not fit there, or follows one that does
+        not.
         """
-        done = self.state.filled[rank]
+        done, whole = self.state.filled[rank], self.state.pages
         for check in self.checks:
             if check.rank == rank:
                 if not check.fits:
                     return None
                 done = counts_sum(done, check.message.pages)
-        if len(counts) != len(done) or not counts_fit(counts_sum(done, counts), self.counts):
+        if len(counts) != len(done) or not counts_fit(counts_sum(done, counts), whole):
             return None
-        return tuple(spans_at(self.counts, done, counts))
+        return tuple(spans_at(whole, done, counts))

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvflow.protocols.pages.components import Component
 from kvflow.protocols.pages.coverage import overlaps
+from kvflow.protocols.pages.fine import in_common_pages, splits_of
 from kvflow.protocols.pages.layout import MAX_COMPONENTS, PoolLayout, resized
 from kvflow.protocols.pages.plan import Pairing
 
@@ -36,9 +37,10 @@ class Blocks(NamedTuple):
 
 def blocks_between(source: PoolLayout, target: PoolLayout) -> Blocks:
     """Describe the blocks of a write from `source` to `target`. Raises: LayoutError."""
-    pairing = Pairing(source, target, partly=True)
+    pairing = Pairing(*in_common_pages(source, target), partly=True)
     space = next((i for i, size in enumerate(pairing.place_bytes) if size), 0)
-    ours, theirs = (np.array([side.bases[space]], np.int32) for side in (source, target))
+    sides = (pairing.source, pairing.target)
+    ours, theirs = (np.array([side.bases[space]], np.int32) for side in sides)
     sizes = pairing.blocks(ours, theirs, max_block_bytes=1 << 62).sizes
     return Blocks(int(sizes.mean()) if sizes.size else 0, pairing.in_slices)
 
@@ -65,7 +67,8 @@ def from_shards(layout: PoolLayout, shards: int) -> Blocks:
 
 def as_in(target: PoolLayout, source: PoolLayout) -> PoolLayout:
     """Return a page-first version of `source` that is cut and sorted like `target`. Parts that are
-    adjacent in `target` are adjacent in the result too.
+    adjacent in `target` are adjacent in the result too. Its pages are those of `source`, also if
+    these are fine pages (see `fine`): they are then no parts of larger pages any more.
     """
     bounds: dict[str, set[int]] = {}
     places: dict[tuple[str, int], tuple[int, int]] = {}
@@ -109,7 +112,13 @@ def _rearranged(layout: PoolLayout, cut: _Cut, order: Callable[[Component], Any]
     placed = resized(sized, layout.counts).components
     at = {b.space: i for i, b in enumerate(layout.buffers)}
     components = tuple(msgspec.structs.replace(c, buffer=at[c.space]) for c in placed)
-    return msgspec.structs.replace(layout, components=components)
+    # In the new order a fine page is one stretch of memory, like any page.
+    splits = splits_of(layout)
+    buffers = tuple(
+        msgspec.structs.replace(b, page_bytes=b.page_bytes // splits[b.space])
+        for b in layout.buffers
+    )
+    return PoolLayout(layout.spaces, components, buffers, layout.tag, layout.fingerprint)
 
 
 def _pieces(c: Component, bounds: Iterable[int]) -> Iterator[Component]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kvflow.protocols.pages.components import Component, by_name
 from kvflow.protocols.pages.coverage import Spans, first_few, spans_of, within, without
+from kvflow.protocols.pages.fine import undividable
 from kvflow.protocols.pages.kinds import SLOT
 from kvflow.protocols.pages.layout import PoolLayout, unit_named
 
@@ -25,7 +26,8 @@ def differences(
 
     `sides` gives the names of the two pools in the text. With `partly`, the target may have entries
     that the source lacks, because other ranks send them. If `only` is given, no other entries are
-    compared.
+    compared. Pools whose pages have different sizes differ: describe them in the same pages first
+    (`fine.in_common_pages`).
     """
     found: list[str] = []
     if source.fingerprint != target.fingerprint:
@@ -50,9 +52,12 @@ def _space_differences(source: PoolLayout, target: PoolLayout, sides: Sides) -> 
         return
     for i, (mine, other) in enumerate(zip(source.spaces, target.spaces, strict=True)):
         named = f"{mine.name}: " if i else ""
-        for field in ("page_size", "window"):
-            if (a := getattr(mine, field)) != (b := getattr(other, field)):
-                yield _differ(named + field, a, b, sides)
+        if (a := mine.page_size) != (b := other.page_size):
+            larger = source if a > b else target
+            why = undividable(larger, i, min(a, b)) if mine.in_rows == other.in_rows else ""
+            yield _differ(f"{named}page_size", a, b, sides) + (f" ({why})" if why else "")
+        if mine.window != other.window:
+            yield _differ(f"{named}window", mine.window, other.window, sides)
 
 
 def _typed_differences(

@@ -240,7 +240,14 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """Return how many pages of the first space `tokens` tokens need, less those of the first
         `prefix_tokens`.
         """
-        return -(-tokens // self.page_size) - -(-prefix_tokens // self.page_size)
+        return -(-tokens // self.page_size) - self.first_page(tokens, prefix_tokens)
+
+    def first_page(self, tokens: int, prefix_tokens: int = 0) -> int:
+        """Return the number of pages of the first space before the first one that a room sends:
+        `prefix_tokens` of the prompt are at decode. That page may begin inside the prefix, if the
+        pages of decode are smaller.
+        """
+        return self.spaces[0].first(tokens, prefix_tokens)
 
     def spaces_at(self, indices: PageIndices) -> NDArray[np.intp]:
         """Return the index of the space of each place of a list."""
@@ -450,7 +457,7 @@ def resized(layout: PoolLayout, counts: Counts) -> PoolLayout:
         msgspec.structs.replace(space, count=max(1, count))
         for space, count in zip(layout.spaces, counts, strict=True)
     )
-    empty = msgspec.structs.replace(layout, spaces=spaces, components=(), buffers=())
+    empty = PoolLayout(spaces, (), (), layout.tag, layout.fingerprint)
     return _placed(unplaced, "page_first", empty)
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.coverage import Spans, overlaps
 from kvflow.protocols.pages.differences import Sides, differences
+from kvflow.protocols.pages.fine import splits_of
 from kvflow.protocols.pages.kinds import unit_bytes
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
@@ -36,6 +37,9 @@ class _Segments(NamedTuple):
     """The stretches of a place of one space to copy, as int64 arrays [segments]. A stride is the
     distance in bytes from one place to the next. A stretch that repeats within a page, such as some
     of the heads of each slot, is one segment per repetition.
+
+    If a side is described in fine pages (see `fine`), a stride is the distance between places of
+    that side, each divided into `split` fine pages that are a step apart.
     """
 
     source_base: Addresses
@@ -45,6 +49,10 @@ class _Segments(NamedTuple):
     size: Addresses
     target_buffer: Addresses
     in_slices: bool
+    source_split: int = 1
+    source_step: Addresses | None = None
+    target_split: int = 1
+    target_step: Addresses | None = None
 
 
 class Pairing:
@@ -149,6 +157,8 @@ def _blocks(
     """
     source, target = source_list.astype(np.int64), target_list.astype(np.int64)
     target_base = s.target_base if moved is None else s.target_base + moved[s.target_buffer]
+    if s.source_step is not None:
+        return _fine_blocks(s, source, target, target_base)
     lengths = np.ones(source.size, dtype=np.int64)
     # Adjacent pages can be one block only where a segment is a whole page on both sides.
     if source.size > 1 and ((s.size == s.source_stride) & (s.size == s.target_stride)).all():
@@ -161,12 +171,44 @@ def _blocks(
     return Blocks(sources, targets, sizes)
 
 
+def _fine_blocks(
+    s: _Segments, source: Addresses, target: Addresses, target_base: Addresses
+) -> Blocks:
+    """Plan the blocks of fine pages."""
+    assert s.source_step is not None and s.target_step is not None
+    sides = (
+        (source, s.source_split, s.source_step, s.source_stride),
+        (target, s.target_split, s.target_step, s.target_stride),
+    )
+    # Adjacent fine pages can be one block only where each segment of one is followed by that of the
+    # next, on both sides.
+    new = np.ones(source.size, dtype=np.bool_)
+    if all((s.size == step).all() for _, _, step, _ in sides):
+        new[1:] = False
+        for pages, split, step, stride in sides:
+            new[1:] |= np.diff(pages) != 1
+            if (stride != split * step).any():
+                new |= pages % split == 0
+    starts = np.flatnonzero(new)
+    lengths = np.diff(np.r_[starts, source.size])
+    at = [
+        (pages[starts] // split)[:, None] * stride + (pages[starts] % split)[:, None] * step
+        for pages, split, step, stride in sides
+    ]
+    sizes = lengths[:, None] * s.size
+    return Blocks((at[0] + s.source_base).ravel(), (at[1] + target_base).ravel(), sizes.ravel())
+
+
 def _addresses(layout: PoolLayout) -> Addresses:
     return np.array([b.address for b in layout.buffers], dtype=np.int64)
 
 
 class _Stretch(NamedTuple):
-    """Bytes to copy in every place, repeated `repeats` times at equal steps."""
+    """Bytes to copy in every place, repeated `repeats` times at equal steps.
+
+    The last two fields are the sizes of the two components in a fine page: the distances between
+    fine pages of one place.
+    """
 
     source_buffer: int
     source_offset: int
@@ -176,6 +218,8 @@ class _Stretch(NamedTuple):
     repeats: int = 1
     source_step: int = 0
     target_step: int = 0
+    source_fine: int = 0
+    target_fine: int = 0
 
     def followed_by(self, other: _Stretch) -> bool:
         """Return True if `other` continues this stretch on both sides, so that they can merge."""
@@ -189,13 +233,15 @@ def _stretches(
 ) -> list[_Stretch]:
     """Return the stretches to copy, merged where they are adjacent on both sides."""
     found: list[_Stretch] = []
+    # Components of a divided place lie apart, because each has all fine pages of its own.
+    apart = splits_of(source)[space] > 1 or splits_of(target)[space] > 1
     if source.tag:
         every = _opaque_stretches(source, target, space)
     else:
         every = _typed_stretches(source, target, only, space)
     # Sorting puts stretches that can be merged next to each other.
     for stretch in sorted(every):
-        if found and found[-1].followed_by(stretch):
+        if found and not apart and found[-1].followed_by(stretch):
             found[-1] = found[-1]._replace(size=found[-1].size + stretch.size)
         else:
             found.append(stretch)
@@ -225,6 +271,8 @@ def _typed_stretches(
             size,
             repeats,
             *(steps if repeats > 1 else (0, 0)),
+            c.size_bytes,
+            o.size_bytes,
         )
 
 
@@ -258,6 +306,8 @@ def _segments(source: PoolLayout, target: PoolLayout, only: Spans | None, space:
         repeats,
         source_step,
         target_step,
+        source_fine,
+        target_fine,
     ) = found.T
     # Each repetition of a stretch becomes a segment: `of` is the index of its stretch, and `nth`
     # its number within that stretch.
@@ -267,7 +317,7 @@ def _segments(source: PoolLayout, target: PoolLayout, only: Spans | None, space:
         np.array([b.page_bytes for b in layout.buffers], dtype=np.int64)
         for layout in (source, target)
     )
-    return _Segments(
+    segments = _Segments(
         (_addresses(source)[source_buffer] + source_offset)[of] + nth * source_step[of],
         source_strides[source_buffer][of],
         (_addresses(target)[target_buffer] + target_offset)[of] + nth * target_step[of],
@@ -275,6 +325,22 @@ def _segments(source: PoolLayout, target: PoolLayout, only: Spans | None, space:
         size[of],
         target_buffer[of],
         bool((repeats > 1).any()),
+    )
+    splits = splits_of(source)[space], splits_of(target)[space]
+    if splits == (1, 1):
+        return segments
+    ours, theirs = (
+        stride[buffer] if split == 1 else step
+        for split, stride, buffer, step in (
+            (splits[0], source_strides, source_buffer, source_fine),
+            (splits[1], target_strides, target_buffer, target_fine),
+        )
+    )
+    return segments._replace(
+        source_split=splits[0],
+        source_step=ours[of],
+        target_split=splits[1],
+        target_step=theirs[of],
     )
 
 

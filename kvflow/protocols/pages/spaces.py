@@ -66,15 +66,25 @@ class Space(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return PAGE if self.page_size else ROW
 
     def wanted(self, tokens: int, prefix_tokens: int = 0) -> int:
-        """Return how many places a prompt of `tokens` tokens fills, if the pages of its first
-        `prefix_tokens` tokens are filled already. The row is always filled anew.
+        """Return how many places a prompt of `tokens` tokens fills, if its first `prefix_tokens`
+        tokens are there already. The row is always filled anew.
         """
         if not self.page_size:
             return 1
-        first = -(-prefix_tokens // self.page_size)
-        if self.window:
-            first = max(first, (tokens - self.window) // self.page_size)
-        return -(-tokens // self.page_size) - first
+        return -(-tokens // self.page_size) - self.first(tokens, prefix_tokens)
+
+    def first(self, tokens: int, prefix_tokens: int = 0) -> int:
+        """Return the number of pages of a prompt before the first one that is filled, 0 for rows.
+
+        That page may begin inside the prefix: where the other side of a room has smaller pages, a
+        prefix is a whole number of those.
+        """
+        if not self.page_size:
+            return 0
+        if prefix_tokens >= tokens:
+            return -(-tokens // self.page_size)
+        first = prefix_tokens // self.page_size
+        return max(first, (tokens - self.window) // self.page_size) if self.window else first
 
 
 def check_spaces(spaces: tuple[Space, ...]) -> None:

@@ -33,11 +33,12 @@ from kvflow.protocols.machines.prefill_room import (
     step,
 )
 from kvflow.protocols.machines.rendezvous import Announcement, Rendezvous, Side
+from kvflow.protocols.pages.fine import FinePages
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.pages.spaces import Counts, counts_fit, counts_sum, spans_at, taken
 from kvflow.protocols.ports import Observer, WriteOutcome
 from kvflow.protocols.prefill.peers import WITHDRAWN, DecodePeer, PrefillIdentity, PrefillPeers
-from kvflow.protocols.prefill.records import Chunk, PrefillRoomRecord, pinned_places
+from kvflow.protocols.prefill.records import Chunk, PrefillRoomRecord, fine_write, pinned_places
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import GrantId, RoomId
@@ -112,11 +113,12 @@ class PrefillCore(PrefillPeers):
         message: wire.Bootstrap,
         pages: PageIndices,
         wanted: Counts,
+        fine: FinePages | None,
         now: float,
     ) -> None:
-        """Record decode's half of a room, which offers `pages`, `wanted` of each space."""
+        """Record decode's half of a room, as `offered_places` returned it."""
         record.target_pages, record.prefix_tokens = pages, message.prefix_tokens
-        record.wanted, record.placed = wanted, (0,) * len(wanted)
+        record.wanted, record.placed, record.fine = wanted, (0,) * len(wanted), fine
         record.bootstrap = (message.prompt_tokens, message.prompt_digest)
         assert record.peer is not None
         record.peer.grants.announcements.discard(record.grant)
@@ -254,8 +256,13 @@ class PrefillCore(PrefillPeers):
 
 def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
     chunk = record.chunks[-1]
+    assert record.peer is not None
     if record.moving_at_s is None:
         record.moving_at_s = now
+    core.writes[chunk.write] = (record, chunk)
+    if record.fine is not None:
+        core.outbox.append(fine_write(core.identity.layout, record, record.peer.incarnation))
+        return
     if len(chunk.counts) == 1:
         # Most pools have one space, in which the next places are one slice.
         first, end = record.placed[0], record.placed[0] + chunk.counts[0]
@@ -264,8 +271,6 @@ def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> No
         spans = spans_at(record.wanted, record.placed, chunk.counts)
         targets = taken(record.target_pages, spans)
         record.placed = counts_sum(record.placed, chunk.counts)
-    assert record.peer is not None
-    core.writes[chunk.write] = (record, chunk)
     core.outbox.append(
         StartWrite(chunk.write, record.serial, record.peer.incarnation, chunk.source_pages, targets)
     )
@@ -282,7 +287,7 @@ def _send_chunk_done(core: PrefillCore, record: PrefillRoomRecord, now: float) -
         source=me.incarnation,
         target=peer.incarnation,
         seq=chunk.seq,
-        pages=chunk.counts,
+        pages=chunk.fine or chunk.counts,
         last=chunk.last,
         handoff=chunk.handoff,
         checksum=chunk.checksum,
@@ -448,7 +453,7 @@ def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: fl
         return
     record = core.rooms.get(message.room)
     try:
-        pages, wanted = offered_places(core.identity.layout, peer.layout, message)
+        offered = offered_places(core.identity.layout, peer.layout, message, peer.page_sizes)
         cause = _unwelcome(core, message, record, now)
     except KvflowError as error:
         core.refuse_grant(peer, message.room, message.grant, error.cause())
@@ -461,7 +466,7 @@ def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: fl
             message.room, PrefillPhase.BOOTSTRAPPED, core.timing.rendezvous_s, now
         )
     core.bind(record, peer, message.grant)
-    core.offer(record, message, pages, wanted, now)
+    core.offer(record, message, *offered, now)
 
 
 def _refuse_pinned(
@@ -540,11 +545,11 @@ def _tell_room(
         core.feed_room(record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=message.cause), now)
     elif record.bootstrap is None and record.room == message.room:
         try:
-            pages, wanted = offered_places(core.identity.layout, peer.layout, message)
+            offered = offered_places(core.identity.layout, peer.layout, message, peer.page_sizes)
         except KvflowError as error:
             core.feed_room(record, PrefillEvent(PrefillKind.MISMATCHED, cause=error.cause()), now)
         else:
-            core.offer(record, message, pages, wanted, now)
+            core.offer(record, message, *offered, now)
 
 
 def _resend_all(

@@ -24,7 +24,9 @@ from kvflow.protocols.machines.ledger import Ledger
 from kvflow.protocols.machines.peer import TABLE, PeerCommand, PeerKind, PeerPhase
 from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.pages.differences import differences
+from kvflow.protocols.pages.fine import in_common_pages
 from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.pages.spaces import Counts
 from kvflow.protocols.ports import Observer, PlaneAddress
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import encode, routing_id
@@ -66,6 +68,7 @@ class DecodePeer:
             "grants",
             "incarnation",
             "layout",
+            "page_sizes",
             "phase",
             "received_at_s",
             "routing_id",
@@ -89,6 +92,9 @@ class DecodePeer:
         self.incarnation = message.target
         self.routing_id = routing_id(message.target)
         self.layout = message.layout
+        # The page sizes in which chunks for this decode are counted, by space, if the two pools
+        # have pages of different sizes; otherwise empty. See `mismatch`.
+        self.page_sizes: Counts = ()
         self.address = msgspec.structs.replace(message.address, owner=message.target)
         self.sender_address = sender_address
         self.phase = PeerPhase.OPENING
@@ -122,7 +128,7 @@ class DecodePeer:
 
     def mismatch(self, identity: PrefillIdentity) -> str:
         """Return the reason why pages cannot move from our pool into this peer's pool, or an empty
-        string if they can.
+        string if they can. Then `page_sizes` is known too.
         """
         if self.address.backend != identity.address.backend:
             return (
@@ -131,12 +137,15 @@ class DecodePeer:
             )
         try:
             self.layout.check()
+            ours, theirs = in_common_pages(identity.layout, self.layout)
             # This rank may have only some of the entries of decode's pool. Decode checks that all
             # ranks together have them all.
-            if found := differences(identity.layout, self.layout, partly=True):
+            if found := differences(ours, theirs, partly=True):
                 raise LayoutError("; ".join(found))
         except KvflowError as error:
             return str(error)
+        if ours is not identity.layout or theirs is not self.layout:
+            self.page_sizes = tuple(space.page_size for space in theirs.spaces)
         return ""
 
 
@@ -236,7 +245,12 @@ class PrefillPeers(Core):
         )
 
     def answer_register(
-        self, target: Incarnation, asked: Incarnation, refusal: str, fresh_from: GrantId = _NO_GRANT
+        self,
+        target: Incarnation,
+        asked: Incarnation,
+        refusal: str,
+        fresh_from: GrantId = _NO_GRANT,
+        page_sizes: Counts = (),
     ) -> None:
         """Accept decode `target`, or refuse it if `refusal` is not empty. `asked` is the
         incarnation to which decode addressed its message.
@@ -251,6 +265,7 @@ class PrefillPeers(Core):
             asked=asked,
             fresh_from=fresh_from,
             served=() if refusal else self._served,
+            page_sizes=page_sizes,
         )
         self.outbox.append(SendToDecode(routing_id(target), encode(answer)))
 
@@ -409,7 +424,11 @@ class PrefillPeers(Core):
 
 def _accept(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> None:
     core.answer_register(
-        peer.incarnation, core.identity.incarnation, core.unavailable_reason, peer.fresh_from
+        peer.incarnation,
+        core.identity.incarnation,
+        core.unavailable_reason,
+        peer.fresh_from,
+        peer.page_sizes,
     )
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvflow.protocols.commands import StartWrite
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machinery import Story
 from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillPhase, PrefillRoomState
-from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
-from kvflow.protocols.pages.spaces import Counts, counts_sum
+from kvflow.protocols.pages.fine import FinePages
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, PoolLayout
+from kvflow.protocols.pages.spaces import Counts, counts_less, counts_sum, spans_at, taken
 from kvflow.protocols.ports import RoomEnding, WriteOutcome
 from kvflow.protocols.prefill.peers import DecodePeer
-from kvflow.protocols.wire.messages import GrantId, Message, RoomId
+from kvflow.protocols.wire.messages import GrantId, Incarnation, Message, RoomId
 
 NO_GRANT = GrantId(0)
 
@@ -27,6 +29,8 @@ class Chunk:
     counts: Counts  # places of each space
     last: bool
     handoff: bytes
+    # Fine pages of each space, if decode's pages have another size; otherwise empty.
+    fine: Counts = ()
     outcome: WriteOutcome | None = None
     checksum: bytes = b""
     error: str = ""
@@ -67,9 +71,11 @@ class PrefillRoomRecord:
     peer: DecodePeer | None = None
     grant: GrantId = NO_GRANT
     prefix_tokens: int = 0
+    # The places of decode's pool or, if its pages have another size, their fine pages.
     target_pages: PageIndices = field(default_factory=lambda: NO_PLACES)
-    wanted: Counts = ()  # places of each space that decode offers
-    placed: Counts = ()  # those that chunks fill so far
+    wanted: Counts = ()  # places of our pool, by space, that fill what decode offers
+    placed: Counts = ()  # those that chunks have so far
+    fine: FinePages | None = None  # the fine pages of our places, if decode's have another size
     # This is a list although chunks leave at the front, because there are few and a deque is slow
     # to create.
     chunks: list[Chunk] = field(default_factory=list)
@@ -118,6 +124,21 @@ class PrefillRoomRecord:
     def half(self) -> bool:
         """True while only one half of the room has arrived."""
         return self.prompt is None or self.bootstrap is None
+
+
+def fine_write(layout: PoolLayout, record: PrefillRoomRecord, target: Incarnation) -> StartWrite:
+    """Return the write of a room's newest chunk onto pages of another size. `layout` is that of our
+    pool. A chunk may fill a part of a target page, and later chunks fill the rest.
+    """
+    chunk, fine = record.chunks[-1], record.fine
+    assert fine is not None
+    done = fine.done_after(record.placed)
+    sources = fine.of(layout, chunk.source_pages, record.placed)
+    record.placed = counts_sum(record.placed, chunk.counts)
+    chunk.fine = counts_less(fine.done_after(record.placed), done)
+    targets = taken(record.target_pages, spans_at(fine.counts, done, chunk.fine))
+    where = (sources, targets, fine.page_sizes, chunk.source_pages)
+    return StartWrite(chunk.write, record.serial, target, *where)
 
 
 def pinned_places(

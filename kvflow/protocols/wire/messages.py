@@ -92,7 +92,9 @@ class Registered(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     Decode may know two incarnations at one address, and must not take the answer about one for an
     answer about the other. `fresh_from` repeats that field of the newest Register that prefill
     received. Only an answer with decode's latest `fresh_from` brings a silent link up. `served` is
-    the part of decode's pool that this rank sends; it is empty in a refusal.
+    the part of decode's pool that this rank sends; it is empty in a refusal. If the two pools have
+    pages of different sizes, `page_sizes` has the smaller size of each space (0 for rows): this
+    rank counts the pages of its chunks in pages of these sizes.
     """
 
     source: Life
@@ -104,6 +106,7 @@ class Registered(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     asked: Annotated[Incarnation, Meta(ge=0)] = Incarnation(0)
     fresh_from: GrantBound = GrantId(0)
     served: Annotated[tuple[Served, ...], Meta(max_length=MAX_COMPONENTS)] = ()
+    page_sizes: Annotated[tuple[Count, ...], Meta(max_length=MAX_SPACES)] = ()
 
 
 class Announce(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=10):
@@ -136,7 +139,7 @@ class Bootstrap(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
 
 class ChunkDone(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=4):
     """prefill -> decode: every write of chunk `seq` landed, and filled `pages` places of each
-    space.
+    space, in pages of the sizes that `Registered.page_sizes` names.
 
     `last` proves that the rank writes no more for this grant. `checksum` is the checksum of the
     source pages (see `ports.Checksums`). It is empty if transfers are not verified.

@@ -28,6 +28,7 @@ from collections import deque
 from enum import Enum
 
 from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.pages.fine import in_common_pages
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.transports.data.route import BlockQueue, Planner
@@ -126,7 +127,8 @@ class FakePlane:
         if address.backend != self.name or peer is None or peer._dead.is_set():
             raise TransferError(f"no fake plane answers at {address.locator!r}")
         layout.check()
-        block_bytes = next(filter(None, self._layout.place_bytes), 1)
+        ours, _ = in_common_pages(self._layout, layout)
+        block_bytes = next(filter(None, ours.place_bytes), 1)
         return FakeRoute(self, peer, Planner(self._layout, layout, max_block_bytes=block_bytes))
 
     async def fence(self, writer: PlaneAddress) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvflow.memory.copies import are_small
 from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.pages.fine import in_common_pages
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.pages.plan import Addresses, Blocks, Pairing
 from kvflow.protocols.ports import WriteOutcome
@@ -43,26 +44,29 @@ class Planner:
         max_block_bytes: int,
         target_bases: Addresses | None = None,
     ) -> None:
-        """`target` may also have parts of other ranks, which `source` lacks.
+        """`target` may also have parts of other ranks, which `source` lacks. If the pools have
+        pages of different sizes, all lists number fine pages (see `pages.fine`).
 
         Raises: LayoutError when the pools do not fit.
         """
-        self._pairing = Pairing(source, target, partly=True)
+        ours, theirs = in_common_pages(source, target)
+        self._pairing = Pairing(ours, theirs, partly=True)
         self._max_block_bytes, self._target_bases = max_block_bytes, target_bases
         self.page_bytes, self.place_bytes = self._pairing.page_bytes, self._pairing.place_bytes
         """Bytes written per page of the first space, and per place of each space."""
-        self._source, self._target = source, target
-        self._source_pages, self._target_pages = source.num_pages, target.num_pages
+        self._whole_target, self._source, self._target = target, ours, theirs
+        self._source_pages, self._target_pages = ours.num_pages, theirs.num_pages
         self._one_space = len(source.spaces) == 1
+        self._in_fine_pages = ours is not source or theirs is not target
         # For a tiny write, numpy costs more than the write itself, so places with few blocks are
-        # planned in plain ints.
+        # planned in plain ints. Fine pages have no steps: their distances differ.
         self._steps = [self._steps_of(space) for space in range(len(source.spaces))]
 
     def from_source(self, source: PoolLayout) -> Planner:
         """Return a planner like this one for another layout of the source."""
         return Planner(
             source,
-            self._target,
+            self._whole_target,
             max_block_bytes=self._max_block_bytes,
             target_bases=self._target_bases,
         )
@@ -113,6 +117,8 @@ class Planner:
 
         Returns None for no block, and for more than `FEW_BLOCKS`.
         """
+        if self._in_fine_pages:
+            return self._few_fine_blocks(source_pages, target_pages)
         if self._one_space:
             count = source_pages.size * len(self._steps[0])
             parts = [(self._steps[0], source_pages, target_pages)]
@@ -132,6 +138,16 @@ class Planner:
                     targets.append(target + target_step * target_page)
                     sizes.append(size)
         return BlockList(sources, targets, sizes)
+
+    def _few_fine_blocks(
+        self, source_pages: PageIndices, target_pages: PageIndices
+    ) -> BlockList | None:
+        if not 0 < source_pages.size <= FEW_BLOCKS:
+            return None
+        found = self.blocks(source_pages, target_pages)
+        if not 0 < found[2].size <= FEW_BLOCKS:
+            return None
+        return BlockList(*(column.tolist() for column in found))
 
     def blocks(
         self, source_pages: PageIndices, target_pages: PageIndices

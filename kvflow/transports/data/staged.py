@@ -28,6 +28,7 @@ from kvflow.aio import Threads, run_to_end
 from kvflow.memory.staging import SLICE_BYTES, Staging
 from kvflow.protocols.errors import CapacityError, LayoutError, TransferError
 from kvflow.protocols.pages.arrange import as_in, blocks_between
+from kvflow.protocols.pages.fine import common_sizes, in_common_pages
 from kvflow.protocols.pages.layout import Counts, PageIndices, PoolLayout
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import DataPlane, PlaneAddress, WriteOutcome
@@ -80,7 +81,7 @@ class StagedPlane:
                 raise LayoutError(f"plane {self.name!r} cannot write from staging")
             ours = self._staging.pool.layout.served
             planner = Planner(ours, layout, max_block_bytes=SLICE_BYTES)
-            out = self._gather(inner, layout)
+            out = self._gather(inner, layout) or self._out_for(layout)
             route = StagedRoute(
                 inner, planner, self._staging, self._copying.executor, self._routes, out
             )
@@ -90,13 +91,19 @@ class StagedPlane:
         self._routes.add(route)
         return route
 
+    def _out_for(self, target: PoolLayout) -> Pairing:
+        """Return the plan for copies into the staging, in the pages in which writes are planned."""
+        staging = self._staging
+        sizes, _ = common_sizes(staging.host.layout.served, target)
+        return staging.out_in(sizes)
+
     def _gather(self, inner: PlannedRoute, target: PoolLayout) -> Pairing | None:
         """Set up `inner` to write tiny slices in larger blocks.
 
         Return the `Pairing` that copies slices from the pool in the order of these blocks; None if
         the slices are not tiny, or gathering makes no larger blocks.
         """
-        host = self._staging.host.layout.served
+        host, _ = in_common_pages(self._staging.host.layout.served, target)
         if not are_tiny(self.name, before := blocks_between(host, target)):
             return None
         gathered = as_in(target, host)
@@ -112,7 +119,8 @@ class StagedPlane:
             after.mean_bytes,
         )
         inner.planner = inner.planner.from_source(gathered)
-        return Pairing(self._staging.pool.layout.served, gathered, ("pool", "staging"))
+        own, _ = in_common_pages(self._staging.pool.layout.served, target)
+        return Pairing(own, gathered, ("pool", "staging"))
 
     async def fence(self, writer: PlaneAddress) -> None:
         await self.inner.fence(writer)
@@ -150,12 +158,14 @@ class StagedRoute(PlannedRoute):
         staging: Staging,
         copying: Executor,
         siblings: set[StagedRoute],
-        out: Pairing | None,
+        out: Pairing,
     ) -> None:
-        """`out` pairs the pool with the staging if slices are gathered; otherwise it is None."""
+        """`out` plans the copies from the pool into the staging. Both sides of it are described in
+        the pages in which writes are planned.
+        """
         super().__init__(inner.thread, planner, siblings)
         self.inner, self.staging, self.copying, self._out = inner, staging, copying, out
-        layout = staging.host.layout
+        layout = self._layout = out.target
         # A room has one row.
         self.slice_counts: Counts = tuple(
             1
@@ -164,14 +174,31 @@ class StagedRoute(PlannedRoute):
             for space, size in zip(layout.spaces, layout.place_bytes, strict=True)
         )
         """The most places of one slice, by space. A slice has places of one space only."""
-        self._owned = self._take(layout)
-        self.places = list(layout.split(self._owned))
+        self._owned = self._take(staging.host.layout)
+        self.places = [
+            (own[:, None] * split + np.arange(split, dtype=np.int32)).ravel()
+            for own, split in zip(
+                staging.host.layout.split(self._owned), self._splits(), strict=True
+            )
+        ]
+
+    def _splits(self) -> Counts:
+        """Return how many of the pages in which writes are planned are in a place of the staging,
+        by space.
+        """
+        both = zip(self._layout.counts, self.staging.host.layout.counts, strict=True)
+        return tuple(fine // whole for fine, whole in both)
 
     def _take(self, layout: PoolLayout) -> PageIndices:
         # Every room needs a row, so a small staging must have rows for several routes.
         counts = tuple(
-            min(_SLICES * most, max(1, space.count // _ROUTES) if space.in_rows else space.count)
-            for space, most in zip(layout.spaces, self.slice_counts, strict=True)
+            min(
+                -(-_SLICES * most // split),
+                max(1, space.count // _ROUTES) if space.in_rows else space.count,
+            )
+            for space, most, split in zip(
+                layout.spaces, self.slice_counts, self._splits(), strict=True
+            )
         )
         try:
             return self.staging.host.places.take_room(counts, self)
@@ -189,7 +216,7 @@ class StagedRoute(PlannedRoute):
 
         Returns None if too little staging is free.
         """
-        layout = self.staging.pool.layout
+        layout = self._out.source
         space = int(layout.spaces_at(places[:1])[0])
         found, free = places[: self.slice_counts[space]], self.places[space]
         # The places of one space need not be the last of the list.
@@ -199,7 +226,7 @@ class StagedRoute(PlannedRoute):
         if found.size > free.size:
             return None
         self.places[space] = free[found.size :]
-        return found, free[: found.size] + np.int32(self.staging.host.layout.bases[space])
+        return found, free[: found.size] + np.int32(self._layout.bases[space])
 
     def copy_out(self, write: Assignment, places: PageIndices, staged: PageIndices) -> Future[bool]:
         """Start to copy places into their staging. The result is False if the write was cancelled.
@@ -211,7 +238,7 @@ class StagedRoute(PlannedRoute):
         )
 
     def give_back(self, staged: PageIndices) -> None:
-        more = self.staging.host.layout.split(staged)
+        more = self._layout.split(staged)
         both = zip(self.places, more, strict=True)
         self.places = [np.concatenate(indices, dtype=np.int32) for indices in both]
 

@@ -157,7 +157,7 @@ class StepFollower:
 
     def _send_computed(self, found: Followed) -> None:
         if found.request is not None and found.may_send:
-            found.request.sent_pages = found.room.prefix_tokens // self.steps.layout.page_size
+            found.request.sent_pages = self._sent(found)
             self._send(found.request)
 
     # --- the first rank
@@ -444,8 +444,12 @@ class StepFollower:
             namespace=found.namespace,
         )
         if found.may_send:
-            request.sent_pages = found.room.prefix_tokens // sequence.page_size
+            request.sent_pages = self._sent(found)
         return request
+
+    def _sent(self, found: Followed) -> int:
+        """Return the number of pages of a prompt that decode has already."""
+        return self.steps.layout.first_page(len(found.prompt), found.room.prefix_tokens)
 
     async def _woken(self) -> None:
         self._check_open()

@@ -218,7 +218,8 @@ class PrefillEngine(EngineLoop):
         """
         self._unmatched.discard(id(request))
         self._refuse_when_closing()
-        request.sent_pages = prefix // self._page_size
+        layout = self.steps.layout
+        request.sent_pages = layout.first_page(request.sequence.prompt_length, prefix)
         self._enqueue(request, into)
 
     def has_places(self, request: PrefillRequest) -> bool:
