@@ -140,7 +140,8 @@ def test_opaque_pools_fit_when_tag_page_size_and_bytes_agree() -> None:
         "page tag: prefill 'flash-attn HND', decode 'flash-attn NHD'"
     ]
     assert differences(whole, opaque({"blob": 1000}, page_size=8)) == [
-        "page_size: prefill 16, decode 8",
+        "page_size: prefill 16, decode 8 (only the engine knows where the tokens lie in a page "
+        "with a tag)",
         "bytes per page: prefill 1001, decode 1000",
     ]
     typed = build_layout([("blob", "uint8", (1,))], page_size=16, num_pages=10)

@@ -45,7 +45,7 @@ from tests.protocols.alone import (
     stopped,
 )
 
-SMALLER = build_layout([("k", "uint8", (8,))], page_size=2, num_pages=16)
+SMALLER = build_layout([("k", "uint8", (8,))], page_size=3, num_pages=16)
 
 
 def named_by(decode: wire.Incarnation) -> PlaneAddress:

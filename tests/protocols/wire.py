@@ -87,6 +87,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "handoff": st.binary(max_size=64),
     "last": st.booleans(),
     "layout": layouts,
+    "page_sizes": st.just(()) | place_counts,
     "pages": st.binary(max_size=64),
     "prefix_tokens": counts,
     "prompt_digest": st.binary(min_size=32, max_size=32),

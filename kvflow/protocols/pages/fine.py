@@ -103,7 +103,7 @@ def undividable(layout: PoolLayout, space: int, page_size: int) -> str:
     tokens, or an empty string if they can.
     """
     whole = layout.spaces[space]
-    if page_size < 1 or whole.page_size % page_size:
+    if page_size < 1 or whole.in_rows or whole.page_size % page_size:
         return "neither size is a multiple of the other"
     if layout.tag:
         return "only the engine knows where the tokens lie in a page with a tag"
@@ -112,7 +112,7 @@ def undividable(layout: PoolLayout, space: int, page_size: int) -> str:
     ) is not None:
         return f"{per_page.name} is one piece for each page, not one for each token"
     if (count := whole.count * (whole.page_size // page_size)) > MAX_PAGES:
-        return f"that makes {count} pages, and {MAX_PAGES} are the limit"
+        return f"{count} pages of {page_size} tokens, where {MAX_PAGES} are the limit"
     return ""
 
 
