@@ -138,8 +138,9 @@ class Staging:
 def _share(
     host: PoolLayout, pool: PoolLayout, served: tuple[Served, ...], page_sizes: Counts = ()
 ) -> Pairing:
-    sides = [in_pages_of(layout, page_sizes) if page_sizes else layout for layout in (host, pool)]
-    return Pairing(*sides, ("staging", "pool"), only=spans_served(served))
+    if page_sizes:
+        host, pool = in_pages_of(host, page_sizes), in_pages_of(pool, page_sizes)
+    return Pairing(host, pool, ("staging", "pool"), only=spans_served(served))
 
 
 def _fine(host: PoolLayout, pool: PoolLayout, page_sizes: Counts) -> tuple[Pairing, Pairing]:
@@ -169,7 +170,7 @@ class StagedArrivals(PageTasks):
         served: tuple[Served, ...] | None = None,
         page_sizes: Counts = (),
     ) -> PageTask:
-        work = functools.partial(self._bring, lent, pages, served, page_sizes)
+        work = functools.partial(self._bring, lent, pages, served, page_sizes=page_sizes)
         return self.start(work, len(pages), self._mapped_by)
 
     def _bring(
@@ -177,8 +178,8 @@ class StagedArrivals(PageTasks):
         lent: PageIndices,
         pages: PageIndices,
         served: tuple[Served, ...] | None,
-        page_sizes: Counts,
         cancelled: Callable[[], bool],
+        page_sizes: Counts = (),
     ) -> bytes:
         answer = _BROUGHT
         if self._verify:
@@ -217,7 +218,7 @@ class StagedChecksums(PageTasks):
         page_sizes: Counts = (),
     ) -> PageTask:
         """Sum the parts of `pages` that this prefill sends. `served` is ignored."""
-        work = functools.partial(self._sum, pages, page_sizes)
+        work = functools.partial(self._sum, pages, page_sizes=page_sizes)
         return self.start(work, len(pages), self._mapped_by)
 
     async def close(self) -> None:
@@ -230,7 +231,7 @@ class StagedChecksums(PageTasks):
                     scratch.close()
 
     def _sum(
-        self, pages: PageIndices, page_sizes: Counts, cancelled: Callable[[], bool]
+        self, pages: PageIndices, cancelled: Callable[[], bool], page_sizes: Counts = ()
     ) -> bytes:
         scratch = self._scratch.get()
         try:

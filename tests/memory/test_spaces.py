@@ -128,8 +128,8 @@ async def test_a_checksum_that_forgets_a_space_is_found(
         await sums.close()
         return found
 
-    def forgetful(layout: PoolLayout, memories: Any, space: int) -> Any:
-        return [] if space == lost else right(layout, memories, space)
+    def forgetful(layout: PoolLayout, memories: Any, space: int, split: int) -> Any:
+        return [] if space == lost else right(layout, memories, space, split)
 
     assert await tells_apart() == [True, True, True]
     monkeypatch.setattr(checksum, "_stretches", forgetful)

@@ -25,8 +25,10 @@ def splits_into(layout: PoolLayout, page_sizes: Counts) -> Counts:
     """Return the number of parts of a place in each space, if the two sides of a run have pages of
     different sizes: parts have `page_sizes` tokens. Returns an empty tuple if they have not.
     """
+    if not page_sizes:
+        return ()
     both = zip(layout.spaces, page_sizes, strict=True)
-    return tuple(space.page_size // size if size else 1 for space, size in both) if page_sizes else ()
+    return tuple(space.page_size // size if size else 1 for space, size in both)
 
 
 @cache
@@ -45,9 +47,7 @@ def tokens_of(
             size = space.page_size
             begin = first_token(space, tokens, prefix_tokens)
             for start in range(begin // size * size, tokens, size):
-                found.append(
-                    tuple((number, start + part * size // split) for part in range(split))
-                )
+                found.append(tuple((number, start + part * size // split) for part in range(split)))
     return tuple(found)
 
 

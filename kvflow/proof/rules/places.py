@@ -27,9 +27,7 @@ def spaces_of_places(counts: Counts) -> tuple[int, ...]:
 class Home:
     """Record of every place in one pool. It does not rely on the code under test."""
 
-    def __init__(
-        self, who: str, layout: PoolLayout, judge: Receiver, splits: Counts = ()
-    ) -> None:
+    def __init__(self, who: str, layout: PoolLayout, judge: Receiver, splits: Counts = ()) -> None:
         """If the pages of the other side have another size, writes name parts of places, and
         `splits` is the number of parts of a place in each space.
         """

@@ -107,10 +107,9 @@ def undividable(layout: PoolLayout, space: int, page_size: int) -> str:
         return "neither size is a multiple of the other"
     if layout.tag:
         return "only the engine knows where the tokens lie in a page with a tag"
-    if (
-        per_page := next((c for c in layout.components if c.space == space and c.unit == PAGE), None)
-    ) is not None:
-        return f"{per_page.name} is one piece for each page, not one for each token"
+    for c in layout.components:
+        if c.space == space and c.unit == PAGE:
+            return f"{c.name} is one piece for each page, not one for each token"
     if (count := whole.count * (whole.page_size // page_size)) > MAX_PAGES:
         return f"{count} pages of {page_size} tokens, where {MAX_PAGES} are the limit"
     return ""
@@ -134,7 +133,9 @@ class FinePages(msgspec.Struct, frozen=True, gc=False):
     skipped: Counts
     counts: Counts
 
-    def of(self, layout: PoolLayout, places: PageIndices, done: Counts | None = None) -> PageIndices:
+    def of(
+        self, layout: PoolLayout, places: PageIndices, done: Counts | None = None
+    ) -> PageIndices:
         """Return the fine pages of some places, as one list of a pool that is described in fine
         pages. `places` is a list of `layout`. It has the places of the room after the first `done`
         ones of each space, by default all.
@@ -146,7 +147,8 @@ class FinePages(msgspec.Struct, frozen=True, gc=False):
         )
         for space, (own, base) in enumerate(zip(layout.split(places), bases, strict=False)):
             split = self.splits[space]
-            every = (own[:, None] * split + np.arange(base, base + split, dtype=np.int32)).ravel()
+            own = own * np.int32(split) + np.int32(base)
+            every: PageIndices = (own[:, None] + np.arange(split, dtype=np.int32)).ravel()
             # The position of the first of them among the room's fine pages.
             at = (done[space] * split if done is not None else 0) - self.skipped[space]
             found.append(every[max(0, -at) : max(0, self.counts[space] - at)])

@@ -271,8 +271,8 @@ def _typed_stretches(
             size,
             repeats,
             *(steps if repeats > 1 else (0, 0)),
-            c.size_bytes,
-            o.size_bytes,
+            source_fine=c.size_bytes,
+            target_fine=o.size_bytes,
         )
 
 

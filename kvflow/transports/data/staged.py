@@ -175,8 +175,8 @@ class StagedRoute(PlannedRoute):
         )
         """The most places of one slice, by space. A slice has places of one space only."""
         self._owned = self._take(staging.host.layout)
-        self.places = [
-            (own[:, None] * split + np.arange(split, dtype=np.int32)).ravel()
+        self.places: list[PageIndices] = [
+            (own[:, None] * np.int32(split) + np.arange(split, dtype=np.int32)).ravel()
             for own, split in zip(
                 staging.host.layout.split(self._owned), self._splits(), strict=True
             )
