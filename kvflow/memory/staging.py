@@ -67,7 +67,7 @@ class Staging:
         fits = host_layout(whole, size_bytes) if 0 < size_bytes < whole.size_bytes else whole
         self.pool, self._copier = pool, copier_for(pool)
         self.host = PagedPool.allocate(by_shard(fits, shards) if shards > 1 else fits, shared)
-        self.out = Pairing(pool.layout, self.host.layout, ("pool", "staging"))
+        self._out = Pairing(pool.layout, self.host.layout, ("pool", "staging"))
         self._into = Pairing(self.host.layout, pool.layout, ("staging", "pool"))
         self._share = functools.lru_cache(SHARES)(
             functools.partial(_share, self.host.layout, pool.layout)
@@ -100,7 +100,7 @@ class Staging:
         arrays have the places of all spaces in one list (see `pages.spaces`). With `out`, the copy
         arranges the bytes in another order (`pages.arrange`). Raises: TransferError.
         """
-        return copy_listed(out or self.out, places, staged, SLICE_BYTES, self._copier, stopped)
+        return copy_listed(out or self._out, places, staged, SLICE_BYTES, self._copier, stopped)
 
     def copy_in(
         self,
@@ -123,11 +123,11 @@ class Staging:
             into = self._fine(page_sizes)[1]
         return copy_listed(into, staged, places, SLICE_BYTES, self._copier, stopped)
 
-    def out_in(self, page_sizes: Counts) -> Pairing:
-        """Return the plan for copies out of the pool whose lists number fine pages of these sizes,
-        for `copy_out`. Raises: LayoutError.
+    def plan_out(self, page_sizes: Counts = ()) -> Pairing:
+        """Return a plan for `copy_out`. With `page_sizes`, its lists number fine pages of these
+        sizes. Raises: LayoutError.
         """
-        return self._fine(page_sizes)[0]
+        return self._fine(page_sizes)[0] if page_sizes else self._out
 
     def close(self) -> None:
         """Free the memory. Call it when no copy runs. Idempotent."""
@@ -235,7 +235,7 @@ class StagedChecksums(PageTasks):
     ) -> bytes:
         scratch = self._scratch.get()
         try:
-            out = scratch.out_in(page_sizes) if page_sizes else scratch.out
+            out = scratch.plan_out(page_sizes)
             found, layout, host = xxh3_64(), out.source, out.target
             stores, places = stores_of(host.served), layout.split(pages)
             for part in batches(places, host.counts):

@@ -119,6 +119,14 @@ def _sizes(layout: PoolLayout) -> Counts:
     return tuple(space.page_size for space in layout.spaces)
 
 
+def divided(places: PageIndices, split: int, base: int = 0) -> PageIndices:
+    """Return the fine pages of some places of one space, each of which has `split` of them. `base`
+    is the index of the first fine page of the space.
+    """
+    first = places.astype(np.int64)[:, None] * split + base
+    return (first + np.arange(split)).ravel().astype(np.int32)
+
+
 class FinePages(msgspec.Struct, frozen=True, gc=False):
     """The fine pages of the places of one room. `page_sizes` has their size in tokens, by space,
     and `splits` the number of them in a place.
@@ -147,8 +155,7 @@ class FinePages(msgspec.Struct, frozen=True, gc=False):
         )
         for space, (own, base) in enumerate(zip(layout.split(places), bases, strict=False)):
             split = self.splits[space]
-            own = own * np.int32(split) + np.int32(base)
-            every: PageIndices = (own[:, None] + np.arange(split, dtype=np.int32)).ravel()
+            every = divided(own, split, base)
             # The position of the first of them among the room's fine pages.
             at = (done[space] * split if done is not None else 0) - self.skipped[space]
             found.append(every[max(0, -at) : max(0, self.counts[space] - at)])

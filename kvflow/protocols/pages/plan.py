@@ -263,17 +263,10 @@ def _typed_stretches(
         # stretch.
         if steps == [size, size]:
             size, repeats = size * repeats, 1
-        yield _Stretch(
-            c.buffer,
-            starts[0],
-            o.buffer,
-            starts[1],
-            size,
-            repeats,
-            *(steps if repeats > 1 else (0, 0)),
-            source_fine=c.size_bytes,
-            target_fine=o.size_bytes,
-        )
+        if repeats == 1:
+            steps = [0, 0]
+        where = (c.buffer, starts[0], o.buffer, starts[1], size, repeats)
+        yield _Stretch(*where, steps[0], steps[1], c.size_bytes, o.size_bytes)
 
 
 def _opaque_stretches(source: PoolLayout, target: PoolLayout, space: int) -> Iterator[_Stretch]:

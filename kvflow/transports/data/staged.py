@@ -28,7 +28,7 @@ from kvflow.aio import Threads, run_to_end
 from kvflow.memory.staging import SLICE_BYTES, Staging
 from kvflow.protocols.errors import CapacityError, LayoutError, TransferError
 from kvflow.protocols.pages.arrange import as_in, blocks_between
-from kvflow.protocols.pages.fine import common_sizes, in_common_pages
+from kvflow.protocols.pages.fine import common_sizes, divided, in_common_pages
 from kvflow.protocols.pages.layout import Counts, PageIndices, PoolLayout
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import DataPlane, PlaneAddress, WriteOutcome
@@ -93,9 +93,10 @@ class StagedPlane:
 
     def _out_for(self, target: PoolLayout) -> Pairing:
         """Return the plan for copies into the staging, in the pages in which writes are planned."""
-        staging = self._staging
-        sizes, _ = common_sizes(staging.host.layout.served, target)
-        return staging.out_in(sizes)
+        host = self._staging.host.layout.served
+        sizes, _ = common_sizes(host, target)
+        same = sizes == tuple(space.page_size for space in host.spaces)
+        return self._staging.plan_out(() if same else sizes)
 
     def _gather(self, inner: PlannedRoute, target: PoolLayout) -> Pairing | None:
         """Set up `inner` to write tiny slices in larger blocks.
@@ -175,11 +176,9 @@ class StagedRoute(PlannedRoute):
         )
         """The most places of one slice, by space. A slice has places of one space only."""
         self._owned = self._take(staging.host.layout)
-        self.places: list[PageIndices] = [
-            (own[:, None] * np.int32(split) + np.arange(split, dtype=np.int32)).ravel()
-            for own, split in zip(
-                staging.host.layout.split(self._owned), self._splits(), strict=True
-            )
+        owned = staging.host.layout.split(self._owned)
+        self.places = [
+            divided(own, split) for own, split in zip(owned, self._splits(), strict=True)
         ]
 
     def _splits(self) -> Counts:
