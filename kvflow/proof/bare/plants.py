@@ -136,7 +136,7 @@ def _earlier_loans_not_inherited() -> Installed:
     return swapped(EarlierLoans, "inherit", lambda *_: {})
 
 
-@bug("small pages of a large one in another order", bare=(0, "I8"))
+@bug("small pages of a large one in another order", bare=(4, "I8"))
 def _small_pages_in_another_order() -> Installed:
     """Prefill writes the small pages of a large page from its end."""
     original = FinePages.of
@@ -149,7 +149,7 @@ def _small_pages_in_another_order() -> Installed:
     return swapped(FinePages, "of", of)
 
 
-@bug("a chunk counted in prefill's own pages", bare=(0, "I3"))
+@bug("a chunk counted in prefill's own pages", bare=(4, "I3"))
 def _counted_in_own_pages() -> Installed:
     """Prefill reports how many of its own pages a chunk has, although decode's differ in size."""
     original = prefill_records.fine_write
@@ -162,7 +162,7 @@ def _counted_in_own_pages() -> Installed:
     return swapped(prefill_core, "fine_write", fine_write)
 
 
-@bug("the prefix of a large page written again", bare=(0, "I8"))
+@bug("the prefix of a large page written again", bare=(2, "I8"))
 def _prefix_written_again() -> Installed:
     """A room whose prefix ends inside of a large page of prefill begins with the whole page."""
     original = fine.fine_pages

@@ -85,7 +85,7 @@ def ack_before_drain() -> Installed:
     return swapped_item(prefill_core._RUN, PrefillCommand.CANCEL_WRITES, cancel_writes)
 
 
-@bug("ack popped before send", nodes=(0, "I5"), bare=(15, "I5"))
+@bug("ack popped before send", nodes=(0, "I5"), bare=(25, "I5"))
 def ack_popped_before_send() -> Installed:
     """An Abort that is repeated gets no answer."""
     original = prefill_endpoint.HANDLERS[Abort]
@@ -114,7 +114,7 @@ def abort_by_room() -> Installed:
     return swapped_item(prefill_endpoint.HANDLERS, Abort, on_abort)
 
 
-@bug("nothing said again", nodes=(25, "I5"), bare=(15, "I5"))
+@bug("nothing said again", nodes=(25, "I5"), bare=(13, "I5"))
 def nothing_said_again() -> Installed:
     """Prefill leaves a Resync unanswered."""
 
