@@ -64,12 +64,19 @@ def transfer(
             metavar="2:1",
         ),
     ] = "",
+    page_sizes: Annotated[
+        str,
+        typer.Option(
+            help="Between pages of two sizes, beside equal sizes, instead.", metavar="16:64"
+        ),
+    ] = "",
     peer: Peer = "",
     as_json: AsJson = False,
 ) -> None:
     """Goodput through rooms, divided by the bare data plane on the same page lists (needs 9 GiB of
     memory).
     """
+    from kvflow.bench.page_sizes import bench_page_sizes, sizes_of
     from kvflow.bench.slices import bench_slices, widths_of
     from kvflow.bench.transfer import bench_transfer
 
@@ -77,6 +84,9 @@ def transfer(
         _report(bench_slices(tuple(planes.split(",")), widths_of(tp), pairs, _say), as_json)
         return
     names, orders = tuple(planes.split(",")), tuple(order.split(","))
+    if page_sizes:
+        _report(bench_page_sizes(names, orders, sizes_of(page_sizes), pairs, _say), as_json)
+        return
     _report(bench_transfer(names, orders, pairs, peer or None, verify, _say), as_json)
 
 

@@ -58,6 +58,7 @@ class Worker:
         self.pool: PagedPool
         self.node: PrefillNode | DecodeNode
         self.ranks: list[RankInfo] = []
+        self._small_pages = 1  # pages of the size in which commands count, in one of ours
         self.source_pages: PageIndices
         self.raw_writer: RawWriter
 
@@ -77,15 +78,20 @@ class Worker:
         verify_transfers: bool = False,
         host: str = "127.0.0.1",
         widths: tuple[int, int] = (1, 1),
+        page_sizes: tuple[int, int] | None = None,
         staged: bool = False,
     ) -> dict[str, Any]:
         """Allocate the pool and start the node of this role.
 
+        `page_sizes` is (page size at prefill, page size at decode), multiples of `page_size`. Here
+        and in `rooms`, pages are counted in `page_size`.
         `widths` is (shards at prefill, shards at decode). The heads of each page are divided among
         the shards. If `staged`, slices pass through staging: prefill gathers them in staging, or
         decode receives them in staging.
         """
-        layout = _layout(layers, heads, dim, page_size, pages, order)
+        own_size = page_size if page_sizes is None else page_sizes[self.role == "decode"]
+        self._small_pages = own_size // page_size
+        layout = _layout(layers, heads, dim, own_size, pages // self._small_pages, order)
         # kvflow warns about tiny slices, which this benchmark measures on purpose.
         if widths != (1, 1):
             logging.disable(logging.WARNING)
@@ -149,6 +155,7 @@ class Worker:
         With `ticking`, also measure the lateness of the loop. Goodput is measured without a ticker,
         because its thousand wake-ups a second take the GIL from copying threads.
         """
+        pages //= self._small_pages
         prompt = np.arange(pages * self.pool.layout.page_size, dtype=np.int64)
         numbers = iter(range(first, first + count))
         out: dict[str, dict[int, float]] = {"opened": {}, "done": {}}
