@@ -60,7 +60,7 @@ SLOW: Mapping[str, Any] = {"transfer_rate_limit": 1 << 17}
 POOL_TOO_SMALL = "prompt tokens in the KV pool (--num-pages, --pool-bytes): asked for 3"
 CASES = (
     Case("decode's pool too small", POOL_TOO_SMALL, decode={"num_pages": 8}),
-    Case("page size", "page_size: prefill 16, decode 32", decode={"page_size": 32}),
+    Case("page size", "page_size: prefill 16, decode 24", decode={"page_size": 24}),
     Case("dtype", "k dtype: prefill float32, decode bfloat16", decode={"dtype": "bfloat16"}),
     Case("model", "model fingerprint: prefill 'LlamaForCausalLM", decode={"model_path": "another"}),
     Case(

@@ -82,9 +82,9 @@ async def test_decode_has_no_pages(p: Pair, first: str) -> None:
 
 
 async def test_pools_that_do_not_fit_are_told_what_differs(p: Pair) -> None:
-    other = await p.add_decode(small_layout(page_size=8))
+    other = await p.add_decode(small_layout(page_size=6))
     for _ in range(2):
-        with pytest.raises(RefusedError, match="page_size: prefill 4, decode 8"):
+        with pytest.raises(RefusedError, match="page_size: prefill 4, decode 6"):
             await other.room(7, "sim", PROMPT)
     await until(lambda: not links(other))
     await success(p, 8)

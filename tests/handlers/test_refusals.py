@@ -95,22 +95,22 @@ async def prefill_closes_with_an_announced_room(p: Pair) -> Any:
 
 
 async def a_pool_that_does_not_fit_is_told_to_the_engine(p: Pair) -> Any:
-    other = await p.add_decode(small_layout(page_size=8))
+    other = await p.add_decode(small_layout(page_size=6))
     source = p.prefill.room(7, PROMPT)
     other.room(7, "sim", PROMPT)
-    return source.matched(), Code.REFUSED, "page_size: prefill 4, decode 8"
+    return source.matched(), Code.REFUSED, "page_size: prefill 4, decode 6"
 
 
 async def a_pool_that_does_not_fit_is_told_to_the_engine_that_comes_late(p: Pair) -> Any:
-    other = await p.add_decode(small_layout(page_size=8))
+    other = await p.add_decode(small_layout(page_size=6))
     target = other.room(7, "sim", PROMPT)
     await until(lambda: target.ended)
-    return p.prefill.room(7, PROMPT).matched(), Code.REFUSED, "page_size: prefill 4, decode 8"
+    return p.prefill.room(7, PROMPT).matched(), Code.REFUSED, "page_size: prefill 4, decode 6"
 
 
 async def a_pool_that_does_not_fit_is_told_to_decode(p: Pair) -> Any:
-    other = await p.add_decode(small_layout(page_size=8))
-    return other.room(7, "sim", PROMPT).landed(), Code.REFUSED, "page_size: prefill 4, decode 8"
+    other = await p.add_decode(small_layout(page_size=6))
+    return other.room(7, "sim", PROMPT).landed(), Code.REFUSED, "page_size: prefill 4, decode 6"
 
 
 # A node that has closed, and a decode that is not let in, do not send it again.
