@@ -100,14 +100,14 @@ async def test_pools_that_do_not_fit_are_a_clear_error(
     tmp_path: Path, session: aiohttp.ClientSession
 ) -> None:
     config = tmp_path / "kvflow.toml"
-    config.write_text("[prefill]\npage_size = 16\n[decode]\npage_size = 32\n")
+    config.write_text("[prefill]\npage_size = 16\n[decode]\npage_size = 24\n")
     given = {"model_path": str(DEMO_MODEL_DIR), "port": 0, "num_pages": 64}
     settings = resolve("up", given, env={})
     async with Fleet(settings, given, str(config), quiet=True) as fleet:
         async with asyncio.timeout(WITHIN_S):
             status, answer = await generate(session, fleet.url)
         assert status == 502
-        assert "page_size: prefill 16, decode 32" in answer["error"]["message"]
+        assert "page_size: prefill 16, decode 24" in answer["error"]["message"]
         assert await all_home(session, fleet.prefills[0].url, fleet.decodes[0].url)
 
 
