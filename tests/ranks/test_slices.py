@@ -133,7 +133,8 @@ async def test_what_would_be_tiny_is_said_and_what_to_do(
             assert all(in_slices(g))
             for node in g.prefills:
                 [route] = node.shell.routes.values()
-                assert isinstance(route, StagedRoute) and route._out is None
+                assert isinstance(route, StagedRoute)
+                assert route._out is route.staging.plan_out(), "nothing is gathered"
         assert (
             "slices of 32 bytes are slow over local" in caplog.text
             and "--disaggregation-prefill-tp" in caplog.text
@@ -158,4 +159,5 @@ async def test_blocks_that_are_large_enough_stay_as_they_are(
         async with group("local", streams, prefill, decode, gathers=True) as g:
             await transferred(g, truth_of(streams, TOKENS, seed), 1, TOKENS)
             [route] = g.prefills[0].shell.routes.values()
-            assert isinstance(route, StagedRoute) and route._out is None
+            assert isinstance(route, StagedRoute)
+            assert route._out is route.staging.plan_out(), "nothing is gathered"
